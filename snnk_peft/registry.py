@@ -1,0 +1,84 @@
+"""A name -> object table that finds its members by importing every module of one folder.
+
+Adding a member is adding a file: `projections/sorf.py` with `@PROJECTIONS.register("sorf")` is all it takes. Discovery
+happens on first use, so importing the package stays cheap.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from snnk_peft.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def did_you_mean(kind: str, given: object, valid: list[str]) -> str:
+    """The text "unknown KIND 'GIVEN'; did you mean 'X'? Available: ..."."""
+    close = difflib.get_close_matches(str(given).lower(), valid, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"unknown {kind} {given!r}{hint} Available: {', '.join(valid)}"
+
+
+class Registry(Generic[T]):
+    """Members of one kind by name, discovered from the modules of `package`.
+
+    Args:
+        kind: what a member is called in messages, e.g. "projection".
+        package: dotted name of the folder whose modules register members when imported.
+    """
+
+    def __init__(self, kind: str, package: str):
+        self.kind = kind
+        self._package = package
+        self._members: dict[str, T] = {}
+        self._discovered = False
+
+    def register(self, name: str, member: T | None = None) -> Callable[[T], T]:
+        """Add `member` under `name`; without `member`, a decorator. A second, different member is a ConfigError."""
+
+        def add(item: T) -> T:
+            if name in self._members and self._members[name] is not item:
+                raise ConfigError(f"{self.kind} {name!r} is already registered as {self._members[name]!r}")
+            self._members[name] = item
+            return item
+
+        if member is not None:
+            add(member)
+        return add
+
+    def _discover(self) -> None:
+        if self._discovered:
+            return
+        self._discovered = True
+        package = importlib.import_module(self._package)
+        for module in pkgutil.iter_modules(package.__path__):
+            if not module.name.startswith("_") and module.name != "base":
+                importlib.import_module(f"{self._package}.{module.name}")
+
+    def names(self) -> list[str]:
+        """All member names, sorted."""
+        self._discover()
+        return sorted(self._members)
+
+    def fault(self, name: object) -> str | None:
+        """None for a known name, else the message that a ConfigError should carry."""
+        return None if name in self.names() else did_you_mean(self.kind, name, self.names())
+
+    def __getitem__(self, name: str) -> T:
+        if (fault := self.fault(name)) is not None:
+            raise ConfigError(fault)
+        return self._members[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())

