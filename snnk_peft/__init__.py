@@ -1,1 +1,32 @@
-"""snnk_peft: adapt, convert, bundle and share pretrained Transformers with Scalable Neural Network Kernels."""
+"""snnk_peft: adapt, convert, bundle and share pretrained Transformers with Scalable Neural Network Kernels.
+
+    model = get_snnk_model(model, SNNKConfig(adapter=AdapterPart(num_features=16)))   # a peft.PeftModel
+    calibrate(model, batches)                                                         # fit what was replaced
+    small = bundle(model)                                                             # a plain transformers model
+
+Importing the package makes PEFT know the method "SNNK" and the Auto classes know bundled models.
+"""
+
+import snnk_peft.tuner  # noqa: F401 - registers the PEFT method
+from snnk_peft.components import COMPONENTS
+from snnk_peft.config import AdapterPart, FFNPart, PoolerPart, SNNKConfig
+from snnk_peft.families import FAMILIES, ModelFamily, register_family
+from snnk_peft.feature_map import build_feature_map
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.tuner.get_model import get_snnk_model
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "COMPONENTS",
+    "FAMILIES",
+    "PROJECTIONS",
+    "AdapterPart",
+    "FFNPart",
+    "ModelFamily",
+    "PoolerPart",
+    "SNNKConfig",
+    "build_feature_map",
+    "get_snnk_model",
+    "register_family",
+]

@@ -1,1 +1,15 @@
-"""Placeholder."""
+"""The PEFT side: importing this module makes "SNNK" a PEFT method.
+
+`peft.register_peft_method` accepts only names of PEFT's own enum, so the tables it fills are filled here.
+"""
+
+from peft import mapping
+
+from snnk_peft.config import SNNKConfig, SNNKType
+from snnk_peft.tuner.model import SNNKModel
+
+mapping.PEFT_TYPE_TO_CONFIG_MAPPING[SNNKType.SNNK] = SNNKConfig  # type: ignore[index]
+mapping.PEFT_TYPE_TO_TUNER_MAPPING[SNNKType.SNNK] = SNNKModel  # type: ignore[index]
+mapping.PEFT_TYPE_TO_PREFIX_MAPPING[SNNKType.SNNK] = SNNKModel.prefix  # type: ignore[index]
+
+__all__ = ["SNNKModel"]

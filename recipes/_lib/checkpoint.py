@@ -1,0 +1,227 @@
+"""Checkpoints that continue a run bit for bit, made of safetensors and JSON only (nothing is unpickled).
+
+One folder `step-0000120/` holds: `model.safetensors` (what training changes, plus buffers and the parts a method
+added), `optimizer.safetensors` (by parameter name), `rng-RANK.safetensors` and `rng-RANK.json` (generator states of
+every process), `state.json` (position, best score, ...) and `manifest.json` (size and sha256 of each of the others,
+written last). The folder is filled under a temporary name and renamed, so a killed process leaves no half checkpoint
+under the final name. Reading checks the manifest and every tensor's shape before the first tensor is replaced.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _lib.files import flush, read_json, sha256, write_json
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from snnk_peft.errors import ConfigError
+
+_NAME = re.compile(r"step-\d{7}")
+_ADDED = re.compile(r"(^|\.)(snnk_|lora_)")
+
+
+def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of `model` that its settings alone do not reproduce.
+
+    That is everything except the frozen pretrained parameters: trained parameters, buffers, and what a PEFT method
+    added even where it is frozen (calibration may have written there).
+    """
+    frozen = {name for name, value in model.named_parameters() if not value.requires_grad and not _ADDED.search(name)}
+    return {name: value for name, value in model.state_dict().items() if name not in frozen}
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first. Temporary folders of a killed process do not match the name."""
+    return sorted(entry for entry in folder.glob("step-*") if _NAME.fullmatch(entry.name) and entry.is_dir())
+
+
+def save_checkpoint(
+    folder: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    accelerator: Any,
+) -> Path:
+    """Write `folder/step-XXXXXXX` (all processes call this; the main one writes what they share).
+
+    Args:
+        folder: the run's checkpoints folder.
+        model: the unwrapped model.
+        optimizer: the unwrapped optimizer.
+        state: JSON values; `state["step"]` names the checkpoint.
+        accelerator: for the rank and the barriers.
+    """
+    target = folder / f"step-{state['step']:07d}"
+    temporary = folder / f".{target.name}.tmp"
+    if accelerator.is_main_process:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    _save_rng(temporary, accelerator.process_index)
+    if accelerator.is_main_process:
+        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in saved_tensors(model).items()}
+        save_file(tensors, temporary / "model.safetensors")
+        save_file(_optimizer_tensors(model, optimizer), temporary / "optimizer.safetensors")
+        write_json(temporary / "state.json", dict(state))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        files = sorted(temporary.iterdir())
+        for file in files:
+            flush(file)
+        entries = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
+        write_json(temporary / "manifest.json", {"format": 1, "files": entries})
+        if target.exists():
+            shutil.rmtree(target)
+        temporary.rename(target)
+        flush(folder)
+    accelerator.wait_for_everyone()
+    return target
+
+
+def verify(checkpoint: Path) -> None:
+    """Raise a ConfigError that says which file of the checkpoint is missing, truncated or altered."""
+    faults = []
+    if not (checkpoint / "manifest.json").is_file():
+        raise ConfigError(f"checkpoint {checkpoint} has no manifest.json{_alternative(checkpoint)}")
+    manifest = read_json(checkpoint / "manifest.json")
+    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+        raise ConfigError(f"{checkpoint / 'manifest.json'}: expected format 1{_alternative(checkpoint)}")
+    for name, entry in manifest["files"].items():
+        file = checkpoint / name
+        if not file.is_file():
+            faults.append(f"{file} is missing")
+        elif file.stat().st_size != entry["bytes"]:
+            faults.append(f"{file} has {file.stat().st_size} bytes, expected {entry['bytes']}: it was cut or extended")
+        elif sha256(file) != entry["sha256"]:
+            faults.append(f"{file} does not have the sha256 that its manifest gives: its content was altered")
+    if faults:
+        raise ConfigError([*faults[:-1], faults[-1] + _alternative(checkpoint)])
+
+
+def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
+    """Put the checkpoint's tensors into `model`, after checking all of them."""
+    verify(checkpoint)
+    tensors = _read(checkpoint / "model.safetensors")
+    _compare(checkpoint, tensors, saved_tensors(model))
+    _fill(saved_tensors(model), tensors)
+
+
+def load_checkpoint(
+    checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int
+) -> dict[str, Any]:
+    """Restore model, optimizer and generators; returns the saved state. Everything is checked before anything changes.
+
+    Raises:
+        ConfigError: a file is damaged, or a tensor's name, shape or dtype does not fit the model.
+    """
+    verify(checkpoint)
+    state = read_json(checkpoint / "state.json")
+    tensors = _read(checkpoint / "model.safetensors")
+    moments = _read(checkpoint / "optimizer.safetensors")
+    target = saved_tensors(model)
+    _compare(checkpoint, tensors, target)
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    per_parameter: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in moments.items():
+        name, _, kind = key.rpartition("/")
+        if name not in trained or (value.dim() > 0 and value.shape != trained[name].shape):
+            raise ConfigError(f"{checkpoint}: optimizer state {key!r} fits no trained parameter of this model")
+        per_parameter.setdefault(name, {})[kind] = value
+    generators = _read(checkpoint / f"rng-{rank}.safetensors")
+    plain = read_json(checkpoint / f"rng-{rank}.json")
+
+    _fill(target, tensors)
+    optimizer.state.clear()
+    for name, values in per_parameter.items():
+        parameter = trained[name]
+        # AdamW keeps its step count on the CPU; clones own aligned memory, unlike views into the file.
+        optimizer.state[parameter] = {
+            kind: value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
+            for kind, value in values.items()
+        }
+    _load_rng(generators, plain)
+    return state
+
+
+def prune(folder: Path, keep: int, best: str | None) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one."""
+    for checkpoint in list_checkpoints(folder)[:-keep]:
+        if checkpoint.name != best:
+            # Renamed first: a half-deleted checkpoint must not carry a valid name.
+            doomed = checkpoint.with_name(f".{checkpoint.name}.tmp")
+            shutil.rmtree(doomed, ignore_errors=True)
+            checkpoint.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def _alternative(checkpoint: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    for other in reversed([entry for entry in list_checkpoints(checkpoint.parent) if entry.name < checkpoint.name]):
+        try:
+            verify(other)
+        except ConfigError:
+            continue
+        return f". The previous complete checkpoint is {other.name}: continue with --resume --checkpoint {other.name}"
+    return ". There is no earlier complete checkpoint: start again with --overwrite"
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: not a readable safetensors file ({error})") from error
+
+
+def _compare(checkpoint: Path, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    faults = [f"{checkpoint}: tensor {name} is missing" for name in expected.keys() - found.keys()]
+    faults += [f"{checkpoint}: tensor {name} does not exist in this model" for name in found.keys() - expected.keys()]
+    for name in expected.keys() & found.keys():
+        mine, theirs = expected[name], found[name]
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            given, wanted = f"{tuple(theirs.shape)} {theirs.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
+            faults.append(f"{checkpoint}: tensor {name} is {given}; this model has {wanted}")
+    if faults:
+        raise ConfigError(sorted(faults))
+
+
+def _fill(target: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in target.items():
+            value.copy_(source[name])
+
+
+def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names = {id(value): name for name, value in model.named_parameters()}
+    return {
+        f"{names[id(parameter)]}/{kind}": value.detach().cpu().contiguous().clone()
+        for parameter, values in optimizer.state.items()
+        for kind, value in values.items()
+    }
+
+
+def _save_rng(folder: Path, rank: int) -> None:
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    algorithm, keys, position, has_gauss, cached = np.random.get_state()
+    save_file(tensors, folder / f"rng-{rank}.safetensors")
+    numpy_state = [algorithm, keys.tolist(), position, has_gauss, cached]
+    write_json(folder / f"rng-{rank}.json", {"python": random.getstate(), "numpy": numpy_state})
+
+
+def _load_rng(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+    version, internal, gauss = plain["python"]
+    random.setstate((version, tuple(internal), gauss))
+    algorithm, keys, position, has_gauss, cached = plain["numpy"]
+    np.random.set_state((algorithm, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -1,0 +1,120 @@
+"""Sentences to batches: tokenised once, grouped by length, padded to the longest of the batch.
+
+The order of the examples is a pure function of (seed, epoch), and a position in it is a step number, so a run
+continued in the middle of an epoch sees exactly the batches that it would have seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from snnk_peft.errors import ConfigError
+
+_MEGABATCH = 50  # batches sorted together: long enough to find similar lengths, short enough to keep the order random
+
+
+class Examples:
+    """Tokenised sentences or sentence pairs with their labels.
+
+    Args:
+        rows: a `datasets.Dataset` with the columns sentence1, optionally sentence2, and label.
+        tokenizer: a transformers tokenizer.
+        max_length: tokens per example; longer ones are cut.
+
+    Attributes:
+        labels: (n,) int64 class indices, or float32 targets.
+        lengths: tokens per example.
+    """
+
+    def __init__(self, rows: Any, tokenizer: PreTrainedTokenizerBase, max_length: int):
+        if len(rows) == 0:
+            raise ConfigError("the data hold no example; expected at least one row per split")
+        sentences = [list(rows["sentence1"])]
+        if "sentence2" in rows.column_names:
+            sentences.append(list(rows["sentence2"]))
+        encoded = tokenizer(*sentences, truncation=True, max_length=max_length, return_attention_mask=False)
+        self.columns = {name: [np.asarray(ids, dtype=np.int64) for ids in values] for name, values in encoded.items()}
+        labels = np.asarray(list(rows["label"]))
+        self.labels = torch.from_numpy(labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64))
+        self.lengths = [len(ids) for ids in self.columns["input_ids"]]
+        self._pad = {"input_ids": tokenizer.pad_token_id or 0, "token_type_ids": tokenizer.pad_token_type_id}
+        self._left = tokenizer.padding_side == "left"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """Model inputs of the chosen examples: input_ids, attention_mask, ... (batch, longest) and labels (batch,)."""
+        longest = max(self.lengths[index] for index in indices)
+        mask = np.zeros((len(indices), longest), dtype=np.int64)
+        filled = {name: np.full_like(mask, self._pad.get(name, 0)) for name in self.columns}
+        for row, index in enumerate(indices):
+            length = self.lengths[index]
+            place = slice(longest - length, longest) if self._left else slice(0, length)
+            mask[row, place] = 1
+            for name, values in self.columns.items():
+                filled[name][row, place] = values[index]
+        inputs = {name: torch.from_numpy(values).to(device) for name, values in filled.items()}
+        inputs["attention_mask"] = torch.from_numpy(mask).to(device)
+        inputs["labels"] = self.labels[list(indices)].to(device)
+        return inputs
+
+    def by_length(self, batch_size: int) -> Iterator[list[int]]:
+        """Batches of indices, longest first: the evaluation order with the least padding."""
+        order = sorted(range(len(self)), key=lambda index: -self.lengths[index])
+        for start in range(0, len(order), batch_size):
+            yield order[start : start + batch_size]
+
+    def fingerprint(self) -> str:
+        """A digest of all tokens and labels: equal if and only if training would see the same data."""
+        digest = hashlib.sha256(self.labels.numpy().tobytes())
+        for name in sorted(self.columns):
+            digest.update(name.encode())
+            digest.update(np.asarray(self.lengths, dtype=np.int64).tobytes())
+            digest.update(np.concatenate(self.columns[name]).tobytes())
+        return digest.hexdigest()
+
+
+def epoch_plan(
+    lengths: Sequence[int], batch_size: int, accumulation: int, seed: int, epoch: int, group_by_length: bool
+) -> list[list[list[int]]]:
+    """The optimizer steps of one epoch; a step is a list of batches of indices, and every example occurs once.
+
+    Args:
+        lengths: tokens per example.
+        batch_size: examples per forward pass, over all processes.
+        accumulation: forward passes per optimizer step.
+        seed: with `epoch`, determines the order.
+        epoch: counted from 0.
+        group_by_length: put examples of similar length into one batch.
+    """
+    generator = torch.Generator().manual_seed((seed << 20) + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    if group_by_length:
+        size = _MEGABATCH * batch_size
+        chunks = [order[start : start + size] for start in range(0, len(order), size)]
+        order = [index for chunk in chunks for index in sorted(chunk, key=lambda item: -lengths[item])]
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    if group_by_length:
+        batches = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
+    return [batches[start : start + accumulation] for start in range(0, len(batches), accumulation)]
+
+
+def steps_per_epoch(examples: int, batch_size: int, accumulation: int) -> int:
+    """Length of `epoch_plan`, without making it."""
+    return -(-(-(-examples // batch_size)) // accumulation)
+
+
+def share(batch: Sequence[int], rank: int, world: int) -> tuple[list[int], int]:
+    """This process's part of a batch, and how many of its examples count.
+
+    A process for which none is left repeats the first one with weight 0, because every process must take part.
+    """
+    mine = list(batch[rank::world])
+    return (mine, len(mine)) if mine else ([batch[0]], 0)

@@ -1,0 +1,88 @@
+"""Scores of a classifier on a task's evaluation splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from _lib.data import Examples, share
+
+
+class DivergedError(ArithmeticError):
+    """Loss, gradient or predictions are no longer finite numbers."""
+
+
+def evaluation_splits(task: Any, dataset: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
+    """The splits that are evaluated (MNLI has two), cut to the first `limit` rows."""
+    splits = {name: dataset[name] for name in task.validation_splits if name in dataset}
+    if limit is None:
+        return splits
+    return {name: rows.select(range(min(limit, len(rows)))) for name, rows in splits.items()}
+
+
+@torch.no_grad()
+def predict(
+    model: torch.nn.Module,
+    examples: Examples,
+    batch_size: int,
+    accelerator: Any,
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Logits (n, classes) in fp32 and labels (n,), on the CPU, of all examples; None if `stopped` became true.
+
+    With several processes each takes part of every batch and all receive the whole result.
+    """
+    was_training = model.training
+    model.eval()
+    logits: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
+    world = accelerator.num_processes
+    for indices in examples.by_length(batch_size * world):
+        # With several processes only an agreed stop is safe, and that comes at the next step boundary.
+        if world == 1 and stopped():
+            model.train(was_training)
+            return None
+        mine, count = share(indices, accelerator.process_index, world)
+        inputs = examples.batch(mine, accelerator.device)
+        target = inputs.pop("labels")
+        output = model(**inputs).logits.float()
+        if world > 1:
+            sizes = accelerator.gather(torch.tensor([count], device=output.device))
+            size = max(1, -(-len(indices) // world))
+            padded = torch.zeros(size, *output.shape[1:], device=output.device)
+            wanted = torch.zeros(size, device=output.device, dtype=target.dtype)
+            padded[: len(output)], wanted[: len(target)] = output, target
+            parts = zip(
+                accelerator.gather(padded).split(size), accelerator.gather(wanted).split(size), sizes, strict=True
+            )
+            pairs = [(values[:kept], names[:kept]) for values, names, kept in parts]
+            output, target = (torch.cat(column) for column in zip(*pairs, strict=True))
+        logits.append(output.cpu())
+        labels.append(target.cpu())
+    model.train(was_training)
+    return torch.cat(logits), torch.cat(labels)
+
+
+def score(
+    model: torch.nn.Module,
+    task: Any,
+    splits: Mapping[str, Examples],
+    batch_size: int,
+    accelerator: Any,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """All metrics and "score"; of several splits their means, and each under "split/metric".
+
+    Returns None if `stopped` became true on the way.
+    """
+    results: dict[str, dict[str, float]] = {}
+    for name, examples in splits.items():
+        predictions = predict(model, examples, batch_size, accelerator, stopped)
+        if predictions is None:
+            return None
+        logits, labels = predictions
+        if not torch.isfinite(logits).all():
+            raise DivergedError(f"the model's predictions on {name} are not finite")
+        results[name] = task.compute(logits, labels)
+    return task.summarize(results)

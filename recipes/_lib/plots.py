@@ -1,0 +1,48 @@
+"""Figures, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+
+def learning_curve(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
+    """Training loss and evaluation score over optimizer steps, from the rows of log.jsonl."""
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    scores = [(row["step"], row["score"]) for row in rows if "score" in row]
+    figure, left = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    left.plot(*zip(*losses, strict=True), color="tab:gray", label="training loss")
+    left.set(xlabel="optimizer step", ylabel="training loss", title=title)
+    right = left.twinx()
+    right.plot(*zip(*scores, strict=True), color="tab:blue", marker="o", label="evaluation score")
+    right.set_ylabel("evaluation score", color="tab:blue")
+    _store(figure, file)
+
+
+def score_bars(table: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, title: str) -> None:
+    """Grouped bars: one group per row of `table`, one bar (mean, standard deviation) per method."""
+    methods = list(dict.fromkeys(method for cells in table.values() for method in cells))
+    width = 0.8 / max(1, len(methods))
+    figure, axes = pyplot.subplots(figsize=(1.6 * len(table) + 4, 4), layout="constrained")
+    for index, method in enumerate(methods):
+        present = [(row, cells[method]) for row, cells in enumerate(table.values()) if method in cells]
+        places = [row + (index - (len(methods) - 1) / 2) * width for row, _ in present]
+        means, deviations = [cell[0] for _, cell in present], [cell[1] for _, cell in present]
+        axes.bar(places, means, width, yerr=deviations, capsize=2, label=method)
+    axes.set_xticks(range(len(table)), list(table))
+    axes.set(ylabel="dev score", title=title)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    _store(figure, file)
+
+
+def _store(figure: Any, file: Path) -> None:
+    temporary = file.with_name(f".{file.stem}.tmp.png")
+    figure.savefig(temporary, dpi=120)
+    pyplot.close(figure)
+    temporary.replace(file)

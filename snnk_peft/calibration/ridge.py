@@ -1,0 +1,318 @@
+"""Streaming ridge regression: the readout A minimising Σ_t ‖y_t − A φ_t − a‖² + λ‖A‖² over tokens t.
+
+Only the moments of (φ, y) are kept, so memory is O(m² + m l) whatever the number of tokens, and any number of λ share
+one eigendecomposition. With S = Σ (φ−φ̄)(φ−φ̄)ᵀ and C = Σ (y−ȳ)(φ−φ̄)ᵀ,
+
+    A = C (S + λI)^{-1},     a = ȳ − A φ̄
+
+(without intercept, the uncentred moments). λ = 0 gives least squares, of minimum norm where S is singular. The same
+moments taken on other tokens score any readout without touching a token again:
+Σ‖W₂(y − Aφ − a)‖² = Σ‖W₂(y−ȳ)‖² − 2 tr(W₂ A Cᵀ W₂ᵀ) + tr(W₂ A S Aᵀ W₂ᵀ) + n‖W₂(ȳ − Aφ̄ − a)‖².
+
+Moments are centred and merged batch by batch (Chan, Golub & LeVeque), which does not cancel when means are large.
+Cost per token: m² + m l, plus l·o with an output metric W₂ (o, l).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snnk_peft.errors import ConfigError
+
+DEFAULT_RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+
+
+class Readout(NamedTuple):
+    """A linear map on features and how well it does.
+
+    Attributes:
+        weight: A (l, m).
+        bias: a (l,) or None.
+        relative_error: squared error divided by the variance of the targets (0 perfect, 1 no better than the mean).
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    relative_error: float
+
+
+class RidgeFit(NamedTuple):
+    """A readout whose regularisation was chosen on held-out tokens.
+
+    Attributes:
+        weight: A (l, m).
+        bias: a (l,) or None.
+        ridge: the chosen λ as a fraction of the mean diagonal of S.
+        error: relative error on the held-out tokens.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    ridge: float
+    error: float
+
+
+def solve_symmetric(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
+    """X = cross (gram + ridge·I)^{-1}, or cross gram^+ (the pseudo-inverse) where that matrix is singular.
+
+    Args:
+        gram: (m, m) symmetric positive semi-definite.
+        cross: (l, m).
+        ridge: >= 0, in units of gram's entries.
+
+    Returns:
+        (l, m), of minimum norm if the system is singular.
+    """
+    shifted = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    factor, failed = torch.linalg.cholesky_ex(shifted)
+    pivots = factor.diagonal()
+    rounding = len(gram) * torch.finfo(gram.dtype).eps
+    # A pivot at rounding level means that a direction is determined by noise alone: Cholesky would amplify it.
+    if not failed and bool((pivots.square() > 10 * rounding * shifted.diagonal()).all()):
+        return torch.cholesky_solve(cross.T, factor).T
+    values, vectors = torch.linalg.eigh(gram)
+    return _spectral_solve(values, vectors, cross @ vectors, ridge)
+
+
+def _spectral_solve(values: Tensor, vectors: Tensor, rotated: Tensor, ridge: float) -> Tensor:
+    """The solution from gram = V diag(values) Vᵀ and rotated = cross V; directions at rounding level get 0."""
+    cutoff = len(values) * torch.finfo(values.dtype).eps * values[-1].clamp_min(0)
+    kept = values > cutoff
+    inverse = torch.where(kept, 1 / torch.where(kept, values + ridge, 1.0), 0.0)
+    return (rotated * inverse) @ vectors.T
+
+
+class GramAccumulator:
+    """Collects the moments of features and targets over any number of batches, then solves for readouts.
+
+    Args:
+        feature_dim: m, length of a feature vector.
+        out_dim: l, length of a target vector.
+        intercept: fit a bias as well.
+        dtype: of the moments; float64 unless the device has none.
+        output_weight: W₂ (o, l), optional. Errors are then measured behind this matrix: of W₂(Aφ + a) against W₂ y,
+            which is what a network sees if y feeds a Linear. Needed only on the accumulator that measures.
+
+    Attributes:
+        count: number of tokens so far.
+
+    Example:
+        >>> gram = GramAccumulator(2, 1)
+        >>> gram.update(torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), torch.tensor([[3.0], [2.0], [4.0]]))
+        >>> gram.solve(ridge=0.0).weight.round(decimals=6)
+        tensor([[1., 2.]], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        feature_dim: int,
+        out_dim: int,
+        intercept: bool = True,
+        dtype: torch.dtype = torch.float64,
+        output_weight: Tensor | None = None,
+    ):
+        faults = [
+            f"{name} is {value}; expected >= 1"
+            for name, value in (("feature_dim", feature_dim), ("out_dim", out_dim))
+            if value < 1
+        ]
+        if output_weight is not None and (output_weight.ndim != 2 or output_weight.shape[1] != out_dim):
+            faults.append(f"output_weight is {tuple(output_weight.shape)}; expected (any, out_dim={out_dim})")
+        if faults:
+            raise ConfigError(faults)
+        self.feature_dim, self.out_dim, self.intercept, self.dtype = feature_dim, out_dim, intercept, dtype
+        self.output_weight = None if output_weight is None else output_weight.detach()
+        self.count = 0
+        self._feature_mean = torch.zeros(feature_dim, dtype=dtype)
+        self._target_mean = torch.zeros(out_dim, dtype=dtype)
+        self._gram = torch.zeros(feature_dim, feature_dim, dtype=dtype)
+        self._cross = torch.zeros(out_dim, feature_dim, dtype=dtype)
+        self._spread = torch.zeros((), dtype=dtype)  # Σ ‖W₂(y − ȳ)‖²
+
+    @torch.no_grad()
+    def update(self, features: Tensor, targets: Tensor, mask: Tensor | None = None) -> None:
+        """Add tokens.
+
+        Args:
+            features: (..., m).
+            targets: (..., l) with the same leading dimensions.
+            mask: (...) bool or integer, nonzero for real tokens; padding is dropped and may hold anything.
+
+        Raises:
+            ConfigError: shapes do not fit.
+            ValueError: a real token holds NaN or infinity; names the tensor. The moments are left unchanged.
+        """
+        leading = features.shape[:-1]
+        if (
+            features.shape != (*leading, self.feature_dim)
+            or targets.shape != (*leading, self.out_dim)
+            or (mask is not None and (mask.shape != leading or mask.is_floating_point()))
+        ):
+            given = "none" if mask is None else f"{tuple(mask.shape)} {mask.dtype}"
+            raise ConfigError(
+                f"features {tuple(features.shape)}, targets {tuple(targets.shape)}, mask {given} do not fit; expected "
+                f"(..., {self.feature_dim}), (..., {self.out_dim}) and a bool or integer mask (...)"
+            )
+        features, targets = features.reshape(-1, self.feature_dim), targets.reshape(-1, self.out_dim)
+        if mask is not None:
+            kept = mask.reshape(-1).bool()
+            features, targets = features[kept], targets[kept]
+        for name, tensor in (("features", features), ("targets", targets)):
+            if not (finite := torch.isfinite(tensor)).all():
+                raise ValueError(
+                    f"{name}: {int((~finite).sum())} of {tensor.numel()} entries are NaN or infinite; expected finite "
+                    "activations. Check the layer's input, or run the model in fp32 or bf16 instead of fp16"
+                )
+        count = len(features)
+        if count == 0:
+            return
+        features, targets = features.to(self.dtype), targets.to(self.dtype)
+        feature_mean, target_mean = features.mean(0), targets.mean(0)
+        features, targets = features - feature_mean, targets - target_mean
+        self._add(
+            count, feature_mean, target_mean, features.T @ features, targets.T @ features, self._behind(targets.T)
+        )
+
+    def merge(self, other: GramAccumulator) -> None:
+        """Add the tokens of another accumulator of the same shape, e.g. of another process."""
+        if (other.feature_dim, other.out_dim) != (self.feature_dim, self.out_dim):
+            raise ConfigError(
+                f"cannot merge moments of ({other.feature_dim} features, {other.out_dim} outputs) into "
+                f"({self.feature_dim}, {self.out_dim})"
+            )
+        ours, theirs = self.output_weight, other.output_weight
+        if (ours is None) != (theirs is None) or (
+            ours is not None and theirs is not None and not torch.equal(ours.cpu(), theirs.cpu())
+        ):
+            raise ConfigError("cannot merge accumulators that measure errors behind different output weights")
+        if other.count:
+            self._add(other.count, other._feature_mean, other._target_mean, other._gram, other._cross, other._spread)
+
+    def _behind(self, columns: Tensor) -> Tensor:
+        """‖W₂ columns‖² in total, for (l, n)."""
+        if self.output_weight is not None:
+            columns = self.output_weight.to(columns) @ columns
+        return columns.square().sum()
+
+    def _add(
+        self, count: int, feature_mean: Tensor, target_mean: Tensor, gram: Tensor, cross: Tensor, spread: Tensor
+    ) -> None:
+        if self.count == 0:  # the first tokens decide the device
+            for name in ("_feature_mean", "_target_mean", "_gram", "_cross", "_spread"):
+                setattr(self, name, getattr(self, name).to(gram.device))
+        total = self.count + count
+        feature_step = feature_mean.to(self._gram) - self._feature_mean
+        target_step = target_mean.to(self._gram) - self._target_mean
+        between = self.count * count / total
+        self._gram += gram.to(self._gram) + between * torch.outer(feature_step, feature_step)
+        self._cross += cross.to(self._gram) + between * torch.outer(target_step, feature_step)
+        self._spread += spread.to(self._gram) + between * self._behind(target_step.unsqueeze(1))
+        self._feature_mean += feature_step * (count / total)
+        self._target_mean += target_step * (count / total)
+        self.count = total
+
+    def _system(self) -> tuple[Tensor, Tensor]:
+        """(gram, cross) of the normal equations: centred with intercept, raw moments without."""
+        self._require_tokens()
+        if self.intercept:
+            return self._gram, self._cross
+        mean = self._feature_mean
+        return (
+            self._gram + self.count * torch.outer(mean, mean),
+            self._cross + self.count * torch.outer(self._target_mean, mean),
+        )
+
+    def _require_tokens(self) -> None:
+        if self.count == 0:
+            raise ValueError("no tokens were accumulated; call update() with at least one unmasked token first")
+
+    def _readout(self, weight: Tensor) -> Readout:
+        bias = self._target_mean - weight @ self._feature_mean if self.intercept else None
+        return Readout(weight, bias, self.held_out_error(weight, bias))
+
+    @property
+    def ridge_scale(self) -> float:
+        """The mean diagonal entry of the Gram matrix: multiply a relative ridge by it to get an absolute one."""
+        return float(self._system()[0].diagonal().mean())
+
+    def solve(self, ridge: float = 0.0) -> Readout:
+        """The readout for one ridge; `relative_error` is on the accumulated tokens themselves.
+
+        Args:
+            ridge: λ >= 0, absolute (scikit-learn's `alpha`). 0 gives least squares, of minimum norm if singular.
+
+        Returns:
+            Readout with weight (l, m) and bias (l,) (None without intercept), in the accumulator's dtype.
+        """
+        _check_ridges([ridge])
+        gram, cross = self._system()
+        return self._readout(solve_symmetric(gram, cross, ridge))
+
+    def solve_path(self, ridges: Iterable[float]) -> list[Readout]:
+        """`solve` for several absolute ridges at the price of one eigendecomposition."""
+        ridges = list(ridges)
+        _check_ridges(ridges)
+        gram, cross = self._system()
+        values, vectors = torch.linalg.eigh(gram)
+        rotated = cross @ vectors
+        return [self._readout(_spectral_solve(values, vectors, rotated, ridge)) for ridge in ridges]
+
+    def held_out_error(self, weight: Tensor, bias: Tensor | None = None) -> float:
+        """Relative error of a readout on the tokens of this accumulator.
+
+        Args:
+            weight: A (l, m).
+            bias: a (l,) or None.
+
+        Returns:
+            Σ‖W₂(y − Aφ − a)‖² / Σ‖W₂(y − ȳ)‖², with W₂ the `output_weight` (identity if none). For constant targets
+            0 if they are reproduced, else infinity.
+        """
+        self._require_tokens()
+        weight = weight.to(self._gram)
+        offset = self._target_mean - weight @ self._feature_mean - (0 if bias is None else bias.to(self._gram))
+        cross = self._cross
+        if self.output_weight is not None:
+            output_weight = self.output_weight.to(self._gram)
+            weight, offset, cross = output_weight @ weight, output_weight @ offset, output_weight @ cross
+        explained = (weight * (2 * cross - weight @ self._gram)).sum()
+        residual = float(self._spread - explained + self.count * offset.square().sum())
+        spread = float(self._spread)
+        residual = max(residual, 0.0)  # a perfect fit lands on either side of zero
+        if spread > 0:
+            return residual / spread
+        return 0.0 if residual <= 1e-20 * self.count else math.inf
+
+
+def _check_ridges(ridges: Sequence[float]) -> None:
+    if not ridges or not all(math.isfinite(ridge) and ridge >= 0 for ridge in ridges):
+        raise ConfigError(f"ridges are {list(ridges)}; expected at least one finite number >= 0")
+
+
+def fit_ridge(train: GramAccumulator, held_out: GramAccumulator, ridges: Sequence[float] = DEFAULT_RIDGES) -> RidgeFit:
+    """Fit on one accumulator, choose the ridge on another.
+
+    Args:
+        train: moments of the tokens to fit.
+        held_out: moments of other tokens; its `output_weight`, if any, decides which error is minimised.
+        ridges: candidates, as fractions of the mean diagonal of the training Gram matrix (so that they mean the same
+            for any number of tokens and any feature scale). A list of one is allowed and is then merely scored.
+
+    Returns:
+        RidgeFit; of equal errors, the larger ridge wins.
+    """
+    ordered = sorted(ridges, reverse=True)
+    _check_ridges(ordered)
+    scale = train.ridge_scale
+    best: RidgeFit | None = None
+    for ridge, readout in zip(ordered, train.solve_path([ridge * scale for ridge in ordered]), strict=True):
+        error = held_out.held_out_error(readout.weight, readout.bias)
+        if best is None or error < best.error:
+            best = RidgeFit(readout.weight, readout.bias, ridge, error)
+    assert best is not None
+    return best

@@ -1,0 +1,39 @@
+"""Arc-cosine features of order n (Cho & Saul 2009; SNNK paper, Theorem 3.2): φ(x) = m^-½ 1[ω·x > 0] (ω·x)^n.
+
+Exact kernel: ½K_n. The feature is the step times the power, not ReLU of the power: (ω·x)² is positive on both sides,
+so ReLU((ω·x)²) would estimate another kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.arccos import arccos_kernel
+
+
+@COMPONENTS.register("arccos")
+class Arccos(Component):
+    """f(z) = 1[z > 0] z^order.
+
+    Args:
+        order: 0 (step: angle only, no gradient), 1 (ReLU, the default) or 2 (smooth, grows quadratically).
+    """
+
+    def __init__(self, order: int = 1):
+        super().__init__()
+        if order not in (0, 1, 2):
+            raise ConfigError(f"arccos order is {order!r}; expected 0, 1 or 2")
+        self.order, self.params = order, {"order": order}
+
+    def function(self, z: torch.Tensor) -> torch.Tensor:
+        """Elementwise 1[z > 0] z^order."""
+        if self.order == 0:
+            return (z > 0).to(z.dtype)
+        return torch.relu(z) if self.order == 1 else torch.relu(z).square()
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """½K_order."""
+        return arccos_kernel(x, y, order=self.order) / 2

@@ -1,0 +1,25 @@
+"""GELU features: φ(x) = m^-½ GELU(Wx), the natural choice at landmarks of a GELU network.
+
+The exact kernel E[GELU(ω·x) GELU(ω·y)] has a closed form: see `functional/gelu_kernel.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component
+from snnk_peft.functional.gelu_kernel import gelu_kernel
+
+
+@COMPONENTS.register("gelu")
+class Gelu(Component):
+    """f(z) = z·P(N(0,1) <= z), the exact (erf) form."""
+
+    def function(self, z: torch.Tensor) -> torch.Tensor:
+        """Elementwise GELU."""
+        return torch.nn.functional.gelu(z)
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """E[GELU(ω·x) GELU(ω·y)]."""
+        return gelu_kernel(x, y)

@@ -1,0 +1,25 @@
+"""ReLU features (SNNK paper, section 3.2): φ(x) = m^-½ ReLU(Wx).
+
+Exact kernel: ½K₁(x, y) = ‖x‖‖y‖ (sin θ + (π − θ) cos θ) / 2π, half the arc-cosine kernel of order 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component
+from snnk_peft.functional.arccos import arccos_kernel
+
+
+@COMPONENTS.register("relu")
+class Relu(Component):
+    """f(z) = max(z, 0)."""
+
+    def function(self, z: torch.Tensor) -> torch.Tensor:
+        """Elementwise ReLU."""
+        return torch.relu(z)
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """½K₁."""
+        return arccos_kernel(x, y, order=1) / 2

@@ -1,0 +1,274 @@
+"""The configuration: which parts of a model become SNNK layers, and with which feature maps.
+
+`SNNKConfig` is a `peft.PeftConfig`; it is saved as adapter_config.json next to the weights. Every dataclass here is
+plain data: sizes and names are checked against the registries, the model is checked when it is patched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft import PeftConfig
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.registry import did_you_mean
+
+
+class SNNKType(str, enum.Enum):
+    """The PEFT method name; equal to the plain string "SNNK" and hashes like it, as PEFT's own members do."""
+
+    SNNK = "SNNK"
+
+
+@dataclass
+class Part:
+    """Fields that every replaceable part has.
+
+    Args:
+        component: the function f of the features f(Wx), a name of `COMPONENTS`.
+        projection: the matrix W, a name of `PROJECTIONS`.
+        num_features: rows of W, >= 1. Cost and trainable parameters grow linearly with it.
+        layers: which Transformer layers: "all", "top-K" (the last K), "bottom-K", or a list of indices from 0.
+        component_params: keyword arguments of the component.
+        projection_params: keyword arguments of the projection.
+    """
+
+    component: str = "relu"
+    projection: str = "orf"
+    num_features: int = 16
+    layers: str | list[int] = "all"
+    component_params: dict[str, Any] = field(default_factory=dict)
+    projection_params: dict[str, Any] = field(default_factory=dict)
+
+    def faults(self, part: str) -> list[str]:
+        """Everything that is wrong with this part, each message starting with the field's path."""
+        from snnk_peft.components import COMPONENTS
+        from snnk_peft.feature_map import parameter_faults
+        from snnk_peft.projections import PROJECTIONS
+
+        found = [f"{part}.{f}" for f in (COMPONENTS.fault(self.component), PROJECTIONS.fault(self.projection)) if f]
+        if self.component in COMPONENTS:
+            found += [
+                f"{part}: {f}"
+                for f in parameter_faults(
+                    f"component {self.component!r}", COMPONENTS[self.component], self.component_params
+                )
+            ]
+        if self.projection in PROJECTIONS:
+            reserved = ("dim", "num_features", "seed", "slot", "save", "source_weight", "source_bias", "importance")
+            found += [
+                f"{part}: {f}"
+                for f in parameter_faults(
+                    f"projection {self.projection!r}", PROJECTIONS[self.projection], self.projection_params, reserved
+                )
+            ]
+        if not isinstance(self.num_features, int) or isinstance(self.num_features, bool) or self.num_features < 1:
+            found.append(f"{part}.num_features is {self.num_features!r}; expected an integer >= 1")
+        return found + layers_faults(f"{part}.layers", self.layers)
+
+    def choice_fault(self, part: str, name: str, valid: tuple[str, ...]) -> list[str]:
+        """A message if field `name` is not one of `valid`."""
+        value = getattr(self, name)
+        return [] if value in valid else [f"{part}.{name}: {did_you_mean(name, value, list(valid))}"]
+
+
+@dataclass
+class AdapterPart(Part):
+    """Non-linear adapters y = x + scaling · v ⊙ (Φ(x) Aᵀ) (SNNK paper, Eq. 22, App. D).
+
+    Args:
+        placement: "houlsby" (after attention and after the FFN), "pfeiffer" (after the FFN only) or "parallel" (beside
+            the FFN: reads the FFN's input, adds to its output; folds completely when bundled).
+        init: "default" is what won on GLUE: normalised inputs, A = 0, no gate. "paper" is the paper's form: raw inputs,
+            A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) behind a gate.
+        gate: whether there is a trainable vector v; None follows `init`.
+        normalize: whether Φ sees (x − mean) / std of each token; None follows `init`.
+        scaling: factor on the residual branch; raising it acts like a higher learning rate.
+    """
+
+    placement: str = "houlsby"
+    init: str = "default"
+    gate: bool | None = None
+    normalize: bool | None = None
+    scaling: float = 1.0
+
+    def faults(self, part: str) -> list[str]:
+        """See `Part.faults`."""
+        found = super().faults(part)
+        found += self.choice_fault(part, "placement", ("houlsby", "pfeiffer", "parallel"))
+        found += self.choice_fault(part, "init", ("default", "paper", "random"))
+        if self.projection == "landmark":
+            found.append(f"{part}.projection is 'landmark'; an adapter replaces no pretrained weight to take rows from")
+        if isinstance(self.scaling, bool) or not isinstance(self.scaling, (int, float)) or self.scaling == 0:
+            found.append(f"{part}.scaling is {self.scaling!r}; expected a number other than 0")
+        if self.gate is False and self.init == "random":
+            found.append(f"{part}.gate is False with init='random': the model would start broken; use gate=True")
+        if self.gate is False and self.init == "paper":
+            found.append(f"{part}.gate is False with init='paper': the paper's form has a gate; use init='default'")
+        if self.gate is True and self.init == "default":
+            found.append(
+                f"{part}.gate is True with init='default': A and v would both start at zero and get no gradient; "
+                "use init='random' or init='paper'"
+            )
+        return found
+
+    @property
+    def uses_gate(self) -> bool:
+        """Whether v exists, with `gate=None` resolved."""
+        return self.init != "default" if self.gate is None else self.gate
+
+    @property
+    def uses_normalize(self) -> bool:
+        """Whether inputs are normalised, with `normalize=None` resolved."""
+        return self.init != "paper" if self.normalize is None else self.normalize
+
+
+@dataclass
+class PoolerPart(Part):
+    """The pooler's dense layer and activation become Φ(x) Aᵀ + b (SNNK paper, 4.3.1 and J.1).
+
+    Inputs and pretrained weights are both scaled by dim^-¼. `layers` has no meaning here.
+
+    Args:
+        init: how A starts: "nystrom" (closed form for Gaussian inputs, no data), "paper" (A = Φ(W)) or "random".
+    """
+
+    component: str = "cos"
+    num_features: int = 32
+    init: str = "nystrom"
+
+    def faults(self, part: str) -> list[str]:
+        """See `Part.faults`."""
+        found = super().faults(part) + self.choice_fault(part, "init", ("nystrom", "paper", "random"))
+        if self.layers != "all":
+            found.append(f"{part}.layers is {self.layers!r}; a model has one pooler, leave it out")
+        return found
+
+
+@dataclass
+class FFNPart(Part):
+    """Expansion and activation of the feed-forward block become Φ(x) Aᵀ + b; the contraction stays (4.4, J.4).
+
+    Args:
+        init: how A starts: "nystrom" (closed form for Gaussian inputs, no data), "paper" (A = Φ(W)) or "random".
+            `calibrate` replaces it by a fit to real activations.
+        linear_path: append the input itself to the features, so that the readout holds an exact affine part. Costs
+            dim² multiply-adds per token after bundling, and helps most at few features.
+        train_contraction: also train the contraction (the block's second matrix) of the converted layers.
+    """
+
+    component: str = "gelu"
+    projection: str = "landmark"
+    num_features: int = 64
+    init: str = "nystrom"
+    linear_path: bool = False
+    train_contraction: bool = False
+
+    def faults(self, part: str) -> list[str]:
+        """See `Part.faults`."""
+        return super().faults(part) + self.choice_fault(part, "init", ("nystrom", "paper", "random"))
+
+
+PARTS: dict[str, type[Part]] = {"adapter": AdapterPart, "pooler": PoolerPart, "ffn": FFNPart}
+
+
+@dataclass
+class SNNKConfig(PeftConfig):
+    """Which parts of a model are adapted or replaced. At least one part is required.
+
+    Args:
+        adapter: non-linear adapters, or None.
+        pooler: replacement of the pooler, or None.
+        ffn: replacement of feed-forward blocks, or None.
+        seed: decides every random draw, together with the name of each place.
+        save_projection: True saves the matrices W with the checkpoint. False saves 32 bytes of checksum for each and
+            draws them again when loading; loading fails if the draw differs.
+        modules_to_save: further modules to train and save in full. None means the model's classifier, [] nothing.
+        target_modules: filled in when a model is patched: the paths of the patched modules.
+
+    Raises:
+        ConfigError: every fault of every part at once.
+
+    Example:
+        >>> config = SNNKConfig(adapter=AdapterPart(num_features=16), task_type="SEQ_CLS")
+        >>> config.adapter.placement
+        'houlsby'
+    """
+
+    adapter: AdapterPart | None = None
+    pooler: PoolerPart | None = None
+    ffn: FFNPart | None = None
+    seed: int = 0
+    save_projection: bool = True
+    modules_to_save: list[str] | None = None
+    target_modules: set[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = SNNKType.SNNK  # type: ignore[assignment]
+        found: list[str] = []
+        for name, cls in PARTS.items():
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                value, wrong = part_from_mapping(name, cls, value)
+                found += wrong
+                setattr(self, name, value)
+            if isinstance(value, cls):
+                found += value.faults(name)
+                if not self.save_projection and value.projection == "landmark":
+                    found.append(
+                        f"{name}.projection is 'landmark' with save_projection=False: landmarks cannot be drawn again "
+                        "from a seed; use save_projection=True or a drawn projection such as 'orf'"
+                    )
+            elif value is not None:
+                found.append(
+                    f"{name} is a {type(value).__name__}; expected {cls.__name__}, a dict of its fields or None"
+                )
+        if not found and all(getattr(self, name) is None for name in PARTS):
+            found.append(f"no part given; set at least one of {', '.join(PARTS)}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            found.append(f"seed is {self.seed!r}; expected an integer >= 0")
+        if found:
+            raise ConfigError(found)
+        if isinstance(self.target_modules, list):
+            self.target_modules = set(self.target_modules)
+
+    def parts(self) -> dict[str, Part]:
+        """The parts that are set, by name."""
+        return {name: getattr(self, name) for name in PARTS if getattr(self, name) is not None}
+
+
+def part_from_mapping(name: str, cls: type[Part], given: Mapping[str, Any]) -> tuple[Part | None, list[str]]:
+    """A part from a plain dict (JSON, YAML), and the messages for fields that it does not have."""
+    valid = [f.name for f in dataclasses.fields(cls)]
+    wrong = [f"{name}.{did_you_mean('field', key, valid)}" for key in given if key not in valid]
+    return (None, wrong) if wrong else (cls(**given), [])
+
+
+def layers_faults(where: str, layers: object) -> list[str]:
+    """Messages if `layers` is neither "all", "top-K", "bottom-K" nor a list of indices."""
+    if isinstance(layers, str) and (layers == "all" or re.fullmatch(r"(top|bottom)-[1-9]\d*", layers)):
+        return []
+    if isinstance(layers, (list, tuple)) and layers and all(type(i) is int and i >= 0 for i in layers):
+        return []
+    return [f"{where} is {layers!r}; expected 'all', 'top-K', 'bottom-K' (K >= 1) or a list of indices from 0"]
+
+
+def resolve_layers(where: str, layers: str | list[int], total: int) -> tuple[list[int], list[str]]:
+    """Layer indices for a model of `total` layers, and the messages for those it does not have."""
+    if layers == "all":
+        return list(range(total)), []
+    if isinstance(layers, str):
+        end, count = layers.split("-")
+        if int(count) > total:
+            return [], [f"{where} is {layers!r}; the model has {total} layers"]
+        return list(range(total))[-int(count) :] if end == "top" else list(range(int(count))), []
+    outside = [i for i in layers if i >= total]
+    return sorted(set(layers) - set(outside)), (
+        [f"{where} has {outside}; the model has {total} layers, indices 0 to {total - 1}"] if outside else []
+    )

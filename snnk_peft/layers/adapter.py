@@ -1,0 +1,91 @@
+"""SNNKAdapter: y = x + scaling · v ⊙ (Φ(t(x)) Aᵀ) (SNNK paper, Eq. 22 and App. D).
+
+Shapes: x (..., dim) -> (..., dim); A (dim, feature_dim), v (dim,). Trainable: dim·(m + 1) numbers with the gate, dim·m
+without (the paper prints (dim + 1)·m). The block is the identity at the start, because v = 0 (the paper's form) or
+because A = 0 on normalised inputs (the default).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.layers.feature_stage import FeatureStage
+
+
+class GatedReadout(nn.Module):
+    """scaling · v ⊙ (features Aᵀ), the trainable half of an adapter.
+
+    Args:
+        stage: the features it will read; decides the sizes.
+        init: "default": A = 0 (only without gate). "paper": A = Φ(W₀), W₀ random with N(0, 1/dim) entries.
+            "random": A ~ N(0, 1/feature_dim).
+        gate: whether there is a vector v, which starts at 0.
+        scaling: constant factor.
+        generator: randomness of `init`.
+
+    Raises:
+        ConfigError: an unknown init, or one under which the block is not the identity or gets no gradient.
+    """
+
+    def __init__(
+        self,
+        stage: FeatureStage,
+        *,
+        init: str = "default",
+        gate: bool = False,
+        scaling: float = 1.0,
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__()
+        if init not in ("default", "paper", "random"):
+            raise ConfigError(f"init is {init!r}; expected 'default', 'paper' or 'random'")
+        if (init == "default") == gate:
+            raise ConfigError(
+                f"init={init!r} with gate={gate}: the block must start as the identity with a gradient for something; "
+                "use init='default' without a gate, or init='paper' or 'random' with one"
+            )
+        self.scaling = scaling
+        dim, features = stage.dim, stage.out_dim
+        if init == "default":
+            A = torch.zeros(dim, features)
+        elif init == "random":
+            A = torch.randn(dim, features, generator=generator, device="cpu") * features**-0.5
+        else:
+            weight = torch.randn(dim, dim, generator=generator, device="cpu") * dim**-0.5
+            with torch.no_grad():
+                A = stage.feature_map.psi(weight * stage.scale).dense()
+        self.A = nn.Parameter(A)
+        self.v = nn.Parameter(torch.zeros(dim)) if gate else None
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """(..., feature_dim) -> (..., dim)."""
+        out = nn.functional.linear(features.to(self.A.dtype), self.A)
+        if self.v is not None:
+            out = out * self.v
+        return out if self.scaling == 1.0 else out * self.scaling
+
+    @torch.no_grad()
+    def matrix(self) -> torch.Tensor:
+        """scaling · diag(v) A: the one matrix that everything folds into, (dim, feature_dim)."""
+        A = self.A * self.scaling
+        return A if self.v is None else self.v[:, None] * A
+
+
+class SNNKAdapter(nn.Module):
+    """A residual SNNK block: feature stage, gated readout, and the input added back.
+
+    Args:
+        stage: the features, over inputs of length dim.
+        **options: those of `GatedReadout`.
+    """
+
+    def __init__(self, stage: FeatureStage, **options: object):
+        super().__init__()
+        self.stage = stage
+        self.readout = GatedReadout(stage, **options)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., dim) -> (..., dim), in the dtype of x."""
+        return x + self.readout(self.stage(x.to(self.readout.A.dtype))).to(x.dtype)

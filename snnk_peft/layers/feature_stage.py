@@ -1,0 +1,134 @@
+"""The input side of an SNNK layer: normalise or whiten, then the feature map, then perhaps the input itself.
+
+    stage(x) = Φ(t(x))            or, with append_input,  [Φ(t(x)), x]
+    t(x) = scale · x              or, with normalize,     scale · (x − mean(x)) / std(x)  over the last axis
+                                  or, with an affine input, scale · (x − shift) ⊙ inverse_std
+
+Shapes: x (..., dim) -> (..., out_dim). An SNNK layer is a stage followed by one matrix, in training and bundled alike,
+so a bundle holds these very modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.feature_map import FeatureMap
+from snnk_peft.projections import PROJECTIONS
+
+
+class FeatureStage(nn.Module):
+    """Features of a layer's input.
+
+    Args:
+        feature_map: Φ.
+        normalize: give Φ each vector minus its mean, divided by its standard deviation (a LayerNorm without weights).
+        scale: factor on what Φ sees; decides how non-linear the features are (dim^-½ gives unit pre-activations for
+            normalised inputs).
+        shift: (dim,) means of the inputs, or None. Together with `inverse_std` whitens them.
+        inverse_std: (dim,) reciprocal standard deviations of the inputs, or None.
+        append_input: also return x itself, behind the features: an exact affine path through the readout.
+    """
+
+    def __init__(
+        self,
+        feature_map: FeatureMap,
+        *,
+        normalize: bool = False,
+        scale: float = 1.0,
+        shift: torch.Tensor | None = None,
+        inverse_std: torch.Tensor | None = None,
+        append_input: bool = False,
+    ):
+        super().__init__()
+        self.feature_map = feature_map
+        self.normalize, self.scale, self.append_input = normalize, scale, append_input
+        self.register_buffer("shift", shift)
+        self.register_buffer("inverse_std", inverse_std)
+
+    @property
+    def dim(self) -> int:
+        """Length of the inputs."""
+        return self.feature_map.dim
+
+    @property
+    def out_dim(self) -> int:
+        """Length of the outputs."""
+        return self.feature_map.feature_dim + (self.dim if self.append_input else 0)
+
+    def transform(self, x: torch.Tensor) -> torch.Tensor:
+        """t(x): what Φ sees."""
+        if self.normalize:
+            x = nn.functional.layer_norm(x, (self.dim,))
+        if self.shift is not None:
+            x = (x - self.shift.to(x.dtype)) * self.inverse_std.to(x.dtype)
+        return x if self.scale == 1.0 else x * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., dim) -> (..., out_dim)."""
+        features = self.feature_map(self.transform(x))
+        return torch.cat((features, x), -1) if self.append_input else features
+
+    def effective_rows(self, rows: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and biases that act on x as `rows`, `bias` act on t(x); not defined for `normalize`."""
+        if self.normalize:
+            raise ValueError("a normalised input is not an affine function of x; it has no effective rows")
+        effective = rows * self.scale
+        if self.shift is not None:
+            effective = effective * self.inverse_std.to(rows)
+            offset = -(effective @ self.shift.to(rows))
+            bias = offset if bias is None else bias + offset
+        return effective, bias
+
+    @torch.no_grad()
+    def simplified(self) -> FeatureStage:
+        """The same function with a whitened input folded into one dense matrix and bias (cheaper at inference)."""
+        if self.shift is None:
+            return self
+        old = self.feature_map.projection
+        rows, bias = self.effective_rows(old.materialize(), old.bias)
+        dense = PROJECTIONS["landmark"](self.dim, self.feature_map.num_features, slot=old.slot)
+        dense = dense.to(rows.device, rows.dtype)
+        dense.weight, dense.bias = rows.clone(), (torch.zeros_like(rows[:, 0]) if bias is None else bias).clone()
+        return FeatureStage(FeatureMap(self.feature_map.component, dense), append_input=self.append_input)
+
+    def spec(self) -> dict[str, Any]:
+        """Plain data from which `FeatureStage.from_spec` builds a stage of the same shape (see bundling/)."""
+        projection, component = self.feature_map.projection, self.feature_map.component
+        return {
+            "component": registry_name(COMPONENTS, component),
+            "component_params": dict(component.params),
+            "projection": registry_name(PROJECTIONS, projection),
+            "projection_params": dict(projection.params),
+            "dim": self.dim,
+            "num_features": self.feature_map.num_features,
+            "seed": projection.seed,
+            "slot": projection.slot,
+            "save": projection.save,
+            "normalize": self.normalize,
+            "scale": self.scale,
+            "append_input": self.append_input,
+        }
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> FeatureStage:
+        """Build a stage from `spec()`; its tensors come from a checkpoint afterwards."""
+        projection = PROJECTIONS[spec["projection"]](
+            spec["dim"],
+            spec["num_features"],
+            seed=spec["seed"],
+            slot=spec["slot"],
+            save=spec["save"],
+            **spec["projection_params"],
+        )
+        component = COMPONENTS[spec["component"]](**spec["component_params"])
+        options = {name: spec[name] for name in ("normalize", "scale", "append_input")}
+        return cls(FeatureMap(component, projection), **options)
+
+
+def registry_name(registry: Any, member: nn.Module) -> str:
+    """The name under which the class of `member` is registered."""
+    return next(name for name in registry.names() if registry[name] is type(member))

@@ -1,0 +1,117 @@
+"""What can be done to one module of a model, as modules that receive the original as a function.
+
+A slot's forward takes `base`, the original module (or a slot that already wraps it), and the original's inputs. Slots
+hold the new parameters; the original stays where it is. `replaces` says that `base` is never called.
+
+The parallel adapter needs three of them, because the FFN it stands beside is three modules: the expansion also emits
+the adapter's features, the activation lets them pass, the contraction reads them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.snnk_linear import SNNKLinear
+
+Base = Callable[..., torch.Tensor]
+
+
+class Slot(nn.Module):
+    """Base class: changes what one module of the model computes."""
+
+    replaces = False
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """The new output for input `x`; `base` computes the original one."""
+        raise TypeError(f"{type(self).__name__} does not define forward()")
+
+
+class Replace(Slot):
+    """layer(x) instead of the original module."""
+
+    replaces = True
+
+    def __init__(self, layer: SNNKLinear):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x (..., dim) -> (..., out)."""
+        return self.layer(x)
+
+
+class Bypass(Slot):
+    """x instead of the original module: an activation that a replacement already contains."""
+
+    replaces = True
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x unchanged."""
+        return x
+
+
+class After(Slot):
+    """adapter(original(x)): the sequential placement."""
+
+    def __init__(self, adapter: SNNKAdapter):
+        super().__init__()
+        self.adapter = adapter
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """(..., dim) -> (..., dim)."""
+        return self.adapter(base(x, *args, **kwargs))
+
+
+class ParallelFeatures(Slot):
+    """[expansion(x), Φ(x)]: the FFN's expansion also emits the features of an adapter beside the FFN."""
+
+    def __init__(self, stage: FeatureStage):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x (..., dim) -> (..., hidden + feature_dim)."""
+        hidden = base(x, *args, **kwargs)
+        return torch.cat(
+            (hidden, self.stage(x.to(self.stage.feature_map.projection.weight.dtype)).to(hidden.dtype)), -1
+        )
+
+
+class ParallelActivation(Slot):
+    """[activation(h), Φ(x)]: the activation acts on the hidden units only.
+
+    Args:
+        width: number of hidden units; the adapter's features come behind them.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """(..., width + feature_dim) -> the same shape."""
+        hidden = base(x[..., : self.width], *args, **kwargs)
+        return torch.cat((hidden, x[..., self.width :]), -1)
+
+
+class ParallelReadout(Slot):
+    """contraction(h) + scaling · v ⊙ (Φ(x) Aᵀ).
+
+    Args:
+        readout: holds A and v; the features come from the `ParallelFeatures` slot.
+        width: number of hidden units.
+    """
+
+    def __init__(self, readout: GatedReadout, width: int):
+        super().__init__()
+        self.readout, self.width = readout, width
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """(..., width + feature_dim) -> (..., dim)."""
+        out = base(x[..., : self.width], *args, **kwargs)
+        return out + self.readout(x[..., self.width :]).to(out.dtype)

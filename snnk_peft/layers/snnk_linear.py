@@ -1,0 +1,134 @@
+"""SNNKLinear: f(Wx + b) replaced by Φ(x) Aᵀ + bias (SNNK paper, section 3).
+
+Shapes: x (..., dim) -> (..., out_features); A (out_features, stage.out_dim). Cost per vector m·dim + m·out instead of
+dim·out. A is trained, computed from the pretrained weights in closed form (`init`), or fitted to data (`calibrate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from snnk_peft.calibration.nystrom import nystrom_readout
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.folding import fold_linear
+from snnk_peft.layers.feature_stage import FeatureStage
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class SNNKLinear(nn.Module):
+    """A feature stage followed by one trainable matrix.
+
+    Args:
+        stage: the features Φ (and perhaps x itself).
+        out_features: length of the output.
+        bias: whether the readout has a bias.
+    """
+
+    def __init__(self, stage: FeatureStage, out_features: int, *, bias: bool = True):
+        super().__init__()
+        self.stage = stage
+        self.out_features = out_features
+        self.A = nn.Parameter(torch.zeros(out_features, stage.out_dim))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        activation: Activation,
+        stage: FeatureStage,
+        *,
+        init: str = "nystrom",
+        generator: torch.Generator | None = None,
+        input_mean: torch.Tensor | None = None,
+        input_std: torch.Tensor | None = None,
+    ) -> SNNKLinear:
+        """The stand-in for activation(linear(x)).
+
+        Args:
+            linear: the pretrained layer, weight (out, dim).
+            activation: the function behind it.
+            stage: the features to use.
+            init: "nystrom": the best readout for inputs N(input_mean, diag(input_std²)), from the weights alone.
+                "paper": A = Φ(W), which is what the paper starts from and is not an approximation of the layer.
+                "random": A ~ N(0, 1/feature_dim).
+            generator: randomness of init="random".
+            input_mean: (dim,) mean of the inputs for "nystrom"; 0 if None. A preceding LayerNorm's bias.
+            input_std: (dim,) standard deviation of the inputs; 1 if None. A preceding LayerNorm's weight.
+
+        Raises:
+            ConfigError: an unknown `init`.
+        """
+        layer = cls(stage, linear.out_features)
+        weight = linear.weight.detach().float().cpu()
+        bias = None if linear.bias is None else linear.bias.detach().float().cpu()
+        features = stage.feature_map.feature_dim
+        with torch.no_grad():
+            if init == "nystrom":
+                A, offset = layer._nystrom(weight, bias, activation, input_mean, input_std)
+                layer.A[:, : A.shape[1]].copy_(A)
+                layer.bias.copy_(offset)  # type: ignore[union-attr]
+            elif init == "paper":
+                layer.A[:, :features].copy_(stage.feature_map.psi(weight * stage.scale).dense())
+            elif init == "random":
+                layer.A.normal_(std=features**-0.5, generator=generator)
+            else:
+                raise ConfigError(f"init is {init!r}; expected 'nystrom', 'paper' or 'random'")
+        return layer
+
+    def _nystrom(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation,
+        input_mean: torch.Tensor | None,
+        input_std: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        projection, component = self.stage.feature_map.projection, self.stage.feature_map.component
+        rows, row_bias = self.stage.effective_rows(
+            projection.materialize().float().cpu(), None if projection.bias is None else projection.bias.float().cpu()
+        )
+        readout = nystrom_readout(
+            weight,
+            bias,
+            activation,
+            rows,
+            row_bias,
+            component.function,
+            feature_scale=projection.num_features**-0.5,
+            input_mean=input_mean,
+            input_std=input_std,
+        )
+        offset = torch.zeros(weight.shape[0]) if readout.bias is None else readout.bias
+        return readout.weight, offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., dim) -> (..., out_features), in the dtype of x."""
+        features = self.stage(x.to(self.A.dtype))
+        return nn.functional.linear(features, self.A, self.bias).to(x.dtype)
+
+    @torch.no_grad()
+    def fold(self, following: nn.Linear | None = None) -> tuple[FeatureStage, nn.Linear]:
+        """The plain modules this layer becomes: its stage, and one Linear.
+
+        Args:
+            following: a linear layer that reads this one's output; it is multiplied in (W̄ = W₂ A, Eq. 14).
+        """
+        stage = self.stage.simplified()
+        weight, bias = self.A, self.bias
+        if following is not None:
+            weight, bias = fold_linear(self.A, self.bias, following.weight, following.bias)
+        return stage, plain_linear(weight, bias)
+
+
+def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """An nn.Linear with copies of these tensors."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach().clone())
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone())
+    return linear

@@ -1,0 +1,94 @@
+"""What a patcher gets and gives, and the feature stage that all of them build from a part's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.config import Part
+from snnk_peft.errors import ConfigError
+from snnk_peft.families.base import ModelFamily, module_at
+from snnk_peft.feature_map import FeatureMap
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.slots import Slot
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.projections.base import slot_generator
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One planned change.
+
+    Args:
+        path: the module to change.
+        build: makes the slot; runs after all plans are known to be possible.
+        train: whether the module itself is trained as well (and saved in full).
+    """
+
+    path: str
+    build: Callable[[], Slot] | None
+    train: bool = False
+
+
+@dataclass(frozen=True)
+class PatchContext:
+    """The model being patched and the options that all parts share.
+
+    Args:
+        model: a transformers model.
+        family: where its modules are.
+        seed: seed of all draws.
+        save_projection: whether matrices W are saved.
+    """
+
+    model: nn.Module
+    family: ModelFamily
+    seed: int
+    save_projection: bool
+
+    def linear(self, path: str, what: str) -> nn.Linear:
+        """The nn.Linear at `path`, or UnsupportedError."""
+        return module_at(self.model, path, what, nn.Linear)  # type: ignore[return-value]
+
+    def generator(self, slot: str) -> torch.Generator:
+        """Randomness for the readout at `slot`."""
+        return slot_generator(self.seed, slot + ".readout")
+
+    def stage(
+        self, part: Part, dim: int, slot: str, source: nn.Linear | None = None, importance: Any = None, **options: Any
+    ) -> FeatureStage:
+        """The feature stage of `part` for inputs of length `dim`.
+
+        Args:
+            part: names component, projection, number of features and their parameters.
+            dim: length of the inputs.
+            slot: logical name of the place; decides the draw together with the seed.
+            source: the pretrained layer whose rows a landmark projection takes.
+            importance: (rows,) scores of those rows.
+            **options: passed to `FeatureStage`.
+        """
+        params = dict(part.projection_params)
+        if part.projection == "landmark":
+            if source is None:
+                raise ConfigError(f"{slot}: projection 'landmark' needs a pretrained layer to take rows from")
+            params.update(source_weight=source.weight.detach(), importance=importance)
+            params["source_bias"] = None if source.bias is None else source.bias.detach()
+        projection = PROJECTIONS[part.projection](
+            dim, part.num_features, seed=self.seed, slot=slot, save=self.save_projection, **params
+        )
+        return FeatureStage(FeatureMap(COMPONENTS[part.component](**part.component_params), projection), **options)
+
+    def input_statistics(self, path: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of what a LayerNorm hands on, from its bias and weight alone; fp32, CPU."""
+        norm = module_at(self.model, path, what, nn.LayerNorm)
+        weight, bias = norm.weight.detach().float().cpu(), norm.bias.detach().float().cpu()  # type: ignore[operator]
+        # A norm may switch a coordinate off; a floor keeps its reciprocal finite.
+        return bias, weight.abs().clamp_min(1e-3 * weight.abs().max().clamp_min(1e-6))
+
+
+Patcher = Callable[[PatchContext, Any], "list[Patch]"]

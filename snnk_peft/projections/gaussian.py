@@ -1,0 +1,20 @@
+"""Independent Gaussian rows: ω_i ~ N(0, I). The base case of random features (Rahimi & Recht 2007).
+
+Cost: num_features · dim multiply-adds per input vector.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.projections.base import Projection
+
+
+@PROJECTIONS.register("gaussian")
+class Gaussian(Projection):
+    """W with independent standard normal entries. Arguments as in `Projection`."""
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """(num_features, dim) standard normal numbers."""
+        return torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)

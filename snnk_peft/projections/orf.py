@@ -1,0 +1,52 @@
+"""Block-orthogonal rows (orthogonal random features, Yu et al. 2016; Spectraformer's "ORF").
+
+W stacks independent blocks D·Q: Q is Haar-distributed orthogonal (dim, dim), D holds row norms. With χ_dim norms every
+row is marginally N(0, I), so estimates stay unbiased while rows of a block no longer overlap, which lowers the
+variance. num_features > dim stacks ⌈num_features / dim⌉ blocks and truncates the last.
+
+Cost: as gaussian; drawing takes one QR factorisation per block, in fp64.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.projections.base import Projection
+
+NORMS = ("chi", "sqrt_dim")
+
+
+@PROJECTIONS.register("orf")
+class Orf(Projection):
+    """Block-orthogonal W.
+
+    Args:
+        norms: "chi" (default) draws each row's norm from χ_dim, as a Gaussian row has it: unbiased. "sqrt_dim" gives
+            every row the norm √dim: lower variance, with a bias that vanishes as dim grows.
+        **kwargs: as in `Projection`.
+    """
+
+    def __init__(self, dim: int, num_features: int, *, norms: str = "chi", **kwargs: object):
+        if norms not in NORMS:
+            raise ConfigError(f"orf norms is {norms!r}; expected one of {', '.join(NORMS)}")
+        self.norms, self.params = norms, {"norms": norms}
+        super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
+        self.unbiased = norms == "chi"
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """(num_features, dim) in fp64; rows of a block are orthogonal to rounding."""
+        blocks = [haar(self.dim, generator) for _ in range(-(-self.num_features // self.dim))]
+        rows = torch.cat(blocks)[: self.num_features]
+        if self.norms == "sqrt_dim":
+            return rows * self.dim**0.5
+        lengths = torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)
+        return rows * lengths.double().norm(dim=1, keepdim=True)
+
+
+def haar(dim: int, generator: torch.Generator) -> torch.Tensor:
+    """A Haar-distributed orthogonal (dim, dim) matrix in fp64: QR of a Gaussian, signs fixed by diag(R)."""
+    gaussian = torch.randn(dim, dim, generator=generator, device="cpu", dtype=torch.float32).double()
+    q, r = torch.linalg.qr(gaussian)
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)

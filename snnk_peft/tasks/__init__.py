@@ -1,0 +1,22 @@
+"""Data sets with their metrics, one file each, found by name through `TASKS`.
+
+A task is plain data (`TaskSpec`): where columns and labels stand on the Hub and in the official files, which metrics
+are computed and which of them selects a checkpoint. Importing this package and reading the registry need nothing beyond
+numpy; `datasets`, `evaluate`, scikit-learn and scipy (the `recipes` extra) are imported when data are loaded or a
+metric is computed.
+
+Example:
+    >>> from snnk_peft.tasks import TASKS
+    >>> TASKS["mrpc"].label_names
+    ('not_equivalent', 'equivalent')
+    >>> TASKS["mnli"].validation_splits
+    ('validation_matched', 'validation_mismatched')
+"""
+
+from snnk_peft.registry import Registry
+from snnk_peft.tasks._tsv import TsvLayout
+from snnk_peft.tasks.base import TaskSpec
+
+TASKS: Registry[TaskSpec] = Registry("task", __name__)
+
+__all__ = ["TASKS", "TaskSpec", "TsvLayout"]

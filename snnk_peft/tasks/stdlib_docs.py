@@ -1,0 +1,180 @@
+"""Docstrings of Python's standard library, classified by area: a real data set that every Python carries.
+
+Sentence -> one of eight areas (text, data types, operating system, ...). The sentences are read from the *sources* of
+the running Python, so nothing is imported, downloaded or stored. Three things keep the task honest:
+
+1. Names that give the label away are cut out and leave a "…": those of the sentence's own module and of every class and
+   function in it, everything that looks like code, and the words that name an area (these in every area, so that a gap
+   tells nothing).
+2. The split is by module: no module (a package with all its submodules is one) has sentences in both halves.
+3. The draw depends only on the texts (order of their SHA-256), so one Python version always gives the same data.
+
+Example:
+    >>> from snnk_peft.tasks.stdlib_docs import AREAS, load_sentences
+    >>> train, test = load_sentences()
+    >>> len(AREAS), {sentence.module for sentence in train} & {sentence.module for sentence in test}
+    (8, set())
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks import TASKS, TaskSpec, TsvLayout
+from snnk_peft.tasks._docstrings import prose, words
+
+if TYPE_CHECKING:
+    import datasets
+
+# Only modules that every distribution of CPython >= 3.10 ships and that no release up to 3.13 has dropped.
+AREA_MODULES: dict[str, str] = {
+    "text": "codecs difflib encodings gettext locale re shlex string stringprep textwrap tokenize",
+    "data types": "bisect calendar collections colorsys copy datetime decimal enum fractions functools graphlib heapq "
+    "numbers operator pprint random reprlib secrets statistics types uuid weakref zoneinfo",
+    "operating system": "argparse cmd curses filecmp fileinput fnmatch genericpath getopt getpass glob io linecache "
+    "logging ntpath optparse os pathlib platform posixpath pty shutil stat tempfile tty",
+    "concurrency": "asyncio concurrent contextvars multiprocessing queue sched selectors signal subprocess threading",
+    "internet": "email ftplib http imaplib ipaddress mailbox mimetypes poplib smtplib socket socketserver ssl urllib "
+    "webbrowser wsgiref xmlrpc",
+    "file formats": "base64 bz2 configparser copyreg csv dbm gzip html json lzma netrc pickle pickletools plistlib "
+    "quopri shelve sqlite3 struct tarfile tomllib wave xml zipfile",
+    "language": "__future__ abc ast code codeop compileall contextlib ctypes dataclasses dis importlib inspect keyword "
+    "modulefinder opcode pkgutil py_compile pyclbr runpy site symtable sysconfig typing warnings zipimport",
+    "development tools": "bdb cProfile doctest pdb profile pstats pydoc tabnanny timeit trace traceback tracemalloc "
+    "unittest venv zipapp",
+}
+AREAS: tuple[str, ...] = tuple(AREA_MODULES)
+
+# The pure-Python halves of public modules: their sentences count as the public module's.
+PRIVATE_HALVES = {
+    "_collections_abc": "collections",
+    "_pydatetime": "datetime",
+    "_pydecimal": "decimal",
+    "_pyio": "io",
+    "_strptime": "datetime",
+    "_threading_local": "threading",
+    "_weakrefset": "weakref",
+    "sre_compile": "re",
+    "sre_parse": "re",
+}
+
+# The words of the areas' names and their nearest synonyms; a plural counts as its singular.
+KEYWORDS = frozenset(
+    "text string unicode data type operating system os path directory folder concurrency concurrent thread process "
+    "async parallel internet network web url server client file format archive language compiler interpreter "
+    "development tool test debug debugger profiler".split()
+)
+
+MODULE_LIMIT = 150  # sentences: no single module may dominate its area
+AREA_LIMIT = 750
+TEST_SHARE = 0.3  # of an area's sentences; one module fills at most half of it
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One example.
+
+    Attributes:
+        text: the sentence, give-away names replaced by "…".
+        area: index into `AREAS`, the label.
+        module: the public top-level module it was written in.
+    """
+
+    text: str
+    area: int
+    module: str
+
+
+def load_sentences(stdlib: str | Path | None = None) -> tuple[list[Sentence], list[Sentence]]:
+    """Read the data set from the sources of the standard library (about three seconds, no network).
+
+    Args:
+        stdlib: folder of the standard library's sources; that of the running Python by default.
+
+    Returns:
+        (train, test), each in a fixed, shuffled order. No module and no sentence is in both.
+
+    Raises:
+        ConfigError: the folder lacks the sources (some minimal installations ship bytecode only).
+    """
+    root = Path(stdlib or sysconfig.get_path("stdlib"))
+    train: list[Sentence] = []
+    test: list[Sentence] = []
+    seen: set[tuple[str, ...]] = set()
+    empty: list[str] = []
+    for label, (area, names) in enumerate(AREA_MODULES.items()):
+        modules = {module: _of_module(root, module, label, seen) for module in names.split()}
+        room = TEST_SHARE * sum(map(len, modules.values()))
+        if room == 0:
+            empty.append(area)
+        halves: tuple[list[Sentence], list[Sentence]] = ([], [])
+        for module in sorted(modules, key=_digest):  # first fit: a module too big for the test half goes to train
+            size = len(modules[module])
+            in_test = size <= room / 2 and len(halves[1]) + size <= room
+            halves[in_test].extend(modules[module])
+        train += _shuffled(halves[0])[: round(AREA_LIMIT * (1 - TEST_SHARE))]
+        test += _shuffled(halves[1])[: round(AREA_LIMIT * TEST_SHARE)]
+    if empty:
+        raise ConfigError(
+            f"no docstrings of the areas {', '.join(empty)} under {root}; expected the .py sources of the standard "
+            f"library there. Install Python with its sources, or pass the folder that holds them"
+        )
+    return _shuffled(train), _shuffled(test)
+
+
+def module_sources(root: Path, module: str) -> list[Path]:
+    """All source files of a public module under `root`: its file or package, and its private pure-Python halves."""
+    files: list[Path] = []
+    for name in [module, *(private for private, public in PRIVATE_HALVES.items() if public == module)]:
+        files += sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / f"{name}.py"]
+    return [file for file in files if file.is_file() and not {"test", "tests"} & set(file.relative_to(root).parts)]
+
+
+def _of_module(root: Path, module: str, label: int, seen: set[tuple[str, ...]]) -> list[Sentence]:
+    """At most `MODULE_LIMIT` sentences of one module whose words are not in `seen`, which is updated."""
+    found = []
+    for text in prose(module_sources(root, module), KEYWORDS | {module.strip("_").lower()}):
+        key = tuple(words(text))
+        if key not in seen:
+            seen.add(key)
+            found.append(Sentence(text, label, module))
+    return _shuffled(found)[:MODULE_LIMIT]
+
+
+def _shuffled(sentences: list[Sentence]) -> list[Sentence]:
+    return sorted(sentences, key=lambda sentence: _digest(sentence.text))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+class StdlibDocs(TaskSpec):
+    """A task whose files are written on demand from the running Python instead of being fetched."""
+
+    def load(self, data_dir: str | Path | None = None, **options: Any) -> datasets.DatasetDict:
+        """As `TaskSpec.load`; without `data_dir` the sentences come from the running Python, never from the Hub."""
+        if data_dir is not None:
+            return super().load(data_dir, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            for name, sentences in zip(self.files, load_sentences(), strict=True):
+                rows = [f"{sentence.text}\t{AREAS[sentence.area]}\t{sentence.module}\n" for sentence in sentences]
+                Path(folder, f"{name}.tsv").write_text("sentence\tarea\tmodule\n" + "".join(rows), encoding="utf-8")
+            return super().load(folder, **options)
+
+
+STDLIB_DOCS = StdlibDocs(
+    name="stdlib_docs",
+    folder="stdlib_docs",
+    tsv=TsvLayout(text=("sentence",), label="area", labels=AREAS),
+    hub_columns=("sentence",),
+    label_names=AREAS,
+    metrics=("accuracy",),
+)
+TASKS.register(STDLIB_DOCS.name, STDLIB_DOCS)

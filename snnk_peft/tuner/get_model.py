@@ -1,0 +1,41 @@
+"""get_snnk_model: one call from a transformers model to a PeftModel with SNNK parts."""
+
+from __future__ import annotations
+
+import peft
+from torch import nn
+
+from snnk_peft.config import SNNKConfig
+from snnk_peft.errors import ConfigError
+from snnk_peft.tuner.model import plan_patches
+
+
+def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "default") -> peft.PeftModel:
+    """Put SNNK layers into a transformers model.
+
+    The same as `peft.get_peft_model(model, config, adapter_name)`; all faults are found before anything is changed.
+
+    Args:
+        model: a transformers model of a known family (`FAMILIES.names()`), on any device, in any floating dtype.
+        config: which parts, with which feature maps.
+        adapter_name: name under which the new parameters are kept.
+
+    Returns:
+        A `peft.PeftModel`: train it with any loop or Trainer, `save_pretrained` writes only the new parameters.
+
+    Raises:
+        ConfigError: sizes or layers that do not fit the model; lists all of them.
+        UnsupportedError: the model has no such part, is of an unknown family, or is wrapped for data parallelism.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
+        >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> model = get_snnk_model(BertForSequenceClassification(tiny), SNNKConfig(adapter=AdapterPart(num_features=8)))
+        >>> model.print_trainable_parameters()
+        trainable params: 1,090 || all params: 1,013,764 || trainable%: 0.1075
+    """
+    if not isinstance(config, SNNKConfig):
+        raise ConfigError(f"config is a {type(config).__name__}; expected SNNKConfig")
+    plan_patches(model, config)
+    return peft.get_peft_model(model, config, adapter_name=adapter_name)

@@ -1,0 +1,155 @@
+"""SNNKModel: the PEFT tuner. Plans all parts, then wraps each planned module in a `SlotLayer`.
+
+Everything a PEFT user knows works on the result: several named adapters, set/disable/delete, modules_to_save,
+adapter-only checkpoints, AutoPeftModel, Trainer. One difference: a replacing part (pooler, FFN) is an approximation
+and not the identity at the start; `calibrate` makes it a good one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
+
+from snnk_peft.config import SNNKConfig
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import FAMILIES
+from snnk_peft.families.base import ModelFamily
+from snnk_peft.patchers import PATCHERS
+from snnk_peft.patchers.base import Patch, PatchContext
+from snnk_peft.registry import did_you_mean
+from snnk_peft.tuner.slot_layer import SlotLayer
+
+
+def family_of(model: nn.Module) -> ModelFamily:
+    """The family of a transformers model, by its config's model_type.
+
+    Raises:
+        UnsupportedError: not a transformers model, or an unknown architecture; says how to describe it.
+    """
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise UnsupportedError(
+            f"the model is wrapped in {type(model).__name__}; patch the bare model first, "
+            "get_snnk_model(model.module, config), and wrap the result"
+        )
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no config.model_type; expected a transformers model of one of the families "
+            f"{', '.join(FAMILIES.names())}"
+        )
+    if model_type not in FAMILIES:
+        raise UnsupportedError(
+            f"{did_you_mean('model family', model_type, FAMILIES.names())}. To add {type(model).__name__}, describe "
+            "its module paths with snnk_peft.ModelFamily and snnk_peft.register_family"
+        )
+    return FAMILIES[model_type]
+
+
+def plan_patches(model: nn.Module, config: SNNKConfig) -> list[Patch]:
+    """All patches of all parts. Nothing is changed.
+
+    Raises:
+        ConfigError, UnsupportedError: every fault of every part in one error.
+    """
+    context = PatchContext(model, family_of(model), config.seed, config.save_projection)
+    patches: list[Patch] = []
+    faults: list[str] = []
+    unsupported: list[str] = []
+    for name, part in config.parts().items():
+        try:
+            patches += PATCHERS[name](context, part)
+        except ConfigError as error:
+            faults += error.faults
+        except UnsupportedError as error:
+            unsupported.append(str(error))
+    if faults:
+        raise ConfigError(faults + unsupported)
+    if unsupported:
+        raise UnsupportedError("; ".join(unsupported))
+    return patches
+
+
+class SNNKModel(BaseTuner):
+    """PEFT's view of a patched model. Made by `get_snnk_model` or `peft.get_peft_model`, not by hand."""
+
+    prefix = "snnk_"
+    tuner_layer_cls = SlotLayer
+    target_module_mapping: dict[str, Any] = {}  # noqa: RUF012 - PEFT's attribute; families do this job
+
+    def _prepare_adapter_config(self, peft_config: SNNKConfig, model_config: dict) -> SNNKConfig:
+        return peft_config  # the targets follow from the parts: see _prepare_model
+
+    def _prepare_model(self, peft_config: SNNKConfig, model: nn.Module) -> None:
+        patches = plan_patches(model, peft_config)
+        self._builders: dict[str, list[Any]] = {}
+        for patch in patches:
+            if patch.build is not None:
+                self._builders.setdefault(patch.path, []).append(patch.build)
+        peft_config.target_modules = set(self._builders)
+        extra = [patch.path for patch in patches if patch.train]
+        peft_config.modules_to_save = modules_to_save(peft_config, model, family_of(model), extra)
+
+    @staticmethod
+    def _check_target_module_exists(peft_config: SNNKConfig, key: str) -> bool:
+        return key in (peft_config.target_modules or ())
+
+    def _create_and_replace(
+        self,
+        peft_config: SNNKConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        if isinstance(target, SlotLayer):
+            layer = target
+        else:
+            layer = SlotLayer(target)
+            layer.train(target.training)
+        for build in self._builders[current_key]:
+            layer.add_slot(adapter_name, build())
+        place = next(parent.parameters(), None)
+        if place is None:
+            place = next(self.model.parameters())
+        layer.move_to(adapter_name, place.device, place.dtype if place.is_floating_point() else None)
+        layer.set_adapter(self.active_adapters, inference_mode=peft_config.inference_mode)
+        if layer is not target:
+            setattr(parent, target_name, layer)
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        setattr(parent, child_name, new_module)
+
+    def _check_merge_allowed(self) -> None:
+        raise ConfigError("SNNK layers cannot be merged into the base weights; use snnk_peft.bundle(model)")
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        return {key: value for key, value in state_dict.items() if f".snnk_slots.{adapter_name}." in key}
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        return re.sub(rf"\.snnk_slots\.{re.escape(adapter_name)}\.", ".snnk_slots.", key)
+
+
+def modules_to_save(config: SNNKConfig, model: nn.Module, family: ModelFamily, extra: list[str]) -> list[str] | None:
+    """What is trained and saved in full: the config's list, or the model's task head, plus the parts' own wishes."""
+    inside = config.pooler is not None and family.head_output is not None
+    if config.modules_to_save is None:
+        head = family.head_output if inside else family.classifier
+        path = None if head is None else family.path(model, head)
+        present = path is not None and any(name == path for name, _ in model.named_modules())
+        names = [path] if present and path is not None else []
+    else:
+        names = list(config.modules_to_save)
+        if inside and family.classifier in names:
+            # The head holds the replaced pooler; only its last layer can be saved in full beside it.
+            names = [family.head_output if name == family.classifier else name for name in names]  # type: ignore[misc]
+    return names + [path for path in extra if path not in names] or None

@@ -1,0 +1,104 @@
+"""The one module that PEFT sees: wraps an original module and holds, per adapter name, what is done to it.
+
+All adapter bookkeeping lives here and in `model.py`; the slots themselves (layers/slots.py) never see a name.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.layers.slots import Slot
+
+
+class SlotLayer(nn.Module, BaseTunerLayer):
+    """An original module with SNNK slots around it or in its place.
+
+    Args:
+        base_layer: the original module; kept, and used when adapters are disabled.
+
+    Attributes:
+        snnk_slots: adapter name -> the slots of that adapter here, innermost first.
+    """
+
+    adapter_layer_names = ("snnk_slots",)
+    other_param_names = ()
+
+    def __init__(self, base_layer: nn.Module):
+        super().__init__()
+        self.base_layer = base_layer
+        self.merged_adapters: list[str] = []
+        self.snnk_slots = nn.ModuleDict()
+        first = next((p for p in base_layer.parameters() if p.ndim == 2), None)
+        self.out_features, self.in_features = first.shape if first is not None else (None, None)
+
+    def add_slot(self, adapter_name: str, slot: Slot) -> None:
+        """Put `slot` around what `adapter_name` already does here."""
+        if adapter_name not in self.snnk_slots:
+            self.snnk_slots[adapter_name] = nn.ModuleList()
+        self.snnk_slots[adapter_name].append(slot)  # type: ignore[union-attr]
+
+    def active_slots(self) -> list[Slot]:
+        """The slots in use, innermost first; with several active adapters, theirs in order of activation.
+
+        Raises:
+            ConfigError: two active adapters replace the same module.
+        """
+        if self.disable_adapters:
+            return []
+        slots: list[Slot] = []
+        for name in self.active_adapters:
+            if name in self.snnk_slots:
+                slots += list(self.snnk_slots[name])  # type: ignore[arg-type]
+        if sum(slot.replaces for slot in slots) > 1:
+            raise ConfigError(
+                f"active adapters {list(self.active_adapters)} replace the same {type(self.base_layer).__name__}; "
+                "activate one of them with set_adapter(name)"
+            )
+        return slots
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The original module's signature."""
+        run: Any = self.base_layer
+        for slot in self.active_slots():
+            run = partial(slot, run)
+        return run(x, *args, **kwargs)
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[Any, Any]:
+        first = next(base_layer.parameters(), None)
+        return (None, None) if first is None else (first.device, first.dtype)
+
+    def move_to(self, adapter_name: str, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Move one adapter's tensors. Parameters take `dtype`; frozen matrices stay in fp32."""
+        if adapter_name not in self.snnk_slots:
+            return
+        for module in self.snnk_slots[adapter_name].modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.device.type != "meta":
+                    parameter.data = parameter.data.to(device, dtype)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.device.type != "meta":
+                    setattr(module, name, buffer.to(device))
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        base_device, _ = self._get_base_layer_device_and_dtype(self.base_layer)
+        target = device if device is not None else base_device
+        if target is not None:
+            self.move_to(adapter_name, target, None)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Not possible: a non-linear layer cannot be added to a weight."""
+        raise ConfigError("SNNK layers are not linear and cannot be merged in place; use snnk_peft.bundle(model)")
+
+    def unmerge(self) -> None:
+        """Not possible; see `merge`."""
+        raise ConfigError("SNNK layers are never merged; there is nothing to unmerge")
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """False: the change is not a low-rank addition to a weight."""
+        return False
