@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -190,6 +191,7 @@ class SNNKConfig(PeftConfig):
             draws them again when loading; loading fails if the draw differs.
         modules_to_save: further modules to train and save in full. None means the model's classifier, [] nothing.
         target_modules: filled in when a model is patched: the paths of the patched modules.
+        made_for: filled in when a model is patched: its architecture and sizes. Another model is then refused.
 
     Raises:
         ConfigError: every fault of every part at once.
@@ -206,11 +208,12 @@ class SNNKConfig(PeftConfig):
     seed: int = 0
     save_projection: bool = True
     modules_to_save: list[str] | None = None
-    target_modules: set[str] | None = None
+    target_modules: tuple[str, ...] | None = None
+    made_for: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_type = SNNKType.SNNK  # type: ignore[assignment]
+        self.peft_type = SNNKType.SNNK
         found: list[str] = []
         for name, cls in PARTS.items():
             value = getattr(self, name)
@@ -235,8 +238,26 @@ class SNNKConfig(PeftConfig):
             found.append(f"seed is {self.seed!r}; expected an integer >= 0")
         if found:
             raise ConfigError(found)
-        if isinstance(self.target_modules, list):
-            self.target_modules = set(self.target_modules)
+        # A tuple: PEFT shortens long lists and sets of targets to common endings, which would no longer be paths.
+        if self.target_modules is not None:
+            self.target_modules = tuple(self.target_modules)
+        self.loaded_from: str | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
+    ) -> SNNKConfig:
+        """The config in a folder or Hub repository; a folder is remembered, so that its weights can be checked.
+
+        Args:
+            pretrained_model_name_or_path: folder or repository.
+            subfolder: folder inside it.
+            **kwargs: options of `peft.PeftConfig.from_pretrained`.
+        """
+        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
+        config.loaded_from = folder if os.path.isdir(folder) else None
+        return config
 
     def parts(self) -> dict[str, Part]:
         """The parts that are set, by name."""

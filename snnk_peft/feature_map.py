@@ -35,8 +35,9 @@ class FeatureMap(nn.Module):
         if component.distribution != projection.distribution:
             partners = [n for n in PROJECTIONS.names() if PROJECTIONS[n].distribution == component.distribution]
             raise ConfigError(
-                f"component {type(component).__name__} needs rows drawn from {component.distribution!r}, but projection "
-                f"{type(projection).__name__} draws {projection.distribution!r}; valid projections: {', '.join(partners)}"
+                f"component {type(component).__name__} needs rows drawn from {component.distribution!r}, but "
+                f"projection {type(projection).__name__} draws {projection.distribution!r}; valid projections: "
+                f"{', '.join(partners)}"
             )
         self.component = component
         self.projection = projection
@@ -78,7 +79,7 @@ def parameter_faults(kind: str, cls: type, given: Mapping[str, Any], reserved: t
     names = set()
     for base in cls.__mro__:
         if "__init__" in vars(base) and base is not nn.Module and base is not object:
-            names |= set(inspect.signature(base.__init__).parameters)
+            names |= set(inspect.signature(vars(base)["__init__"]).parameters)
     valid = sorted(names - {"self", "kwargs", *reserved})
     return [
         f"{kind} parameter {name!r} is unknown; valid: {', '.join(valid) or 'none'}"

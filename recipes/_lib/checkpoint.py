@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from _lib.files import flush, read_json, sha256, write_json
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from _lib.files import flush, read_json, sha256, write_json
 from snnk_peft.errors import ConfigError
 
 _NAME = re.compile(r"step-\d{7}")
@@ -115,15 +115,33 @@ def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
 
 
 def load_checkpoint(
-    checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int
+    checkpoint: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    identity: Mapping[str, Any],
+    rank: int,
 ) -> dict[str, Any]:
     """Restore model, optimizer and generators; returns the saved state. Everything is checked before anything changes.
+
+    Args:
+        checkpoint: its folder.
+        model: the unwrapped model, built from the same settings.
+        optimizer: the unwrapped optimizer.
+        identity: must equal the `identity` that was saved (data, number of processes).
+        rank: of this process.
 
     Raises:
         ConfigError: a file is damaged, or a tensor's name, shape or dtype does not fit the model.
     """
     verify(checkpoint)
     state = read_json(checkpoint / "state.json")
+    changed = [
+        f"{checkpoint}: {name} was {state['identity'].get(name)!r} and is now {value!r}; the run cannot be continued"
+        for name, value in identity.items()
+        if state["identity"].get(name) != value
+    ]
+    if changed:
+        raise ConfigError(changed)
     tensors = _read(checkpoint / "model.safetensors")
     moments = _read(checkpoint / "optimizer.safetensors")
     target = saved_tensors(model)
@@ -155,11 +173,23 @@ def prune(folder: Path, keep: int, best: str | None) -> None:
     """Delete all but the newest `keep` checkpoints and the best one."""
     for checkpoint in list_checkpoints(folder)[:-keep]:
         if checkpoint.name != best:
-            # Renamed first: a half-deleted checkpoint must not carry a valid name.
-            doomed = checkpoint.with_name(f".{checkpoint.name}.tmp")
-            shutil.rmtree(doomed, ignore_errors=True)
-            checkpoint.rename(doomed)
-            shutil.rmtree(doomed)
+            _delete(checkpoint)
+
+
+def discard_newer(checkpoint: Path) -> list[str]:
+    """Delete the checkpoints that `--checkpoint` gave up (the run will write them again); returns their names."""
+    newer = [other for other in list_checkpoints(checkpoint.parent) if other.name > checkpoint.name]
+    for other in newer:
+        _delete(other)
+    return [other.name for other in newer]
+
+
+def _delete(checkpoint: Path) -> None:
+    # Renamed first: a half-deleted checkpoint must not carry a valid name.
+    doomed = checkpoint.with_name(f".{checkpoint.name}.tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _alternative(checkpoint: Path) -> str:

@@ -7,6 +7,7 @@ define `check() -> list[str]` for faults that involve several of its values.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import types
@@ -53,19 +54,21 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def load_config(cls: type[Section], path: str | Path | None, overrides: Sequence[str] = ()) -> Section:
-    """Read `path`, apply the overrides, and check everything.
+def load_config(
+    cls: type[Section], source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()
+) -> Section:
+    """Read `source`, apply the overrides, and check everything.
 
     Args:
         cls: the dataclass of the whole file.
-        path: a YAML file, or None to start from the defaults.
+        source: a YAML file, its content as a mapping, or None to start from the defaults.
         overrides: texts `a.b=value`; the value is YAML, so `null`, `true`, `[q, v]` and `{r: 8}` mean what they say.
 
     Raises:
         ConfigError: with every fault of the file and of the overrides.
     """
     faults: list[str] = []
-    given = read_yaml(path) if path is not None else {}
+    given = copy.deepcopy(dict(source or {})) if isinstance(source, Mapping | None) else read_yaml(source)
     for override in overrides:
         _apply(given, override, faults)
     config = build(cls, given, faults)
@@ -141,7 +144,9 @@ def build(cls: type[Section], given: Any, faults: list[str], path: str = "") -> 
         hint = hints[name]
         if dataclasses.is_dataclass(hint):
             section = given.get(name)
-            values[name] = build(typing.cast("type[Any]", hint), {} if section is None else section, faults, f"{path}{name}.")
+            values[name] = build(
+                typing.cast("type[Any]", hint), {} if section is None else section, faults, f"{path}{name}."
+            )
         elif name in given:
             values[name] = _checked(given[name], hint, field.metadata, f"{path}{name}", faults)
         elif field.default is _REQUIRED and field.default_factory is _REQUIRED:

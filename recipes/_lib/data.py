@@ -7,6 +7,7 @@ continued in the middle of an epoch sees exactly the batches that it would have 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from _lib.settings import TrainSection
 from snnk_peft.errors import ConfigError
 
 _MEGABATCH = 50  # batches sorted together: long enough to find similar lengths, short enough to keep the order random
@@ -81,20 +83,17 @@ class Examples:
         return digest.hexdigest()
 
 
-def epoch_plan(
-    lengths: Sequence[int], batch_size: int, accumulation: int, seed: int, epoch: int, group_by_length: bool
-) -> list[list[list[int]]]:
+def epoch_plan(lengths: Sequence[int], batch_size: int, train: TrainSection, epoch: int) -> list[list[list[int]]]:
     """The optimizer steps of one epoch; a step is a list of batches of indices, and every example occurs once.
 
     Args:
         lengths: tokens per example.
         batch_size: examples per forward pass, over all processes.
-        accumulation: forward passes per optimizer step.
-        seed: with `epoch`, determines the order.
-        epoch: counted from 0.
-        group_by_length: put examples of similar length into one batch.
+        train: seed, gradient_accumulation and group_by_length.
+        epoch: counted from 0; with the seed it determines the order.
     """
-    generator = torch.Generator().manual_seed((seed << 20) + epoch)
+    accumulation, group_by_length = train.gradient_accumulation, train.group_by_length
+    generator = torch.Generator().manual_seed((train.seed << 20) + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
     if group_by_length:
         size = _MEGABATCH * batch_size
@@ -108,7 +107,7 @@ def epoch_plan(
 
 def steps_per_epoch(examples: int, batch_size: int, accumulation: int) -> int:
     """Length of `epoch_plan`, without making it."""
-    return -(-(-(-examples // batch_size)) // accumulation)
+    return math.ceil(math.ceil(examples / batch_size) / accumulation)
 
 
 def share(batch: Sequence[int], rank: int, world: int) -> tuple[list[int], int]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.settings import MethodSection
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from _lib.settings import MethodSection
 from snnk_peft.errors import ConfigError, UnsupportedError
 
 _POOLER = re.compile(r"(^|\.)pooler\.")
@@ -49,7 +49,9 @@ def load_pretrained(folder: str, task: Any, **arguments: Any) -> tuple[PreTraine
             **arguments,
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.name_or_path: no sequence classifier could be made from {folder!r}: {error}") from error
+        raise ConfigError(
+            f"model.name_or_path: no sequence classifier could be made from {folder!r}: {error}"
+        ) from error
     return model, sorted(report["missing_keys"])
 
 
@@ -62,7 +64,7 @@ def build_model(
         base: the pretrained model with a fresh classifier.
         method: the settings.
         seed: of the random features.
-        calibration: model inputs that `snnk_peft.calibrate` reads before training; None leaves the parts as initialised.
+        calibration: model inputs that `calibrate` reads before training; None leaves the parts as initialised.
 
     Returns:
         a PeftModel for snnk and lora, `base` itself for full and linear_probe.
@@ -92,12 +94,14 @@ def build_model(
                 modules_to_save=["pooler"] if train_pooler else None,
             ),
         )
-    from snnk_peft import calibrate, get_snnk_model
+    from snnk_peft import get_snnk_model
 
     # None lets snnk_peft train the classifier; an explicit list has to name it too.
     saved = [*_heads(base), "pooler"] if train_pooler else None
     model = get_snnk_model(base, method.snnk_config(seed=seed, modules_to_save=saved))
     if calibration is not None:
+        from snnk_peft import calibrate
+
         print(calibrate(model, calibration))
     return model
 
@@ -111,9 +115,15 @@ def _heads(model: PreTrainedModel) -> list[str]:
 def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
     """Trained parameters (all, and those outside the classification head) and all parameters of the model in use."""
     trained = {name: value.numel() for name, value in model.named_parameters() if value.requires_grad}
-    head = sum(count for name, count in trained.items() if re.search(r"(^|\.)(classifier|score|pre_classifier)\.", name))
+    head = sum(
+        count for name, count in trained.items() if re.search(r"(^|\.)(classifier|score|pre_classifier)\.", name)
+    )
     total = sum(value.numel() for name, value in model.named_parameters() if ".original_module." not in name)
-    return {"trainable": sum(trained.values()), "trainable_without_classifier": sum(trained.values()) - head, "total": total}
+    return {
+        "trainable": sum(trained.values()),
+        "trainable_without_classifier": sum(trained.values()) - head,
+        "total": total,
+    }
 
 
 def load_trained(folder: Path, task: Any) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -139,7 +149,7 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, PreTrainedTokenizerBase]
         return model, load_tokenizer(tokens)
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{folder}: expected a run folder (config.yaml), an adapter (adapter_config.json) or a model (config.json); "
+            f"{folder}: expected a run (config.yaml), an adapter (adapter_config.json) or a model (config.json); "
             f"found {sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else 'no such folder'}"
         )
     model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32)

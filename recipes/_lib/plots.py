@@ -42,7 +42,7 @@ def score_bars(table: Mapping[str, Mapping[str, tuple[float, float]]], file: Pat
 
 
 def _store(figure: Any, file: Path) -> None:
-    temporary = file.with_name(f".{file.stem}.tmp.png")
-    figure.savefig(temporary, dpi=120)
+    temporary = file.with_name(f".{file.name}.tmp")
+    figure.savefig(temporary, dpi=120, format="png")
     pyplot.close(figure)
     temporary.replace(file)

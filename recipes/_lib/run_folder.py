@@ -16,10 +16,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from _lib.checkpoint import list_checkpoints
-from _lib.config import flatten, read_yaml
-from _lib.settings import FREE_ON_RESUME
 
+from _lib.checkpoint import list_checkpoints, verify
+from _lib.config import flatten, read_yaml
+from _lib.files import read_json, write_json, write_text
+from _lib.settings import FREE_ON_RESUME
 from snnk_peft.errors import ConfigError
 
 CONTENT = (
@@ -29,23 +30,23 @@ CONTENT = (
 SIGTERM_EXIT = 128 + signal.SIGTERM
 
 
-def prepare_folder(folder: Path, config: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-    """Make the folder usable, or refuse.
+def check_folder(folder: Path, config: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
+    """Refuse a folder that this run must not touch; changes nothing.
 
     Args:
         folder: the run folder; it need not exist.
         config: the resolved settings as nested dicts.
         resume: continue what is there; the settings must agree in everything that decides the weights.
-        overwrite: delete what is there, if it is a run folder.
+        overwrite: a run folder that is there will be deleted.
 
     Raises:
         ConfigError: the folder is in use, holds something else, has nothing to resume, or other settings.
     """
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite contradict each other; give one of them")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output.dir is {folder}, which is a file; expected a folder")
     entries = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite contradict each other; give one of them")
     if resume:
         if "config.yaml" not in entries:
             raise ConfigError(f"{folder} holds no run: nothing to resume; leave out --resume to start one")
@@ -59,9 +60,15 @@ def prepare_folder(folder: Path, config: Mapping[str, Any], resume: bool, overwr
     strange = [name for name in entries if name not in CONTENT and not name.endswith(".tmp")]
     if strange:
         raise ConfigError(f"--overwrite would delete {folder}, which holds more than a run: {', '.join(strange[:5])}")
-    if entries:
+
+
+def claim_folder(folder: Path, config: str, root: Path, resume: bool) -> None:
+    """Empty the (checked) folder unless `resume`, and write config.yaml and environment.json into it."""
+    if not resume and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "environment.json", environment(root))
+    write_text(folder / "config.yaml", config)
 
 
 def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
@@ -74,6 +81,18 @@ def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
             return checkpoint
     available = ", ".join(checkpoint.name for checkpoint in found) or "none"
     raise ConfigError(f"--checkpoint {name}: no such checkpoint in {folder}; available: {available}")
+
+
+def best_checkpoint(folder: Path) -> Path:
+    """The checkpoint with the best score so far, of a finished or an unfinished run."""
+    found = list_checkpoints(folder / "checkpoints")
+    best = None
+    if found:
+        verify(found[-1])
+        best = read_json(found[-1] / "state.json")["run"]["best"]
+    if best is None:
+        raise ConfigError(f"{folder} has no evaluated checkpoint yet; let the run reach its first evaluation")
+    return folder / "checkpoints" / f"step-{best['step']:07d}"
 
 
 def _compare(folder: Path, config: Mapping[str, Any]) -> None:
@@ -110,7 +129,6 @@ def environment(root: Path) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "git_commit": commit,
-        "arguments": sys.argv[1:],
     }
 
 

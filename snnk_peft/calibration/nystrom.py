@@ -122,10 +122,10 @@ def nystrom_readout(
         ConfigError: shapes that do not fit, a negative ridge, a zero scale: all at once.
         ValueError: a NaN or infinity among the tensors, or a function that overflows.
     """
-    l, d, m = len(weight), weight.shape[-1], len(projection)
+    (out_dim, d), m = weight.shape, len(projection)
     tensors: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "weight": (weight, (l, d)),
-        "bias": (bias, (l,)),
+        "weight": (weight, (out_dim, d)),
+        "bias": (bias, (out_dim,)),
         "projection": (projection, (m, d)),
         "offset": (offset, (m,)),
         "input_mean": (input_mean, (d,)),

@@ -51,9 +51,13 @@ class Component(nn.Module):
         """The elementwise f on z = ω·x, any shape."""
         raise TypeError(f"{type(self).__name__} is not an elementwise component")
 
+    def activate(self, z: torch.Tensor) -> torch.Tensor:
+        """Features from projections z = x Wᵀ, (..., num_features) -> (..., feature_dim), of an elementwise component."""
+        return self.function(z) * z.shape[-1] ** -0.5
+
     def phi(self, x: torch.Tensor, projection: Projection) -> Features:
         """Features of data (queries, layer inputs): x (..., dim) -> (..., feature_dim)."""
-        return Features(self.function(projection(x)) * projection.num_features**-0.5)
+        return Features(self.activate(projection(x)))
 
     def psi(self, y: torch.Tensor, projection: Projection) -> Features:
         """Features of the other tower (keys, weights); the same as `phi` unless a component says otherwise."""

@@ -1,1 +1,1 @@
-"""Pure tensor mathematics: exact kernels, Hermite series and folding. Tensors in, tensors out; no modules, no models."""
+"""Pure tensor mathematics: exact kernels, Hermite series, folding. Tensors in, tensors out; no modules or models."""

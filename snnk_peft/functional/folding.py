@@ -1,6 +1,6 @@
 """Bundling: multiplying matrices that no non-linearity separates (Eq. 13, 14, 23 of "Scalable Neural Network Kernels").
 
-A layer written as A·Φ(x) + a (Φ a feature map, A its readout) followed by a Linear (W, b) is one Linear on the features:
+A layer A·Φ(x) + a (Φ a feature map, A its readout) followed by a Linear (W, b) is one Linear on the features:
 
     W (A Φ(x) + a) + b = (W A) Φ(x) + (W a + b)
 

@@ -33,6 +33,9 @@ class FeatureStage(nn.Module):
         append_input: also return x itself, behind the features: an exact affine path through the readout.
     """
 
+    shift: torch.Tensor | None
+    inverse_std: torch.Tensor | None
+
     def __init__(
         self,
         feature_map: FeatureMap,
@@ -60,16 +63,18 @@ class FeatureStage(nn.Module):
         return self.feature_map.feature_dim + (self.dim if self.append_input else 0)
 
     def transform(self, x: torch.Tensor) -> torch.Tensor:
-        """t(x): what Φ sees."""
-        if self.normalize:
-            x = nn.functional.layer_norm(x, (self.dim,))
-        if self.shift is not None:
+        """t(x): what Φ sees, without `normalize`."""
+        if self.shift is not None and self.inverse_std is not None:
             x = (x - self.shift.to(x.dtype)) * self.inverse_std.to(x.dtype)
         return x if self.scale == 1.0 else x * self.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., out_dim)."""
-        features = self.feature_map(self.transform(x))
+        if self.normalize:
+            z = self.feature_map.projection.normalized(x)
+            features = self.feature_map.component.activate(z if self.scale == 1.0 else z * self.scale)
+        else:
+            features = self.feature_map(self.transform(x))
         return torch.cat((features, x), -1) if self.append_input else features
 
     def effective_rows(self, rows: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -77,7 +82,7 @@ class FeatureStage(nn.Module):
         if self.normalize:
             raise ValueError("a normalised input is not an affine function of x; it has no effective rows")
         effective = rows * self.scale
-        if self.shift is not None:
+        if self.shift is not None and self.inverse_std is not None:
             effective = effective * self.inverse_std.to(rows)
             offset = -(effective @ self.shift.to(rows))
             bias = offset if bias is None else bias + offset

@@ -9,6 +9,7 @@ the adapter's features, the activation lets them pass, the contraction reads the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -32,13 +33,20 @@ class Slot(nn.Module):
 
 
 class Replace(Slot):
-    """layer(x) instead of the original module."""
+    """layer(x) instead of the original module and the activation behind it.
+
+    Args:
+        layer: the stand-in.
+        activation: path in the model of the activation that the stand-in contains, or None.
+        following: path in the model of the Linear that reads the output, or None; calibration measures errors behind
+            it, bundling multiplies it in.
+    """
 
     replaces = True
 
-    def __init__(self, layer: SNNKLinear):
+    def __init__(self, layer: SNNKLinear, activation: str | None = None, following: str | None = None):
         super().__init__()
-        self.layer = layer
+        self.layer, self.activation, self.following = layer, activation, following
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """x (..., dim) -> (..., out)."""
@@ -103,15 +111,33 @@ class ParallelReadout(Slot):
     """contraction(h) + scaling · v ⊙ (Φ(x) Aᵀ).
 
     Args:
-        readout: holds A and v; the features come from the `ParallelFeatures` slot.
-        width: number of hidden units.
+        readout: holds A and v; the features come from the `ParallelFeatures` slot, behind everything else.
     """
 
-    def __init__(self, readout: GatedReadout, width: int):
+    def __init__(self, readout: GatedReadout):
         super().__init__()
-        self.readout, self.width = readout, width
+        self.readout = readout
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """(..., width + feature_dim) -> (..., dim)."""
-        out = base(x[..., : self.width], *args, **kwargs)
-        return out + self.readout(x[..., self.width :]).to(out.dtype)
+        features = self.readout.A.shape[1]
+        out = base(x[..., :-features], *args, **kwargs)
+        return out + self.readout(x[..., -features:]).to(out.dtype)
+
+
+class Retrained(Slot):
+    """A trainable copy instead of the original, where PEFT's modules_to_save would catch a wrong module as well.
+
+    Args:
+        module: the original.
+    """
+
+    replaces = True
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = copy.deepcopy(module)
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """The original's signature."""
+        return self.module(x, *args, **kwargs)

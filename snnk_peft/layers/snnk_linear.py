@@ -119,10 +119,9 @@ class SNNKLinear(nn.Module):
             following: a linear layer that reads this one's output; it is multiplied in (W̄ = W₂ A, Eq. 14).
         """
         stage = self.stage.simplified()
-        weight, bias = self.A, self.bias
-        if following is not None:
-            weight, bias = fold_linear(self.A, self.bias, following.weight, following.bias)
-        return stage, plain_linear(weight, bias)
+        if following is None:
+            return stage, plain_linear(self.A, self.bias)
+        return stage, plain_linear(*fold_linear(self.A, self.bias, following.weight, following.bias))
 
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:

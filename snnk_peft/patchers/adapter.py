@@ -71,7 +71,7 @@ def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.L
     def readout() -> Slot:
         # The same seed and slot draw the same W again, which init="paper" needs; only A and v are kept.
         stage = _stage(context, part, ffn_in.in_features, slot)
-        return ParallelReadout(GatedReadout(stage, **_readout_options(context, part, slot)), width)  # type: ignore[arg-type]
+        return ParallelReadout(GatedReadout(stage, **_readout_options(context, part, slot)))  # type: ignore[arg-type]
 
     return [
         Patch(f"{layer}.{family.ffn_in}", features),

@@ -63,14 +63,13 @@ def _replace(
         # Whitened inputs have length √dim; the scale gives unit pre-activations.
         options.update(shift=mean, inverse_std=1 / std, scale=ffn_in.in_features**-0.5)
     stage = context.stage(part, ffn_in.in_features, slot, ffn_in, importance, **options)
-    return Replace(
-        SNNKLinear.from_linear(
-            ffn_in,
-            activation,
-            stage,
-            init=part.init,
-            generator=context.generator(slot),
-            input_mean=mean,
-            input_std=std,
-        )
+    stand_in = SNNKLinear.from_linear(
+        ffn_in,
+        activation,
+        stage,
+        init=part.init,
+        generator=context.generator(slot),
+        input_mean=mean,
+        input_std=std,
     )
+    return Replace(stand_in, f"{layer}.{context.family.activation}", f"{layer}.{context.family.ffn_out}")

@@ -52,14 +52,19 @@ def _replace(context: PatchContext, part: PoolerPart, dense: nn.Linear, activati
         mean, std = context.input_statistics(f"{last}.{family.last_norm}", "the LayerNorm before the pooler")
     scale = 1.0 if part.projection == "landmark" else dim**-0.25
     stage = context.stage(part, dim, "pooler", dense, scale=scale)
+    stand_in = SNNKLinear.from_linear(
+        dense,
+        activation,
+        stage,
+        init=part.init,
+        generator=context.generator("pooler"),
+        input_mean=mean,
+        input_std=std,
+    )
+    reader = family.classifier_of_pooler
+    present = reader is not None and any(name == reader for name, _ in context.model.named_modules())
     return Replace(
-        SNNKLinear.from_linear(
-            dense,
-            activation,
-            stage,
-            init=part.init,
-            generator=context.generator("pooler"),
-            input_mean=mean,
-            input_std=std,
-        )
+        stand_in,
+        None if family.pooler_activation is None else family.path(context.model, family.pooler_activation),
+        reader if present else None,
     )

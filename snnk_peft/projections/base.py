@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.normalized_projection import normalized_linear
 
 
 def slot_generator(seed: int, slot: str = "") -> torch.Generator:
@@ -91,10 +92,40 @@ class Projection(nn.Module):
         target = self.weight if self.weight.device.type != "meta" else weight
         self.weight = weight.to(target.device, target.dtype)
 
+    def verify(self, checksum: torch.Tensor) -> None:
+        """Refuse a checkpoint whose matrix differs from the one this machine draws from (seed, slot).
+
+        Args:
+            checksum: (32,) uint8, from the checkpoint.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        if checksum.device.type == "meta":
+            return
+        drawn = tensor_checksum(self.draw(slot_generator(self.seed, self.slot)))
+        if not torch.equal(checksum.cpu(), drawn):
+            raise ConfigError(
+                f"checksum of the redrawn projection of {self.slot!r} differs from the checkpoint: this machine draws "
+                f"another matrix from seed {self.seed} (torch {torch.__version__}), or the config's seed was changed. "
+                "Use the torch version the checkpoint was made with, or save with save_projection=True"
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The loader of transformers assigns buffers one by one, without the hooks of load_state_dict.
+        if name == "checksum" and isinstance(value, torch.Tensor):
+            self.verify(value)
+        super().__setattr__(name, value)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x Wᵀ + c for x (..., dim); result (..., num_features) in the dtype of x."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """LN(x) Wᵀ + c, LN without weights over the last axis; the normalised vectors are never formed."""
+        z = normalized_linear(x, self.materialize())
+        return z if self.bias is None else z + self.bias.to(z.dtype)
 
     def materialize(self) -> torch.Tensor:
         """W as a dense (num_features, dim) tensor."""
@@ -110,19 +141,12 @@ class Projection(nn.Module):
         return self.materialize().square().sum(-1)
 
     def extra_repr(self) -> str:
+        """The arguments, for printing."""
         return f"dim={self.dim}, num_features={self.num_features}, seed={self.seed}, slot={self.slot!r}"
 
 
 def _verify_checksum(module: nn.Module, state_dict: dict, prefix: str, *args: object) -> None:
-    """Refuse a checkpoint whose matrix differs from the one this machine draws from the same seed."""
+    """The check for everything that goes through load_state_dict; see `Projection.__setattr__` for the rest."""
     assert isinstance(module, Projection)
-    saved = state_dict.get(prefix + "checksum")
-    if saved is None or saved.device.type == "meta":
-        return
-    drawn = tensor_checksum(module.draw(slot_generator(module.seed, module.slot)))
-    if not torch.equal(saved.cpu(), drawn):
-        raise ConfigError(
-            f"checksum of the redrawn projection at {prefix.rstrip('.')!r} differs from the checkpoint: this machine "
-            f"draws another matrix from seed {module.seed} (torch {torch.__version__}), or the config's seed was "
-            "changed. Use the torch version the checkpoint was made with, or save with save_projection=True"
-        )
+    if (saved := state_dict.get(prefix + "checksum")) is not None:
+        module.verify(saved)

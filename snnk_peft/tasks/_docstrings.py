@@ -1,4 +1,4 @@
-"""Prose sentences of the docstrings under a folder of Python sources, with the names cut out that tell where they stand.
+"""Sentences of the docstrings in Python sources, and names cut out of them.
 
 The sources are parsed with `ast`; nothing is imported or run. A cut name leaves a "…".
 """
@@ -9,13 +9,12 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 GAP = "…"
 MIN_WORDS, MAX_WORDS = 7, 48
 
-# Function words that are also names of functions somewhere; they tell nothing.
-_ORDINARY = frozenset("all and any for from get has not set the with".split())
 _CODE = re.compile(
     r"`[^`]*`"  # quoted code
     r"|\b\w+(?:\.\w+)*\([^()]*\)"  # a call
@@ -29,32 +28,30 @@ _BULLET = re.compile(r"^(?:[-*o+]|\d+[.)]|\([a-z0-9]\))\s+")
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def prose(files: list[Path], names: frozenset[str]) -> list[str]:
-    """Sentences of all module, class and function docstrings of one module's files, in source order.
+@dataclass(frozen=True)
+class ModuleDocs:
+    """What one module says about itself.
 
-    Args:
-        files: the module's sources.
-        names: further words to cut out, in lower case; a plural counts as its singular. The names of the files and of
-            every class and function in them are always cut, and so is everything that looks like code: quoted, dotted,
-            underscored, CamelCase, or called.
-
-    Returns:
-        Sentences of 7 to 48 words that are mostly letters; one that is mostly gaps is left out.
-
-    Raises:
-        SyntaxError: a file is not valid Python for the running version.
+    Attributes:
+        sentences: of all module, class and function docstrings, in source order, code cut out of them.
+        modules: lower-case names of the source files.
+        definitions: lower-case names of all classes and functions, leading underscores removed.
     """
-    trees = [ast.parse(file.read_text(encoding="utf-8"), str(file)) for file in files]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    names |= {file.stem.strip("_").lower() for file in files}
-    defined = {node.name.lstrip("_").lower() for node in nodes if isinstance(node, _DEFINITIONS)}
-    names |= {name for name in defined if len(name) > 2}  # shorter ones are ordinary words ("is", "of") or tell nothing
-    names -= _ORDINARY
-    texts = []
-    for node in nodes:
-        if isinstance(node, (ast.Module, *_DEFINITIONS)):
-            texts += [_without(names, text) for text in _sentences(ast.get_docstring(node, clean=False) or "")]
-    return [text for text in texts if _is_prose(text)]
+
+    sentences: list[str]
+    modules: frozenset[str]
+    definitions: frozenset[str]
+
+
+def read_module(files: list[Path]) -> ModuleDocs:
+    """Parse the sources of one module; SyntaxError if a file is not valid for the running Python."""
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file)))]
+    documented = [node for node in nodes if isinstance(node, (ast.Module, *_DEFINITIONS))]
+    return ModuleDocs(
+        sentences=[text for node in documented for text in _sentences(ast.get_docstring(node, clean=False) or "")],
+        modules=frozenset(file.stem.strip("_").lower() for file in files),
+        definitions=frozenset(node.name.lstrip("_").lower() for node in nodes if isinstance(node, _DEFINITIONS)),
+    )
 
 
 def words(text: str) -> list[str]:
@@ -62,24 +59,22 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _sentences(docstring: str) -> Iterator[str]:
-    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
-        if re.search(r">>>|::|[-=+~]{3,}|\w =|\w {2,}\w", paragraph):  # doctest, literal block, table, code
-            continue
-        for sentence in _SENTENCE_END.split(" ".join(paragraph.split())):
-            yield _BULLET.sub("", sentence.strip())
+def singulars(word: str) -> set[str]:
+    """The word itself and what it could be the plural of: directories -> directory, classes -> class, files -> file."""
+    return {word, word.removesuffix("s"), word.removesuffix("es"), re.sub("ies$", "y", word)}
 
 
-def _without(names: frozenset[str], sentence: str) -> str:
+def without(names: frozenset[str], sentence: str) -> str:
+    """The sentence with every word that is one of the lower-case `names`, or a plural of one, replaced by "…"."""
+
     def cut(match: re.Match[str]) -> str:
-        word = match[0].lower()
-        return GAP if word in names or word.removesuffix("s") in names else match[0]
+        return match[0] if names.isdisjoint(singulars(match[0].lower())) else GAP
 
-    text = _WORD.sub(cut, _CODE.sub(GAP, sentence))
-    return re.sub(rf"{GAP}(?:[\s.,/*-]*{GAP})+", GAP, text)
+    return re.sub(rf"{GAP}(?:[\s.,/*-]*{GAP})+", GAP, _WORD.sub(cut, sentence))
 
 
-def _is_prose(text: str) -> bool:
+def is_prose(text: str) -> bool:
+    """Whether a sentence has 7 to 48 words, is mostly letters, starts like a sentence and is not mostly gaps."""
     found = words(text)
     letters = sum(character.isalpha() or character.isspace() for character in text)
     return (
@@ -89,3 +84,11 @@ def _is_prose(text: str) -> bool:
         and 3 * text.count(GAP) <= len(found)
         and not re.search(r"[=<>{}\[\]|\\@#\t]", text)
     )
+
+
+def _sentences(docstring: str) -> Iterator[str]:
+    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
+        if re.search(r">>>|::|[-=+~]{3,}|\w =|\w {2,}\w", paragraph):  # doctest, literal block, table, code
+            continue
+        for sentence in _SENTENCE_END.split(" ".join(paragraph.split())):
+            yield _CODE.sub(GAP, _BULLET.sub("", sentence.strip()))

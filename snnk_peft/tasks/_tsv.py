@@ -165,7 +165,7 @@ def _header_faults(path: Path, header: list[str], layout: TsvLayout) -> list[str
         count = Counter(header)[name]
         if count == 0:
             close = difflib.get_close_matches(name.lower(), list(by_lower_case), n=1, cutoff=0.5)
-            hint = f"; did you mean {by_lower_case[close[0]]!r} to be it?" if close else "."
+            hint = f"; did you mean {by_lower_case[close[0]]!r}?" if close else "."
             faults.append(f"{path}, line 1: no column {name!r}{hint} Found: {_listed(header)}")
         elif count > 1:
             faults.append(f"{path}, line 1: column {name!r} occurs {count} times; expected once")

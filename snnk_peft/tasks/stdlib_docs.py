@@ -1,11 +1,12 @@
 """Docstrings of Python's standard library, classified by area: a real data set that every Python carries.
 
-Sentence -> one of eight areas (text, data types, operating system, ...). The sentences are read from the *sources* of
-the running Python, so nothing is imported, downloaded or stored. Three things keep the task honest:
+Sentence -> one of six areas (text and formats, data types, operating system, ...). The sentences are read from the
+*sources* of the running Python, so nothing is imported, downloaded or stored. Three things keep the task honest:
 
-1. Names that give the label away are cut out and leave a "…": those of the sentence's own module and of every class and
-   function in it, everything that looks like code, and the words that name an area (these in every area, so that a gap
-   tells nothing).
+1. Names that give the label away are cut out and leave a "…": those of the sentence's own module (with its submodules)
+   and of every class and function in it, everything that looks like code, and the words of the areas' names (these in
+   every area, so that a gap tells nothing). A function whose name is an ordinary word ("read", "close") gives nothing
+   away: it stays if the docstrings of most areas use the word.
 2. The split is by module: no module (a package with all its submodules is one) has sentences in both halves.
 3. The draw depends only on the texts (order of their SHA-256), so one Python version always gives the same data.
 
@@ -13,7 +14,7 @@ Example:
     >>> from snnk_peft.tasks.stdlib_docs import AREAS, load_sentences
     >>> train, test = load_sentences()
     >>> len(AREAS), {sentence.module for sentence in train} & {sentence.module for sentence in test}
-    (8, set())
+    (6, set())
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 import tempfile
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS, TaskSpec, TsvLayout
-from snnk_peft.tasks._docstrings import prose, words
+from snnk_peft.tasks._docstrings import ModuleDocs, is_prose, read_module, without, words
 
 if TYPE_CHECKING:
     import datasets
 
 # Only modules that every distribution of CPython >= 3.10 ships and that no release up to 3.13 has dropped.
 AREA_MODULES: dict[str, str] = {
-    "text": "codecs difflib encodings gettext locale re shlex string stringprep textwrap tokenize",
+    "text and formats": "base64 bz2 codecs configparser copyreg csv dbm difflib encodings gettext gzip html json "
+    "locale lzma netrc pickle pickletools plistlib quopri re shelve shlex sqlite3 string stringprep struct tarfile "
+    "textwrap tomllib wave xml zipfile",
     "data types": "bisect calendar collections colorsys copy datetime decimal enum fractions functools graphlib heapq "
     "numbers operator pprint random reprlib secrets statistics types uuid weakref zoneinfo",
     "operating system": "argparse cmd curses filecmp fileinput fnmatch genericpath getopt getpass glob io linecache "
@@ -42,12 +47,10 @@ AREA_MODULES: dict[str, str] = {
     "concurrency": "asyncio concurrent contextvars multiprocessing queue sched selectors signal subprocess threading",
     "internet": "email ftplib http imaplib ipaddress mailbox mimetypes poplib smtplib socket socketserver ssl urllib "
     "webbrowser wsgiref xmlrpc",
-    "file formats": "base64 bz2 configparser copyreg csv dbm gzip html json lzma netrc pickle pickletools plistlib "
-    "quopri shelve sqlite3 struct tarfile tomllib wave xml zipfile",
-    "language": "__future__ abc ast code codeop compileall contextlib ctypes dataclasses dis importlib inspect keyword "
-    "modulefinder opcode pkgutil py_compile pyclbr runpy site symtable sysconfig typing warnings zipimport",
-    "development tools": "bdb cProfile doctest pdb profile pstats pydoc tabnanny timeit trace traceback tracemalloc "
-    "unittest venv zipapp",
+    "language and tools": "__future__ abc ast bdb cProfile code codeop compileall contextlib ctypes dataclasses dis "
+    "doctest importlib inspect keyword modulefinder opcode pdb pkgutil profile pstats py_compile pyclbr pydoc runpy "
+    "site symtable sysconfig tabnanny timeit tokenize trace traceback tracemalloc typing unittest venv warnings "
+    "zipapp zipimport",
 }
 AREAS: tuple[str, ...] = tuple(AREA_MODULES)
 
@@ -64,15 +67,12 @@ PRIVATE_HALVES = {
     "sre_parse": "re",
 }
 
-# The words of the areas' names and their nearest synonyms; a plural counts as its singular.
-KEYWORDS = frozenset(
-    "text string unicode data type operating system os path directory folder concurrency concurrent thread process "
-    "async parallel internet network web url server client file format archive language compiler interpreter "
-    "development tool test debug debugger profiler".split()
-)
+# The words of the areas' names and their closest kin; a plural counts as its singular.
+KEYWORDS: str = "text string format data type operating system os concurrency concurrent internet network language tool"
 
+ORDINARY_AREAS = 4  # a word that the docstrings of this many areas use is ordinary
 MODULE_LIMIT = 150  # sentences: no single module may dominate its area
-AREA_LIMIT = 750
+AREA_LIMIT = 900
 TEST_SHARE = 0.3  # of an area's sentences; one module fills at most half of it
 
 
@@ -104,27 +104,29 @@ def load_sentences(stdlib: str | Path | None = None) -> tuple[list[Sentence], li
         ConfigError: the folder lacks the sources (some minimal installations ship bytecode only).
     """
     root = Path(stdlib or sysconfig.get_path("stdlib"))
-    train: list[Sentence] = []
-    test: list[Sentence] = []
-    seen: set[tuple[str, ...]] = set()
-    empty: list[str] = []
-    for label, (area, names) in enumerate(AREA_MODULES.items()):
-        modules = {module: _of_module(root, module, label, seen) for module in names.split()}
-        room = TEST_SHARE * sum(map(len, modules.values()))
-        if room == 0:
-            empty.append(area)
-        halves: tuple[list[Sentence], list[Sentence]] = ([], [])
-        for module in sorted(modules, key=_digest):  # first fit: a module too big for the test half goes to train
-            size = len(modules[module])
-            in_test = size <= room / 2 and len(halves[1]) + size <= room
-            halves[in_test].extend(modules[module])
-        train += _shuffled(halves[0])[: round(AREA_LIMIT * (1 - TEST_SHARE))]
-        test += _shuffled(halves[1])[: round(AREA_LIMIT * TEST_SHARE)]
-    if empty:
+    docs = {
+        area: {module: read_module(module_sources(root, module)) for module in modules.split()}
+        for area, modules in AREA_MODULES.items()
+    }
+    if empty := [area for area, modules in docs.items() if not any(doc.sentences for doc in modules.values())]:
         raise ConfigError(
             f"no docstrings of the areas {', '.join(empty)} under {root}; expected the .py sources of the standard "
             f"library there. Install Python with its sources, or pass the folder that holds them"
         )
+    ordinary = ordinary_words(docs)
+    train: list[Sentence] = []
+    test: list[Sentence] = []
+    seen: set[tuple[str, ...]] = set()
+    for label, area in enumerate(AREAS):
+        found = {module: _of_module(module, doc, ordinary, label, seen) for module, doc in docs[area].items()}
+        room = TEST_SHARE * sum(map(len, found.values()))
+        halves: tuple[list[Sentence], list[Sentence]] = ([], [])
+        for module in sorted(found, key=_digest):  # first fit: a module too big for the test half goes to train
+            size = len(found[module])
+            in_test = size <= room / 2 and len(halves[1]) + size <= room
+            halves[in_test].extend(found[module])
+        train += _shuffled(halves[0])[: round(AREA_LIMIT * (1 - TEST_SHARE))]
+        test += _shuffled(halves[1])[: round(AREA_LIMIT * TEST_SHARE)]
     return _shuffled(train), _shuffled(test)
 
 
@@ -136,12 +138,27 @@ def module_sources(root: Path, module: str) -> list[Path]:
     return [file for file in files if file.is_file() and not {"test", "tests"} & set(file.relative_to(root).parts)]
 
 
-def _of_module(root: Path, module: str, label: int, seen: set[tuple[str, ...]]) -> list[Sentence]:
+def ordinary_words(docs: Mapping[str, Mapping[str, ModuleDocs]]) -> frozenset[str]:
+    """Words used in at least `ORDINARY_AREAS` of the areas of `docs` (area -> module -> docstrings)."""
+    used = Counter[str]()
+    for modules in docs.values():
+        used.update({word for doc in modules.values() for sentence in doc.sentences for word in words(sentence)})
+    return frozenset(word for word, areas in used.items() if areas >= ORDINARY_AREAS)
+
+
+def give_away_names(module: str, docs: ModuleDocs, ordinary: frozenset[str]) -> frozenset[str]:
+    """Lower-case names that no sentence of `module` may contain."""
+    return frozenset(KEYWORDS.split()) | {module.strip("_").lower()} | docs.modules | (docs.definitions - ordinary)
+
+
+def _of_module(
+    module: str, docs: ModuleDocs, ordinary: frozenset[str], label: int, seen: set[tuple[str, ...]]
+) -> list[Sentence]:
     """At most `MODULE_LIMIT` sentences of one module whose words are not in `seen`, which is updated."""
+    names = give_away_names(module, docs, ordinary)
     found = []
-    for text in prose(module_sources(root, module), KEYWORDS | {module.strip("_").lower()}):
-        key = tuple(words(text))
-        if key not in seen:
+    for text in (without(names, sentence) for sentence in docs.sentences):
+        if is_prose(text) and (key := tuple(words(text))) not in seen:
             seen.add(key)
             found.append(Sentence(text, label, module))
     return _shuffled(found)[:MODULE_LIMIT]

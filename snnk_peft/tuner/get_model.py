@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import peft
 from torch import nn
 
@@ -38,4 +40,5 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
     if not isinstance(config, SNNKConfig):
         raise ConfigError(f"config is a {type(config).__name__}; expected SNNKConfig")
     plan_patches(model, config)
-    return peft.get_peft_model(model, config, adapter_name=adapter_name)
+    # PEFT writes into the config it is given; the caller's can then be used for other models.
+    return peft.get_peft_model(model, copy.deepcopy(config), adapter_name=adapter_name)

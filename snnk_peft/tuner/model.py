@@ -17,10 +17,12 @@ from torch import nn
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
-from snnk_peft.families.base import ModelFamily
+from snnk_peft.families.base import ModelFamily, module_at
+from snnk_peft.layers.slots import Retrained, Slot
 from snnk_peft.patchers import PATCHERS
 from snnk_peft.patchers.base import Patch, PatchContext
 from snnk_peft.registry import did_you_mean
+from snnk_peft.tuner.checkpoint import check_measurements, check_weights, clashes, measurements
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 
@@ -80,26 +82,45 @@ class SNNKModel(BaseTuner):
     tuner_layer_cls = SlotLayer
     target_module_mapping: dict[str, Any] = {}  # noqa: RUF012 - PEFT's attribute; families do this job
 
-    def _prepare_adapter_config(self, peft_config: SNNKConfig, model_config: dict) -> SNNKConfig:
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
         return peft_config  # the targets follow from the parts: see _prepare_model
 
-    def _prepare_model(self, peft_config: SNNKConfig, model: nn.Module) -> None:
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        family = family_of(model)
+        found = measurements(model, family)
+        check_measurements(peft_config, found)
         patches = plan_patches(model, peft_config)
-        self._builders: dict[str, list[Any]] = {}
+        extra = [patch.path for patch in patches if patch.train]
+        saved = modules_to_save(peft_config, model, family, extra)
+        places = {patch.path for patch in patches if patch.build is not None}
+        # PEFT takes modules_to_save by their ending: "classifier" would also catch a changed "pre_classifier".
+        copied = [n for n in saved or () if any(p != n and p.endswith(n) for p in places) and n in module_names(model)]
+        head = None if family.classifier is None else family.path(model, family.classifier)
+        if head is not None and head in (peft_config.target_modules or ()) and head not in {*places, *copied}:
+            copied.append(head)  # a loaded config, written after `head` was taken out of modules_to_save
+        saved = [name for name in saved or () if name not in copied] or None
+        if faults := clashes(model, places | set(copied), saved):
+            raise ConfigError(faults)
+        # Everything is built, and compared with the checkpoint, before the first module is touched.
+        slots: dict[str, list[Slot]] = {}
         for patch in patches:
             if patch.build is not None:
-                self._builders.setdefault(patch.path, []).append(patch.build)
-        peft_config.target_modules = set(self._builders)
-        extra = [patch.path for patch in patches if patch.train]
-        peft_config.modules_to_save = modules_to_save(peft_config, model, family_of(model), extra)
+                slots.setdefault(patch.path, []).append(patch.build())
+        for name in copied:
+            slots[name] = [Retrained(module_at(model, name, "modules_to_save"))]
+        check_weights(peft_config, model, slots, saved)
+        self._slots = slots
+        peft_config.target_modules = tuple(sorted(slots))
+        peft_config.modules_to_save = saved
+        peft_config.made_for = found
 
     @staticmethod
-    def _check_target_module_exists(peft_config: SNNKConfig, key: str) -> bool:
-        return key in (peft_config.target_modules or ())
+    def _check_target_module_exists(peft_config: Any, key: str) -> bool:
+        return key in peft_config.target_modules
 
     def _create_and_replace(
         self,
-        peft_config: SNNKConfig,
+        peft_config: Any,
         adapter_name: str,
         target: nn.Module,
         target_name: str,
@@ -112,8 +133,8 @@ class SNNKModel(BaseTuner):
         else:
             layer = SlotLayer(target)
             layer.train(target.training)
-        for build in self._builders[current_key]:
-            layer.add_slot(adapter_name, build())
+        for slot in self._slots.pop(current_key):
+            layer.add_slot(adapter_name, slot)
         place = next(parent.parameters(), None)
         if place is None:
             place = next(self.model.parameters())
@@ -125,12 +146,26 @@ class SNNKModel(BaseTuner):
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         setattr(parent, child_name, new_module)
 
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Remove an adapter; if it was in use, the first of the remaining ones is used everywhere."""
+        was_active = adapter_name in self.active_adapters
+        super().delete_adapter(adapter_name)
+        if was_active and self.peft_config:
+            # Adapters may have parts in different places, where PEFT lets each place choose a successor for itself.
+            rest = [name for name in self.active_adapters if name in self.peft_config]
+            self.set_adapter(rest or next(iter(self.peft_config)))
+
     def _check_merge_allowed(self) -> None:
         raise ConfigError("SNNK layers cannot be merged into the base weights; use snnk_peft.bundle(model)")
 
     @classmethod
     def _get_adapter_state_dict(
-        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor], **kwargs: Any
+        cls,
+        model: nn.Module,
+        config: Any,
+        adapter_name: str,
+        state_dict: dict[str, torch.Tensor],
+        unwanted_adapter_names: list[str],
     ) -> dict[str, torch.Tensor]:
         return {key: value for key, value in state_dict.items() if f".snnk_slots.{adapter_name}." in key}
 
@@ -139,13 +174,18 @@ class SNNKModel(BaseTuner):
         return re.sub(rf"\.snnk_slots\.{re.escape(adapter_name)}\.", ".snnk_slots.", key)
 
 
+def module_names(model: nn.Module) -> set[str]:
+    """Paths of all modules."""
+    return {name for name, _ in model.named_modules()}
+
+
 def modules_to_save(config: SNNKConfig, model: nn.Module, family: ModelFamily, extra: list[str]) -> list[str] | None:
     """What is trained and saved in full: the config's list, or the model's task head, plus the parts' own wishes."""
     inside = config.pooler is not None and family.head_output is not None
     if config.modules_to_save is None:
         head = family.head_output if inside else family.classifier
         path = None if head is None else family.path(model, head)
-        present = path is not None and any(name == path for name, _ in model.named_modules())
+        present = path is not None and path in module_names(model)
         names = [path] if present and path is not None else []
     else:
         names = list(config.modules_to_save)

@@ -6,13 +6,15 @@ All adapter bookkeeping lives here and in `model.py`; the slots themselves (laye
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.families.base import unwrap
 from snnk_peft.layers.slots import Slot
 
 
@@ -35,16 +37,22 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         self.merged_adapters: list[str] = []
         self.snnk_slots = nn.ModuleDict()
         first = next((p for p in base_layer.parameters() if p.ndim == 2), None)
-        self.out_features, self.in_features = first.shape if first is not None else (None, None)
+        shape = (None, None) if first is None else tuple(first.shape)
+        self.out_features: int | None = shape[0]
+        self.in_features: int | None = shape[1]
 
     def add_slot(self, adapter_name: str, slot: Slot) -> None:
         """Put `slot` around what `adapter_name` already does here."""
         if adapter_name not in self.snnk_slots:
             self.snnk_slots[adapter_name] = nn.ModuleList()
-        self.snnk_slots[adapter_name].append(slot)  # type: ignore[union-attr]
+        self.slots_of(adapter_name).append(slot)
+
+    def slots_of(self, adapter_name: str) -> nn.ModuleList:
+        """The slots of one adapter, innermost first."""
+        return cast(nn.ModuleList, self.snnk_slots[adapter_name])
 
     def active_slots(self) -> list[Slot]:
-        """The slots in use, innermost first; with several active adapters, theirs in order of activation.
+        """The slots in use, innermost first: the one that replaces, then the others in order of activation.
 
         Raises:
             ConfigError: two active adapters replace the same module.
@@ -54,13 +62,14 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         slots: list[Slot] = []
         for name in self.active_adapters:
             if name in self.snnk_slots:
-                slots += list(self.snnk_slots[name])  # type: ignore[arg-type]
+                slots += [cast(Slot, slot) for slot in self.slots_of(name)]
         if sum(slot.replaces for slot in slots) > 1:
             raise ConfigError(
                 f"active adapters {list(self.active_adapters)} replace the same {type(self.base_layer).__name__}; "
                 "activate one of them with set_adapter(name)"
             )
-        return slots
+        # A replacement never calls what it wraps, so it has to be the innermost.
+        return sorted(slots, key=lambda slot: not slot.replaces)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The original module's signature."""
@@ -78,7 +87,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         if adapter_name not in self.snnk_slots:
             return
         for module in self.snnk_slots[adapter_name].modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
+            for parameter in module.parameters(recurse=False):
                 if parameter.device.type != "meta":
                     parameter.data = parameter.data.to(device, dtype)
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -102,3 +111,17 @@ class SlotLayer(nn.Module, BaseTunerLayer):
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """False: the change is not a low-rank addition to a weight."""
         return False
+
+
+def active_module(module: nn.Module) -> nn.Module:
+    """The module in use behind PEFT's wrappers: the trained copy of modules_to_save, or the original."""
+    if isinstance(module, ModulesToSaveWrapper):
+        name = (
+            module.active_adapter
+            if isinstance(module.active_adapter, str)
+            else next(iter(module.active_adapters), None)
+        )
+        if name in module.modules_to_save:
+            return module.modules_to_save[name]
+        return module.original_module
+    return unwrap(module)

@@ -1,0 +1,128 @@
+"""The arithmetic of one optimizer step, and what a run remembers between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from _lib.data import Examples, share
+from _lib.evaluation import DivergedError
+from _lib.settings import TrainSection
+
+
+@dataclass
+class RunState:
+    """Position and results of a run; saved in every checkpoint.
+
+    Args:
+        step: optimizer steps done.
+        evaluated_step: the last step after which the model was evaluated.
+        best: score, metrics, step and epoch of the best evaluation.
+        evaluations_without_gain: since the best one.
+        train_seconds: time spent training, without evaluations.
+    """
+
+    step: int = 0
+    evaluated_step: int = 0
+    best: dict[str, Any] | None = None
+    evaluations_without_gain: int = 0
+    train_seconds: float = 0.0
+
+
+def learning_rate(train: TrainSection, step: int, total: int) -> float:
+    """Rate of optimizer step number `step` (from 0): a linear rise, then constant or a linear fall to zero."""
+    warmup = math.ceil(train.warmup_ratio * total)
+    if step < warmup:
+        return train.learning_rate * (step + 1) / warmup
+    if train.schedule == "constant_with_warmup":
+        return train.learning_rate
+    return train.learning_rate * (total - step) / (total - warmup)
+
+
+def make_optimizer(model: torch.nn.Module, train: TrainSection) -> torch.optim.AdamW:
+    """AdamW over the trained parameters; vectors (biases, norms, gates) are not decayed."""
+    trained = [value for value in model.parameters() if value.requires_grad]
+    groups = [
+        {"params": [value for value in trained if value.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [value for value in trained if value.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.learning_rate)
+
+
+def train_step(
+    accelerator: Any,
+    model: torch.nn.Module,
+    optimizer: Any,
+    examples: Examples,
+    batches: Sequence[Sequence[int]],
+    rate: float,
+    max_grad_norm: float | None,
+) -> torch.Tensor:
+    """One optimizer step over `batches` (each split among the processes); returns [loss, gradient norm] on the device.
+
+    The loss is the mean over all examples of the step, whatever the sizes of its batches and the number of processes.
+    """
+    world, total = accelerator.num_processes, sum(len(batch) for batch in batches)
+    loss_sum = torch.zeros((), device=accelerator.device)
+    for number, batch in enumerate(batches):
+        mine, count = share(batch, accelerator.process_index, world)
+        last = number == len(batches) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            loss = model(**examples.batch(mine, accelerator.device)).loss
+            # Gradients are averaged over the processes, hence the factor `world`.
+            weighted = loss * (count * world / total)
+            accelerator.backward(weighted)
+        loss_sum += weighted.detach()
+    trained = [value for group in optimizer.param_groups for value in group["params"]]
+    norm = accelerator.clip_grad_norm_(trained, math.inf if max_grad_norm is None else max_grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack([loss_sum, norm.detach().to(loss_sum)])
+
+
+class FiniteWatch:
+    """Collects [loss, norm] pairs and reads them seldom: reading waits for a GPU.
+
+    Args:
+        accelerator: averages over processes.
+        allow_infinite_norm: fp16 skips such steps by itself.
+    """
+
+    def __init__(self, accelerator: Any, allow_infinite_norm: bool):
+        self._accelerator, self._allow = accelerator, allow_infinite_norm
+        self._pending: list[tuple[int, float, torch.Tensor]] = []
+        self._losses: list[float] = []
+        self.norm = 0.0
+
+    def add(self, step: int, rate: float, values: torch.Tensor) -> None:
+        """Note the result of `train_step` for step number `step` (from 1)."""
+        self._pending.append((step, rate, values))
+        if self._accelerator.device.type == "cpu" and self._accelerator.num_processes == 1:
+            self.check()
+
+    def check(self) -> None:
+        """Raise DivergedError naming the first step whose loss or gradient was not finite."""
+        if not self._pending:
+            return
+        table = self._accelerator.reduce(torch.stack([values for _, _, values in self._pending]), "mean").tolist()
+        for (step, rate, _), (loss, norm) in zip(self._pending, table, strict=True):
+            if not math.isfinite(loss) or not (self._allow or math.isfinite(norm)):
+                what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+                raise DivergedError(f"{what} at step {step} (learning rate {rate:.3g})")
+            self._losses.append(loss)
+            self.norm = norm if math.isfinite(norm) else 0.0  # fp16 skipped this step
+        self._pending.clear()
+
+    def mean_loss(self) -> float:
+        """Mean loss since the last call."""
+        self.check()
+        mean = sum(self._losses) / max(1, len(self._losses))
+        self._losses.clear()
+        return mean

@@ -1,0 +1,91 @@
+"""What a finished run leaves: adapter/, bundle/ or model/, the learning curve and metrics.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _lib.files import write_folder, write_json
+from _lib.loop import RunState
+from _lib.plots import learning_curve
+from _lib.run_folder import environment, peak_memory
+from _lib.settings import FinetuneConfig
+from _lib.tracking import read_log
+
+
+def save_models(model: Any, tokenizer: Any, config: FinetuneConfig, folder: Path) -> None:
+    """adapter/ of a PEFT model and, for SNNK, bundle/; model/ of the other methods. The tokenizer goes with each."""
+
+    def put(name: str, content: Any) -> None:
+        def fill(target: Path) -> None:
+            content.save_pretrained(str(target))
+            tokenizer.save_pretrained(str(target))
+
+        write_folder(folder / name, fill)
+
+    if config.method.name in ("full", "linear_probe"):
+        put("model", model)
+        return
+    put("adapter", model)
+    if config.method.name == "snnk" and config.output.bundle:
+        from snnk_peft import bundle
+
+        put("bundle", bundle(model))
+
+
+def write_report(
+    folder: Path,
+    config: FinetuneConfig,
+    state: RunState,
+    steps: tuple[int, int],
+    counts: Mapping[str, int],
+    examples: Mapping[str, int],
+    device: torch.device,
+    root: Path,
+) -> None:
+    """learning_curve.png, then metrics.json: the presence of the latter means that the run is complete.
+
+    Args:
+        folder: the run folder.
+        config: the resolved settings.
+        state: of the finished run.
+        steps: optimizer steps per epoch, and of the whole run as planned.
+        counts: see `parameter_counts`.
+        examples: split name -> number of examples.
+        device: of the main process.
+        root: of the source tree, for the git commit.
+    """
+    assert state.best is not None
+    per_epoch, total = steps
+    learning_curve(
+        read_log(folder / "log.jsonl"), folder / "learning_curve.png", f"{config.task}, {config.method.name}"
+    )
+    # Paths of this machine are of no use to a reader of the numbers; config.yaml has them.
+    settings = dataclasses.asdict(config)
+    del settings["output"], settings["data"]["dir"]
+    report = {
+        "task": config.task,
+        "method": config.method.name,
+        "seed": config.train.seed,
+        "score": state.best["score"],
+        "metrics": state.best["metrics"],
+        "best_epoch": state.best["step"] / per_epoch,
+        "best_step": state.best["step"],
+        "epochs": state.step / per_epoch,
+        "stopped_early": state.step < total,
+        "trainable_parameters": counts["trainable"],
+        "trainable_parameters_without_classifier": counts["trainable_without_classifier"],
+        "total_parameters": counts["total"],
+        "examples": dict(examples),
+        "train_seconds": state.train_seconds,
+        "seconds_per_epoch": state.train_seconds / state.step * per_epoch,
+        "peak_memory_bytes": peak_memory(device),
+        "device": str(device),
+        "config": settings,
+        "environment": environment(root),
+    }
+    write_json(folder / "metrics.json", report)

@@ -1,0 +1,99 @@
+"""What all benchmark programs share: alternating timings, one process per memory measurement, metrics.json.
+
+Figures are medians over repetitions that take the candidates in turn, so a machine whose speed drifts slows all of
+them alike; ratios are medians of the ratios within one repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from _lib.files import write_json
+from _lib.run_folder import environment, peak_memory
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def parser(description: str, name: str) -> argparse.ArgumentParser:
+    """Options that every benchmark has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--repetitions", type=int, default=9, help="timed repetitions, candidates in turn (default 9)")
+    made.add_argument("--output", type=Path, default=RESULTS / name / "metrics.json", help="file of the figures")
+    return made
+
+
+def alternate(candidates: Mapping[str, Callable[[], Any]], repetitions: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Seconds of each candidate in each repetition; the candidates run in turn, the order reversing every time."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for repetition in track(range(-warmup, repetitions), "timing", console=Console(stderr=True)):
+        names = list(candidates) if repetition % 2 else list(reversed(candidates))
+        for name in names:
+            start = time.perf_counter()
+            candidates[name]()
+            if repetition >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(numerator: list[float], denominator: list[float]) -> float:
+    """Median of the ratios within one repetition."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def peak_growth(work: Callable[..., Any], *arguments: Any) -> int:
+    """Bytes by which the peak memory of a fresh process grows while `prepare() -> run` runs its second half.
+
+    `work(*arguments)` prepares (imports, loads the model) and returns a function; the growth of the process's peak
+    resident memory during that function is the result.
+    """
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_measure, args=(queue, work, arguments))
+    process.start()
+    grown = queue.get(timeout=600)
+    process.join()
+    return int(grown)
+
+
+def _measure(queue: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    import torch
+
+    run = work(*arguments)
+    before = _resident()
+    run()
+    queue.put(peak_memory(torch.device("cpu")) - before)
+
+
+def _resident() -> int:
+    """Resident bytes now (Linux), else the peak so far."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def report(figures: Mapping[str, Any], rows: list[Mapping[str, Any]], output: Path, title: str) -> None:
+    """Print a table and write metrics.json with the environment."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_json(output, {**figures, "rows": rows, "environment": environment(ROOT)})
+    table = Table(title=title)
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()])
+    Console(width=160).print(table)
+    print(f"written: {output}")

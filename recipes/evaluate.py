@@ -1,0 +1,127 @@
+"""Score a trained classifier on a task's dev set.
+
+    python recipes/evaluate.py runs/rte_adapter data.dir=path/to/glue              (a run: its best checkpoint)
+    python recipes/evaluate.py runs/rte_adapter/bundle --task rte data.dir=path/to/glue
+    python recipes/evaluate.py path/to/adapter --task rte data.dir=path/to/glue
+
+The folder may be a run of recipes/finetune.py, a PEFT adapter, a bundle or any transformers sequence classifier. The
+result goes into the folder as metrics.json (into a run as evaluation.json, beside the metrics.json of its training), or
+to `--output`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from _lib.checkpoint import load_model
+from _lib.config import describe, load_config
+from _lib.data import Examples
+from _lib.evaluation import DivergedError, evaluation_splits, score
+from _lib.files import write_json
+from _lib.models import build_model, load_pretrained, load_tokenizer, load_trained, resolve_model
+from _lib.run_folder import best_checkpoint, environment
+from _lib.settings import EvaluateConfig, FinetuneConfig
+from accelerate import Accelerator
+
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.tasks import TASKS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line; returns the exit code (0 done, 1 predictions not finite, 2 wrong input)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="settings (default):\n" + "\n".join(describe(EvaluateConfig)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="run, adapter, bundle or model folder")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
+    parser.add_argument("--task", help="short for task=NAME")
+    parser.add_argument("--output", type=Path, help="file for the result")
+    arguments = parser.parse_intermixed_args(argv)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    overrides = [*([f"task={arguments.task}"] if arguments.task else []), *arguments.overrides]
+    try:
+        evaluate(arguments.folder, overrides, arguments.output)
+    except (ConfigError, UnsupportedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except DivergedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[str, Any]:
+    """Load, score, write; returns what was written."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; expected a run, an adapter, a bundle or a model")
+
+    # --- settings: a run brings its own task and data ----------------------------------------------------------------
+    run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None
+    known: dict[str, Any] = {}
+    if run is not None:
+        data = {"dir": run.data.dir, "max_length": run.data.max_length, "max_eval_samples": run.data.max_eval_samples}
+        known = {"task": run.task, "data": data, "batch_size": run.train.eval_batch_size, "device": run.train.device}
+    config = load_config(EvaluateConfig, known, overrides)
+    task = TASKS[config.task]
+    if output is None:
+        output = folder / ("metrics.json" if run is None else "evaluation.json")
+
+    # --- model -------------------------------------------------------------------------------------------------------
+    if run is None:
+        model, tokenizer = load_trained(folder, task)
+    else:
+        base_folder = resolve_model(run.model.name_or_path)
+        tokenizer = load_tokenizer(base_folder)
+        base, _ = load_pretrained(base_folder, task)
+        model = build_model(base, run.method, run.train.seed, calibration=None)
+        load_model(best_checkpoint(folder), model)
+
+    # --- data --------------------------------------------------------------------------------------------------------
+    # Of two validation sets one may be absent; only without `splits` does the task allow that.
+    wanted = task.validation_splits if len(task.validation_splits) == 1 else None
+    rows = evaluation_splits(task, task.load(config.data.dir, splits=wanted), config.data.max_eval_samples)
+    splits = {name: Examples(part, tokenizer, config.data.max_length) for name, part in rows.items()}
+
+    # --- score -------------------------------------------------------------------------------------------------------
+    accelerator = Accelerator(cpu=config.device == "cpu" or not torch.cuda.is_available())
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    started = time.perf_counter()
+    metrics = score(model, task, splits, config.batch_size, accelerator)
+    seconds = time.perf_counter() - started
+    assert metrics is not None
+    count = sum(len(part) for part in splits.values())
+    result = {
+        "task": config.task,
+        "folder": folder.name,
+        "score": metrics["score"],
+        "metrics": metrics,
+        "examples": {name: len(part) for name, part in splits.items()},
+        "max_length": config.data.max_length,
+        "seconds": seconds,
+        "examples_per_second": count / seconds,
+        "parameters": sum(value.numel() for value in model.parameters()),
+        "device": str(accelerator.device),
+        "environment": environment(ROOT),
+    }
+    if accelerator.is_main_process:
+        write_json(output, result)
+    text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    accelerator.print(f"{config.task}, {folder}: {text}  ({count} examples in {seconds:.1f} s; written to {output})")
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

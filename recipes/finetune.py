@@ -1,0 +1,236 @@
+"""Fine-tune a pretrained Transformer on a task: SNNK parts, or a peer (LoRA, full, linear probe) under the same recipe.
+
+    python recipes/finetune.py recipes/configs/glue/rte_adapter.yaml data.dir=path/to/glue
+    python recipes/finetune.py recipes/configs/glue/rte_adapter.yaml method.name=lora output.dir=runs/rte_lora
+    torchrun --nproc_per_node 2 recipes/finetune.py ...          (two processes; on GPUs also `accelerate launch`)
+
+Settings are `section.key=value`; `--help` lists them. A run killed at any moment continues with `--resume` and ends
+with the same weights, bit for bit, as one that was never interrupted. SIGTERM saves first (exit code 143).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import datasets
+import torch
+import transformers
+from _lib.checkpoint import discard_newer, load_checkpoint, load_model, prune, save_checkpoint
+from _lib.config import describe, dump_yaml, load_config
+from _lib.data import Examples, epoch_plan, steps_per_epoch
+from _lib.evaluation import DivergedError, evaluation_splits, score
+from _lib.loop import FiniteWatch, RunState, learning_rate, make_optimizer, train_step
+from _lib.models import build_model, load_pretrained, load_tokenizer, parameter_counts, resolve_model
+from _lib.results import save_models, write_report
+from _lib.run_folder import SIGTERM_EXIT, StopSignal, check_folder, choose_checkpoint, claim_folder
+from _lib.settings import FinetuneConfig
+from _lib.tracking import Tracker
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.tasks import TASKS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line; returns the exit code (0 done, 1 diverged, 2 wrong input, 143 stopped by SIGTERM)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="settings (default):\n" + "\n".join(describe(FinetuneConfig)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="a YAML file, see recipes/configs")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("--resume", action="store_true", help="continue the run in output.dir")
+    parser.add_argument("--checkpoint", metavar="NAME", help="with --resume: this checkpoint instead of the newest")
+    parser.add_argument("--overwrite", action="store_true", help="delete the run in output.dir first")
+    arguments = parser.parse_intermixed_args(argv)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    try:
+        config = load_config(FinetuneConfig, arguments.config, arguments.overrides)
+        if arguments.checkpoint and not arguments.resume:
+            raise ConfigError("--checkpoint needs --resume")
+        command = shlex.join(["python", "recipes/finetune.py", arguments.config, *arguments.overrides, "--resume"])
+        return finetune(config, command, arguments.resume, arguments.checkpoint, arguments.overwrite)
+    except (ConfigError, UnsupportedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def finetune(config: FinetuneConfig, command: str, resume: bool, checkpoint: str | None, overwrite: bool) -> int:
+    """The whole run; returns the exit code."""
+    stop = StopSignal()
+    train, folder, task = config.train, Path(config.output.dir), TASKS[config.task]
+    if train.mixed_precision == "fp16" and (train.device == "cpu" or not torch.cuda.is_available()):
+        raise ConfigError("train.mixed_precision is fp16, which needs a CUDA device; use bf16 or no")
+    cpu = train.device == "cpu" or not torch.cuda.is_available()
+    accelerator = Accelerator(cpu=cpu, mixed_precision=train.mixed_precision)
+    world = accelerator.num_processes
+
+    # --- the run folder: refused before any work is done, claimed once data and model are known to be good ----------
+    if accelerator.is_main_process:
+        check_folder(folder, dataclasses.asdict(config), resume, overwrite)
+    accelerator.wait_for_everyone()
+    if resume and (folder / "metrics.json").is_file() and checkpoint is None:
+        accelerator.print(f"{folder} is finished; its results are in {folder / 'metrics.json'}")
+        return 0
+    start = choose_checkpoint(folder / "checkpoints", checkpoint) if resume else None
+
+    # --- data: read, checked and tokenised once ----------------------------------------------------------------------
+    base_folder = resolve_model(config.model.name_or_path)
+    tokenizer = load_tokenizer(base_folder)
+    data = task.load(config.data.dir, max_train_samples=config.data.max_train_samples, seed=train.seed)
+    examples = Examples(data["train"], tokenizer, config.data.max_length)
+    splits = {
+        name: Examples(rows, tokenizer, config.data.max_length)
+        for name, rows in evaluation_splits(task, data, config.data.max_eval_samples).items()
+    }
+    identity = {
+        "data": [part.fingerprint() for part in (examples, *splits.values())],
+        "processes": world,
+    }
+
+    # --- model and optimizer -----------------------------------------------------------------------------------------
+    set_seed(train.seed)
+    base, fresh = load_pretrained(base_folder, task)
+    frozen_fresh = [name for name in fresh if "pooler." in name and config.method.pooler == "frozen"]
+    if frozen_fresh and config.method.name != "full":
+        accelerator.print(f"note: {base_folder} has no pooler weights; the frozen pooler is random: {frozen_fresh}")
+    calibration = None
+    if config.method.calibrate and start is None:
+        chosen = torch.randperm(len(examples), generator=torch.Generator().manual_seed(train.seed)).tolist()
+        chosen = chosen[: config.method.calibrate_samples]
+        calibration = [
+            examples.batch(chosen[first : first + train.eval_batch_size], accelerator.device)
+            for first in range(0, len(chosen), train.eval_batch_size)
+        ]
+    bare = build_model(base.to(accelerator.device), config.method, train.seed, calibration).to(accelerator.device)
+    bare.train()
+    counts = parameter_counts(bare)
+    plain_optimizer = make_optimizer(bare, train)
+    model, optimizer = accelerator.prepare(bare, plain_optimizer)
+    # From here on only dropout draws random numbers, differently in every process.
+    set_seed(train.seed + 1 + accelerator.process_index)
+
+    # --- where we are ------------------------------------------------------------------------------------------------
+    batch_size = train.batch_size * world
+    per_epoch = steps_per_epoch(len(examples), batch_size, train.gradient_accumulation)
+    total = train.epochs * per_epoch
+    state = RunState()
+    if start is not None:
+        saved = load_checkpoint(start, bare, plain_optimizer, identity, accelerator.process_index)
+        state = RunState(**saved["run"])
+        if accelerator.scaler is not None:
+            accelerator.scaler.load_state_dict(saved["scaler"])
+    accelerator.wait_for_everyone()  # all processes have read it
+    if accelerator.is_main_process:
+        claim_folder(folder, dump_yaml(config), ROOT, resume)
+        for name in discard_newer(start) if start is not None else []:
+            print(f"discarded {name}, which is newer than {start.name}")
+    tracker = Tracker(folder, total, state.step, config.output.tensorboard, accelerator.is_main_process)
+    watch = FiniteWatch(accelerator, allow_infinite_norm=train.mixed_precision == "fp16")
+    tracker.say(
+        f"{config.task}, {config.method.name}: {len(examples)} examples, {per_epoch} steps per epoch, {total} in all; "
+        f"{counts['trainable']:,} of {counts['total']:,} parameters trained"
+        + (f"; continuing after step {state.step}" if start is not None else "")
+    )
+
+    def due(step: int) -> bool:
+        every = per_epoch if train.eval_every == "epoch" else int(train.eval_every)
+        return step % every == 0 or step == total
+
+    def save() -> Path:
+        watch.check()
+        saved = {"step": state.step, "identity": identity, "run": dataclasses.asdict(state)}
+        saved["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
+        return save_checkpoint(folder / "checkpoints", bare, plain_optimizer, saved, accelerator)
+
+    def evaluate() -> bool:
+        """Score the model and keep the checkpoint; False if a SIGTERM came first."""
+        metrics = score(model, task, splits, train.eval_batch_size, accelerator, stop.received)
+        if metrics is None:
+            return False
+        state.evaluated_step = state.step
+        state.evaluations_without_gain += 1
+        # The first of equal scores wins.
+        if state.best is None or metrics["score"] > state.best["score"]:
+            state.best = {"score": metrics["score"], "step": state.step, "metrics": metrics}
+            state.evaluations_without_gain = 0
+        tracker.log(state.step, {"epoch": state.step / per_epoch, **metrics})
+        tracker.say(f"step {state.step}/{total}  " + "  ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
+        save()
+        if accelerator.is_main_process:
+            prune(folder / "checkpoints", train.keep_checkpoints, f"step-{state.best['step']:07d}")
+        return True
+
+    def stopped() -> int:
+        where = save()
+        tracker.say(f"SIGTERM: saved {where.name}; continue with:\n  {command}")
+        return SIGTERM_EXIT
+
+    # --- training ----------------------------------------------------------------------------------------------------
+    patience = train.early_stop_patience or float("inf")
+    plan: list[list[list[int]]] = []
+    try:
+        with tracker:
+            if state.step and due(state.step) and state.evaluated_step < state.step and not evaluate():
+                return stopped()
+            while state.step < total and state.evaluations_without_gain < patience:
+                started = time.perf_counter()
+                epoch, position = divmod(state.step, per_epoch)
+                if not plan or position == 0:
+                    plan = epoch_plan(examples.lengths, batch_size, train, epoch)
+                rate = learning_rate(train, state.step, total)
+                values = train_step(accelerator, model, optimizer, examples, plan[position], rate, train.max_grad_norm)
+                state.step += 1
+                watch.add(state.step, rate, values)
+                if state.step % train.log_every == 0 or due(state.step):
+                    loss = watch.mean_loss()
+                    row = {"epoch": state.step / per_epoch, "loss": loss, "learning_rate": rate}
+                    tracker.log(state.step, {**row, "grad_norm": watch.norm})
+                    tracker.progress(state.step, f"loss {loss:.4f}")
+                state.train_seconds += time.perf_counter() - started
+                at_check = world == 1 or state.step % train.log_every == 0
+                if at_check and stop.agreed(accelerator):
+                    return stopped()
+                if due(state.step):
+                    if not evaluate():
+                        return stopped()
+                elif train.save_every_steps and state.step % train.save_every_steps == 0:
+                    save()
+                    if accelerator.is_main_process:
+                        best = None if state.best is None else f"step-{state.best['step']:07d}"
+                        prune(folder / "checkpoints", train.keep_checkpoints, best)
+    except DivergedError as error:
+        last = choose_checkpoint(folder / "checkpoints", None)
+        kept = "no checkpoint had been written yet" if last is None else f"the last good checkpoint is kept: {last}"
+        print(f"error: training diverged: {error}; {kept}. Try a lower train.learning_rate.", file=sys.stderr)
+        return 1
+
+    # --- results: the best checkpoint, not the last ------------------------------------------------------------------
+    assert state.best is not None
+    load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", bare)
+    bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
+    if accelerator.is_main_process:
+        if config.output.save_model:
+            save_models(bare, tokenizer, config, folder)
+        sizes = {"train": len(examples), **{name: len(part) for name, part in splits.items()}}
+        write_report(folder, config, state, (per_epoch, total), counts, sizes, accelerator.device, ROOT)
+        print(f"best score {state.best['score']:.4f} at step {state.best['step']}; everything is in {folder}")
+    accelerator.end_training()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

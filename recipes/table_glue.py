@@ -1,0 +1,149 @@
+"""Render the table of dev scores from the runs' metrics.json files, and keep those files next to it.
+
+    python recipes/table_glue.py                                  (runs/glue -> model_cards/glue)
+    python recipes/table_glue.py --runs path/to/sweep --out path/to/folder
+
+Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and
+OUT/scores.png from all files in OUT. Without runs, the table is rendered again from the stored files alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from _lib.files import read_json, write_json, write_text
+from _lib.plots import score_bars
+
+from snnk_peft.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+ORDER = ("snnk_relu16", "snnk_cos16", "lora_r8", "linear_probe", "pooler_cos", "pooler_dense")
+Table = dict[str, dict[str, list[dict[str, Any]]]]  # task -> method -> one report per seed
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line; 0 done, 2 nothing to render."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/glue", help="folder of recipes/sweep_glue.py")
+    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/glue", help="where files and table go")
+    arguments = parser.parse_args(argv)
+    try:
+        copied = collect(arguments.runs, arguments.out)
+        table = read_table(arguments.out)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    write_text(arguments.out / "README.md", render(table))
+    scores = {
+        task: {method: spread(reports, "score") for method, reports in row.items()} for task, row in table.items()
+    }
+    score_bars(scores, arguments.out / "scores.png", "GLUE dev scores")
+    print(f"{copied} new or changed reports; wrote {arguments.out / 'README.md'} and scores.png")
+    return 0
+
+
+def collect(runs: Path, out: Path) -> int:
+    """Copy the reports of finished runs; returns how many were new or changed."""
+    changed = 0
+    for file in sorted(runs.glob("*/*/seed*/metrics.json")):
+        task, method, seed = file.relative_to(runs).parts[:3]
+        target, report = out / task / method / f"{seed}.json", read_json(file)
+        if not target.is_file() or read_json(target) != report:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_json(target, report)
+            changed += 1
+    return changed
+
+
+def read_table(out: Path) -> Table:
+    """All stored reports, tasks and methods in a fixed order."""
+    table: defaultdict[str, defaultdict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for file in sorted(out.glob("*/*/seed*.json")):
+        table[file.parts[-3]][file.parts[-2]].append(read_json(file))
+    if not table:
+        raise ConfigError(f"no */*/seed*.json in {out} and no finished run; run recipes/sweep_glue.py first")
+    tasks = sorted(table, key=lambda task: max(r["examples"]["train"] for rs in table[task].values() for r in rs))
+    return {task: {method: table[task][method] for method in sorted(table[task], key=rank)} for task in tasks}
+
+
+def rank(method: str) -> tuple[int, str]:
+    """Known methods first, in the order of ORDER."""
+    return (ORDER.index(method) if method in ORDER else len(ORDER), method)
+
+
+def spread(reports: list[dict[str, Any]], key: str) -> tuple[float, float]:
+    """Mean and standard deviation (n - 1; 0 for one seed) over seeds."""
+    values = [report[key] for report in reports]
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def render(table: Table) -> str:
+    """The Markdown page."""
+    tasks = list(table)
+    methods = sorted({method for row in table.values() for method in row}, key=rank)
+    reports = [report for row in table.values() for cell in row.values() for report in cell]
+    models = ", ".join(sorted({report["config"]["model"]["name_or_path"] for report in reports}))
+
+    def cell(task: str, method: str) -> str:
+        if method not in table[task]:
+            return "–"
+        found = table[task][method]
+        mean, deviation = spread(found, "score")
+        return f"{100 * mean:.1f}" + (f" ± {100 * deviation:.1f} ({len(found)})" if len(found) > 1 else "")
+
+    # An average over different tasks would compare nothing: only tasks that every method has.
+    common = [task for task in tasks if len(table[task]) == len(methods)]
+
+    def average(method: str) -> str:
+        if not common:
+            return "–"
+        return f"{100 * statistics.mean(spread(table[task][method], 'score')[0] for task in common):.1f}"
+
+    def size(method: str) -> str:
+        counts = {report["trainable_parameters"] for row in table.values() for report in row.get(method, [])}
+        return f"{min(counts):,}" + (f" to {max(counts):,}" if len(counts) > 1 else "")
+
+    def pace(task: str, method: str) -> str:
+        return f"{spread(table[task][method], 'seconds_per_epoch')[0]:.1f}" if method in table[task] else "–"
+
+    rows = [[method, *(cell(task, method) for task in tasks), average(method), size(method)] for method in methods]
+    times = [[method, *(pace(task, method) for task in tasks)] for method in methods]
+    sizes = ["training examples", *(f"{_train(table[task]):,}" for task in tasks), "", ""]
+    devices = ", ".join(sorted({f"{r['device']} ({r['environment']['torch_threads']} threads)" for r in reports}))
+    return "\n".join(
+        [
+            f"# GLUE dev scores ({models})",
+            "",
+            "Rendered by `recipes/table_glue.py` from the JSON files beside this page; every file holds the settings",
+            "and the environment of its run. Scores in percent, of the best epoch: accuracy (RTE, SST-2), mean of",
+            "accuracy and F1 (MRPC), mean of Pearson and Spearman (STS-B), Matthews (CoLA). Mean ± standard deviation",
+            f"(number of seeds). The average is over the tasks that all methods ran: {', '.join(common) or 'none'}.",
+            "",
+            *_grid(["method", *tasks, "average", "trained parameters"], [*rows, sizes]),
+            "",
+            f"Seconds per epoch of training on {devices}:",
+            "",
+            *_grid(["method", *tasks], times),
+            "",
+            "![scores](scores.png)",
+            "",
+        ]
+    )
+
+
+def _train(row: dict[str, list[dict[str, Any]]]) -> int:
+    return max(report["examples"]["train"] for cell in row.values() for report in cell)
+
+
+def _grid(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

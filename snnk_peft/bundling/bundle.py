@@ -1,0 +1,204 @@
+"""bundle: a patched model becomes a plain transformers model, folded, that anybody can load.
+
+The bundle is built the way `from_pretrained` will build it: its class on the meta device from config and plan, then the
+tensors. Every tensor is copied once; what folding removes is never copied. The patched model is not changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from snnk_peft.bundling.classes import bundle_model_class
+from snnk_peft.bundling.fold import FoldPlan, Place, places, plan_folds
+from snnk_peft.bundling.modules import spec_of
+from snnk_peft.bundling.probe import compare, probe_inputs
+from snnk_peft.bundling.report import BundleReport
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.tuner.model import family_of
+
+Tensors = dict[str, torch.Tensor]
+
+# Relative to the largest output. Half precision rounds every layer's output to 8 or 11 bits.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
+    """Fold the active SNNK adapter into a plain transformers model.
+
+    Pooler and classifier become a feature map and one Linear (num_classes × num_features), an FFN becomes a feature map
+    and one Linear, gates and scalings of adapters are multiplied into one matrix, a parallel adapter disappears into
+    the FFN. Dropout layers stay where they are; behind a folded pooler they act on features, which matters only if the
+    bundle is trained further.
+
+    Args:
+        model: from `get_snnk_model`, or a transformers model with a loaded SNNK adapter. It is not changed.
+        probe: model inputs on which bundle and model must agree; random token ids with padding, or random images, if
+            None.
+
+    Returns:
+        A `PreTrainedModel` in eval mode, on the same device, sharing no memory with `model`. `save_pretrained` writes a
+        folder that loads with the Auto classes after `import snnk_peft`, or without this package under
+        `trust_remote_code=True`. `.bundle_report` says what was folded, sizes, parity.
+
+    Raises:
+        ConfigError: nothing to fold.
+        UnsupportedError: a model that cannot be folded or rebuilt from its config; says why.
+        ValueError: the bundle's outputs differ from the model's beyond 1e-5 of the largest output in fp32 (2e-2 in
+            fp16, 1e-1 in bf16).
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from snnk_peft import FFNPart, SNNKConfig, bundle, get_snnk_model
+        >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> model = get_snnk_model(BertForSequenceClassification(tiny), SNNKConfig(ffn=FFNPart(num_features=8)))
+        >>> small = bundle(model)
+        >>> small.bundle_report.folded[0].after
+        '8 gelu/landmark features + Linear 8→32'
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    family = family_of(base)
+    if not isinstance(base, PreTrainedModel):
+        raise UnsupportedError(f"{type(base).__name__} is not a transformers PreTrainedModel; it could not be loaded back")
+    if getattr(base, "is_quantized", False):
+        raise UnsupportedError("the model is quantized; load it in full precision, then patch and bundle it")
+    table = dict(places(base))
+    plan = plan_folds(table, family, family.layer_paths(base))
+    if not plan.modules:
+        raise ConfigError(
+            "nothing to bundle: no active SNNK adapter in this model; use get_snnk_model first, or activate one with "
+            "set_adapter(name) and leave disable_adapter()"
+        )
+    state, volatile = _tensors(table, plan, base.dtype)
+    bundled = _build(base, table, plan, state, volatile)
+    inputs = probe_inputs(base) if probe is None else dict(probe)
+    error, where = compare(base, bundled, inputs)
+    tolerance = TOLERANCES.get(base.dtype, 1e-5)
+    if not error <= tolerance:
+        raise ValueError(
+            f"the bundle's {where} differs from the model's by {error:.1e} of its largest value; expected at most "
+            f"{tolerance:.0e} in {str(base.dtype).removeprefix('torch.')}. Feature matrices or readouts with very large "
+            "entries lose precision: calibrate the replaced parts, or bundle in float64 (model.double())"
+        )
+    _write_report(bundled, model, base, plan, table, error, tolerance)
+    return bundled
+
+
+def _tensors(table: dict[str, Place], plan: FoldPlan, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    """Copies of all tensors of the bundle: those of its state dict, and those that checkpoints leave out."""
+    state: Tensors = {}
+    volatile: Tensors = {}
+    inside = tuple(f"{path}." for path in plan.modules)
+    for path, place in table.items():
+        if path.startswith(inside):
+            continue
+        planned = path in plan.modules
+        module = plan.modules.get(path, place.module)
+        trained = planned or place.module is not place.original
+        prefix = f"{path}." if path else ""
+        for name, part in module.named_modules() if planned else [("", module)]:
+            local = f"{prefix}{name}." if name else prefix
+            own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+            for key, tensor in own:
+                cast = dtype if trained and tensor.is_floating_point() else tensor.dtype
+                into = volatile if key in part._non_persistent_buffers_set else state
+                into[local + key] = tensor.detach().to(cast, copy=True)
+    return state, volatile
+
+
+def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state: Tensors, volatile: Tensors) -> Any:
+    cls = bundle_model_class(type(base))
+    fields = {key: value for key, value in copy.deepcopy(base.config.to_dict()).items() if key not in _REMOVED_FIELDS}
+    fields["snnk_plan"] = {
+        "model_class": cls.__name__,
+        "modules": {path: spec_of(module, table[path].module) for path, module in plan.modules.items()},
+        "head": plan.head,
+    }
+    config = cls.config_class(**fields)
+    config._attn_implementation = base.config._attn_implementation
+    config.dtype = base.dtype
+    with torch.device("meta"):
+        bundled = cls(config)
+    try:
+        bundled.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"{type(base).__name__} is not what its config builds, so a bundle of it could not be loaded back: {error}"
+        ) from error
+    bundled.tie_weights()
+    for name, buffer in list(bundled.named_buffers()):
+        if name in volatile:
+            parent, _, leaf = name.rpartition(".")
+            setattr(bundled.get_submodule(parent), leaf, volatile[name])
+        elif buffer.device.type == "meta":
+            raise UnsupportedError(f"{type(base).__name__} builds a buffer {name!r} that the given model does not have")
+    if getattr(base, "generation_config", None) is not None:
+        bundled.generation_config = copy.deepcopy(base.generation_config)
+    return bundled.eval()
+
+
+_REMOVED_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version", "dtype")
+
+
+def _write_report(
+    bundled: Any,
+    model: nn.Module,
+    base: PreTrainedModel,
+    plan: FoldPlan,
+    table: dict[str, Place],
+    error: float,
+    tolerance: float,
+) -> None:
+    configs = getattr(model, "peft_config", None) or {}
+    active = getattr(model, "active_adapters", [])
+    names = list(active() if callable(active) else active)
+    original = _size(_unique(table[path].original for path in table))
+    slots = _size(_unique(part for place in table.values() for slot in place.slots for part in slot.modules()))
+    trained = _size(_unique(place.module for place in table.values() if place.module is not place.original))
+    after = _size(_unique(bundled.modules()))
+    named = next((configs[name].base_model_name_or_path for name in names if name in configs), None)
+    report = BundleReport(
+        model_class=type(bundled).__name__,
+        base_model=named or base.config._name_or_path or None,
+        parts={
+            name: {part: vars(value) for part, value in configs[name].parts().items()}
+            for name in names
+            if hasattr(configs.get(name), "parts")
+        },
+        folded=plan.folded,
+        remarks=plan.remarks,
+        parameters_base=original[0],
+        parameters_patched=original[0] + slots[0] + trained[0],
+        parameters_after=after[0],
+        bytes_base=original[1],
+        bytes_patched=original[1] + slots[1] + trained[1],
+        bytes_after=after[1],
+        parity_error=error,
+        parity_tolerance=tolerance,
+        dtype=str(base.dtype).removeprefix("torch."),
+    )
+    bundled.config.snnk_plan["report"] = copy.deepcopy(report.to_dict())
+
+
+def _unique(modules: Any) -> Tensors:
+    """The tensors of a checkpoint that modules hold themselves; a shared tensor counts once."""
+    return {
+        str(id(tensor)): tensor
+        for module in modules
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _size(tensors: Tensors) -> tuple[int, int]:
+    """Numbers and bytes."""
+    return (
+        sum(tensor.numel() for tensor in tensors.values()),
+        sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+    )

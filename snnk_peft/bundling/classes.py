@@ -1,0 +1,209 @@
+"""Config and model classes of bundles: one pair per architecture and task head, known to the Auto classes.
+
+BertForSequenceClassification becomes SnnkBertForSequenceClassification with model_type "snnk_bert", and
+`AutoModelForSequenceClassification.from_pretrained(folder)` finds it. A saved bundle also carries the same classes as
+a self-contained code file, so that it loads without this package under `trust_remote_code=True`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub import HfApi
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from snnk_peft.bundling.code_file import FILE_NAME, code_file
+from snnk_peft.bundling.modules import BundledModel
+from snnk_peft.bundling.report import BundleReport
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import FAMILIES
+from snnk_peft.model_card import mentions_import, write_model_card
+
+AUTO_CLASSES: list[type[_BaseAutoModelClass]] = [
+    value
+    for value in vars(modeling_auto).values()
+    if isinstance(value, type) and issubclass(value, _BaseAutoModelClass) and value._model_mapping is not None
+]
+
+
+class SavedBundle(BundledModel):
+    """A bundled model that can write all files of its folder: weights, config, code file, model card."""
+
+    @property
+    def bundle_report(self) -> BundleReport:
+        """What was folded, sizes, parity; kept in the config."""
+        return BundleReport.from_dict(self.config.snnk_plan["report"])
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Write a folder that `AutoModelFor….from_pretrained` loads: see the module text.
+
+        Args:
+            save_directory: the folder; made if absent. An existing README.md is kept.
+            *args: as in transformers.
+            push_to_hub: also upload the folder; `repo_id`, `token`, `private` and so on are then accepted as well.
+            **kwargs: as in transformers.
+
+        Raises:
+            ConfigError: the folder holds a PEFT adapter; transformers would load that on top.
+        """
+        folder = Path(save_directory)
+        if (folder / "adapter_config.json").exists():
+            raise ConfigError(
+                f"{folder} holds a PEFT adapter (adapter_config.json), which transformers would load instead of the "
+                "bundle; save the bundle to a folder of its own"
+            )
+        names = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+        hub = {name: kwargs.pop(name) for name in names if push_to_hub and name in kwargs}
+        base = original_class(type(self))
+        portable = is_portable(base)
+        if portable:
+            self.config.auto_map = auto_map(type(self))
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if not kwargs.get("is_main_process", True):
+            return
+        if portable:
+            source = code_file(base, type(self).config_class, type(self).__name__, self.config.snnk_plan["modules"])  # type: ignore[attr-defined]
+            (folder / FILE_NAME).write_text(source, encoding="utf-8")
+        if not (folder / "README.md").exists():
+            write_model_card(folder, report=self.bundle_report)
+        if push_to_hub:
+            self._upload(folder, hub.pop("repo_id", folder.name), **hub)
+
+    def push_to_hub(
+        self, repo_id: str, *, max_shard_size: int | str = "50GB", token: str | bool | None = None, **options: Any
+    ) -> str:
+        """Upload the bundle with its code file and model card.
+
+        A model card that the repository already has is kept if it tells readers to `import snnk_peft`.
+
+        Args:
+            repo_id: "user/name".
+            max_shard_size: size of the largest weights file.
+            token: access token; the stored one if None.
+            **options: `commit_message`, `commit_description`, `private`, `revision`, `create_pr`, `tags`.
+
+        Returns:
+            The address of the commit.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            return self._upload(Path(folder), repo_id, token=token, **options)
+
+    def _upload(
+        self,
+        folder: Path,
+        repo_id: str,
+        *,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        tags: list[str] | None = None,
+        commit_message: str | None = None,
+        **options: Any,
+    ) -> str:
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        keep_card = False
+        if api.file_exists(repo_id, "README.md", revision=options.get("revision")):
+            card = api.hf_hub_download(repo_id, "README.md", revision=options.get("revision"))
+            keep_card = mentions_import(Path(card).read_text(encoding="utf-8"))
+        if tags and not keep_card:
+            write_model_card(folder, report=self.bundle_report, tags=tags)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message or f"Upload {type(self).__name__}",
+            ignore_patterns=["README.md"] if keep_card else None,
+            **options,
+        )
+        return str(commit)
+
+
+def is_portable(base: type[PreTrainedModel]) -> bool:
+    """Whether the class can be imported from transformers alone, as the code file does."""
+    return getattr(transformers, base.__name__, None) is base
+
+
+def original_class(cls: type) -> type[PreTrainedModel]:
+    """The class that a bundle class was made from."""
+    return next(base for base in cls.__mro__ if issubclass(base, PreTrainedModel) and not issubclass(base, BundledModel))
+
+
+def bundle_config_class(base: type[PretrainedConfig]) -> type[PretrainedConfig]:
+    """The config class of bundles of models with config class `base`; made and registered on first use."""
+    name = f"Snnk{base.__name__}"
+    if name not in globals():
+        made = type(name, (base,), {"model_type": f"snnk_{base.model_type}", "__module__": __name__})
+        made.__doc__ = f"{base.__name__} of a bundled model; `snnk_plan` says what was exchanged."
+        globals()[name] = made
+        AutoConfig.register(made.model_type, made)
+    return globals()[name]
+
+
+def bundle_model_class(base: type[PreTrainedModel]) -> type[Any]:
+    """The bundle class of a model class; made and registered with its Auto classes on first use.
+
+    Raises:
+        UnsupportedError: `base` has no config class of its own.
+    """
+    name = f"Snnk{base.__name__}"
+    if name not in globals():
+        if base.config_class is None:
+            raise UnsupportedError(f"{base.__name__} has no config_class, which a loadable bundle needs")
+        config = bundle_config_class(base.config_class)
+        made = type(name, (SavedBundle, base), {"config_class": config, "__module__": __name__})
+        made.__doc__ = f"{base.__name__} with folded SNNK parts."
+        globals()[name] = made
+        for auto in auto_classes(base):
+            auto.register(config, made)
+    return globals()[name]
+
+
+def auto_classes(base: type[PreTrainedModel]) -> list[type[_BaseAutoModelClass]]:
+    """The Auto classes that give `base` for its config."""
+    return [auto for auto in AUTO_CLASSES if base.__name__ in _class_names(auto, base.config_class)]
+
+
+def _class_names(auto: type[_BaseAutoModelClass], config: Any) -> list[str]:
+    mapping: Any = auto._model_mapping
+    found = mapping._model_mapping.get(config.model_type) or mapping._extra_content.get(config)
+    members = found if isinstance(found, (tuple, list)) else [] if found is None else [found]
+    return [member if isinstance(member, str) else member.__name__ for member in members]
+
+
+def register_bundles(model_type: str) -> None:
+    """Make bundles of all models of one architecture loadable through the Auto classes.
+
+    Called for every family of this package on import. Call it yourself before loading a bundle of an architecture that
+    you described with `register_family`.
+
+    Args:
+        model_type: `model_type` of the architecture's config, as known to `AutoConfig`.
+    """
+    config = CONFIG_MAPPING[model_type]
+    bundle_config_class(config)
+    for auto in AUTO_CLASSES:
+        mapping: Any = auto._model_mapping
+        if config in mapping:
+            found = mapping[config]
+            for member in found if isinstance(found, (tuple, list)) else [found]:
+                bundle_model_class(member)
+
+
+def auto_map(cls: type[Any]) -> dict[str, str]:
+    """The config entry that leads the Auto classes to the code file."""
+    module = FILE_NAME.removesuffix(".py")
+    names = {"AutoConfig": f"{module}.{cls.config_class.__name__}"}
+    return names | {auto.__name__: f"{module}.{cls.__name__}" for auto in auto_classes(original_class(cls))}
+
+
+for _name in FAMILIES.names():
+    register_bundles(_name)

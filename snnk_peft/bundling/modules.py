@@ -1,0 +1,221 @@
+"""What a bundled model is made of, and how it is built again from plain data.
+
+A bundled model is a transformers model in which some modules were exchanged after construction. The exchange is the
+plan, {module path: spec}, stored in the config; a spec says what stands at that path:
+
+    keep                    the module that is there                       x -> original(x)
+    identity                nothing (an activation that a feature map contains)
+    linear                  one matrix, several of the original ones multiplied together
+    features                a FeatureStage                                 x -> Φ(x)
+    adapter                 a residual block                               x -> x + Φ(x) Mᵀ
+    sequence                one after the other
+    beside                  features next to a module's output             x -> [module(x), Φ(x)]
+    leading                 a module acting on the first entries only      [h, z] -> [module(h), z]
+
+This module is also part of the self-contained code file of every saved bundle, so it needs torch and the feature maps,
+but neither PEFT nor anything else of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.projections.base import Projection, slot_generator, tensor_checksum
+from snnk_peft.registry import did_you_mean
+
+Spec = dict[str, Any]
+
+
+class BundledAdapter(nn.Module):
+    """x + Φ(x) Mᵀ: an adapter whose gate and scaling are multiplied into one matrix.
+
+    Args:
+        stage: the features, over inputs of length dim.
+        linear: M, (dim, feature_dim), without bias.
+    """
+
+    def __init__(self, stage: FeatureStage, linear: nn.Linear):
+        super().__init__()
+        self.stage, self.linear = stage, linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., dim) -> (..., dim)."""
+        return x + self.linear(self.stage(x))
+
+
+class Beside(nn.Module):
+    """[module(x), Φ(x)]: the features of a parallel adapter, emitted by the module it stands beside."""
+
+    def __init__(self, module: nn.Module, stage: FeatureStage):
+        super().__init__()
+        self.module, self.stage = module, stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., dim) -> (..., out + feature_dim)."""
+        return torch.cat((self.module(x), self.stage(x)), -1)
+
+
+class Leading(nn.Module):
+    """[module(h), z] for x = [h, z] with h of length `width`."""
+
+    def __init__(self, module: nn.Module, width: int):
+        super().__init__()
+        self.module, self.width = module, width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., width + rest) -> the same shape."""
+        return torch.cat((self.module(x[..., : self.width]), x[..., self.width :]), -1)
+
+
+def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:
+    """The spec from which `build_module` makes a module of this structure.
+
+    Args:
+        module: made of the classes above, FeatureStage, nn.Linear, nn.Identity and nn.Sequential.
+        kept: the original module at this place; where it occurs inside, the spec says "keep".
+    """
+    if module is kept:
+        return {"kind": "keep"}
+    if isinstance(module, FeatureStage):
+        return {"kind": "features", "stage": module.spec()}
+    if isinstance(module, BundledAdapter):
+        return {"kind": "adapter", "stage": module.stage.spec()}
+    if isinstance(module, Beside):
+        return {"kind": "beside", "module": spec_of(module.module, kept), "stage": module.stage.spec()}
+    if isinstance(module, Leading):
+        return {"kind": "leading", "module": spec_of(module.module, kept), "width": module.width}
+    if isinstance(module, nn.Sequential):
+        return {"kind": "sequence", "modules": [spec_of(part, kept) for part in module]}
+    if isinstance(module, nn.Linear):
+        return {"kind": "linear", "in": module.in_features, "out": module.out_features, "bias": module.bias is not None}
+    if isinstance(module, nn.Identity):
+        return {"kind": "identity"}
+    raise TypeError(f"a bundle cannot hold a {type(module).__name__}")
+
+
+def _adapter(spec: Spec, present: nn.Module) -> nn.Module:
+    stage = FeatureStage.from_spec(spec["stage"])
+    return BundledAdapter(stage, nn.Linear(stage.out_dim, stage.dim, bias=False))
+
+
+BUILDERS: dict[str, Callable[[Spec, nn.Module], nn.Module]] = {
+    "keep": lambda spec, present: present,
+    "identity": lambda spec, present: nn.Identity(),
+    "linear": lambda spec, present: nn.Linear(spec["in"], spec["out"], bias=spec["bias"]),
+    "features": lambda spec, present: FeatureStage.from_spec(spec["stage"]),
+    "adapter": _adapter,
+    "sequence": lambda spec, present: nn.Sequential(*[build_module(part, present) for part in spec["modules"]]),
+    "beside": lambda spec, present: Beside(
+        build_module(spec["module"], present), FeatureStage.from_spec(spec["stage"])
+    ),
+    "leading": lambda spec, present: Leading(build_module(spec["module"], present), spec["width"]),
+}
+
+
+def build_module(spec: Spec, present: nn.Module) -> nn.Module:
+    """The module that `spec` describes; `present` is the one that stands at this place so far.
+
+    Raises:
+        ConfigError: an unknown kind, or a field that is missing.
+    """
+    kind = spec.get("kind")
+    if kind not in BUILDERS:
+        raise ConfigError(did_you_mean("kind of bundled module", kind, list(BUILDERS)))
+    try:
+        return BUILDERS[kind](spec, present)
+    except KeyError as error:
+        raise ConfigError(f"a bundled module of kind {kind!r} lacks {error}; config.json was changed") from error
+
+
+def install_plan(model: nn.Module, plan: Mapping[str, Spec]) -> None:
+    """Exchange the planned modules of a freshly constructed model.
+
+    Raises:
+        ConfigError: every path that the model lacks.
+    """
+    absent = []
+    for path, spec in plan.items():
+        parent, _, leaf = path.rpartition(".")
+        try:
+            present = model.get_submodule(path)
+        except AttributeError:
+            absent.append(f"the bundle's plan names {path!r}, which {type(model).__name__} does not have")
+            continue
+        setattr(model.get_submodule(parent), leaf, build_module(spec, present))
+    if absent:
+        raise ConfigError(absent)
+
+
+def finish_loading(model: nn.Module, dtype: torch.dtype) -> None:
+    """Restore what a checkpoint does not hold: matrices that are stored as a seed. Cast matrices to the model's dtype.
+
+    Raises:
+        ConfigError: a drawn matrix differs from the one the bundle was saved with; names all of them.
+    """
+    differing = []
+    for name, module in model.named_modules():
+        if isinstance(module, Projection) and not module.save:
+            drawn = module.draw(slot_generator(module.seed, module.slot)).to("cpu", torch.float32)
+            if torch.equal(tensor_checksum(drawn), module.checksum.cpu()):  # type: ignore[operator]
+                module.weight = drawn.to(module.checksum.device)  # type: ignore[arg-type]
+            else:
+                differing.append(
+                    f"checksum of the redrawn projection at {name!r} differs from the checkpoint: either the file is "
+                    f"damaged or was changed, or torch {torch.__version__} draws another matrix from seed "
+                    f"{module.seed}; use the torch version it was made with, or bundle with save_projection=True"
+                )
+        if isinstance(module, FeatureStage):
+            module.to(dtype)
+    if differing:
+        raise ConfigError(differing)
+
+
+class BundledModel:
+    """Mixin that makes a transformers model class build itself from the plan in its config.
+
+    Loading is strict: a tensor that is missing, left over or of another shape is an error, never a random weight.
+    """
+
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        plan = getattr(config, "snnk_plan", None)
+        name = type(self).__name__
+        if not isinstance(plan, Mapping) or not {"model_class", "modules"} <= set(plan):
+            raise ConfigError(f"the config of {name} has no complete snnk_plan; bundles are made by snnk_peft.bundle")
+        if plan["model_class"] != name:
+            raise ConfigError(
+                f"this bundle is a {plan['model_class']} and cannot be loaded as {name}, because what was folded "
+                "depends on the task head; use the Auto class that matches"
+            )
+        super().__init__(config, *args, **kwargs)
+        install_plan(self, plan["modules"])  # type: ignore[arg-type]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As in transformers, and strict.
+
+        Raises:
+            ConfigError: the files do not hold exactly the tensors of this bundle, or a redrawn matrix differs.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        faults = [
+            f"{what}: {', '.join(sorted(str(key) for key in info[field]))}"
+            for field, what in (
+                ("missing_keys", "tensors missing from the file"),
+                ("unexpected_keys", "tensors that the bundle does not have"),
+                ("mismatched_keys", "tensors of another shape"),
+                ("error_msgs", "errors while loading"),
+            )
+            if info.get(field)
+        ]
+        if faults:
+            raise ConfigError([f"{fault}. The folder is incomplete or was changed" for fault in faults])
+        finish_loading(model, model.dtype)
+        return (model, info) if output_loading_info else model

@@ -1,0 +1,78 @@
+"""The parity check of a bundle: random but valid inputs, and the largest difference of the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from snnk_peft.errors import UnsupportedError
+
+EXAMPLES, TOKENS = 4, 16
+
+
+def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Random inputs for a text or image model, the same for every call; some tokens are padding.
+
+    Raises:
+        UnsupportedError: the model reads something else; `bundle(model, probe=...)` takes inputs for it.
+    """
+    config, generator = model.config, torch.Generator("cpu").manual_seed(0)
+    if model.main_input_name == "pixel_values":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        pixels = torch.randn(EXAMPLES, config.num_channels, height, width, generator=generator, device="cpu")
+        return {"pixel_values": pixels.to(model.device, model.dtype)}
+    if model.main_input_name != "input_ids":
+        raise UnsupportedError(
+            f"no probe batch for {type(model).__name__}, which reads {model.main_input_name!r}; give one: "
+            "bundle(model, probe={...})"
+        )
+    pad = getattr(config, "pad_token_id", None)
+    # Position ids of the RoBERTa family start behind the padding id.
+    room = config.max_position_embeddings - (0 if pad is None else pad + 1)
+    tokens = max(1, min(TOKENS, room))
+    ids = torch.randint(0, config.vocab_size, (EXAMPLES, tokens), generator=generator, device="cpu")
+    ids[ids == pad] = 0 if pad != 0 else 1
+    lengths = torch.tensor([tokens, max(1, tokens // 2), tokens, 1], device="cpu")
+    mask = torch.arange(tokens, device="cpu") < lengths[:, None]
+    ids = torch.where(mask, ids, 0 if pad is None else pad)
+    inputs = {"input_ids": ids, "attention_mask": mask.long()}
+    if "MultipleChoice" in type(model).__name__:
+        inputs = {name: value.unsqueeze(0) for name, value in inputs.items()}
+    return {name: value.to(model.device) for name, value in inputs.items()}
+
+
+@torch.no_grad()
+def compare(model: nn.Module, bundled: nn.Module, inputs: Mapping[str, Any]) -> tuple[float, str]:
+    """The largest difference between two models' outputs, relative to the largest value of that output.
+
+    Args:
+        model: run in eval mode; its training flags are restored.
+        bundled: in eval mode.
+        inputs: keyword arguments of both.
+
+    Returns:
+        The error (NaN if an output is NaN or infinite) and the name of the output where it occurs.
+    """
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        expected = model(**inputs)
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+    given = bundled(**inputs)
+    worst, where = 0.0, "output"
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            difference = (given[name].double() - value.double()).abs().max()
+            error = float(difference / value.double().abs().max().clamp_min(1e-12))
+            if not error <= worst:
+                worst, where = error, name
+            if worst != worst:
+                break
+    return worst, where

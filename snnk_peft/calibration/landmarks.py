@@ -1,0 +1,162 @@
+"""Landmarks in closed form: which hidden units of a layer to keep, and the readout that stands in for the others.
+
+A landmark feature is a hidden unit of the layer being replaced, so the covariance C of all hidden units (l, l) holds
+everything: for kept units S the best readout is A = C[:, S] (C[S, S] + λ)⁻¹, its error seen behind the contraction W₂
+is tr W₂ (C − A C[S, :] − …) W₂ᵀ, and choosing S is column subset selection on C. One pass over the data, memory l²,
+independent of the number of tokens.
+
+Two rules for S:
+- "importance": largest (output standard deviation × ‖W₂ column‖), each unit on its own merit.
+- "greedy" (default): the unit that removes most of the remaining error behind W₂, one after the other (a pivoted
+  Cholesky factorisation weighted by W₂). It does not pick two units that say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from snnk_peft.calibration.ridge import DEFAULT_RIDGES, RidgeFit
+from snnk_peft.errors import ConfigError
+
+RULES = ("greedy", "importance")
+
+
+class SecondMoments:
+    """Mean and covariance of vectors, accumulated in fp64 over any number of batches.
+
+    Args:
+        dim: length of the vectors.
+
+    Attributes:
+        count: number of vectors so far.
+        mean: (dim,).
+        scatter: (dim, dim), the sum of (x − mean)(x − mean)ᵀ.
+    """
+
+    def __init__(self, dim: int):
+        self.count = 0
+        self.mean = torch.zeros(dim, dtype=torch.float64)
+        self.scatter = torch.zeros(dim, dim, dtype=torch.float64)
+
+    @torch.no_grad()
+    def update(self, vectors: Tensor) -> None:
+        """Add (n, dim) vectors.
+
+        Raises:
+            ValueError: an entry is NaN or infinite; the moments are left unchanged.
+        """
+        if not torch.isfinite(vectors).all():
+            raise ValueError(
+                "hidden activations hold NaN or infinity; expected finite numbers. Run the model in fp32 or bf16"
+            )
+        if len(vectors) == 0:
+            return
+        vectors = vectors.double()
+        self.mean, self.scatter = self.mean.to(vectors.device), self.scatter.to(vectors.device)
+        mean = vectors.mean(0)
+        centred = vectors - mean
+        total = self.count + len(vectors)
+        step = mean - self.mean
+        self.scatter.addmm_(centred.T, centred)
+        self.scatter += torch.outer(step, step) * (self.count * len(vectors) / total)
+        self.mean = self.mean + step * (len(vectors) / total)
+        self.count = total
+
+    def covariance(self) -> Tensor:
+        """(dim, dim)."""
+        if self.count == 0:
+            raise ValueError("no vectors were accumulated; give at least one batch with an unmasked token")
+        return self.scatter / self.count
+
+
+def choose_landmarks(
+    moments: SecondMoments, output_weight: Tensor, count: int, *, rule: str = "greedy", given: int = 0
+) -> Tensor:
+    """Indices of the hidden units to keep, (count,), ascending.
+
+    Args:
+        moments: of the hidden units (l,), followed by `given` inputs that the readout has in any case.
+        output_weight: W₂ (o, l), the contraction behind the units.
+        count: how many to keep, <= l.
+        rule: "greedy" or "importance", see the module's docstring.
+        given: number of trailing coordinates of `moments` that are always available to the readout.
+
+    Raises:
+        ConfigError: unknown rule, or more units than there are.
+    """
+    units = len(moments.mean) - given
+    if rule not in RULES:
+        raise ConfigError(f"landmark rule is {rule!r}; expected one of {', '.join(RULES)}")
+    if not 1 <= count <= units:
+        raise ConfigError(f"number of landmarks is {count}; the layer has {units} hidden units")
+    covariance = moments.covariance()
+    weight = output_weight.to(covariance)
+    if rule == "importance":
+        spread = covariance.diagonal()[:units].clamp_min(0).sqrt()
+        return (spread * weight.norm(dim=0)).topk(count).indices.sort().values
+    residual = covariance[:units, :units].clone()
+    if given:
+        cross = covariance[:units, units:]
+        residual -= cross @ torch.linalg.pinv(covariance[units:, units:], hermitian=True) @ cross.T
+    seen = weight @ residual  # W₂ C: column j is what unit j says about the output
+    floor = 1e-10 * residual.diagonal().max()
+    open_units = torch.ones(units, dtype=torch.bool, device=residual.device)
+    for _ in range(count):
+        variance = residual.diagonal()
+        gain = torch.where(open_units & (variance > floor), seen.square().sum(0) / variance.clamp_min(floor), -1.0)
+        # Units without any variance left are as good as each other: any open one will do.
+        best = int(gain.argmax()) if gain.max() > 0 else int(open_units.nonzero()[0])
+        open_units[best] = False
+        if variance[best] > floor:
+            column, effect = residual[:, best].clone() / variance[best].sqrt(), seen[:, best] / variance[best].sqrt()
+            seen -= torch.outer(effect, column)
+            residual -= torch.outer(column, column)
+    return (~open_units).nonzero().squeeze(1)
+
+
+def fit_landmarks(
+    train: SecondMoments,
+    held_out: SecondMoments,
+    landmarks: Tensor,
+    output_weight: Tensor,
+    *,
+    given: int = 0,
+    ridges: Sequence[float] = DEFAULT_RIDGES,
+) -> RidgeFit:
+    """The readout from the kept units to all units, its ridge chosen on held-out tokens.
+
+    Args:
+        train: moments of hidden units (l,) and `given` trailing inputs, of the tokens to fit.
+        held_out: the same for other tokens.
+        landmarks: indices of the kept units, (m,).
+        output_weight: W₂ (o, l); errors are measured behind it.
+        given: number of trailing coordinates that are features too.
+        ridges: candidates, as fractions of the mean variance of the features.
+
+    Returns:
+        RidgeFit with weight (l, m + given) and bias (l,); the error is relative to the variance of W₂ h.
+    """
+    units = len(train.mean) - given
+    inputs = torch.arange(units, units + given, device=landmarks.device)
+    features = torch.cat((landmarks, inputs))
+    covariance, other = train.covariance(), held_out.covariance()
+    weight = output_weight.to(covariance)
+    values, vectors = torch.linalg.eigh(covariance[features][:, features])
+    rotated = covariance[:units, features] @ vectors
+    scale = float(values.clamp_min(0).mean())
+    variance = float(torch.einsum("ol,lk,ok->", weight, other[:units, :units], weight))
+    best: RidgeFit | None = None
+    for ridge in sorted(ridges, reverse=True):
+        A = (rotated / (values.clamp_min(0) + max(ridge * scale, 1e-300))) @ vectors.T
+        bias = train.mean[:units] - A @ train.mean[features]
+        offset = weight @ (held_out.mean[:units] - A @ held_out.mean[features] - bias)
+        behind, cross = weight @ A, weight @ other[:units, features]
+        explained = (behind * (2 * cross - behind @ other[features][:, features])).sum()
+        error = max(variance - float(explained) + float(offset.square().sum()), 0.0) / max(variance, 1e-300)
+        if best is None or error < best.error:
+            best = RidgeFit(A, bias, ridge, error)
+    assert best is not None
+    return best

@@ -1,0 +1,200 @@
+"""Model cards of bundles and adapter checkpoints, rendered from data. Every card says `import snnk_peft`.
+
+The text is `templates/model_card.md`; this module fills its fields. What is not known is said to be unknown, never
+invented.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any, Protocol
+
+from huggingface_hub import ModelCardData
+
+# Task head (end of the class name) -> the Hub's name for the task.
+PIPELINE_TAGS = {
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+    "Model": "feature-extraction",
+}
+
+
+class Report(Protocol):
+    """What a card needs from a `BundleReport`."""
+
+    model_class: str
+    base_model: str | None
+    parts: dict[str, Any]
+    folded: list[Any]
+    remarks: list[str]
+    parity_error: float
+    parity_tolerance: float
+    dtype: str
+
+    def rows(self) -> list[tuple[str, int, int]]:
+        """(what, parameters, bytes) per model."""
+
+
+def write_model_card(
+    folder: str | os.PathLike[str],
+    *,
+    report: Report | None = None,
+    base_model: str | None = None,
+    model_class: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    training: Mapping[str, Any] | str | None = None,
+    title: str | None = None,
+    tags: Sequence[str] = (),
+    dataset: str | None = None,
+    license: str | None = None,
+) -> Path:
+    """Write README.md with the Hub's YAML header into a model folder.
+
+    Args:
+        folder: the folder of a bundle, or of an adapter checkpoint (then it holds adapter_config.json).
+        report: `model.bundle_report` of a bundle; gives parts, sizes, parity.
+        base_model: id of the pretrained model on the Hub; taken from the report if None. Local paths are not printed.
+        model_class: the transformers class, for an adapter; decides which Auto class the card names.
+        config: the SNNK parts as plain data; taken from the report if None.
+        metrics: name -> score, on held-out data.
+        training: how the model was trained: text, or the resolved configuration.
+        title: heading; the folder's name if None.
+        tags: further tags for the Hub.
+        dataset: id of the data set on the Hub that the metrics refer to.
+        license: licence of the weights, usually that of the base model.
+
+    Returns:
+        The path of the card.
+
+    Example:
+        >>> import tempfile
+        >>> path = write_model_card(tempfile.mkdtemp(), base_model="google-bert/bert-base-uncased", metrics={"f1": 0.9})
+        >>> "import snnk_peft" in path.read_text()
+        True
+    """
+    from snnk_peft import __version__
+
+    folder = Path(folder)
+    is_adapter = (folder / "adapter_config.json").exists()
+    name = model_class or (report.model_class if report is not None else "PreTrainedModel")
+    base = hub_id(base_model) or (hub_id(report.base_model) if report is not None else None)
+    parts = config if config is not None else (report.parts if report is not None else {})
+    header = ModelCardData(
+        library_name="peft" if is_adapter else "transformers",
+        base_model=base,
+        license=license,
+        datasets=dataset,
+        metrics=sorted(metrics) if metrics else None,
+        pipeline_tag=next((tag for head, tag in PIPELINE_TAGS.items() if name.endswith(head)), None),
+        tags=list(dict.fromkeys(["snnk", "snnk_peft", *(() if is_adapter else ("custom_code",)), *tags])),
+    )
+    fields = {
+        "front_matter": f"---\n{header.to_yaml()}\n---",
+        "title": title or folder.resolve().name,
+        "summary": _summary(base, is_adapter),
+        "load": _load(name, is_adapter),
+        "load_note": _load_note(is_adapter),
+        "parts": _json(parts, "The part configuration was not recorded."),
+        "folded": _folded(report),
+        "sizes": _sizes(folder, report),
+        "metrics": _table(("metric", "score"), list(metrics.items())) if metrics else "Not evaluated.",
+        "training": training if isinstance(training, str) else _json(training, "Not recorded."),
+        "version": __version__,
+    }
+    path = folder / "README.md"
+    path.write_text(Template(template()).substitute(fields), encoding="utf-8")
+    return path
+
+
+def template() -> str:
+    """The text of the card with its $fields."""
+    return files("snnk_peft").joinpath("templates/model_card.md").read_text(encoding="utf-8")
+
+
+def mentions_import(card: str) -> bool:
+    """Whether a card tells its readers to import this package."""
+    return "import snnk_peft" in card
+
+
+def hub_id(name: str | None) -> str | None:
+    """`name` if it can be a model id on the Hub; None for local paths, which are nobody else's business."""
+    valid = name is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith(".")
+    return name if valid and not os.path.exists(str(name)) else None
+
+
+def _summary(base: str | None, is_adapter: bool) -> str:
+    source = f"[{base}](https://huggingface.co/{base})" if base else "a pretrained model"
+    if is_adapter:
+        return f"SNNK layers for {source}: a PEFT adapter checkpoint with the new parameters only."
+    return (
+        f"{source} with Scalable Neural Network Kernel layers, folded: each replaced or added layer is a feature map "
+        "Φ(x) followed by one matrix. A plain transformers model; PEFT is not needed to run it."
+    )
+
+
+def _load(name: str, is_adapter: bool) -> str:
+    head = next((head for head in PIPELINE_TAGS if name.endswith(head)), "Model")
+    head = "" if head == "Model" else head
+    if is_adapter:
+        return (
+            "import snnk_peft  # makes PEFT know the method\n"
+            f"from peft import AutoPeftModel{head}\n\n"
+            f'model = AutoPeftModel{head}.from_pretrained("<this repository>")'
+        )
+    return (
+        "import snnk_peft  # makes the Auto classes know the model\n"
+        f"from transformers import AutoModel{head}\n\n"
+        f'model = AutoModel{head}.from_pretrained("<this repository>")'
+    )
+
+
+def _load_note(is_adapter: bool) -> str:
+    if is_adapter:
+        return "Without `import snnk_peft`, PEFT stops with `KeyError: 'SNNK'`. Install: `pip install snnk-peft`."
+    return (
+        "Without the package, `trust_remote_code=True` runs the code file in this repository, which needs torch and "
+        "transformers only. Without either, loading stops with an error. Always load through the Auto classes."
+    )
+
+
+def _json(data: Mapping[str, Any] | None, otherwise: str) -> str:
+    if not data:
+        return otherwise
+    return f"```json\n{json.dumps(data, indent=2, default=str)}\n```"
+
+
+def _folded(report: Report | None) -> str:
+    if report is None:
+        return ""
+    rows = [(", ".join(f"`{path}`" for path in entry.paths), entry.before, entry.after) for entry in report.folded]
+    return "\n\n".join([_table(("modules", "before", "after"), rows), *(f"- {remark}" for remark in report.remarks)])
+
+
+def _sizes(folder: Path, report: Report | None) -> str:
+    if report is None:
+        found = sorted([*folder.glob("*.safetensors")])
+        return _table(("file", "bytes"), [(file.name, f"{file.stat().st_size:,}") for file in found]) if found else "-"
+    rows = [(what, f"{parameters:,}", f"{size:,}") for what, parameters, size in report.rows()]
+    return (
+        f"{_table(('model', 'parameters', 'bytes'), rows)}\n\nParameters include the matrices of feature maps. On a probe "
+        f"batch in {report.dtype} the bundle's outputs differ from the unfolded model's by {report.parity_error:.1e} of "
+        f"the largest output (accepted: {report.parity_tolerance:.0e})."
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    def cell(value: Any) -> str:
+        return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows])

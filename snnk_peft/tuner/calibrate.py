@@ -1,0 +1,375 @@
+"""calibrate: fit every replaced part to the module it replaces, on real activations, in closed form.
+
+Front to back, one pass over the batches per slot: inputs come from the already converted stack, targets from the
+original module on those very inputs, so a later layer repairs what an earlier one got wrong. No labels and no
+backpropagation. Moments are kept in fp64; memory does not depend on the number of tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from snnk_peft.calibration.error_meter import ErrorMeter
+from snnk_peft.calibration.landmarks import RULES, SecondMoments, choose_landmarks, fit_landmarks
+from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
+from snnk_peft.errors import ConfigError
+from snnk_peft.families.base import unwrap
+from snnk_peft.layers.slots import Replace
+from snnk_peft.projections.landmark import Landmark
+from snnk_peft.tuner.slot_layer import SlotLayer, active_module
+
+Batch = Mapping[str, Any]
+Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
+
+
+@dataclass(frozen=True)
+class SlotReport:
+    """What calibration did to one slot.
+
+    Args:
+        path: the replaced module.
+        num_features: rows of W.
+        tokens: tokens (or examples, for a pooler) that the readout was fitted on.
+        held_out_tokens: tokens that chose the regularisation and that the errors are measured on.
+        ridge: the chosen regularisation, as a fraction of the mean feature variance.
+        error_before: squared error of the slot as it was, relative to the target's variance, on held-out tokens.
+        error_after: the same after fitting. 1 means no better than the mean.
+        seconds: wall time, forward passes included.
+    """
+
+    path: str
+    num_features: int
+    tokens: int
+    held_out_tokens: int
+    ridge: float
+    error_before: float
+    error_after: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What `calibrate` did, slot by slot, front to back."""
+
+    slots: list[SlotReport] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time in total."""
+        return sum(slot.seconds for slot in self.slots)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a metrics.json."""
+        return {"seconds": self.seconds, "slots": [asdict(slot) for slot in self.slots]}
+
+    def __str__(self) -> str:
+        width = max([len(slot.path) for slot in self.slots], default=4)
+        lines = [f"{'slot':<{width}}  features   tokens  error before -> after (held out)   ridge  seconds"]
+        lines += [
+            f"{s.path:<{width}}  {s.num_features:>8}  {s.tokens:>7}  {s.error_before:>12.4f} -> {s.error_after:<15.4f}"
+            f"  {s.ridge:>7.0e}  {s.seconds:>7.1f}"
+            for s in self.slots
+        ]
+        return "\n".join(lines)
+
+
+class _Reached(Exception):  # noqa: N818 - control flow, not an error
+    """Ends a forward pass at the slot whose input was wanted."""
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    landmarks: str = "greedy",
+    held_out: float = 0.2,
+    ridges: Sequence[float] = DEFAULT_RIDGES,
+    progress: bool = True,
+) -> CalibrationReport:
+    """Fit the replaced FFN blocks and pooler of a patched model to the originals.
+
+    Args:
+        model: a model from `get_snnk_model` whose active adapter replaces something.
+        batches: model-input dicts on any device, as a list, a DataLoader or a function that returns an iterator; read
+            once or twice per slot, always in the same order. Labels are ignored. A few hundred to a few thousand
+            sentences of the kind the model will see are enough.
+        landmarks: how landmark projections choose their rows: "greedy" or "importance" (see calibration/landmarks).
+        held_out: fraction of the batches that chooses the regularisation and is not fitted, in (0, 1).
+        ridges: candidates for the regularisation, as fractions of the mean feature variance.
+        progress: show a progress bar with an estimate.
+
+    Returns:
+        A CalibrationReport; print it for a table.
+
+    Raises:
+        ConfigError: nothing to calibrate, too few batches, an iterator that can be read only once, bad arguments.
+        ValueError: activations hold NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from snnk_peft import FFNPart, SNNKConfig, calibrate, get_snnk_model
+        >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> config = SNNKConfig(ffn=FFNPart(num_features=16, layers="top-1"))
+        >>> model = get_snnk_model(BertForSequenceClassification(tiny), config)
+        >>> batches = [{"input_ids": torch.randint(0, 1000, (8, 16))} for _ in range(5)]
+        >>> report = calibrate(model, batches, progress=False)
+        >>> report.slots[0].error_after < report.slots[0].error_before
+        True
+    """
+    faults = []
+    if landmarks not in RULES:
+        faults.append(f"landmarks is {landmarks!r}; expected one of {', '.join(RULES)}")
+    if not 0 < held_out < 1:
+        faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
+    slots = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}
+    slots = {name: layer for name, layer in slots.items() if _replacement(layer) is not None}
+    if not slots:
+        faults.append(
+            "the model has no active replaced part to calibrate; expected a model from get_snnk_model with ffn= or "
+            "pooler=, with that adapter active"
+        )
+    if not faults:
+        total, fitted = _count_batches(batches, held_out)
+        if fitted == 0 or fitted == total:
+            faults.append(f"batches holds {total}; expected at least 2, so that one can be held out. Use smaller ones")
+    if faults:
+        raise ConfigError(faults)
+
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        order = _execution_order(model, slots, batches)
+        passes = sum(_passes(_Target.of(model, slots[name])) for name in order)
+        with tqdm(total=passes * total, desc="calibrate", unit="batch", disable=not progress) as bar:
+            reports = [
+                _calibrate_slot(model, name, slots[name], batches, landmarks, held_out, ridges, bar) for name in order
+            ]
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+    return CalibrationReport(reports)
+
+
+def _replacement(layer: SlotLayer) -> Replace | None:
+    return next((slot for slot in layer.active_slots() if isinstance(slot, Replace)), None)
+
+
+def _read(batches: Batches) -> Iterator[Batch]:
+    return iter(batches() if callable(batches) else batches)
+
+
+def _is_held_out(index: int, fraction: float) -> bool:
+    """Spread the held-out batches evenly: whenever the running count of index·fraction steps up."""
+    return int((index + 1) * fraction) > int(index * fraction)
+
+
+def _count_batches(batches: Batches, held_out: float) -> tuple[int, int]:
+    if not callable(batches) and iter(batches) is batches:
+        raise ConfigError(
+            f"batches is a {type(batches).__name__}, which can be read only once; expected a list, a DataLoader, or a "
+            "function that returns a fresh iterator"
+        )
+    total = sum(1 for _ in _read(batches))
+    return total, sum(not _is_held_out(index, held_out) for index in range(total))
+
+
+def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    return {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+        if key not in ("label", "labels")
+    }
+
+
+def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: Batches) -> list[str]:
+    """Slot names in the order in which a forward pass reaches them."""
+    order: list[str] = []
+    names = {layer: name for name, layer in slots.items()}
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, args: order.append(names[module]))  # type: ignore[index]
+        for layer in slots.values()
+    ]
+    try:
+        with torch.no_grad():
+            model(**_inputs(model, next(_read(batches))))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(dict.fromkeys(order))
+
+
+def _slot_inputs(model: nn.Module, layer: SlotLayer, batches: Batches, bar: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """(batch index, real-token inputs (n, dim)) of a slot, from the stack as it is now; stops each pass there."""
+    caught: list[torch.Tensor] = []
+
+    def catch(module: nn.Module, args: tuple[Any, ...]) -> None:
+        caught.append(args[0])
+        raise _Reached
+
+    hook = layer.register_forward_pre_hook(catch)
+    try:
+        for index, batch in enumerate(_read(batches)):
+            inputs = _inputs(model, batch)
+            with torch.no_grad():
+                try:
+                    model(**inputs)
+                except _Reached:
+                    pass
+            x = caught.pop()
+            mask = inputs.get("attention_mask")
+            padded = x.ndim == 3 and isinstance(mask, torch.Tensor) and mask.shape == x.shape[:2]
+            yield index, x[mask.bool()] if padded else x.reshape(-1, x.shape[-1])  # type: ignore[union-attr]
+            bar.update()
+    finally:
+        hook.remove()
+
+
+def _passes(target: _Target) -> int:
+    """Reads of the data that a slot needs: choosing rows is one of its own where features are not hidden units."""
+    return 2 if target.landmarks is not None and not target.features_are_hidden_units() else 1
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A slot next to the original that it stands in for."""
+
+    layer: SlotLayer
+    slot: Replace
+    activation: nn.Module
+    output_weight: torch.Tensor | None
+
+    @classmethod
+    def of(cls, model: nn.Module, layer: SlotLayer) -> _Target:
+        slot = _replacement(layer)
+        assert slot is not None
+        root = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+        activation = nn.Identity() if slot.activation is None else unwrap(root.get_submodule(slot.activation))
+        following = None if slot.following is None else active_module(root.get_submodule(slot.following))
+        weight = None if following is None else following.weight.detach()
+        return cls(layer, slot, activation, weight)  # type: ignore[arg-type]
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """What the original makes of x (n, dim)."""
+        return self.activation(self.layer.base_layer(x))
+
+    @property
+    def landmarks(self) -> Landmark | None:
+        """The landmark projection, if the slot has one whose rows can be chosen by their effect on the output."""
+        projection = self.slot.layer.stage.feature_map.projection
+        return projection if isinstance(projection, Landmark) and self.output_weight is not None else None
+
+    def features_are_hidden_units(self) -> bool:
+        """Whether a landmark feature equals a hidden unit: the component is the original activation."""
+        z = torch.linspace(-6, 6, 97, device=self.slot.layer.A.device)
+        component = self.slot.layer.stage.feature_map.component
+        return torch.allclose(component.function(z), self.activation(z), rtol=1e-5, atol=1e-6)
+
+
+class _Pass:
+    """One streaming pass per call: (is it held out?, inputs of the slot)."""
+
+    def __init__(self, model: nn.Module, layer: SlotLayer, batches: Batches, held_out: float, bar: Any):
+        self.model, self.layer, self.batches, self.held_out, self.bar = model, layer, batches, held_out, bar
+
+    def __iter__(self) -> Iterator[tuple[bool, torch.Tensor]]:
+        for index, x in _slot_inputs(self.model, self.layer, self.batches, self.bar):
+            yield _is_held_out(index, self.held_out), x
+
+
+@torch.no_grad()
+def _calibrate_slot(
+    model: nn.Module,
+    name: str,
+    layer: SlotLayer,
+    batches: Batches,
+    rule: str,
+    held_out: float,
+    ridges: Sequence[float],
+    bar: Any,
+) -> SlotReport:
+    start = time.perf_counter()
+    target, data = _Target.of(model, layer), _Pass(model, layer, batches, held_out, bar)
+    before = ErrorMeter(target.output_weight)
+    if target.landmarks is not None and target.features_are_hidden_units():
+        fit, tokens = _fit_hidden_units(target, data, rule, ridges, before)
+    else:
+        if target.landmarks is not None:
+            _select_rows(target, _joint_moments(target, data)[0], rule)
+        fit, tokens = _fit_features(target, data, ridges, before)
+    stand_in = target.slot.layer
+    stand_in.A.copy_(fit.weight)
+    stand_in.bias.copy_(fit.bias)  # type: ignore[union-attr, arg-type]
+    return SlotReport(
+        path=name.removeprefix("base_model.model."),
+        num_features=stand_in.stage.feature_map.num_features,
+        tokens=tokens,
+        held_out_tokens=before.count,
+        ridge=fit.ridge,
+        error_before=before.value(),
+        error_after=fit.error,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _joint_moments(
+    target: _Target, data: _Pass, before: ErrorMeter | None = None
+) -> tuple[SecondMoments, SecondMoments]:
+    """Moments of [hidden units, inputs if the readout sees them], of fitted and of held-out tokens."""
+    stand_in = target.slot.layer
+    append = stand_in.stage.append_input
+    train, test = (SecondMoments(stand_in.out_features + append * stand_in.stage.dim) for _ in range(2))
+    for is_test, x in data:
+        hidden = target.hidden(x)
+        (test if is_test else train).update(torch.cat((hidden, x), -1) if append else hidden)
+        if is_test and before is not None:
+            before.update(hidden, stand_in(x))
+    return train, test
+
+
+def _select_rows(target: _Target, moments: SecondMoments, rule: str) -> torch.Tensor:
+    """Choose the landmarks and copy their rows; returns their indices."""
+    projection, stand_in = target.landmarks, target.slot.layer
+    assert projection is not None and target.output_weight is not None
+    given = len(moments.mean) - stand_in.out_features
+    chosen = choose_landmarks(moments, target.output_weight, projection.num_features, rule=rule, given=given)
+    importance = torch.zeros(stand_in.out_features, device=chosen.device).index_fill_(0, chosen, 1.0)
+    linear = target.layer.base_layer
+    assert isinstance(linear, nn.Linear)
+    return projection.select(linear.weight, linear.bias, importance.to(linear.weight.device))
+
+
+def _fit_hidden_units(
+    target: _Target, data: _Pass, rule: str, ridges: Sequence[float], before: ErrorMeter
+) -> tuple[RidgeFit, int]:
+    """Features are hidden units: their joint moments decide which to keep and the readout, in one pass."""
+    train, test = _joint_moments(target, data, before)
+    stand_in = target.slot.layer
+    given, m = len(train.mean) - stand_in.out_features, stand_in.stage.feature_map.num_features
+    chosen = _select_rows(target, train, rule).to(train.mean.device)
+    assert target.output_weight is not None
+    fit = fit_landmarks(train, test, chosen, target.output_weight, given=given, ridges=ridges)
+    fit.weight[:, :m] *= m**0.5  # the feature map divides by √m
+    return fit, train.count
+
+
+def _fit_features(target: _Target, data: _Pass, ridges: Sequence[float], before: ErrorMeter) -> tuple[RidgeFit, int]:
+    """Any features: ridge regression of the original's output on them."""
+    stand_in = target.slot.layer
+    train = GramAccumulator(stand_in.stage.out_dim, stand_in.out_features)
+    test = GramAccumulator(stand_in.stage.out_dim, stand_in.out_features, output_weight=target.output_weight)
+    for is_test, x in data:
+        hidden = target.hidden(x)
+        if is_test:
+            before.update(hidden, stand_in(x))
+        (test if is_test else train).update(stand_in.stage(x.to(stand_in.A.dtype)), hidden)
+    return fit_ridge(train, test, ridges), train.count

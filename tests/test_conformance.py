@@ -1,0 +1,484 @@
+"""Every component over every projection: what all feature maps promise, and the numeric oracles of the present members.
+
+The cases come from the registries, so a new file in components/ or projections/ is tested without a change here.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import math
+import pkgutil
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import snnk_peft.components
+import snnk_peft.families
+import snnk_peft.patchers
+import snnk_peft.projections
+from snnk_peft import COMPONENTS, FAMILIES, PROJECTIONS, build_feature_map
+from snnk_peft.components.base import Component, Features
+from snnk_peft.config import PARTS
+from snnk_peft.errors import ConfigError
+from snnk_peft.feature_map import FeatureMap
+from snnk_peft.patchers import PATCHERS
+from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.orf import haar
+from snnk_peft.registry import Registry
+
+# Parameters worth a case of their own, beside every member's defaults.
+VARIANTS: dict[str, list[dict[str, Any]]] = {"arccos": [{"order": 0}, {"order": 2}], "orf": [{"norms": "sqrt_dim"}]}
+
+
+def variants(registry: Registry) -> list[Any]:
+    return [
+        pytest.param(name, params, id="-".join([name, *map(str, params.values())]))
+        for name in registry.names()
+        for params in [{}, *VARIANTS.get(name, [])]
+    ]
+
+
+ALL_COMPONENTS, ALL_PROJECTIONS = variants(COMPONENTS), variants(PROJECTIONS)
+component_cases = pytest.mark.parametrize(("component", "component_params"), ALL_COMPONENTS)
+projection_cases = pytest.mark.parametrize(("projection", "projection_params"), ALL_PROJECTIONS)
+
+
+def make(
+    component: str,
+    projection: str,
+    dim: int,
+    num_features: int,
+    *,
+    component_params: dict[str, Any] | None = None,
+    projection_params: dict[str, Any] | None = None,
+    seed: int = 0,
+    slot: str = "",
+) -> FeatureMap:
+    """A feature map; a projection that takes rows from a pretrained layer gets a random one."""
+    params = {"slot": slot, **(projection_params or {})}
+    if projection == "landmark":
+        generator = torch.Generator().manual_seed(7)
+        params["source_weight"] = torch.randn(num_features + 3, dim, generator=generator)
+        params["source_bias"] = torch.randn(num_features + 3, generator=generator)
+    return build_feature_map(
+        component,
+        projection,
+        dim,
+        num_features,
+        seed=seed,
+        component_params=component_params,
+        projection_params=params,
+    )
+
+
+def test_there_is_something_to_test():
+    assert len(ALL_COMPONENTS) >= len(COMPONENTS) > 0
+    assert len(ALL_PROJECTIONS) >= len(PROJECTIONS) > 0
+
+
+# --- what every pair promises ---------------------------------------------------------------------------------------
+
+
+@component_cases
+@projection_cases
+class TestEveryPair:
+    def build(self, component, component_params, projection, projection_params, dim=6, num_features=9, **kwargs):
+        return make(
+            component,
+            projection,
+            dim,
+            num_features,
+            component_params=component_params,
+            projection_params=projection_params,
+            **kwargs,
+        )
+
+    def test_shapes_are_the_same_for_any_number_of_leading_dimensions(
+        self, component, component_params, projection, projection_params
+    ):
+        phi = self.build(component, component_params, projection, projection_params)
+        x = torch.randn(4, 3, 6)
+        assert (phi.dim, phi.num_features) == (6, 9)
+        out = phi(x)
+        assert out.shape == (4, 3, phi.feature_dim)
+        torch.testing.assert_close(phi(x[1]), out[1])
+        torch.testing.assert_close(phi(x[1, 2]), out[1, 2])
+        assert phi(x[:0]).shape == (0, 3, phi.feature_dim)
+        for features in (phi.phi(x), phi.psi(x)):
+            assert isinstance(features, Features)
+            assert features.dense().shape == out.shape
+        assert phi.kernel(x[:, None], x[:, :, None]).shape == (4, 3, 3)
+
+    def test_outputs_do_not_depend_on_the_rest_of_the_batch(
+        self, component, component_params, projection, projection_params
+    ):
+        phi = self.build(component, component_params, projection, projection_params).double()
+        x = torch.randn(5, 6, dtype=torch.float64)
+        x[3:] *= 1e3
+        torch.testing.assert_close(phi(x)[0], phi(x[:1])[0], rtol=1e-14, atol=1e-14)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+    def test_moves_between_dtypes(self, component, component_params, projection, projection_params, dtype):
+        phi = self.build(component, component_params, projection, projection_params)
+        x = torch.randn(4, 6)
+        moved = copy.deepcopy(phi).to(dtype)
+        out = moved(x.to(dtype))
+        assert out.dtype == dtype
+        if component_params != {"order": 0}:  # a step is not continuous
+            torch.testing.assert_close(out.float(), phi(x), rtol=0.05, atol=0.05)
+        # fp32 matrices serve inputs of any dtype, as adapters beside a half-precision model need it
+        assert phi(x.to(dtype)).dtype == dtype
+
+    def test_moves_to_another_device(self, component, component_params, projection, projection_params):
+        phi = self.build(component, component_params, projection, projection_params).to("meta")
+        assert phi(torch.empty(2, 6, device="meta")).shape == (2, phi.feature_dim)
+
+    def test_draws_follow_seed_and_slot_alone(self, component, component_params, projection, projection_params):
+        def weight(**kwargs):
+            phi = self.build(component, component_params, projection, projection_params, **kwargs)
+            return phi.projection.materialize()
+
+        torch.manual_seed(1)
+        first = weight(seed=3, slot="layer.0")
+        torch.manual_seed(2)
+        assert torch.equal(first, weight(seed=3, slot="layer.0"))
+        if PROJECTIONS[projection].redrawable:
+            assert not torch.equal(first, weight(seed=3, slot="layer.1"))
+            assert not torch.equal(first, weight(seed=4, slot="layer.0"))
+
+    def test_global_random_states_are_untouched(self, component, component_params, projection, projection_params):
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        phi = self.build(component, component_params, projection, projection_params)
+        phi.train()(torch.ones(2, 6))
+        phi.eval()(torch.ones(2, 6))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+
+    def test_state_dict_and_copies_are_bitwise(self, component, component_params, projection, projection_params):
+        phi = self.build(component, component_params, projection, projection_params, seed=1, slot="a")
+        # a map for another seed and, for landmarks, without the pretrained layer: everything must come from the file
+        other = build_feature_map(
+            component,
+            projection,
+            6,
+            9,
+            seed=2,
+            component_params=component_params,
+            projection_params={"slot": "b", **projection_params},
+        )
+        x = torch.randn(3, 6)
+        copied = copy.deepcopy(phi)
+        result = other.load_state_dict({key: value.clone() for key, value in phi.state_dict().items()})
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        assert torch.equal(other(x), phi(x))
+        assert torch.equal(copied(x), phi(x))
+        copied.projection.weight.zero_()
+        assert phi.projection.weight.any()
+
+    def test_gradients_are_right(self, component, component_params, projection, projection_params):
+        if component_params == {"order": 0}:
+            pytest.skip("a step function has no gradient")
+        phi = self.build(component, component_params, projection, projection_params, dim=3, num_features=4).double()
+        assert torch.autograd.gradcheck(phi, torch.randn(2, 3, dtype=torch.float64, requires_grad=True))
+        x, y = torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(phi.kernel, (x, y))
+
+
+@projection_cases
+def test_projection_is_its_matrix(projection, projection_params):
+    w = make("relu", projection, 6, 9, projection_params=projection_params).double().projection
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    expected = x @ w.materialize().T + (0 if w.bias is None else w.bias)
+    torch.testing.assert_close(w(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(w.squared_row_norms(), w.materialize().square().sum(1))
+    assert w.feature_weights.shape == (9,)
+    torch.testing.assert_close(w.feature_weights.sum(), torch.ones((), dtype=torch.float64))
+    assert not w.trainable
+    assert not list(w.parameters())
+    assert f"num_features={9}" in repr(w)
+
+
+@projection_cases
+def test_a_checksum_replaces_the_matrix(projection, projection_params):
+    cls = PROJECTIONS[projection]
+    if not cls.redrawable:
+        with pytest.raises(ConfigError, match="save_projection=True"):
+            cls(6, 9, save=False, **projection_params)
+        return
+    w = cls(6, 9, seed=5, slot="s", save=False, **projection_params)
+    state = w.state_dict()
+    assert {key: tuple(value.shape) for key, value in state.items()} == {"checksum": (32,)}
+    again = cls(6, 9, seed=5, slot="s", save=False, **projection_params)
+    again.load_state_dict(state)
+    assert torch.equal(again.weight, w.weight)
+    again.half().load_state_dict(state)  # a cast W has the checksum of what was drawn
+    other = cls(6, 9, seed=6, slot="s", save=False, **projection_params)
+    kept = other.weight.clone()
+    with pytest.raises(ConfigError, match="checksum of the redrawn projection of 's' differs"):
+        other.load_state_dict(state)
+    with pytest.raises(ConfigError, match="checksum"):
+        other.checksum = state["checksum"]  # what the loader of transformers does
+    assert torch.equal(other.weight, kept)
+    other.weight.fill_(float("nan"))
+    other.redraw()
+    assert torch.equal(other.weight, kept)
+
+
+# --- unbiased estimates ---------------------------------------------------------------------------------------------
+
+UNBIASED = [case for case in ALL_PROJECTIONS if PROJECTIONS[case.values[0]](4, 4, **case.values[1]).unbiased]
+
+
+def estimates(
+    component: str,
+    component_params: dict,
+    projection: str,
+    projection_params: dict,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    m: int,
+    draws: int,
+) -> torch.Tensor:
+    """phi(x)·psi(y) under `draws` independent matrices, (draws, pairs)."""
+    cls, f = PROJECTIONS[projection], COMPONENTS[component](**component_params)
+    results = []
+    for seed in range(draws):
+        w = cls(x.shape[-1], m, seed=seed, **projection_params).double()
+        results.append((f.phi(x, w).dense() * f.psi(y, w).dense()).sum(-1))
+    return torch.stack(results)
+
+
+def pairs(dim: int, length: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors of about the given length: independent, close, opposite, equal."""
+    x = torch.randn(4, dim, dtype=torch.float64) * length * dim**-0.5
+    other = torch.randn(4, dim, dtype=torch.float64) * length * dim**-0.5
+    return x, torch.stack([other[0], x[1] + 0.3 * other[1], -x[2], x[3]])
+
+
+def test_some_projection_is_unbiased():
+    assert UNBIASED
+
+
+@component_cases
+@pytest.mark.parametrize(("projection", "projection_params"), UNBIASED)
+@pytest.mark.parametrize(("dim", "m"), [(8, 16), (6, 21)], ids=["two-blocks", "odd-sizes"])
+def test_estimates_are_unbiased(component, component_params, projection, projection_params, dim, m):
+    """Oracles 1, 2, 3, 17: the mean over draws is the exact kernel, within five standard errors."""
+    x, y = pairs(dim)
+    samples = estimates(component, component_params, projection, projection_params, x, y, m, draws=300)
+    exact = COMPONENTS[component](**component_params).kernel(x, y)
+    error = (samples.mean(0) - exact).abs()
+    tolerance = 5 * samples.std(0) / samples.shape[0] ** 0.5
+    assert (error <= tolerance + 1e-12).all(), (error / tolerance).tolist()
+
+
+@component_cases
+@pytest.mark.parametrize(("projection", "projection_params"), UNBIASED)
+def test_errors_fall_as_one_over_root_num_features(component, component_params, projection, projection_params):
+    x, y = pairs(8)
+    exact = COMPONENTS[component](**component_params).kernel(x, y)
+    spread = [
+        (estimates(component, component_params, projection, projection_params, x, y, m, 150) - exact)
+        .square()
+        .mean()
+        .sqrt()
+        for m in (16, 256)
+    ]
+    # 16 times the features: a quarter of the error. 150 draws of 4 pairs know each of the two to about 5%.
+    assert 3.2 < spread[0] / spread[1] < 5.0
+
+
+def test_variance_of_cosine_and_sine_together():
+    """Oracle 3: m Var[cos·cos + sin·sin] = (1 − e^{−‖δ‖²})²/2 per row."""
+    x, y = pairs(8)
+    cos = estimates("cos", {}, "gaussian", {}, x, y, 32, 1500)
+    sin = estimates("sin", {}, "gaussian", {}, x, y, 32, 1500)
+    delta = (x - y).square().sum(-1)
+    torch.testing.assert_close((cos + sin).var(0) * 32, (1 - torch.exp(-delta)).square() / 2, rtol=0.2, atol=1e-12)
+    torch.testing.assert_close(COMPONENTS["cos"]().kernel(x, y) + COMPONENTS["sin"]().kernel(x, y), (-delta / 2).exp())
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[("arccos", {"order": 0})], [("arccos", {"order": 1})], [("arccos", {"order": 2})], [("cos", {}), ("sin", {})]],
+    ids=["step", "relu", "relu-squared", "cos-and-sin"],
+)
+def test_orthogonal_rows_have_less_variance(parts):
+    """Oracle 8, d = m = 16, summed over pairs at several angles. (Steps at small angles gain nothing.)"""
+    u, v = torch.linalg.qr(torch.randn(16, 2, dtype=torch.float64))[0].T
+    x = u.expand(3, 16)
+    y = torch.stack([math.cos(angle) * u + math.sin(angle) * v for angle in (0.7, 1.2, math.pi / 2)])
+    variance = {
+        name: sum(estimates(f, params, name, {}, x, y, 16, 1500) for f, params in parts).var(0).sum()
+        for name in ("orf", "gaussian")
+    }
+    assert variance["orf"] / variance["gaussian"] < 0.95
+
+
+# --- orthogonal rows, landmarks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "m"), [(16, 16), (16, 40), (12, 5), (7, 21), (1, 3)])
+@pytest.mark.parametrize("norms", ["chi", "sqrt_dim"])
+def test_orf_blocks_are_orthogonal(dim, m, norms):
+    """Oracles 9 and 17."""
+    w = PROJECTIONS["orf"](dim, m, norms=norms)
+    rows = w.draw(slot_generator(0, ""))
+    assert rows.shape == (m, dim) == w.materialize().shape
+    assert rows.dtype == torch.float64
+    for start in range(0, m, dim):
+        block = rows[start : start + dim]
+        q = block / block.norm(dim=1, keepdim=True)
+        torch.testing.assert_close(q @ q.T, torch.eye(len(q), dtype=torch.float64), rtol=0, atol=1e-10)
+    if norms == "sqrt_dim":
+        torch.testing.assert_close(rows.norm(dim=1), torch.full((m,), dim**0.5, dtype=torch.float64))
+
+
+def test_orf_rows_are_as_long_as_gaussian_ones():
+    """Oracle 9: squared row norms are chi-square with dim degrees of freedom."""
+    from scipy import stats
+
+    dim = 12
+    squared = torch.cat([PROJECTIONS["orf"](dim, 24, seed=seed).squared_row_norms() for seed in range(40)])
+    assert stats.kstest(squared.numpy(), stats.chi2(dim).cdf).pvalue > 1e-3
+
+
+def test_orf_is_haar():
+    """Oracle 9: E[Q] = 0, which plain QR misses; E[Q_ij²] = 1/d and E[Q_11 Q_22 Q_12 Q_21] = −1/(d(d−1)(d+2))."""
+    count, dim = 4000, 4
+    generator = slot_generator(0, "haar")
+    q = torch.stack([haar(dim, generator) for _ in range(count)])
+    limit = 5 / count**0.5
+    assert q.mean(0).abs().max() < limit
+    assert (q.square().mean(0) - 1 / dim).abs().max() < limit
+    mixed = (q[:, 0, 0] * q[:, 1, 1] * q[:, 0, 1] * q[:, 1, 0]).mean()
+    assert abs(mixed + 1 / (dim * (dim - 1) * (dim + 2))) < limit / 3
+
+
+@component_cases
+def test_landmarks_are_units_of_the_layer(component, component_params):
+    weight, bias = torch.randn(20, 6), torch.randn(20)
+    importance = torch.randperm(20).float()
+    f = COMPONENTS[component](**component_params)
+    x = torch.randn(5, 6)
+    for m in (7, 20):
+        w = PROJECTIONS["landmark"](6, m, source_weight=weight, source_bias=bias, importance=importance)
+        chosen = importance.topk(m).indices.sort().values
+        expected = f.function(x @ weight[chosen].T + bias[chosen]) * m**-0.5
+        torch.testing.assert_close(FeatureMap(f, w)(x), expected)
+    assert torch.equal(w.weight, weight)
+    assert torch.equal(w.bias, bias)
+    without = PROJECTIONS["landmark"](6, 20, source_weight=weight)
+    assert torch.equal(without.weight, weight)
+    assert not without.bias.any()
+    weight.zero_()
+    assert without.weight.any()  # a copy, not a view of the pretrained weight
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_fault_is_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        build_feature_map("rleu", "ofr", 4, 4)
+    assert len(caught.value.faults) == 2
+    assert "unknown component 'rleu'; did you mean 'relu'?" in str(caught.value)
+    assert "unknown projection 'ofr'; did you mean 'orf'?" in str(caught.value)
+    assert all(name in str(caught.value) for name in [*COMPONENTS.names(), *PROJECTIONS.names()])
+    with pytest.raises(ConfigError, match="order is unknown|'order' is unknown") as caught:
+        build_feature_map("relu", "orf", 4, 4, component_params={"order": 2}, projection_params={"norm": "chi"})
+    assert len(caught.value.faults) == 2
+    assert "valid: norms" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, None, "8"])
+@projection_cases
+def test_bad_sizes(projection, projection_params, value):
+    with pytest.raises(ConfigError) as caught:
+        build_feature_map("relu", projection, value, value, projection_params=projection_params)
+    assert len(caught.value.faults) == 2
+    assert "dim is" in str(caught.value)
+    assert "num_features is" in str(caught.value)
+
+
+def test_bad_member_parameters():
+    with pytest.raises(ConfigError, match="order is 3; expected 0, 1 or 2"):
+        COMPONENTS["arccos"](order=3)
+    with pytest.raises(ConfigError, match="norms is 'chy'"):
+        PROJECTIONS["orf"](4, 4, norms="chy")
+    with pytest.raises(ConfigError, match="has only 3 rows"):
+        PROJECTIONS["landmark"](4, 5, source_weight=torch.ones(3, 4))
+    with pytest.raises(ConfigError, match=r"shape \(3, 5\)"):
+        PROJECTIONS["landmark"](4, 2, source_weight=torch.ones(3, 5))
+
+
+def test_incompatible_distributions_name_the_partners():
+    class Poisson(Component):
+        distribution = "poisson"
+
+    with pytest.raises(ConfigError, match="needs rows drawn from 'poisson'"):
+        FeatureMap(Poisson(), PROJECTIONS["orf"](4, 4))
+
+
+def test_features_with_a_scale():
+    features = Features(torch.ones(2, 3), torch.full((2, 1), 0.5))
+    torch.testing.assert_close(features.dense(), torch.full((2, 3), 0.5).exp())
+    assert Features(features.values).dense() is features.values
+
+
+# --- registries -----------------------------------------------------------------------------------------------------
+
+
+def member_files(package) -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "base" and not m.name.startswith("_")]
+
+
+@pytest.mark.parametrize(
+    ("registry", "package", "base"),
+    [(COMPONENTS, snnk_peft.components, Component), (PROJECTIONS, snnk_peft.projections, Projection)],
+    ids=["components", "projections"],
+)
+def test_file_name_is_registry_key_is_one_class(registry, package, base):
+    files = member_files(package)
+    assert files
+    assert sorted(files) == registry.names()
+    for name in files:
+        module = importlib.import_module(f"{package.__name__}.{name}")
+        classes = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+        assert classes == [registry[name]]
+        assert issubclass(registry[name], base)
+        assert registry[name].__name__.lower() == name.replace("_", "")
+
+
+def test_families_and_parts_follow_their_files():
+    assert sorted(member_files(snnk_peft.families)) == sorted(n.replace("-", "_") for n in FAMILIES.names())
+    assert all(FAMILIES[name].name == name for name in FAMILIES)
+    assert PATCHERS.names() == sorted(PARTS)
+    assert sorted(member_files(snnk_peft.patchers)) == PATCHERS.names()
+
+
+def test_registry_behaves_like_a_table():
+    registry: Registry[object] = Registry("thing", "snnk_peft.components")
+    member = object()
+    registry.register("thing", member)
+    registry.register("thing", member)  # again the same: fine, modules may be reloaded
+    assert registry["thing"] is member
+    assert "thing" in registry
+    assert list(registry) == registry.names() == ["thing"]
+    with pytest.raises(ConfigError, match="already registered"):
+        registry.register("thing", object())
+    with pytest.raises(ConfigError, match="unknown thing 'thinf'; did you mean 'thing'"):
+        registry["thinf"]
+    with pytest.raises(ConfigError, match="unknown thing 'zzz'. Available: thing"):
+        registry["zzz"]
+
+
+def test_variants_name_members():
+    assert set(VARIANTS) <= {*COMPONENTS.names(), *PROJECTIONS.names()}
+    assert len(list(itertools.product(ALL_COMPONENTS, ALL_PROJECTIONS))) >= 15

@@ -1,0 +1,360 @@
+"""Exact kernels against Monte Carlo, quadrature and symbolic algebra; folding against the unfolded network."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.arccos import arccos_from_cosine, arccos_kernel
+from snnk_peft.functional.folding import (
+    Affine,
+    bundle_jacobian,
+    fold_gate,
+    fold_linear,
+    fold_stack,
+    nested_readout,
+)
+from snnk_peft.functional.gauss_hermite import (
+    dual_kernel,
+    gaussian_nodes,
+    gaussian_product,
+    hermite_coefficients,
+    hermite_polynomials,
+)
+from snnk_peft.functional.gelu_kernel import gelu_kernel
+
+F64 = torch.float64
+gelu = nn.functional.gelu
+
+
+def positive_power(z: torch.Tensor, order: int) -> torch.Tensor:
+    return (z > 0).to(z.dtype) * z**order
+
+
+def within_standard_errors(samples: torch.Tensor, expected: torch.Tensor, bound: float = 5.0) -> None:
+    error = (samples.mean(0) - expected).abs()
+    assert (error <= bound * samples.std(0) / math.sqrt(len(samples)) + 1e-12).all(), (samples.mean(0), expected)
+
+
+# ---------------------------------------------------------------- arc-cosine
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_arccos_kernel_is_the_mean_of_its_features(order):
+    """Oracles 1 and 2."""
+    x, y = torch.randn(4, 6, dtype=F64), torch.randn(4, 6, dtype=F64)
+    G = torch.randn(100_000, 6, dtype=F64)
+    samples = 2 * positive_power(G @ x.T, order) * positive_power(G @ y.T, order)
+    within_standard_errors(samples, arccos_kernel(x, y, order))
+
+
+def test_relu_features_error_falls_as_one_over_root_m():
+    x, y = torch.randn(8, dtype=F64), torch.randn(8, dtype=F64)
+    exact = arccos_kernel(x, y, 1) / 2
+    errors = []
+    for m in (64, 1024):
+        G = torch.randn(400, m, 8, dtype=F64)
+        estimate = (torch.relu(G @ x) * torch.relu(G @ y)).mean(-1)
+        errors.append(float((estimate - exact).square().mean().sqrt()))
+    assert errors[0] / errors[1] == pytest.approx(math.sqrt(1024 / 64), rel=0.2)
+
+
+def test_arccos_orders_match_the_corrected_operator_formula():
+    """J_n = (−1)^n (sin θ)^{2n+1} ((1/sin θ) d/dθ)^n ((π−θ)/sin θ), symbolically."""
+    sympy = pytest.importorskip("sympy")
+    t = sympy.symbols("t")
+    inner = (sympy.pi - t) / sympy.sin(t)
+    cosines = torch.linspace(-0.95, 0.95, 9, dtype=F64)
+    for order in (0, 1, 2):
+        formula = sympy.lambdify(t, (-1) ** order * sympy.sin(t) ** (2 * order + 1) * inner)
+        expected = formula(np.arccos(cosines.numpy())) / math.pi
+        np.testing.assert_allclose(arccos_from_cosine(cosines, order).numpy(), expected, rtol=1e-11)
+        inner = sympy.diff(inner, t) / sympy.sin(t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_arccos_special_angles_and_gradients(order, dtype):
+    x = torch.randn(5, dtype=dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
+    norm = torch.linalg.vector_norm(x)
+    same = {0: 1.0, 1: norm**2, 2: 3 * norm**4}[order]
+    torch.testing.assert_close(arccos_kernel(x, x, order), torch.as_tensor(same, dtype=dtype), **tolerance)
+    torch.testing.assert_close(arccos_kernel(x, -x, order), torch.zeros((), dtype=dtype), **tolerance)
+    assert arccos_kernel(x, torch.zeros_like(x), order) == 0
+    for y in (x, -x, 2 * x, torch.zeros_like(x)):
+        a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+        kernel = arccos_kernel(a, b, order)
+        assert kernel.dtype == dtype
+        kernel.backward()
+        assert torch.isfinite(a.grad).all()
+        assert torch.isfinite(b.grad).all()
+
+
+def test_arccos_gradients_at_and_near_coincidence():
+    x = torch.randn(4, dtype=F64)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    arccos_kernel(a, b, 1).backward()  # d/da at a = b of E[2 relu relu] is E[2·1[ω·x>0] ω (ω·x)] = x
+    torch.testing.assert_close(a.grad, x)
+    torch.testing.assert_close(b.grad, x)
+    a, b = torch.randn(3, 4, dtype=F64, requires_grad=True), torch.randn(1, 4, dtype=F64, requires_grad=True)
+    for order in (0, 1, 2):
+        assert torch.autograd.gradcheck(lambda a, b, order=order: arccos_kernel(a, b, order), (a, b))
+
+
+def test_arccos_small_angles_keep_precision_and_shapes_broadcast():
+    x = torch.tensor([1.0, 0.0])
+    angle = 1e-4  # acos of the fp32 cosine would be 0
+    y = torch.tensor([math.cos(angle), math.sin(angle)])
+    assert 1 - float(arccos_kernel(x, y, 0)) == pytest.approx(angle / math.pi, rel=1e-2)
+    x, y = torch.randn(3, 1, 5), torch.randn(1, 4, 5)
+    cosines = nn.functional.cosine_similarity(x, y, dim=-1)
+    norms = x.norm(dim=-1) * y.norm(dim=-1)
+    torch.testing.assert_close(arccos_kernel(x, y, 2), norms**2 * arccos_from_cosine(cosines, 2), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match="order is 3; expected one of 0, 1, 2"):
+        arccos_kernel(x, y, 3)
+
+
+# ---------------------------------------------------------------- GELU
+
+
+def test_gelu_kernel_matches_two_dimensional_gauss_hermite():
+    x, y = torch.randn(6, 5, dtype=F64) / 2, torch.randn(6, 5, dtype=F64) / 2
+    x[0], y[1] = y[0], 0.0  # coincident, zero
+    x[2] = -1.5 * y[2]
+    nodes, weights = (torch.from_numpy(a) for a in np.polynomial.hermite_e.hermegauss(150))
+    weights = weights / weights.sum()
+    s11, s22, s12 = x.square().sum(1), y.square().sum(1), (x * y).sum(1)
+    for i in range(len(x)):
+        u = s11[i].sqrt() * nodes[:, None]
+        slope, rest = s12[i] / s11[i], (s22[i] - s12[i] ** 2 / s11[i]).clamp_min(0).sqrt()
+        v = slope * u + rest * nodes[None, :]
+        expected = (weights[:, None] * weights[None, :] * gelu(u) * gelu(v)).sum()
+        torch.testing.assert_close(gelu_kernel(x[i], y[i]), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_gelu_kernel_is_the_mean_of_its_features():
+    x, y = torch.randn(4, 6, dtype=F64), torch.randn(4, 6, dtype=F64)
+    G = torch.randn(100_000, 6, dtype=F64)
+    within_standard_errors(gelu(G @ x.T) * gelu(G @ y.T), gelu_kernel(x, y))
+    within_standard_errors(gelu(G @ x.T).square(), gelu_kernel(x, x))
+
+
+def test_gelu_kernel_gradients():
+    x, y = torch.randn(3, 4, dtype=F64, requires_grad=True), torch.randn(3, 4, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(gelu_kernel, (x, y))
+    point = torch.randn(4, requires_grad=True)
+    gelu_kernel(point, point).backward()
+    assert torch.isfinite(point.grad).all()
+
+
+# ---------------------------------------------------------------- Hermite
+
+
+def test_hermite_polynomials_are_orthonormal_and_the_nodes_integrate_moments():
+    points, weights = gaussian_nodes()
+    h = hermite_polynomials(points, 12)
+    torch.testing.assert_close((h * weights) @ h.T, torch.eye(13, dtype=F64), rtol=0, atol=1e-12)
+    torch.testing.assert_close((points**4 * weights).sum(), torch.tensor(3.0, dtype=F64))
+    assert hermite_polynomials(points, 0).shape == (1, len(points))
+
+
+def test_hermite_coefficients_of_the_cosine_are_exact_up_to_the_highest_degree():
+    """E[cos(μ + s t) h_k(t)] = s^k e^{−s²/2} cos(μ + kπ/2)/√k!."""
+    mean, std = torch.randn(6, dtype=F64), 3 * torch.rand(6, dtype=F64)
+    k = torch.arange(101, dtype=F64)
+    size = torch.exp(k * std.log().unsqueeze(1) - std.square().unsqueeze(1) / 2 - torch.lgamma(k + 1) / 2)
+    expected = size * torch.cos(mean.unsqueeze(1) + k * math.pi / 2)
+    torch.testing.assert_close(hermite_coefficients(torch.cos, mean, std, 100), expected, rtol=0, atol=1e-13)
+
+
+def correlated(n: int = 5, d: int = 4) -> tuple[torch.Tensor, ...]:
+    """Weights of two sets of units, their norms and the correlations of their pre-activations."""
+    W, V = torch.randn(n, d, dtype=F64), torch.randn(n + 1, d, dtype=F64)
+    std_w, std_v = W.norm(dim=1), V.norm(dim=1)
+    return W, V, std_w, std_v, (W @ V.T) / torch.outer(std_w, std_v)
+
+
+def test_dual_kernel_of_relu_at_zero_mean_is_the_arccos_kernel():
+    W, V, std_w, std_v, rho = correlated()
+    a = hermite_coefficients(torch.relu, torch.zeros(len(W)), std_w)
+    b = hermite_coefficients(torch.relu, torch.zeros(len(V)), std_v)
+    exact = arccos_kernel(W.unsqueeze(1), V, 1) / 2
+    torch.testing.assert_close(dual_kernel(a, b, rho), exact, rtol=1e-4, atol=1e-4)
+    # Truncation at rho = 1: the missing part of E[f²] falls as degree^(−3/2).
+    missing = [0.5 - float(hermite_coefficients(torch.relu, torch.zeros(1), torch.ones(1), k).square().sum())
+               for k in (16, 64)]  # fmt: skip
+    assert missing[0] / missing[1] == pytest.approx(4**1.5, rel=0.2)
+    assert 0 < missing[1] < 1e-4
+
+
+def test_dual_kernel_of_gelu_at_zero_mean_is_the_gelu_kernel():
+    W, V, std_w, std_v, rho = correlated()
+    W, V, std_w, std_v = W / 2, V / 2, std_w / 2, std_v / 2  # the series converges faster the smaller the std
+    a = hermite_coefficients(gelu, torch.zeros(len(W)), std_w)
+    b = hermite_coefficients(gelu, torch.zeros(len(V)), std_v)
+    torch.testing.assert_close(dual_kernel(a, b, rho), gelu_kernel(W.unsqueeze(1), V), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize(("f", "g"), [(gelu, torch.cos), (torch.relu, torch.tanh), (torch.sin, torch.sin)])
+def test_dual_kernel_with_nonzero_means_against_monte_carlo(f, g):
+    W, V, std_w, std_v, rho = correlated()
+    mean_w, mean_v = torch.randn(len(W), dtype=F64), torch.randn(len(V), dtype=F64)
+    kernel = dual_kernel(hermite_coefficients(f, mean_w, std_w), hermite_coefficients(g, mean_v, std_v), rho)
+    x = torch.randn(100_000, W.shape[1], dtype=F64)
+    samples = f(x @ W.T + mean_w).unsqueeze(2) * g(x @ V.T + mean_v).unsqueeze(1)
+    within_standard_errors(samples, kernel)
+
+
+def test_dual_kernel_of_cosines_is_exact():
+    """E[cos(u) cos(v)] has an elementary form for any means."""
+    W, V, std_w, std_v, rho = correlated()
+    mean_w, mean_v = torch.randn(len(W), dtype=F64), torch.randn(len(V), dtype=F64)
+    a, b = hermite_coefficients(torch.cos, mean_w, std_w, 90), hermite_coefficients(torch.cos, mean_v, std_v, 90)
+    minus, plus = (W.unsqueeze(1) - V).square().sum(-1), (W.unsqueeze(1) + V).square().sum(-1)
+    exact = 0.5 * (
+        torch.cos(mean_w.unsqueeze(1) - mean_v) * torch.exp(-minus / 2)
+        + torch.cos(mean_w.unsqueeze(1) + mean_v) * torch.exp(-plus / 2)
+    )
+    torch.testing.assert_close(dual_kernel(a, b, rho), exact, rtol=0, atol=1e-11)
+
+
+def test_constant_units_and_full_correlation():
+    mean, std = torch.tensor([0.7, -0.2]), torch.tensor([0.0, 1.3])
+    c = hermite_coefficients(gelu, mean, std, degree=5)
+    torch.testing.assert_close(c[0], torch.cat([gelu(mean[:1].double()), torch.zeros(5, dtype=F64)]))
+    one = torch.ones(1, dtype=F64)
+    assert float(gaussian_product(torch.relu, torch.relu, 0 * one, one, 0 * one, one)) == pytest.approx(0.5, abs=1e-5)
+    assert float(gaussian_product(torch.relu, torch.relu, 0 * one, one, 0 * one, -one)) == pytest.approx(0, abs=1e-12)
+
+
+def test_hermite_errors_name_the_fault():
+    with pytest.raises(ConfigError, match="2 faults") as error:
+        hermite_coefficients(torch.relu, torch.zeros(3), torch.ones(2), degree=101)
+    assert "(3,)" in str(error.value)
+    assert "101" in str(error.value)
+    with pytest.raises(ConfigError, match="nodes is 3"):
+        hermite_coefficients(torch.relu, torch.zeros(2), torch.ones(2), nodes=3)
+    with pytest.raises(ConfigError, match="elementwise"):
+        hermite_coefficients(lambda z: z.sum(), torch.zeros(2), torch.ones(2))
+    with pytest.raises(ValueError, match="not finite"):
+        hermite_coefficients(torch.exp, torch.zeros(1), torch.full((1,), 100.0))
+    with pytest.raises(ConfigError, match="do not fit"):
+        dual_kernel(torch.zeros(2, 5), torch.zeros(3, 5), torch.zeros(2, 2))
+
+
+# ---------------------------------------------------------------- folding
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-12), (torch.float32, 1e-5)])
+def test_ffn_bundle(dtype, tolerance):
+    """Oracle 25."""
+    phi = torch.relu(torch.randn(7, 3, 16, dtype=dtype))
+    A, a = torch.randn(64, 16, dtype=dtype), torch.randn(64, dtype=dtype)
+    W2, b2 = torch.randn(24, 64, dtype=dtype), torch.randn(24, dtype=dtype)
+    for bias_A, bias in ((a, b2), (None, b2), (a, None), (None, None)):
+        weight, offset = fold_linear(A, bias_A, W2, bias)
+        assert weight.shape == (24, 16)
+        assert weight.dtype == dtype
+        assert (offset is None) == (bias_A is None and bias is None)
+        expected = nn.functional.linear(nn.functional.linear(phi, A, bias_A), W2, bias)
+        assert relative(nn.functional.linear(phi, weight, offset), expected) < tolerance
+    v = torch.randn(64, dtype=dtype)
+    assert relative(fold_gate(v, A, a)(phi), v * Affine(A, a)(phi)) < tolerance
+    assert fold_gate(v, A).bias is None
+
+
+def test_folding_rounds_once():
+    """bf16 weights: the fold is as good as rounding the exact product."""
+    A, W2 = torch.randn(512, 8).bfloat16(), torch.randn(16, 512).bfloat16()
+    assert torch.equal(fold_linear(A, None, W2, None).weight, (W2.double() @ A.double()).bfloat16())
+    assert fold_linear(A, None, W2.float(), None).weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-12), (torch.float32, 1e-5)])
+def test_stack_of_three_pairs(dtype, tolerance):
+    """Oracle 25, nested: feature map, readout, Linear, three times over, the later projections folded as well."""
+
+    def affine(out: int, into: int) -> Affine:
+        return Affine(torch.randn(out, into, dtype=dtype) / into**0.5, torch.randn(out, dtype=dtype))
+
+    def normalise(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:])
+
+    stack = [affine(8, 10), torch.relu, affine(40, 8), affine(20, 40), affine(6, 20), torch.cos, affine(40, 6),
+             normalise, affine(7, 40), torch.tanh, affine(30, 7), affine(3, 30), affine(2, 3)]  # fmt: skip
+    folded = fold_stack(stack)
+    shapes = [tuple(f.weight.shape) for f in folded if isinstance(f, Affine)]
+    assert shapes == [(8, 10), (6, 8), (40, 6), (7, 40), (2, 7)]
+    x = torch.randn(5, 10, dtype=dtype)
+    outputs = []
+    for network in (stack, folded):
+        y = x
+        for function in network:
+            y = function(y)
+        outputs.append(y)
+    assert relative(outputs[1], outputs[0]) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-12), (torch.float32, 1e-5)])
+def test_nested_readout_equals_the_network_when_features_are_exact(dtype, tolerance):
+    """Eq. 14 for f(z) = z², whose features are explicit: (w·x + b)² = vec([x 1][x 1]ᵀ)·vec([w b][w b]ᵀ)."""
+
+    def phi(x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
+        return (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
+
+    def psi(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([weight, bias.unsqueeze(1)], dim=1)
+        return (joined.unsqueeze(-1) * joined.unsqueeze(-2)).flatten(-2)
+
+    sizes = [2, 3, 4, 2]
+    # Mostly positive entries: with random signs the eighth-degree polynomial itself cancels beyond fp32.
+    weights = [torch.rand(o, i, dtype=dtype) - 0.2 for i, o in itertools.pairwise(sizes)]
+    biases = [torch.rand(o, dtype=dtype) - 0.2 for o in sizes[1:]]
+    x = torch.rand(6, 2, dtype=dtype) - 0.2
+    features, expected = x, x
+    for weight, bias in zip(weights, biases):
+        features, expected = phi(features), (expected @ weight.T + bias) ** 2
+    assert relative(features @ nested_readout([psi] * 3, weights, biases).T, expected) < tolerance
+    with pytest.raises(ConfigError, match="2 feature maps, 3 weights and 3 biases"):
+        nested_readout([psi] * 2, weights, biases)
+
+
+def test_folding_faults():
+    with pytest.raises(ConfigError, match=r"readout of shape \(4, 3\) into a weight of shape \(2, 5\)"):
+        fold_linear(torch.zeros(4, 3), None, torch.zeros(2, 5), None)
+    with pytest.raises(ConfigError, match=r"gate has shape \(3,\)"):
+        fold_gate(torch.zeros(3), torch.zeros(4, 3))
+    with pytest.raises(ConfigError, match="stack is empty"):
+        fold_stack([])
+
+
+@pytest.mark.parametrize("f", [torch.relu, torch.cos, torch.tanh, gelu])
+def test_explicit_jacobian_of_a_bundle(f):
+    """Oracle 35."""
+    W, G, c, b = (torch.randn(*s, dtype=F64) for s in ((3, 8), (8, 5), (8,), (3,)))
+    scale = torch.rand(8, dtype=F64) + 0.5
+
+    def bundle(x: torch.Tensor) -> torch.Tensor:
+        return Affine(W, b)(scale * f(Affine(G, c)(x)))
+
+    x = torch.randn(4, 5, dtype=F64)
+    J = bundle_jacobian(W, G, c, f, x, scale)
+    torch.testing.assert_close(J, torch.func.vmap(torch.func.jacrev(bundle))(x), rtol=1e-12, atol=1e-12)
+    tangent, cotangent = torch.randn(4, 5, dtype=F64), torch.randn(4, 3, dtype=F64)
+    jvp = torch.func.jvp(bundle, (x,), (tangent,))[1]
+    torch.testing.assert_close((J @ tangent.unsqueeze(-1)).squeeze(-1), jvp, rtol=1e-12, atol=1e-12)
+    (vjp,) = torch.func.vjp(bundle, x)[1](cotangent)
+    torch.testing.assert_close((cotangent.unsqueeze(-2) @ J).squeeze(-2), vjp, rtol=1e-12, atol=1e-12)
+    assert bundle_jacobian(W, G, None, f, x[0], 0.5).shape == (3, 5)

@@ -1,0 +1,175 @@
+"""Imports of the package point downwards only, and importing it is cheap."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "snnk_peft"
+
+# From the bottom up; a unit imports from units below its own line. Additions to DESIGN part 2: components may use
+# functional (exact kernels); config reads the registries that it checks names against (inside functions, so that
+# importing it stays light); bundling writes the model card of what it saves. `config` and `feature_map` are files, the rest folders.
+LAYERS: list[set[str]] = [
+    {"errors"},
+    {"registry"},
+    {"functional"},
+    {"projections"},
+    {"components"},
+    {"feature_map"},
+    {"config"},
+    {"calibration"},  # solvers: tensors in, tensors out
+    {"layers"},
+    {"families"},
+    {"patchers", "attention"},
+    {"tuner"},
+    {"model_card"},
+    {"bundling"},
+    {"tasks"},
+    {"__init__"},
+]
+LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+# Folders whose members stand side by side: a member knows its folder's base and registry, never a sibling.
+FLAT = {"projections", "components", "families", "patchers"}
+
+
+def unit_of(dotted: str) -> str:
+    """ "snnk_peft.layers.slots" -> "layers"."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports(tree: ast.AST) -> list[tuple[int, str, str]]:
+    """(line, module, name) of every import of the package's own modules, at any depth."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import; the Hub code file needs absolute ones"
+            if node.module and node.module.split(".")[0] == PACKAGE:
+                found += [(node.lineno, node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(node.lineno, a.name, "") for a in node.names if a.name.split(".")[0] == PACKAGE]
+    return found
+
+
+def faults(dotted: str, source: str) -> list[str]:
+    """What is wrong with the imports of one module."""
+    found = []
+    unit = unit_of(dotted)
+    for line, module, name in imports(ast.parse(source)):
+        target = unit_of(module)
+        if target == "__init__" and name:  # `from snnk_peft import layers` names the unit itself
+            target = name if name in LEVEL else "__init__"
+        if target not in LEVEL:
+            found.append(f"{dotted}:{line} imports {module}, whose place in the order is not stated in this test")
+        elif target == unit:
+            member, sibling = (d.split(".")[2] if d.count(".") >= 2 else "" for d in (dotted, module))
+            if unit in FLAT and sibling not in ("", "base", member) and member not in ("", "base"):
+                found.append(f"{dotted}:{line} imports its sibling {module}")
+        elif LEVEL[target] >= LEVEL[unit]:
+            found.append(f"{dotted}:{line} ({unit}) imports {module} ({target}), which is not below it")
+    return found
+
+
+def modules(root: Path) -> dict[str, str]:
+    """Dotted name -> source of every module of the package."""
+    result = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = list(path.relative_to(root).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        result[".".join(parts)] = path.read_text(encoding="utf-8")
+    return result
+
+
+def test_imports_point_downwards(root):
+    found = modules(root)
+    assert len(found) > 40
+    unplaced = {unit_of(name) for name in found} - set(LEVEL)
+    assert not unplaced, f"state the place of {sorted(unplaced)} in LAYERS"
+    wrong = [fault for name, source in found.items() for fault in faults(name, source)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("snnk_peft.layers.adapter", "from snnk_peft.tuner.model import SNNKModel"),
+        ("snnk_peft.projections.orf", "from snnk_peft.projections.gaussian import Gaussian"),
+        ("snnk_peft.config", "def f():\n    from snnk_peft.layers.slots import Slot"),
+        ("snnk_peft.functional.arccos", "import snnk_peft.projections.orf"),
+        ("snnk_peft.tasks.rte", "from snnk_peft import get_snnk_model"),
+        ("snnk_peft.layers.adapter", "from snnk_peft.brandnew import x"),
+    ],
+)
+def test_the_check_finds_what_it_should(module, source):
+    assert len(faults(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("snnk_peft.projections.orf", "from snnk_peft.projections.base import Projection"),
+        ("snnk_peft.projections.orf", "from snnk_peft.projections import PROJECTIONS"),
+        ("snnk_peft.layers.slots", "from snnk_peft.layers.adapter import SNNKAdapter"),
+        ("snnk_peft.tuner.model", "import torch\nfrom snnk_peft.patchers import PATCHERS"),
+    ],
+)
+def test_the_check_lets_pass_what_it_should(module, source):
+    assert faults(module, source) == []
+
+
+def test_the_check_refuses_relative_imports():
+    with pytest.raises(AssertionError, match="relative import"):
+        faults("snnk_peft.layers.adapter", "from .slots import Slot")
+
+
+# --- cost -----------------------------------------------------------------------------------------------------------
+
+
+def python(code: str, root: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def fresh_imports(root) -> list[tuple[float, list[str]]]:
+    """Seconds and new modules of `import snnk_peft` after `import peft`, in three fresh processes."""
+    code = (
+        "import peft, sys, time; before = set(sys.modules); start = time.process_time(); import snnk_peft; "
+        "print(time.process_time() - start, *sorted(set(sys.modules) - before))"
+    )
+    runs = [python(code, root).split() for _ in range(3)]
+    return [(float(seconds), added) for seconds, *added in runs]
+
+
+def test_importing_the_package_costs_little_over_peft(fresh_imports):
+    # Processor time: the wall clock of a shared machine says more about its other users.
+    seconds = statistics.median(seconds for seconds, _ in fresh_imports)
+    assert seconds <= 0.3, f"import snnk_peft takes {seconds:.2f} s over importing peft"
+
+
+def test_importing_the_package_loads_no_heavy_module_and_no_member(fresh_imports):
+    added = fresh_imports[0][1]
+    assert "snnk_peft.tuner.model" in added
+    heavy = ("datasets", "evaluate", "sklearn", "scipy", "matplotlib", "accelerate", "rich", "pandas", "torchvision")
+    assert not [m for m in added if m.split(".")[0] in heavy]
+    assert "snnk_peft.projections.orf" not in added  # members are discovered on first use
+
+
+def test_importing_config_needs_no_module_of_torch_beyond_peft(root):
+    """config.py is plain data: what importing it adds beside the package itself is the standard library's."""
+    code = (
+        "import importlib.util, peft, sys, types; before = set(sys.modules); "
+        "package = types.ModuleType('snnk_peft'); package.__path__ = ['snnk_peft']; sys.modules['snnk_peft'] = package; "
+        "import snnk_peft.config; print(*sorted(m for m in set(sys.modules) - before))"
+    )
+    added = python(code, root).split()
+    assert {"snnk_peft.config", "snnk_peft.errors", "snnk_peft.registry"} <= set(added)
+    assert not [m for m in added if m.split(".")[0] in ("torch", "transformers")]
+    assert not [m for m in added if m.startswith(("snnk_peft.components", "snnk_peft.projections"))]
