@@ -17,17 +17,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
-import transformers
-from _lib.checkpoint import load_model
 from _lib.config import describe, load_config
 from _lib.data import Examples
 from _lib.evaluation import DivergedError, evaluation_splits, score
 from _lib.files import write_json
-from _lib.models import build_model, load_pretrained, load_tokenizer, load_trained, resolve_model
-from _lib.run_folder import best_checkpoint, environment
+from _lib.models import load_trained
+from _lib.results import load_run
+from _lib.run_folder import environment
 from _lib.settings import EvaluateConfig, FinetuneConfig
+from _lib.terminal import quiet
 from accelerate import Accelerator
 
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -48,9 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--task", help="short for task=NAME")
     parser.add_argument("--output", type=Path, help="file for the result")
     arguments = parser.parse_intermixed_args(argv)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    quiet()
     overrides = [*([f"task={arguments.task}"] if arguments.task else []), *arguments.overrides]
     try:
         evaluate(arguments.folder, overrides, arguments.output)
@@ -80,14 +77,7 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
         output = folder / ("metrics.json" if run is None else "evaluation.json")
 
     # --- model -------------------------------------------------------------------------------------------------------
-    if run is None:
-        model, tokenizer = load_trained(folder, task)
-    else:
-        base_folder = resolve_model(run.model.name_or_path)
-        tokenizer = load_tokenizer(base_folder)
-        base, _ = load_pretrained(base_folder, task)
-        model = build_model(base, run.method, run.train.seed, calibration=None)
-        load_model(best_checkpoint(folder), model)
+    model, tokenizer = load_trained(folder, task) if run is None else load_run(folder, run)
 
     # --- data --------------------------------------------------------------------------------------------------------
     # Of two validation sets one may be absent; only without `splits` does the task allow that.

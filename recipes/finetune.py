@@ -15,12 +15,9 @@ import dataclasses
 import shlex
 import sys
 import time
-import warnings
 from pathlib import Path
 
-import datasets
 import torch
-import transformers
 from _lib.checkpoint import discard_newer, load_checkpoint, load_model, prune, save_checkpoint
 from _lib.config import describe, dump_yaml, load_config
 from _lib.data import Examples, epoch_plan, steps_per_epoch
@@ -30,6 +27,7 @@ from _lib.models import build_model, load_pretrained, load_tokenizer, parameter_
 from _lib.results import save_models, write_report
 from _lib.run_folder import SIGTERM_EXIT, StopSignal, check_folder, choose_checkpoint, claim_folder
 from _lib.settings import FinetuneConfig
+from _lib.terminal import quiet
 from _lib.tracking import Tracker
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -53,10 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", metavar="NAME", help="with --resume: this checkpoint instead of the newest")
     parser.add_argument("--overwrite", action="store_true", help="delete the run in output.dir first")
     arguments = parser.parse_intermixed_args(argv)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    quiet()
     try:
         config = load_config(FinetuneConfig, arguments.config, arguments.overrides)
         if arguments.checkpoint and not arguments.resume:

@@ -14,6 +14,7 @@ from snnk_peft.config import AdapterPart, FFNPart, PoolerPart, SNNKConfig
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.projections import PROJECTIONS
+from snnk_peft.tuner.calibrate import CalibrationReport, calibrate
 from snnk_peft.tuner.get_model import get_snnk_model
 
 __version__ = "0.1.0"
@@ -23,11 +24,13 @@ __all__ = [
     "FAMILIES",
     "PROJECTIONS",
     "AdapterPart",
+    "CalibrationReport",
     "FFNPart",
     "ModelFamily",
     "PoolerPart",
     "SNNKConfig",
     "build_feature_map",
+    "calibrate",
     "bundle",
     "get_snnk_model",
     "register_family",

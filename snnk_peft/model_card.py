@@ -133,9 +133,9 @@ def hub_id(name: str | None) -> str | None:
 
 
 def _summary(base: str | None, is_adapter: bool) -> str:
-    source = f"[{base}](https://huggingface.co/{base})" if base else "a pretrained model"
+    source = f"[{base}](https://huggingface.co/{base})" if base else "A pretrained model"
     if is_adapter:
-        return f"SNNK layers for {source}: a PEFT adapter checkpoint with the new parameters only."
+        return f"{source} with SNNK layers: a PEFT adapter checkpoint with the new parameters only."
     return (
         f"{source} with Scalable Neural Network Kernel layers, folded: each replaced or added layer is a feature map "
         "Φ(x) followed by one matrix. A plain transformers model; PEFT is not needed to run it."

@@ -63,6 +63,8 @@ def faults(dotted: str, source: str) -> list[str]:
     unit = unit_of(dotted)
     for line, module, name in imports(ast.parse(source)):
         target = unit_of(module)
+        if (module, name) == (PACKAGE, "__version__"):
+            continue  # a constant, read inside functions
         if target == "__init__" and name:  # `from snnk_peft import layers` names the unit itself
             target = name if name in LEVEL else "__init__"
         if target not in LEVEL:

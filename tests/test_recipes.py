@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,12 +46,18 @@ from _lib.loop import FiniteWatch, learning_rate, make_optimizer, train_step
 from _lib.settings import FinetuneConfig, TrainSection
 from accelerate import Accelerator
 
-# Not `import evaluate`: that is a package of Hugging Face.
-_spec = importlib.util.spec_from_file_location("recipe_evaluate", RECIPES / "evaluate.py")
-assert _spec is not None
-assert _spec.loader is not None
-evaluate = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(evaluate)
+
+def recipe(name: str) -> ModuleType:
+    """A recipe by file name; `import evaluate` would be the package of Hugging Face."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+evaluate, bundle = recipe("evaluate"), recipe("bundle")
 
 
 @pytest.fixture(scope="session")
@@ -646,6 +653,33 @@ def test_evaluation_refuses_what_does_not_fit(world: Path, tmp_path: Path, capsy
     weights.write_bytes(weights.read_bytes()[:-4])
     assert evaluate.main([str(run)]) == 2
     assert "it was cut or extended" in capsys.readouterr().err
+
+
+def test_a_run_and_its_adapter_give_the_same_bundle(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    changes = ("train.epochs=1", "output.save_model=true", "output.bundle=false", "train.learning_rate=5e-3")
+    assert finetune.main(settings(world, run, *changes, method="snnk")) == 0
+    assert not (run / "bundle").exists()
+    assert bundle.main([str(run)]) == 0
+    assert "parity error" in capsys.readouterr().out
+    other = tmp_path / "other"
+    assert bundle.main([str(run / "adapter"), "--task", "rte", "--output", str(other)]) == 0
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (run / "bundle", other))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    capsys.readouterr()
+    for arguments, message in (
+        ([str(run)], "exists; replace it with --overwrite"),
+        ([str(run / "adapter")], "give --task"),
+        ([str(run / "adapter"), "--task", "rte"], "give --output"),
+        ([str(run), "--output", str(run / "checkpoints"), "--overwrite"], "which holds no model"),
+        ([str(tmp_path), "--task", "rtee", "--output", str(tmp_path / "x")], "did you mean 'rte'"),
+    ):
+        assert bundle.main(arguments) == 2
+        assert message in capsys.readouterr().err
+    assert bundle.main([str(run), "--overwrite"]) == 0
 
 
 def test_the_recipes_do_not_hide_the_evaluate_package() -> None:

@@ -117,7 +117,9 @@ def draw(rows: Sequence[Row], batch: str, chance: float, file: Path) -> None:
     axes[0].axvline(100 * chance, color="white", linestyle=":")
     axes[0].text(100 * chance, len(rows) - 0.55, "chance", ha="center", va="top", fontsize=8)
     axes[0].invert_yaxis()
-    figure.suptitle("MiniLM-L6 with SNNK layers: which part of the standard library does a docstring sentence describe?")
+    figure.suptitle(
+        "MiniLM-L6 with SNNK layers: which part of the standard library does a docstring sentence describe?"
+    )
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 

@@ -8,13 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from _lib.checkpoint import load_model
 from _lib.files import write_folder, write_json
 from _lib.loop import RunState
+from _lib.models import build_model, load_pretrained, load_tokenizer, resolve_model
 from _lib.plots import learning_curve
-from _lib.run_folder import environment, peak_memory
+from _lib.run_folder import best_checkpoint, environment, peak_memory
 from _lib.settings import FinetuneConfig
 from _lib.tracking import read_log
+from snnk_peft.tasks import TASKS
+
+
+def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model of a run's best checkpoint, in eval mode, with its tokenizer."""
+    pretrained = resolve_model(run.model.name_or_path)
+    base, _ = load_pretrained(pretrained, TASKS[run.task])
+    model = build_model(base, run.method, run.train.seed, calibration=None)
+    load_model(best_checkpoint(folder), model)
+    return model.eval(), load_tokenizer(pretrained)
 
 
 def save_models(model: Any, tokenizer: Any, config: FinetuneConfig, folder: Path) -> None:

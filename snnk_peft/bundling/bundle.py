@@ -21,6 +21,7 @@ from snnk_peft.bundling.modules import spec_of
 from snnk_peft.bundling.probe import compare, probe_inputs
 from snnk_peft.bundling.report import BundleReport
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.model_card import hub_id
 from snnk_peft.tuner.model import family_of
 
 Tensors = dict[str, torch.Tensor]
@@ -60,7 +61,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         >>> model = get_snnk_model(BertForSequenceClassification(tiny), SNNKConfig(ffn=FFNPart(num_features=8)))
         >>> small = bundle(model)
         >>> small.bundle_report.folded[0].after
-        '8 gelu/landmark features + Linear 8→32'
+        '8 gelu features + Linear 8→32'
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     family = family_of(base)
@@ -69,7 +70,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
     if getattr(base, "is_quantized", False):
         raise UnsupportedError("the model is quantized; load it in full precision, then patch and bundle it")
     table = dict(places(base))
-    plan = plan_folds(table, family, family.layer_paths(base))
+    plan = plan_folds(table, family, family.layer_paths(base), base.dtype)
     if not plan.modules:
         raise ConfigError(
             "nothing to bundle: no active SNNK adapter in this model; use get_snnk_model first, or activate one with "
@@ -165,7 +166,7 @@ def _write_report(
     named = next((configs[name].base_model_name_or_path for name in names if name in configs), None)
     report = BundleReport(
         model_class=type(bundled).__name__,
-        base_model=named or base.config._name_or_path or None,
+        base_model=hub_id(named) or hub_id(base.config._name_or_path),
         parts={
             name: {part: vars(value) for part, value in configs[name].parts().items()}
             for name in names

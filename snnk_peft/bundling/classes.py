@@ -7,6 +7,7 @@ a self-contained code file, so that it loads without this package under `trust_r
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -137,14 +138,30 @@ def original_class(cls: type) -> type[PreTrainedModel]:
     return next(base for base in cls.__mro__ if issubclass(base, PreTrainedModel) and not issubclass(base, BundledModel))
 
 
-def bundle_config_class(base: type[PretrainedConfig]) -> type[PretrainedConfig]:
+class LazyConfig:
+    """Mixin of the config classes: registers the architecture's model classes when the first config is made.
+
+    Model classes are costly to import, and nobody looks one up without a config.
+    """
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """As in transformers."""
+        register_models(type(self))
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        register_models(type(self))
+        self.__dict__.update(state)
+
+
+def bundle_config_class(base: type[PretrainedConfig]) -> type[Any]:
     """The config class of bundles of models with config class `base`; made and registered on first use."""
     name = f"Snnk{base.__name__}"
     if name not in globals():
-        made = type(name, (base,), {"model_type": f"snnk_{base.model_type}", "__module__": __name__})
+        made = type(name, (LazyConfig, base), {"model_type": f"snnk_{base.model_type}", "__module__": __name__})
         made.__doc__ = f"{base.__name__} of a bundled model; `snnk_plan` says what was exchanged."
         globals()[name] = made
-        AutoConfig.register(made.model_type, made)
+        AutoConfig.register(made.model_type, made)  # type: ignore[attr-defined]
     return globals()[name]
 
 
@@ -169,18 +186,28 @@ def bundle_model_class(base: type[PreTrainedModel]) -> type[Any]:
 
 def auto_classes(base: type[PreTrainedModel]) -> list[type[_BaseAutoModelClass]]:
     """The Auto classes that give `base` for its config."""
-    return [auto for auto in AUTO_CLASSES if base.__name__ in _class_names(auto, base.config_class)]
+    return [auto for auto in AUTO_CLASSES if base in _members(auto, base.config_class)]
 
 
-def _class_names(auto: type[_BaseAutoModelClass], config: Any) -> list[str]:
+def _members(auto: type[_BaseAutoModelClass], config: Any) -> tuple[Any, ...]:
     mapping: Any = auto._model_mapping
-    found = mapping._model_mapping.get(config.model_type) or mapping._extra_content.get(config)
-    members = found if isinstance(found, (tuple, list)) else [] if found is None else [found]
-    return [member if isinstance(member, str) else member.__name__ for member in members]
+    if config not in mapping:
+        return ()
+    found = mapping[config]
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+@functools.cache
+def register_models(config: type[Any]) -> None:
+    """Make all model classes of a bundle's config class known to the Auto classes."""
+    base = next(cls for cls in config.__mro__ if not issubclass(cls, LazyConfig))
+    for auto in AUTO_CLASSES:
+        for member in _members(auto, base):
+            bundle_model_class(member)
 
 
 def register_bundles(model_type: str) -> None:
-    """Make bundles of all models of one architecture loadable through the Auto classes.
+    """Make bundles of one architecture loadable through the Auto classes.
 
     Called for every family of this package on import. Call it yourself before loading a bundle of an architecture that
     you described with `register_family`.
@@ -188,14 +215,15 @@ def register_bundles(model_type: str) -> None:
     Args:
         model_type: `model_type` of the architecture's config, as known to `AutoConfig`.
     """
-    config = CONFIG_MAPPING[model_type]
-    bundle_config_class(config)
-    for auto in AUTO_CLASSES:
-        mapping: Any = auto._model_mapping
-        if config in mapping:
-            found = mapping[config]
-            for member in found if isinstance(found, (tuple, list)) else [found]:
-                bundle_model_class(member)
+    bundle_config_class(CONFIG_MAPPING[model_type])
+
+
+def __getattr__(name: str) -> Any:
+    """Model classes by name, which unpickling needs before any config was made."""
+    base = getattr(transformers, name.removeprefix("Snnk"), None) if name.startswith("Snnk") else None
+    if isinstance(base, type) and issubclass(base, PreTrainedModel):
+        return bundle_model_class(base)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def auto_map(cls: type[Any]) -> dict[str, str]:

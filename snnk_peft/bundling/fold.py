@@ -24,7 +24,16 @@ from snnk_peft.bundling.report import Folded
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families.base import ModelFamily, unwrap
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.slots import After, Bypass, ParallelActivation, ParallelFeatures, ParallelReadout, Replace, Slot
+from snnk_peft.layers.slots import (
+    After,
+    Bypass,
+    ParallelActivation,
+    ParallelFeatures,
+    ParallelReadout,
+    Replace,
+    Retrained,
+    Slot,
+)
 from snnk_peft.layers.snnk_linear import plain_linear
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
 
@@ -64,8 +73,12 @@ def _unwrap(module: nn.Module, path: str) -> Place:
             original = unwrap(module.original_module)
             module = module.original_module if module.disable_adapters else active_module(module)
         elif isinstance(module, SlotLayer):
-            slots = module.active_slots() + slots
-            module = module.base_layer
+            here = module.active_slots()
+            slots = [slot for slot in here if not isinstance(slot, Retrained)] + slots
+            copied = next((slot.module for slot in here if isinstance(slot, Retrained)), None)
+            if copied is not None:
+                original = unwrap(module.base_layer)
+            module = module.base_layer if copied is None else copied
         elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             raise UnsupportedError(
                 f"{path} is wrapped by PEFT's {type(module).__name__}; expected SNNK slots only. Merge the other adapter "
@@ -80,30 +93,33 @@ class FoldPlan:
     """New modules by path, and what to tell about them.
 
     Args:
+        dtype: floating type of the bundle.
         modules: path -> the module that takes this place.
         folded: one entry per folded group.
         remarks: what could not be folded further, and why.
         head: path of the Linear that reads the pooler's features, if there is one.
     """
 
+    dtype: torch.dtype
     modules: dict[str, nn.Module] = field(default_factory=dict)
     folded: list[Folded] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     head: str | None = None
 
 
-def plan_folds(table: dict[str, Place], family: ModelFamily, layers: list[str]) -> FoldPlan:
+def plan_folds(table: dict[str, Place], family: ModelFamily, layers: list[str], dtype: torch.dtype) -> FoldPlan:
     """The plan for a patched model.
 
     Args:
         table: the places of the model.
         family: where its parts are.
         layers: paths of its Transformer layers.
+        dtype: floating type that the bundle will have, for the sizes.
 
     Raises:
         UnsupportedError: slots in a combination that has no folded form.
     """
-    plan = FoldPlan()
+    plan = FoldPlan(dtype)
     for layer in layers:
         _fold_ffn(plan, table, *(f"{layer}.{name}" for name in (family.ffn_in, family.activation, family.ffn_out)))
     for path, place in table.items():
@@ -208,26 +224,27 @@ def _record(plan: FoldPlan, table: dict[str, Place], paths: list[str]) -> None:
             paths=paths,
             before=" + ".join(describe(module) for module in before),
             after=" + ".join(describe(module) for module in after if not isinstance(module, nn.Identity)),
-            bytes_before=sum(stored_bytes(module) for module in before),
-            bytes_after=sum(stored_bytes(module) for module in after),
+            bytes_before=sum(stored_bytes(module, plan.dtype) for module in before),
+            bytes_after=sum(stored_bytes(module, plan.dtype) for module in after),
         )
     )
 
 
-def stored_bytes(module: nn.Module) -> int:
-    """Bytes of the tensors that a checkpoint of `module` holds."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+def stored_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of the tensors that a checkpoint of `module` in `dtype` holds."""
+    tensors = module.state_dict().values()
+    return sum(t.numel() * (dtype.itemsize if t.is_floating_point() else t.element_size()) for t in tensors)
 
 
 def describe(module: nn.Module) -> str:
-    """One short phrase, e.g. "Linear 384→1536" or "64 relu/orf features"."""
+    """One short phrase, e.g. "Linear 384→1536" or "64 relu features"."""
     if isinstance(module, nn.Linear):
         return f"Linear {module.in_features}→{module.out_features}"
     if isinstance(module, FeatureStage):
         spec = module.spec()
         extra = " and the input" if spec["append_input"] else ""
         stored = "" if spec["save"] else " (seed only)"
-        return f"{spec['num_features']} {spec['component']}/{spec['projection']} features{extra}{stored}"
+        return f"{spec['num_features']} {spec['component']} features{extra}{stored}"
     if isinstance(module, BundledAdapter):
         return f"adapter ({describe(module.stage)})"
     if isinstance(module, Beside):

@@ -26,7 +26,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.projections.base import Projection, slot_generator, tensor_checksum
+from snnk_peft.projections.base import Projection
 from snnk_peft.registry import did_you_mean
 
 Spec = dict[str, Any]
@@ -153,27 +153,13 @@ def install_plan(model: nn.Module, plan: Mapping[str, Spec]) -> None:
 
 
 def finish_loading(model: nn.Module, dtype: torch.dtype) -> None:
-    """Restore what a checkpoint does not hold: matrices that are stored as a seed. Cast matrices to the model's dtype.
-
-    Raises:
-        ConfigError: a drawn matrix differs from the one the bundle was saved with; names all of them.
-    """
-    differing = []
-    for name, module in model.named_modules():
+    """Draw the matrices that are stored as a seed (their checksums are verified on the way in); cast all to `dtype`."""
+    for module in model.modules():
         if isinstance(module, Projection) and not module.save:
-            drawn = module.draw(slot_generator(module.seed, module.slot)).to("cpu", torch.float32)
-            if torch.equal(tensor_checksum(drawn), module.checksum.cpu()):  # type: ignore[operator]
-                module.weight = drawn.to(module.checksum.device)  # type: ignore[arg-type]
-            else:
-                differing.append(
-                    f"checksum of the redrawn projection at {name!r} differs from the checkpoint: either the file is "
-                    f"damaged or was changed, or torch {torch.__version__} draws another matrix from seed "
-                    f"{module.seed}; use the torch version it was made with, or bundle with save_projection=True"
-                )
+            module.redraw()
+            module.weight = module.weight.to(module.checksum.device)  # type: ignore[arg-type]
         if isinstance(module, FeatureStage):
             module.to(dtype)
-    if differing:
-        raise ConfigError(differing)
 
 
 class BundledModel:

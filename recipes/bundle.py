@@ -1,0 +1,74 @@
+"""Fold a fine-tuned SNNK model into a plain transformers model that anybody can load.
+
+    python recipes/bundle.py runs/rte_adapter                                   (a run: its best checkpoint)
+    python recipes/bundle.py path/to/adapter --task rte --output path/to/bundle
+
+Writes the model, its tokenizer and its model card; prints what was folded, sizes before and after, and how far the
+outputs moved (rounding only; more than that is an error).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from _lib.config import load_config
+from _lib.files import write_folder
+from _lib.models import load_trained
+from _lib.results import load_run
+from _lib.settings import FinetuneConfig
+from _lib.terminal import quiet
+
+from snnk_peft import bundle
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.tasks import TASKS
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line; returns the exit code (0 done, 2 wrong input)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="run of recipes/finetune.py, or adapter folder")
+    parser.add_argument("--task", help="the task that an adapter was trained on; a run knows its own")
+    parser.add_argument("--output", type=Path, help="folder for the bundle (default: FOLDER/bundle of a run)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an older bundle")
+    arguments = parser.parse_args(argv)
+    quiet()
+    try:
+        small, output = make_bundle(arguments.folder, arguments.task, arguments.output, arguments.overwrite)
+    except (ConfigError, UnsupportedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(small.bundle_report)
+    print(f"written to {output}")
+    return 0
+
+
+def make_bundle(folder: Path, task: str | None, output: Path | None, overwrite: bool) -> tuple[Any, Path]:
+    """Load, fold, save; returns the bundle and its folder."""
+    run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None
+    if run is None and task is None:
+        raise ConfigError(f"{folder} is no run, so it does not say what it was trained on; give --task")
+    if run is None and output is None:
+        raise ConfigError("give --output: an adapter folder is no place for a bundle")
+    output = output or folder / "bundle"
+    if output.exists() and not overwrite:
+        raise ConfigError(f"{output} exists; replace it with --overwrite or choose another --output")
+    if overwrite and output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
+        raise ConfigError(f"--overwrite would delete {output}, which holds no model")
+
+    model, tokenizer = load_trained(folder, TASKS[str(task)]) if run is None else load_run(folder, run)
+    small = bundle(model)
+
+    def fill(target: Path) -> None:
+        small.save_pretrained(str(target))
+        tokenizer.save_pretrained(str(target))
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_folder(output, fill)
+    return small, output
+
+
+if __name__ == "__main__":
+    sys.exit(main())
