@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from _lib.checkpoint import discard_newer, load_checkpoint, load_model, prune, save_checkpoint
 from _lib.config import describe, dump_yaml, load_config
-from _lib.data import Examples, epoch_plan, steps_per_epoch
+from _lib.data import Examples, calibration_batches, epoch_plan, steps_per_epoch
 from _lib.evaluation import DivergedError, evaluation_splits, score
 from _lib.loop import FiniteWatch, RunState, learning_rate, make_optimizer, train_step
 from _lib.models import build_model, load_pretrained, load_tokenizer, parameter_counts, resolve_model
@@ -104,12 +104,7 @@ def finetune(config: FinetuneConfig, command: str, resume: bool, checkpoint: str
         accelerator.print(f"note: {base_folder} has no pooler weights; the frozen pooler is random: {frozen_fresh}")
     calibration = None
     if config.method.calibrate and start is None:
-        chosen = torch.randperm(len(examples), generator=torch.Generator().manual_seed(train.seed)).tolist()
-        chosen = chosen[: config.method.calibrate_samples]
-        calibration = [
-            examples.batch(chosen[first : first + train.eval_batch_size], accelerator.device)
-            for first in range(0, len(chosen), train.eval_batch_size)
-        ]
+        calibration = calibration_batches(examples, config, accelerator.device)
     bare = build_model(base.to(accelerator.device), config.method, train.seed, calibration).to(accelerator.device)
     bare.train()
     counts = parameter_counts(bare)

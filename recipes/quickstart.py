@@ -182,7 +182,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-sentences", type=int, default=3000, help="at most this many (%(default)s)")
     parser.add_argument("--test-sentences", type=int, default=1500, help="at most this many (%(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak of the schedule (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak of the schedule (%(default)s)")
     parser.add_argument("--features", type=int, default=64, help="features of a converted block (%(default)s)")
     parser.add_argument("--layers", default="top-3", help="blocks to convert: all, top-K or bottom-K (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of every random draw (%(default)s)")
@@ -196,7 +196,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if not given.overwrite:
             faults.append(f"{given.out} exists; give --overwrite to replace it, or another --out")
         elif not (given.out / "metrics.json").is_file():
-            faults.append(f"{given.out} has no metrics.json, so it is not an earlier run; remove it or give another --out")
+            faults.append(
+                f"{given.out} has no metrics.json, so it is not an earlier run; remove it or give another --out"
+            )
     if faults:
         parser.error("; ".join(faults))
     if given.out.exists():
@@ -283,6 +285,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(comparison(rows))
     draw(rows, f"{BATCH_SIZE} × {LATENCY_TOKENS} tokens", 1 / len(AREAS), out / "comparison.png")
 
+    write_model_card(
+        out / "bundle",
+        report=small.bundle_report,
+        base_model="sentence-transformers/all-MiniLM-L6-v2",
+        metrics={"accuracy": rows[2].accuracy},
+        training={"task": "stdlib_docs", **vars(options), "out": str(out)},
+        title="MiniLM-L6 with SNNK layers: areas of the Python standard library",
+        license="apache-2.0",
+    )
+
     # The folder is enough: another process loads it with one line and gives the same answers.
     shown = [sentence.text for sentence in test_half[:SHOWN]]
     with torch.no_grad():
@@ -298,7 +310,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row in rows
         ],
         "options": {**vars(options), "out": str(out)},
-        "sentences": {"train": len(train_half), "test": len(test_half), "calibration": len(train_half[:640])},
+        "sentences": {
+            "train": len(train_half),
+            "test": len(test_half),
+            "calibration": len(train_half[:CALIBRATION_SENTENCES]),
+        },
         "loss": {"first": losses[0], "last_20": statistics.mean(losses[-20:])},
         "calibration": report.to_dict(),
         "reload_difference": parity,
@@ -309,7 +325,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not parity <= PARITY:
         raise SystemExit(f"probabilities in the fresh process differ by {parity:.1e}; expected at most {PARITY:.0e}")
     console.print(f"The fresh process gives the same probabilities (largest difference {parity:.0e}).")
-    console.print(f"{out}/ holds metrics.json, comparison.png, adapter/ and bundle/; {metrics['seconds']:.0f} s in all.")
+    console.print(
+        f"{out}/ holds metrics.json, comparison.png, adapter/ and bundle/; {metrics['seconds']:.0f} s in all."
+    )
 
 
 if __name__ == "__main__":

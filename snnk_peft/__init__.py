@@ -9,6 +9,7 @@ Importing the package makes PEFT know the method "SNNK" and the Auto classes kno
 
 import snnk_peft.tuner  # noqa: F401 - registers the PEFT method
 from snnk_peft.bundling.bundle import bundle
+from snnk_peft.bundling.closed_form import fit_closed_form
 from snnk_peft.components import COMPONENTS
 from snnk_peft.config import AdapterPart, FFNPart, PoolerPart, SNNKConfig
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
@@ -30,8 +31,9 @@ __all__ = [
     "PoolerPart",
     "SNNKConfig",
     "build_feature_map",
-    "calibrate",
     "bundle",
+    "calibrate",
+    "fit_closed_form",
     "get_snnk_model",
     "register_family",
 ]

@@ -53,6 +53,9 @@ class Part:
         from snnk_peft.projections import PROJECTIONS
 
         found = [f"{part}.{f}" for f in (COMPONENTS.fault(self.component), PROJECTIONS.fault(self.projection)) if f]
+        params = {"component_params": self.component_params, "projection_params": self.projection_params}
+        if wrong := [name for name, value in params.items() if not isinstance(value, Mapping)]:
+            return found + [f"{part}.{name} is {params[name]!r}; expected a dict of arguments" for name in wrong]
         if self.component in COMPONENTS:
             found += [
                 f"{part}: {f}"
@@ -145,7 +148,8 @@ class PoolerPart(Part):
 
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
-        found = super().faults(part) + self.choice_fault(part, "init", ("nystrom", "paper", "random"))
+        found = [fault for fault in super().faults(part) if not fault.startswith(f"{part}.layers")]
+        found += self.choice_fault(part, "init", ("nystrom", "paper", "random"))
         if self.layers != "all":
             found.append(f"{part}.layers is {self.layers!r}; a model has one pooler, leave it out")
         return found
@@ -236,6 +240,8 @@ class SNNKConfig(PeftConfig):
             found.append(f"no part given; set at least one of {', '.join(PARTS)}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             found.append(f"seed is {self.seed!r}; expected an integer >= 0")
+        if isinstance(self.modules_to_save, str):
+            found.append(f"modules_to_save is {self.modules_to_save!r}; expected a list, [{self.modules_to_save!r}]")
         if found:
             raise ConfigError(found)
         # A tuple: PEFT shortens long lists and sets of targets to common endings, which would no longer be paths.

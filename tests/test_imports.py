@@ -14,7 +14,7 @@ PACKAGE = "snnk_peft"
 
 # From the bottom up; a unit imports from units below its own line. Additions to DESIGN part 2: components may use
 # functional (exact kernels); config reads the registries that it checks names against (inside functions, so that
-# importing it stays light); bundling writes the model card of what it saves. `config` and `feature_map` are files, the rest folders.
+# importing it stays light); bundling writes the model card of what it saves. Some units are files, some folders.
 LAYERS: list[set[str]] = [
     {"errors"},
     {"registry"},
@@ -168,7 +168,8 @@ def test_importing_config_needs_no_module_of_torch_beyond_peft(root):
     """config.py is plain data: what importing it adds beside the package itself is the standard library's."""
     code = (
         "import importlib.util, peft, sys, types; before = set(sys.modules); "
-        "package = types.ModuleType('snnk_peft'); package.__path__ = ['snnk_peft']; sys.modules['snnk_peft'] = package; "
+        "package = types.ModuleType('snnk_peft'); package.__path__ = ['snnk_peft']; "
+        "sys.modules['snnk_peft'] = package; "
         "import snnk_peft.config; print(*sorted(m for m in set(sys.modules) - before))"
     )
     added = python(code, root).split()

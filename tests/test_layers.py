@@ -320,8 +320,12 @@ def test_forms_that_cannot_learn_are_refused(options, message):
 def test_cosine_in_half_precision_keeps_large_arguments():
     """A bf16 argument near 20 is off by up to 0.06; the cosine of that argument must not add to it."""
     z = torch.linspace(-20, 20, 101).bfloat16()
-    torch.testing.assert_close(COMPONENTS["cos"]().function(z).float(), torch.cos(z.double()).float(), rtol=0, atol=4e-3)
-    torch.testing.assert_close(COMPONENTS["sin"]().function(z).float(), torch.sin(z.double()).float(), rtol=0, atol=4e-3)
+    torch.testing.assert_close(
+        COMPONENTS["cos"]().function(z).float(), torch.cos(z.double()).float(), rtol=0, atol=4e-3
+    )
+    torch.testing.assert_close(
+        COMPONENTS["sin"]().function(z).float(), torch.sin(z.double()).float(), rtol=0, atol=4e-3
+    )
 
 
 # --- slots ----------------------------------------------------------------------------------------------------------

@@ -396,17 +396,30 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(
     assert steps == sorted(steps)
 
 
-def test_resume_of_snnk_adapters_is_exact(
-    world: Path, tmp_path: Path, interrupt: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("method.adapter.init=paper",),
+        ("train.mixed_precision=bf16", "train.gradient_accumulation=2", "train.schedule=linear", "train.epochs=5"),
+        # What calibration wrote (landmarks, readouts) does not follow from the settings: the checkpoint has to hold it.
+        ("method.adapter=null", "method.ffn={num_features: 8}", "method.calibrate=true", "method.pooler={init: paper}"),
+    ],
+    ids=["adapter", "bf16", "calibrated"],
+)
+def test_resume_of_snnk_parts_is_exact(
+    world: Path, tmp_path: Path, interrupt: Any, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...]
 ) -> None:
-    assert finetune.main(settings(world, tmp_path / "straight", method="snnk")) == 0
-    arguments = settings(world, tmp_path / "run", method="snnk")
+    assert finetune.main(settings(world, tmp_path / "straight", *parts, method="snnk")) == 0
+    arguments = settings(world, tmp_path / "run", *parts, method="snnk")
     interrupt(13)
     with pytest.raises(Interrupted):
         finetune.main(arguments)
     monkeypatch.undo()
     assert finetune.main([*arguments, "--resume"]) == 0
     assert_same_tensors(tmp_path / "run", tmp_path / "straight")
+    assert evaluate.main([str(tmp_path / "run")]) == 0
+    results = [json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("metrics", "evaluation")]
+    assert results[0]["metrics"] == results[1]["metrics"]
 
 
 def test_a_used_folder_is_refused_and_overwrite_spares_strangers(

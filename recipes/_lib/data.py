@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from _lib.settings import TrainSection
+from _lib.settings import FinetuneConfig, TrainSection
 from snnk_peft.errors import ConfigError
 
 _MEGABATCH = 50  # batches sorted together: long enough to find similar lengths, short enough to keep the order random
@@ -108,6 +108,17 @@ def epoch_plan(lengths: Sequence[int], batch_size: int, train: TrainSection, epo
 def steps_per_epoch(examples: int, batch_size: int, accumulation: int) -> int:
     """Length of `epoch_plan`, without making it."""
     return math.ceil(math.ceil(examples / batch_size) / accumulation)
+
+
+def calibration_batches(
+    examples: Examples, config: FinetuneConfig, device: torch.device | str
+) -> list[dict[str, torch.Tensor]]:
+    """`method.calibrate_samples` training examples drawn with the seed, as model inputs."""
+    generator = torch.Generator().manual_seed(config.train.seed)
+    chosen = torch.randperm(len(examples), generator=generator)[: config.method.calibrate_samples].tolist()
+    # Whole batches are held out to choose the regularisation: at least eight, so that one is a small part.
+    size = min(config.train.eval_batch_size, max(1, len(chosen) // 8))
+    return [examples.batch(chosen[start : start + size], device) for start in range(0, len(chosen), size)]
 
 
 def share(batch: Sequence[int], rank: int, world: int) -> tuple[list[int], int]:

@@ -59,7 +59,7 @@ class MethodSection:
         "frozen", "frozen, dense (trained as it is), or fields of snnk_peft.PoolerPart"
     )
     calibrate: bool = setting(False, "fit replaced layers to the originals before training (method snnk)")
-    calibrate_samples: int = setting(1024, "training sentences that calibration reads", low=1)
+    calibrate_samples: int = setting(1024, "training sentences that calibration reads", low=8)
     save_projection: bool = setting(True, "store the random matrices; false stores a seed and a checksum")
     lora: LoraSection = field(default_factory=LoraSection)
 

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Bundling: a patched model becomes a plain, folded transformers model that can be saved, shared and loaded."""

@@ -120,6 +120,7 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
         "model_class": cls.__name__,
         "modules": {path: spec_of(module, table[path].module) for path, module in plan.modules.items()},
         "head": plan.head,
+        "pooler": plan.pooler,
     }
     config = cls.config_class(**fields)
     config._attn_implementation = base.config._attn_implementation

@@ -98,6 +98,7 @@ class FoldPlan:
         folded: one entry per folded group.
         remarks: what could not be folded further, and why.
         head: path of the Linear that reads the pooler's features, if there is one.
+        pooler: path of the stage that makes these features.
     """
 
     dtype: torch.dtype
@@ -105,6 +106,7 @@ class FoldPlan:
     folded: list[Folded] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     head: str | None = None
+    pooler: str | None = None
 
 
 def plan_folds(table: dict[str, Place], family: ModelFamily, layers: list[str], dtype: torch.dtype) -> FoldPlan:
@@ -203,7 +205,7 @@ def _fold_pooler(plan: FoldPlan, table: dict[str, Place], path: str) -> None:
         plan.modules[path] = stage
         folded = replace.layer.fold(following=reader.module)[1]
         plan.modules[replace.following] = _followed(replace.following, folded, reader.slots)
-        plan.head = replace.following
+        plan.head, plan.pooler = replace.following, path
         paths.append(replace.following)
     else:
         plan.modules[path] = nn.Sequential(stage, replace.layer.fold()[1])

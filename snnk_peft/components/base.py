@@ -52,7 +52,7 @@ class Component(nn.Module):
         raise TypeError(f"{type(self).__name__} is not an elementwise component")
 
     def activate(self, z: torch.Tensor) -> torch.Tensor:
-        """Features from projections z = x Wᵀ, (..., num_features) -> (..., feature_dim), of an elementwise component."""
+        """Features of an elementwise component from projections z = x Wᵀ: (..., num_features) -> (..., feature_dim)."""
         return self.function(z) * z.shape[-1] ** -0.5
 
     def phi(self, x: torch.Tensor, projection: Projection) -> Features:

@@ -31,7 +31,7 @@ def normalized_linear(x: Tensor, weight: Tensor, eps: float = EPSILON) -> Tensor
     """
     centred = weight - weight.mean(-1, keepdim=True)
     if torch.is_grad_enabled() and x.requires_grad:
-        return _NormalizedLinear.apply(x, centred.to(x.dtype), eps)[0]  # type: ignore[no-untyped-call, no-any-return]
+        return _NormalizedLinear.apply(x, centred.to(x.dtype), eps)[0]
     return _forward(x, centred.to(x.dtype), eps)[0]
 
 

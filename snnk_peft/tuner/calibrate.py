@@ -7,6 +7,7 @@ backpropagation. Moments are kept in fp64; memory does not depend on the number 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -196,8 +197,7 @@ def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: 
     order: list[str] = []
     names = {layer: name for name, layer in slots.items()}
     hooks = [
-        layer.register_forward_pre_hook(lambda module, args: order.append(names[module]))  # type: ignore[index]
-        for layer in slots.values()
+        layer.register_forward_pre_hook(lambda module, args: order.append(names[module])) for layer in slots.values()
     ]
     try:
         with torch.no_grad():
@@ -220,11 +220,8 @@ def _slot_inputs(model: nn.Module, layer: SlotLayer, batches: Batches, bar: Any)
     try:
         for index, batch in enumerate(_read(batches)):
             inputs = _inputs(model, batch)
-            with torch.no_grad():
-                try:
-                    model(**inputs)
-                except _Reached:
-                    pass
+            with torch.no_grad(), contextlib.suppress(_Reached):
+                model(**inputs)
             x = caught.pop()
             mask = inputs.get("attention_mask")
             padded = x.ndim == 3 and isinstance(mask, torch.Tensor) and mask.shape == x.shape[:2]
@@ -255,8 +252,8 @@ class _Target:
         root = model.get_base_model() if isinstance(model, peft.PeftModel) else model
         activation = nn.Identity() if slot.activation is None else unwrap(root.get_submodule(slot.activation))
         following = None if slot.following is None else active_module(root.get_submodule(slot.following))
-        weight = None if following is None else following.weight.detach()
-        return cls(layer, slot, activation, weight)  # type: ignore[arg-type]
+        weight = following.weight.detach() if isinstance(following, nn.Linear) else None
+        return cls(layer, slot, activation, weight)
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
         """What the original makes of x (n, dim)."""
@@ -339,7 +336,8 @@ def _joint_moments(
 def _select_rows(target: _Target, moments: SecondMoments, rule: str) -> torch.Tensor:
     """Choose the landmarks and copy their rows; returns their indices."""
     projection, stand_in = target.landmarks, target.slot.layer
-    assert projection is not None and target.output_weight is not None
+    assert projection is not None
+    assert target.output_weight is not None
     given = len(moments.mean) - stand_in.out_features
     chosen = choose_landmarks(moments, target.output_weight, projection.num_features, rule=rule, given=given)
     importance = torch.zeros(stand_in.out_features, device=chosen.device).index_fill_(0, chosen, 1.0)

@@ -7,6 +7,7 @@ with the modules it is about to install.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from snnk_peft.tuner.slot_layer import SlotLayer
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 INSIDE = (".snnk_slots.", ".modules_to_save.", ".original_module.", ".base_layer.")
+ADDED_BY_PEFT = {"classifier", "score", "qa_outputs"}  # for a task_type, whether the model has them or not
 SHOWN = 6  # tensors named in a message; a wrong base model misfits in hundreds
 
 
@@ -131,6 +133,11 @@ def clashes(model: nn.Module, places: set[str], saved: list[str] | None) -> list
         for place in sorted(places)
         if place not in named or isinstance(named[place], ModulesToSaveWrapper)
     ]
+    for target in saved or ():
+        if target not in ADDED_BY_PEFT and not any(name.endswith(target) for name in named):
+            close = difflib.get_close_matches(target, [name.rpartition(".")[2] for name in named], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            found.append(f"modules_to_save: no module path ends in {target!r}{hint}")
     slotted = places | {name for name, module in named.items() if isinstance(module, SlotLayer)}
     for name in named:
         if any(name.endswith(target) for target in saved or ()) and not _inside_adapter(name):

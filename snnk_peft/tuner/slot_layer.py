@@ -116,11 +116,8 @@ class SlotLayer(nn.Module, BaseTunerLayer):
 def active_module(module: nn.Module) -> nn.Module:
     """The module in use behind PEFT's wrappers: the trained copy of modules_to_save, or the original."""
     if isinstance(module, ModulesToSaveWrapper):
-        name = (
-            module.active_adapter
-            if isinstance(module.active_adapter, str)
-            else next(iter(module.active_adapters), None)
-        )
+        active = module.active_adapter
+        name = active if isinstance(active, str) else next(iter(active), "")
         if name in module.modules_to_save:
             return module.modules_to_save[name]
         return module.original_module

@@ -1,0 +1,409 @@
+"""bundle: parity for every family, part and placement; nothing of PEFT left; the original untouched; closed form."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import peft
+import pytest
+import torch
+from sklearn.linear_model import Ridge
+from snnk_peft import (
+    FAMILIES,
+    AdapterPart,
+    FFNPart,
+    PoolerPart,
+    SNNKConfig,
+    bundle,
+    fit_closed_form,
+    get_snnk_model,
+)
+from snnk_peft.bundling.closed_form import bundled_head, head_features, head_jacobian
+from snnk_peft.bundling.code_file import assemble, code_file
+from snnk_peft.bundling.modules import BundledAdapter, build_module
+from snnk_peft.bundling.report import BundleReport
+from snnk_peft.components import COMPONENTS
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.projections import PROJECTIONS
+from torch import nn
+
+from tests.tiny_models import CLASSIFIERS, inputs_for, tiny, trained
+
+PARTS = {
+    "houlsby": {"adapter": AdapterPart(num_features=8)},
+    "paper": {"adapter": AdapterPart(num_features=8, init="paper", placement="pfeiffer", component="cos")},
+    "parallel": {"adapter": AdapterPart(num_features=8, placement="parallel", init="random", scaling=2.0)},
+    "ffn": {"ffn": FFNPart(num_features=16)},
+    "ffn whitened": {
+        "ffn": FFNPart(num_features=8, projection="orf", component="relu", linear_path=True, train_contraction=True)
+    },
+    "ffn beside adapter": {"ffn": FFNPart(num_features=8), "adapter": AdapterPart(num_features=8, placement="parallel")},
+    "pooler": {"pooler": PoolerPart(num_features=8)},
+    "everything": {
+        "adapter": AdapterPart(num_features=8),
+        "ffn": FFNPart(num_features=8, layers="top-1"),
+        "pooler": PoolerPart(num_features=8),
+    },
+}
+
+
+def patched(family: str, parts: dict, *, model_class: str | None = None, **options):
+    return trained(get_snnk_model(tiny(family, model_class), SNNKConfig(**parts, **options)))
+
+
+def relative_error(given: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((given - expected).abs().max() / expected.abs().max()).detach())
+
+
+def has_pooler(family: str) -> bool:
+    return FAMILIES[family].pooler is not None
+
+
+def test_every_family_is_covered():
+    assert set(FAMILIES.names()) >= set(CLASSIFIERS)
+    assert set(CLASSIFIERS) == {"bert", "deit", "distilbert", "electra", "roberta", "vit", "xlm-roberta"}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("family", sorted(CLASSIFIERS))
+def test_outputs_agree_and_nothing_of_peft_is_left(family, name):
+    parts = dict(PARTS[name])
+    if not has_pooler(family):
+        parts.pop("pooler", None)
+        if not parts:
+            pytest.skip(f"{family} has no pooler")
+    model = patched(family, parts)
+    inputs = inputs_for(model.get_base_model())
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = model.eval()(**inputs).logits
+    plain = model.get_base_model()
+    small = bundle(model)
+    assert relative_error(small(**inputs).logits, expected) < 1e-5
+    assert small.bundle_report.parity_error < 1e-5
+    assert not [key for key in small.state_dict() if "base_layer" in key or "snnk" in key or "modules_to_save" in key]
+    assert not [m for m in small.modules() if type(m).__module__.split(".")[0] == "peft"]
+    assert not hasattr(small, "peft_config")
+    assert not getattr(small, "_hf_peft_config_loaded", False)
+    # The patched model is as before, bit for bit, and shares no memory with the bundle.
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert type(plain).__name__ == CLASSIFIERS[family][2]
+    theirs = {tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
+    assert not theirs & {tensor.data_ptr() for tensor in [*small.parameters(), *small.buffers()] if tensor.numel()}
+
+
+@pytest.mark.parametrize(
+    ("family", "model_class", "parts"),
+    [
+        ("bert", "BertModel", PARTS["everything"]),
+        ("bert", "BertForMaskedLM", PARTS["ffn beside adapter"]),
+        ("bert", "BertForTokenClassification", PARTS["houlsby"]),
+        ("bert", "BertForQuestionAnswering", PARTS["ffn"]),
+        ("bert", "BertForMultipleChoice", PARTS["everything"]),
+        ("bert", "BertForNextSentencePrediction", PARTS["pooler"]),
+        ("distilbert", "DistilBertModel", PARTS["parallel"]),
+        ("roberta", "RobertaForMaskedLM", PARTS["ffn"]),
+        ("vit", "ViTModel", PARTS["houlsby"]),
+    ],
+)
+def test_other_heads(family, model_class, parts):
+    small = bundle(patched(family, parts, model_class=model_class))
+    assert type(small).__name__ == f"Snnk{model_class}"
+    assert small.bundle_report.parity_error < 1e-5
+
+
+def test_gate_and_scaling_are_one_matrix():
+    model = patched("bert", {"adapter": AdapterPart(num_features=8, init="random", scaling=3.0)})
+    small = bundle(model)
+    adapters = [module for module in small.modules() if isinstance(module, BundledAdapter)]
+    assert len(adapters) == 4
+    slot = model.get_submodule("base_model.model.bert.encoder.layer.0.output.dropout").slots_of("default")[0]
+    readout = slot.adapter.readout
+    folded = small.get_submodule("bert.encoder.layer.0.output.dropout")[1].linear.weight
+    torch.testing.assert_close(folded, 3.0 * readout.v[:, None] * readout.A)
+
+
+def test_pooler_and_classifier_become_one_small_matrix():
+    small = bundle(patched("bert", {"pooler": PoolerPart(num_features=8)}))
+    assert isinstance(small.bert.pooler.dense, FeatureStage)
+    assert isinstance(small.bert.pooler.activation, nn.Identity)
+    assert small.classifier.weight.shape == (2, 8)
+    folded = small.bundle_report.folded[0]
+    assert folded.paths == ["bert.pooler.dense", "bert.pooler.activation", "classifier"]
+
+
+def test_seed_only_projection_gives_the_papers_tiny_head():
+    model = tiny("bert", hidden_size=768, num_attention_heads=12, num_hidden_layers=1)
+    model = get_snnk_model(model, SNNKConfig(pooler=PoolerPart(num_features=32), save_projection=False))
+    small = bundle(model)
+    head = small.bundle_report.folded[0]
+    assert head.bytes_before == 4 * (768 * 768 + 768 + 768 * 2 + 2)
+    assert head.bytes_after == 4 * (32 * 2 + 2) + 32  # W̄, its bias, a checksum
+    assert head.bytes_after * 1000 < head.bytes_before
+    state = {key for key in small.state_dict() if "pooler" in key}
+    assert state == {"bert.pooler.dense.feature_map.projection.checksum"}
+
+
+def test_seed_only_ffn_keeps_its_whitening_outside_the_matrix():
+    part = FFNPart(num_features=8, projection="orf", component="relu")
+    small = bundle(patched("bert", {"ffn": part}, save_projection=False))
+    assert small.bundle_report.parity_error < 1e-5
+    stage = small.bert.encoder.layer[0].intermediate.dense
+    assert stage.shift is not None
+    assert not any(key.endswith("projection.weight") for key in small.state_dict())
+
+
+def test_several_adapters_the_active_one_is_folded():
+    model = patched("bert", PARTS["houlsby"])
+    model.add_adapter("other", SNNKConfig(**PARTS["pooler"]))
+    inputs = inputs_for(model.get_base_model())
+    for name, features in (("default", 4), ("other", 0)):
+        model.set_adapter(name)
+        small = bundle(trained(model, std=0.2 if name == "default" else 0.4))
+        assert relative_error(small(**inputs).logits, model.eval()(**inputs).logits) < 1e-5
+        assert sum(isinstance(module, BundledAdapter) for module in small.modules()) == features
+        assert list(small.bundle_report.parts) == [name]
+
+
+def test_a_transformers_model_with_a_loaded_adapter(tmp_path):
+    source = patched("bert", PARTS["houlsby"])
+    source.save_pretrained(tmp_path)
+    model = tiny("bert")
+    model.load_adapter(str(tmp_path))
+    small = bundle(model)
+    inputs = inputs_for(model)
+    assert relative_error(small(**inputs).logits, source.eval()(**inputs).logits) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype):
+    model = tiny("bert").to(dtype)
+    small = bundle(trained(get_snnk_model(model, SNNKConfig(**PARTS["everything"])), std=0.1))
+    assert {tensor.dtype for tensor in small.state_dict().values()} == {dtype}
+    report = small.bundle_report
+    assert report.parity_error <= report.parity_tolerance
+    assert report.dtype == str(dtype).removeprefix("torch.")
+
+
+def test_training_flags_are_restored_and_the_bundle_is_trainable():
+    model = patched("bert", PARTS["everything"]).train()
+    flags = [module.training for module in model.modules()]
+    small = bundle(model)
+    assert [module.training for module in model.modules()] == flags
+    assert not small.training
+    assert all(parameter.requires_grad for parameter in small.parameters())
+    small.train()(**inputs_for(small), labels=torch.tensor([0, 1, 0])).loss.backward()
+    assert small.classifier.weight.grad is not None
+
+
+def test_copies_state_dicts_and_pickles():
+    small = bundle(patched("bert", PARTS["everything"]))
+    inputs = inputs_for(small)
+    expected = small(**inputs).logits
+    assert torch.equal(copy.deepcopy(small)(**inputs).logits, expected)
+    assert torch.equal(pickle.loads(pickle.dumps(small))(**inputs).logits, expected)
+    twin = type(small)(small.config).eval()
+    assert not torch.equal(twin(**inputs).logits, expected)
+    twin.load_state_dict(small.state_dict())
+    assert torch.equal(twin(**inputs).logits, expected)
+
+
+def test_compiles_in_one_graph():
+    small = bundle(patched("bert", PARTS["ffn beside adapter"]))
+    inputs = inputs_for(small)
+    compiled = torch.compile(small, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(**inputs).logits, small(**inputs).logits)
+
+
+def test_exports():
+    small = bundle(patched("bert", PARTS["everything"]))
+    inputs = inputs_for(small)
+    exported = torch.export.export(small, (), inputs)
+    torch.testing.assert_close(exported.module()(**inputs).logits, small(**inputs).logits)
+
+
+def test_report_survives_the_config():
+    small = bundle(patched("roberta", PARTS["pooler"]))
+    report = small.bundle_report
+    data = json.loads(json.dumps(report.to_dict()))
+    assert BundleReport.from_dict(data) == report
+    assert "called inside the model's forward()" in report.remarks[0]
+    text = str(report)
+    assert "pretrained" in text
+    assert "classifier.dense" in text
+    base, after = tiny("roberta"), small
+    assert report.parameters_base == base.num_parameters()
+    assert report.bytes_base == 4 * base.num_parameters()
+    assert report.parameters_after == sum(t.numel() for t in after.state_dict().values())
+    assert report.parameters_patched > report.parameters_base
+
+
+# Refusals
+
+
+def test_nothing_to_bundle():
+    with pytest.raises(ConfigError, match="nothing to bundle"):
+        bundle(tiny("bert"))
+    model = patched("bert", PARTS["houlsby"])
+    with model.disable_adapter(), pytest.raises(ConfigError, match="nothing to bundle"):
+        bundle(model)
+
+
+def test_other_peft_layers_are_refused():
+    model = peft.get_peft_model(tiny("bert"), peft.LoraConfig(target_modules=["query"]))
+    with pytest.raises(UnsupportedError, match="merge_and_unload"):
+        bundle(model)
+
+
+def test_a_model_that_its_config_does_not_build_is_refused():
+    base = tiny("vit")
+    base.vit.layernorm = nn.Identity()
+    with pytest.raises(UnsupportedError, match="not what its config builds"):
+        bundle(get_snnk_model(base, SNNKConfig(**PARTS["houlsby"])))
+
+
+def test_a_parity_failure_names_the_error():
+    model = patched("bert", PARTS["houlsby"])
+    with torch.no_grad():
+        model.base_model.model.bert.encoder.layer[0].output.dropout.slots_of("default")[0].adapter.readout.A.fill_(
+            float("nan")
+        )
+    with pytest.raises(ValueError, match="logits differs from the model's by nan"):
+        bundle(model)
+
+
+def test_the_wrong_head_or_a_changed_plan_is_refused():
+    small = bundle(patched("bert", PARTS["houlsby"]))
+    from snnk_peft.bundling import classes
+
+    with pytest.raises(ConfigError, match="use the Auto class that matches"):
+        classes.SnnkBertModel(small.config)
+    config = copy.deepcopy(small.config)
+    config.snnk_plan["modules"]["bert.nowhere"] = {"kind": "identity"}
+    with pytest.raises(ConfigError, match=r"bert\.nowhere"):
+        type(small)(config)
+    with pytest.raises(ConfigError, match="no complete snnk_plan"):
+        type(small)(type(config)())
+    with pytest.raises(ConfigError, match="did you mean 'linear'"):
+        build_module({"kind": "lineal"}, nn.Identity())
+    with pytest.raises(ConfigError, match="lacks 'out'"):
+        build_module({"kind": "linear", "in": 3}, nn.Identity())
+
+
+def test_two_families_do_not_share_a_config():
+    config = bundle(patched("bert", PARTS["houlsby"])).config
+    assert config.model_type == "snnk_bert"
+    assert dataclasses.is_dataclass(config)
+
+
+# The code file
+
+
+def test_all_projections_and_components_fit_into_one_code_file():
+    members = [*(COMPONENTS[name] for name in COMPONENTS), *(PROJECTIONS[name] for name in PROJECTIONS)]
+    assert len(members) > 6
+    imports, text = assemble(["snnk_peft.bundling.modules", *(member.__module__ for member in members)])
+    compile(text, "assembled", "exec")
+    assert not any("snnk_peft" in line for line in imports)
+    roots = {line.split()[1].split(".")[0] for line in imports}
+    assert "peft" not in roots
+    assert all(member.__name__ in text for member in members)
+
+
+def test_name_collisions_are_found(tmp_path, monkeypatch):
+    for name in ("collide_one", "collide_two"):
+        (tmp_path / f"{name}.py").write_text("LIMIT = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="both define 'LIMIT'"):
+        assemble(["collide_one", "collide_two"])
+
+
+def test_only_what_is_used_is_in_the_code_file():
+    small = bundle(patched("bert", PARTS["paper"]))
+    base = type(tiny("bert"))
+    text = code_file(base, type(small.config), type(small).__name__, small.config.snnk_plan["modules"])
+    assert "class Cos(" in text
+    assert "class Relu(" not in text
+    assert "from snnk_peft" not in text
+
+
+# Closed form
+
+
+def regression_batches(model, width=None, count=6, size=16):
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        ids = torch.randint(3, 100, (size, 6), generator=generator)
+        labels = ids[:, 1].float() / 100 if width is None else ids[:, 1] % width
+        yield {"input_ids": ids, "labels": labels}
+
+
+def bundled(labels: int):
+    model = tiny("bert", num_labels=labels)
+    return bundle(get_snnk_model(model, SNNKConfig(pooler=PoolerPart(num_features=12))))
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_closed_form_equals_scikit_learn(labels):
+    model = bundled(labels)
+    batches = list(regression_batches(model, None if labels == 1 else labels))
+    before = {key: value.clone() for key, value in model.state_dict().items() if not key.startswith("classifier")}
+    fit = fit_closed_form(model.train(), batches, ridge=0.3)
+    assert model.training
+    _, head, _ = bundled_head(model)
+    features = torch.cat([head_features(model, head, {"input_ids": batch["input_ids"]}) for batch in batches])
+    wanted = torch.cat([batch["labels"] for batch in batches])
+    if labels > 1:
+        wanted = nn.functional.one_hot(wanted, labels)
+    oracle = Ridge(alpha=0.3).fit(features.double().numpy(), wanted.double().numpy().reshape(len(wanted), -1))
+    torch.testing.assert_close(head.weight.double(), torch.tensor(oracle.coef_).reshape(labels, -1), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(head.bias.double(), torch.tensor(oracle.intercept_).reshape(-1), atol=1e-6, rtol=1e-6)
+    assert fit.examples == len(features) == 96
+    assert fit.relative_error < 1
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+
+
+def test_closed_form_chooses_the_ridge_in_one_pass():
+    model = bundled(1)
+    batches = iter(list(regression_batches(model, count=10)))
+    fit = fit_closed_form(model, batches)
+    assert fit.ridge > 0
+    assert fit.examples == 160
+    assert set(fit.to_dict()) == {"head", "examples", "ridge", "relative_error", "seconds"}
+
+
+def test_closed_form_refusals():
+    model = bundled(3)
+    with pytest.raises(ConfigError, match="at least one batch"):
+        fit_closed_form(model, [], ridge=1.0)
+    with pytest.raises(ConfigError, match="at least 5 batches"):
+        fit_closed_form(model, regression_batches(model, 3, count=2))
+    with pytest.raises(ConfigError, match="batch 0 has no 'label'; found input_ids, labels"):
+        fit_closed_form(model, regression_batches(model, 3), targets="label")
+    with pytest.raises(ConfigError, match="labels run from 0 to 3; expected 0 to 2"):
+        fit_closed_form(model, regression_batches(model, 4), ridge=1.0)
+    with pytest.raises(ConfigError, match="expected floating targets"):
+        fit_closed_form(bundled(1), regression_batches(model, 2), ridge=1.0)
+    with pytest.raises(ConfigError, match="1 columns; the head has 3 outputs"):
+        fit_closed_form(model, regression_batches(model), ridge=1.0)
+    with pytest.raises(UnsupportedError, match="no Linear that reads pooler features"):
+        fit_closed_form(bundle(patched("bert", PARTS["ffn"])), regression_batches(model), ridge=1.0)
+    with pytest.raises(UnsupportedError, match="not a bundle"):
+        fit_closed_form(tiny("bert"), regression_batches(model), ridge=1.0)
+
+
+@pytest.mark.parametrize("component", ["cos", "gelu", "sin"])
+def test_explicit_jacobian_is_autograds(component):
+    model = bundle(patched("bert", {"pooler": PoolerPart(num_features=12, component=component)})).double()
+    pooler, head = model.bert.pooler, model.classifier
+    x = torch.randn(5, 32, dtype=torch.float64)
+    expected = torch.func.vmap(torch.func.jacrev(lambda v: head(pooler.activation(pooler.dense(v)))))(x)
+    torch.testing.assert_close(head_jacobian(model, x), expected)
+    tangent = torch.randn_like(x)
+    _, pushed = torch.func.jvp(lambda v: head(pooler.dense(v)), (x,), (tangent,))
+    torch.testing.assert_close((head_jacobian(model, x) @ tangent.unsqueeze(-1)).squeeze(-1), pushed)

@@ -1,0 +1,373 @@
+"""SNNKConfig: every bad input is named, all at once, before a model is touched; good ones survive a round trip."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    RobertaConfig,
+    RobertaModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from snnk_peft import (
+    FAMILIES,
+    AdapterPart,
+    FFNPart,
+    PoolerPart,
+    SNNKConfig,
+    get_snnk_model,
+    register_family,
+)
+from snnk_peft.config import PARTS, layers_faults, resolve_layers
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.tuner.slot_layer import SlotLayer
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def bert(**changes) -> BertForSequenceClassification:
+    return BertForSequenceClassification(BertConfig(vocab_size=20, **{**TINY, **changes})).eval()
+
+
+def refused(model: nn.Module, config: SNNKConfig, error: type[Exception]) -> str:
+    """The message with which both entry points refuse the config; the model must stay as it is."""
+    messages = []
+    for entry in (get_snnk_model, peft.get_peft_model):
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        modules = [type(module) for module in model.modules()]
+        trainable = [p.requires_grad for p in model.parameters()]
+        with pytest.raises(error) as caught:
+            entry(model, copy.deepcopy(config))
+        messages.append(str(caught.value))
+        assert [type(module) for module in model.modules()] == modules
+        assert [p.requires_grad for p in model.parameters()] == trainable
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+        assert state.keys() == model.state_dict().keys()
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+# --- the config alone -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(PARTS))
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_features", 0, "num_features is 0; expected an integer >= 1"),
+        ("num_features", -3, "num_features is -3"),
+        ("num_features", 8.0, "num_features is 8.0"),
+        ("num_features", True, "num_features is True"),
+        ("component", "rleu", "unknown component 'rleu'; did you mean 'relu'?"),
+        ("component", None, "unknown component None"),
+        ("projection", "ofr", "unknown projection 'ofr'; did you mean 'orf'?"),
+        ("component_params", {"ordre": 1}, "parameter 'ordre' is unknown"),
+        ("projection_params", {"norm": "chi"}, "parameter 'norm' is unknown"),
+        ("projection_params", {"seed": 3}, "parameter 'seed' is unknown"),
+        ("init", "nystroem", "unknown init 'nystroem'"),
+        ("component_params", None, "component_params is None; expected a dict"),
+        ("projection_params", "norms", "projection_params is 'norms'; expected a dict"),
+        ("layers", "middle-2", "layers is 'middle-2'"),
+        ("layers", "top-0", "layers is 'top-0'"),
+        ("layers", [], r"layers is \[\]"),
+        ("layers", [-1], r"layers is \[-1\]"),
+        ("layers", 3, "layers is 3"),
+        ("layers", [True], r"layers is \[True\]"),
+    ],
+)
+def test_bad_fields(name, field, value, message):
+    with pytest.raises(ConfigError, match=f"^{name}.*{message}") as caught:
+        SNNKConfig(**{name: PARTS[name](**{field: value})})
+    assert len(caught.value.faults) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"placement": "hulsby"}, "adapter.placement: unknown placement 'hulsby'; did you mean 'houlsby'?"),
+        ({"projection": "landmark"}, "an adapter replaces no pretrained weight"),
+        ({"scaling": 0}, "adapter.scaling is 0"),
+        ({"scaling": "1"}, "adapter.scaling is '1'"),
+        ({"init": "random", "gate": False}, "use gate=True"),
+        ({"init": "paper", "gate": False}, "the paper's form has a gate"),
+        ({"init": "default", "gate": True}, "would both start at zero"),
+    ],
+)
+def test_bad_adapters(part, message):
+    with pytest.raises(ConfigError, match=message):
+        SNNKConfig(adapter=AdapterPart(**part))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "no part given; set at least one of adapter, pooler, ffn"),
+        ({"adapter": 16}, "adapter is a int; expected AdapterPart, a dict of its fields or None"),
+        ({"adapter": FFNPart()}, "adapter is a FFNPart; expected AdapterPart"),
+        ({"adapter": {"num_feature": 8}}, "adapter.unknown field 'num_feature'; did you mean 'num_features'?"),
+        ({"adapter": {"num_features": 0}}, "adapter.num_features is 0"),
+        ({"adapter": {}, "seed": -1}, "seed is -1"),
+        ({"adapter": {}, "seed": "0"}, "seed is '0'"),
+        ({"ffn": {}, "save_projection": False}, "landmarks cannot be drawn again"),
+        ({"pooler": {"layers": [0]}}, "a model has one pooler"),
+        ({"adapter": {}, "modules_to_save": "classifier"}, r"expected a list, \['classifier'\]"),
+    ],
+)
+def test_bad_configs(arguments, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        SNNKConfig(**arguments)
+    assert len(caught.value.faults) == 1
+
+
+def test_all_faults_at_once():
+    with pytest.raises(ConfigError) as caught:
+        SNNKConfig(
+            adapter={"num_features": 0, "component": "rleu", "placement": "x", "layers": "top"},
+            ffn={"init": "x", "num_features": -1},
+            pooler={"colour": 1},
+            seed=-1,
+        )
+    assert len(caught.value.faults) == 8
+    assert str(caught.value).startswith("8 faults:\n  - ")
+
+
+def test_layers():
+    assert layers_faults("x", "top-3") == []
+    assert resolve_layers("x", "all", 3) == ([0, 1, 2], [])
+    assert resolve_layers("x", "top-2", 6) == ([4, 5], [])
+    assert resolve_layers("x", "bottom-2", 6) == ([0, 1], [])
+    assert resolve_layers("x", [2, 0, 2], 3) == ([0, 2], [])
+    assert resolve_layers("x", "top-7", 6) == ([], ["x is 'top-7'; the model has 6 layers"])
+    assert resolve_layers("x", [1, 6, 9], 6)[1] == ["x has [6, 9]; the model has 6 layers, indices 0 to 5"]
+
+
+def test_resolved_adapter_options():
+    assert [(p.uses_gate, p.uses_normalize) for p in (AdapterPart(init=i) for i in ("default", "paper", "random"))] == [
+        (False, True),
+        (True, False),
+        (True, True),
+    ]
+    assert AdapterPart(normalize=False).uses_normalize is False
+
+
+# --- config and model -----------------------------------------------------------------------------------------------
+
+
+def test_layers_the_model_lacks_in_every_part():
+    config = SNNKConfig(adapter={"layers": [1, 7]}, ffn={"layers": "top-3", "num_features": 4})
+    message = refused(bert(), config, ConfigError)
+    assert "adapter.layers has [7]; the model has 2 layers, indices 0 to 1" in message
+    assert "ffn.layers is 'top-3'; the model has 2 layers" in message
+
+
+def test_more_landmarks_than_rows():
+    config = SNNKConfig(ffn={"num_features": 25}, pooler={"projection": "landmark", "num_features": 17})
+    message = refused(bert(), config, ConfigError)
+    assert "layer 0 has only 24 hidden units" in message
+    assert "the pooler has only 16 rows" in message
+
+
+def test_faults_of_the_config_and_of_the_model_come_together():
+    config = SNNKConfig(adapter={"layers": [5]}, pooler={"num_features": 4})
+    vit = ViTForImageClassification(ViTConfig(**TINY, image_size=8, patch_size=4))
+    message = refused(vit, config, ConfigError)
+    assert "adapter.layers has [5]" in message
+    assert "ViTForImageClassification (family 'vit') has no pooler to replace" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (
+            lambda: RobertaModel(RobertaConfig(vocab_size=20, **TINY)),
+            ["no module at 'classifier.dense' in RobertaModel", "transformers 5", "register_family"],
+        ),
+        (
+            lambda: BertModel(BertConfig(vocab_size=20, **TINY), add_pooling_layer=False),
+            ["no module at 'pooler.dense' in BertModel"],
+        ),
+        (lambda: ViTForImageClassification(ViTConfig(**TINY, image_size=8, patch_size=4)), ["has no pooler"]),
+    ],
+    ids=["roberta-bare", "bert-without-pooler", "vit"],
+)
+def test_a_part_the_model_lacks(model, expected):
+    message = refused(model(), SNNKConfig(pooler={"num_features": 4}, adapter={}), UnsupportedError)
+    assert all(text in message for text in expected), message
+    assert message.startswith("pooler")
+
+
+def test_something_else_in_the_place_of_a_part():
+    model = bert()
+    model.bert.encoder.layer[1].intermediate.dense = nn.Conv1d(4, 4, 1)
+    message = refused(model, SNNKConfig(ffn={"num_features": 4}), UnsupportedError)
+    assert "FFN expansion" in message
+    assert "Conv1d at 'bert.encoder.layer.1.intermediate.dense'; expected Linear" in message
+
+
+def test_an_activation_that_is_no_module():
+    """A hidden_act given as a function cannot be replaced; it must not be skipped silently."""
+    model = BertForSequenceClassification(BertConfig(vocab_size=20, hidden_act="gelu", **TINY))
+    for layer in model.bert.encoder.layer:
+        del layer.intermediate.intermediate_act_fn
+        layer.intermediate.intermediate_act_fn = torch.nn.functional.gelu
+    message = refused(model, SNNKConfig(ffn={"num_features": 4}), UnsupportedError)
+    assert "FFN activation" in message
+
+
+def test_parameters_that_a_member_refuses():
+    config = SNNKConfig(
+        adapter={"component": "arccos", "component_params": {"order": 1}},
+        pooler={"component": "arccos", "component_params": {"order": 7}},
+    )
+    assert "arccos order is 7" in refused(bert(), config, ConfigError)
+    config = SNNKConfig(adapter={}, pooler={"projection_params": {"norms": "x"}})
+    assert "orf norms is 'x'" in refused(bert(), config, ConfigError)
+
+
+def test_broken_weights_are_refused_before_anything_changes():
+    model = bert()
+    with torch.no_grad():
+        model.bert.encoder.layer[1].intermediate.dense.weight[0, 0] = float("nan")
+        model.config.problem_type = None
+    with pytest.raises(ValueError, match="NaN"):
+        get_snnk_model(model, SNNKConfig(adapter={}, ffn={"num_features": 4, "component": "relu", "projection": "orf"}))
+    assert not any(isinstance(module, SlotLayer) for module in model.modules())
+
+
+def test_two_parts_that_cannot_meet():
+    config = SNNKConfig(
+        adapter={"placement": "parallel", "layers": [0]}, ffn={"num_features": 4, "train_contraction": True}
+    )
+    message = refused(bert(), config, ConfigError)
+    assert "'bert.encoder.layer.0.output.dense' cannot be saved in full" in message
+
+
+def test_modules_to_save_that_are_not_there():
+    message = refused(bert(), SNNKConfig(adapter={}, modules_to_save=["clasifier", "pooler"]), ConfigError)
+    assert "modules_to_save: no module path ends in 'clasifier'; did you mean 'classifier'?" in message
+
+
+def test_wrapped_models():
+    with pytest.raises(
+        UnsupportedError, match=r"DataParallel; patch the bare model first, get_snnk_model\(model.module"
+    ):
+        get_snnk_model(nn.DataParallel(bert()), SNNKConfig(adapter={}))
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(bert())
+        for entry in (get_snnk_model, peft.get_peft_model):
+            with pytest.raises(
+                UnsupportedError, match="wrapped in DistributedDataParallel; patch the bare model first"
+            ):
+                entry(wrapped, SNNKConfig(adapter={}))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_models_of_no_known_family():
+    gpt2 = GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20))
+    message = refused(gpt2, SNNKConfig(adapter={}), UnsupportedError)
+    assert "unknown model family 'gpt2'" in message
+    assert "register_family" in message
+    assert all(name in message for name in FAMILIES)
+    with pytest.raises(UnsupportedError, match=r"Linear has no config.model_type"):
+        get_snnk_model(nn.Linear(2, 2), SNNKConfig(adapter={}))
+
+
+def test_a_config_of_another_method():
+    with pytest.raises(ConfigError, match="config is a LoraConfig; expected SNNKConfig"):
+        get_snnk_model(bert(), peft.LoraConfig())
+
+
+def test_families_of_ones_own(monkeypatch):
+    monkeypatch.setattr(FAMILIES, "_members", dict(FAMILIES._members) if FAMILIES.names() else {})
+    register_family(dataclasses.replace(FAMILIES["bert"], name="my-bert", classifier=None))
+    model = bert()
+    model.config.model_type = "my-bert"
+    patched = get_snnk_model(model, SNNKConfig(adapter={"num_features": 4}))
+    assert patched.peft_config["default"].modules_to_save is None
+    assert patched.peft_config["default"].made_for["model_type"] == "my-bert"
+    with pytest.raises(ConfigError, match="model family 'bert' is already registered"):
+        register_family(dataclasses.replace(FAMILIES["bert"], classifier=None))
+    register_family(dataclasses.replace(FAMILIES["bert"], name="wrong", ffn_in="intermediate.dens"))
+    model = bert()
+    model.config.model_type = "wrong"
+    assert "no module at 'bert.encoder.layer.0.intermediate.dens'" in refused(
+        model, SNNKConfig(adapter={}), UnsupportedError
+    )
+
+
+# --- round trips ----------------------------------------------------------------------------------------------------
+
+FULL = {
+    "adapter": AdapterPart("cos", "gaussian", 4, [0, 1], placement="parallel", init="paper", scaling=2.0),
+    "pooler": PoolerPart("arccos", num_features=4, component_params={"order": 2}),
+    "ffn": FFNPart(layers="top-1", num_features=4, linear_path=True),
+    "seed": 3,
+    "modules_to_save": ["classifier"],
+    "task_type": "SEQ_CLS",
+}
+
+
+def test_parts_from_dicts():
+    plain = {name: dataclasses.asdict(value) if name in PARTS else value for name, value in FULL.items()}
+    assert SNNKConfig(**plain) == SNNKConfig(**FULL)
+    assert list(SNNKConfig(**plain).parts()) == list(PARTS)
+    assert SNNKConfig(adapter={}).adapter == AdapterPart()
+
+
+def test_json_round_trip(tmp_path):
+    config = SNNKConfig(**FULL)
+    config.save_pretrained(tmp_path)
+    for loaded in (SNNKConfig.from_pretrained(tmp_path), peft.PeftConfig.from_pretrained(tmp_path)):
+        assert type(loaded) is SNNKConfig
+        for name in ("adapter", "pooler", "ffn", "seed", "save_projection", "modules_to_save", "task_type"):
+            assert getattr(loaded, name) == getattr(config, name), name
+        assert loaded.peft_type == "SNNK" == loaded.peft_type.value
+    again = tmp_path / "again"
+    SNNKConfig.from_pretrained(tmp_path).save_pretrained(again)
+    first, second = (json.loads((d / "adapter_config.json").read_text()) for d in (tmp_path, again))
+    assert {**first, "inference_mode": None} == {**second, "inference_mode": None}
+
+
+def test_a_damaged_config_file_is_refused(tmp_path):
+    SNNKConfig(adapter={}).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    content = json.loads(path.read_text())
+    content["adapter"]["num_features"] = 0
+    content["adapter"]["components"] = "relu"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="unknown field 'components'"):
+        SNNKConfig.from_pretrained(tmp_path)
+
+
+def test_the_callers_config_is_not_written_to():
+    config = SNNKConfig(adapter={"num_features": 4})
+    before = copy.deepcopy(config)
+    first = get_snnk_model(bert(), config)
+    assert config == before
+    other = get_snnk_model(bert(hidden_size=32, num_hidden_layers=3), config)  # so it serves models of other sizes
+    assert first.peft_config["default"].made_for["hidden_size"] == 16
+    assert other.peft_config["default"].made_for["layers"] == 3
+
+
+def test_every_part_has_a_field_and_a_docstring_for_each_of_its_own():
+    assert set(PARTS) <= {f.name for f in dataclasses.fields(SNNKConfig)}
+    for cls in PARTS.values():
+        for name in cls.__annotations__:
+            documented = "".join(c.__doc__ or "" for c in cls.__mro__)
+            assert f"{name}:" in documented, (cls, name)

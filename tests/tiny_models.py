@@ -1,0 +1,52 @@
+"""Tiny random transformers models of every family, and small inputs for them; shared by several test files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+TEXT = {"vocab_size": 100, "max_position_embeddings": 40, **SIZES}
+IMAGE = {"image_size": 8, "patch_size": 4, **SIZES}
+DISTIL = {"vocab_size": 100, "max_position_embeddings": 40, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
+
+# Family -> (config class, its arguments, sequence or image classifier).
+CLASSIFIERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bert": ("BertConfig", TEXT, "BertForSequenceClassification"),
+    "deit": ("DeiTConfig", IMAGE, "DeiTForImageClassification"),
+    "distilbert": ("DistilBertConfig", DISTIL, "DistilBertForSequenceClassification"),
+    "electra": ("ElectraConfig", {"embedding_size": 16, **TEXT}, "ElectraForSequenceClassification"),
+    "roberta": ("RobertaConfig", TEXT, "RobertaForSequenceClassification"),
+    "vit": ("ViTConfig", IMAGE, "ViTForImageClassification"),
+    "xlm-roberta": ("XLMRobertaConfig", TEXT, "XLMRobertaForSequenceClassification"),
+}
+
+
+def tiny(family: str, model_class: str | None = None, **changes: Any) -> Any:
+    """A tiny random model in eval mode; `model_class` other than the classifier, `changes` to the config."""
+    config_class, sizes, classifier = CLASSIFIERS[family]
+    config = getattr(transformers, config_class)(**{**sizes, **changes})
+    torch.manual_seed(0)
+    return getattr(transformers, model_class or classifier)(config).eval()
+
+
+def inputs_for(model: Any, batch: int = 3, tokens: int = 7) -> dict[str, torch.Tensor]:
+    """Random inputs, the same every time; the last example of a text batch is padded."""
+    generator = torch.Generator().manual_seed(1)
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(batch, 3, 8, 8, generator=generator)}
+    mask = torch.ones(batch, tokens, dtype=torch.long)
+    mask[-1, tokens // 2 :] = 0
+    return {"input_ids": torch.randint(3, 100, (batch, tokens), generator=generator), "attention_mask": mask}
+
+
+def trained(model: Any, std: float = 0.3) -> Any:
+    """The model with every trainable parameter set to random numbers, as if it had been trained."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    return model
