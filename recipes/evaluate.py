@@ -71,6 +71,7 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
     if run is not None:
         data = {"dir": run.data.dir, "max_length": run.data.max_length, "max_eval_samples": run.data.max_eval_samples}
         known = {"task": run.task, "data": data, "batch_size": run.train.eval_batch_size, "device": run.train.device}
+        known["mixed_precision"] = run.train.mixed_precision
     config = load_config(EvaluateConfig, known, overrides)
     task = TASKS[config.task]
     if output is None:
@@ -86,7 +87,10 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
     splits = {name: Examples(part, tokenizer, config.data.max_length) for name, part in rows.items()}
 
     # --- score -------------------------------------------------------------------------------------------------------
-    accelerator = Accelerator(cpu=config.device == "cpu" or not torch.cuda.is_available())
+    cpu = config.device == "cpu" or not torch.cuda.is_available()
+    if cpu and config.mixed_precision == "fp16":
+        raise ConfigError("mixed_precision is fp16, which needs a CUDA device; set mixed_precision=no")
+    accelerator = Accelerator(cpu=cpu, mixed_precision=config.mixed_precision)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     started = time.perf_counter()
     metrics = score(model, task, splits, config.batch_size, accelerator)

@@ -67,9 +67,9 @@ def finetune(config: FinetuneConfig, command: str, resume: bool, checkpoint: str
     """The whole run; returns the exit code."""
     stop = StopSignal()
     train, folder, task = config.train, Path(config.output.dir), TASKS[config.task]
-    if train.mixed_precision == "fp16" and (train.device == "cpu" or not torch.cuda.is_available()):
-        raise ConfigError("train.mixed_precision is fp16, which needs a CUDA device; use bf16 or no")
     cpu = train.device == "cpu" or not torch.cuda.is_available()
+    if cpu and train.mixed_precision == "fp16":
+        raise ConfigError("train.mixed_precision is fp16, which needs a CUDA device; use bf16 or no")
     accelerator = Accelerator(cpu=cpu, mixed_precision=train.mixed_precision)
     world = accelerator.num_processes
 

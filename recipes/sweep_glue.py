@@ -24,13 +24,14 @@ from _lib.files import read_json, write_json
 
 RECIPES = Path(__file__).resolve().parent
 TASKS = ("rte", "mrpc", "stsb", "cola", "sst2")
+# A linear probe's model/ would be the whole pretrained model once more; its run folder evaluates without it.
 METHODS = {
     "snnk_relu16": ["method.adapter={component: relu, num_features: 16}"],
     "snnk_cos16": ["method.adapter={component: cos, num_features: 16}"],
     "lora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16"],
-    "linear_probe": ["method.name=linear_probe"],
+    "linear_probe": ["method.name=linear_probe", "output.save_model=false"],
     "pooler_cos": ["method.adapter=null", "method.pooler={component: cos}"],
-    "pooler_dense": ["method.name=linear_probe", "method.pooler=dense"],
+    "pooler_dense": ["method.name=linear_probe", "method.pooler=dense", "output.save_model=false"],
 }
 
 

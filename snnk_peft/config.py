@@ -91,15 +91,16 @@ class AdapterPart(Part):
         init: "default" is what won on GLUE: normalised inputs, A = 0, no gate. "paper" is the paper's form: raw inputs,
             A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) behind a gate.
         gate: whether there is a trainable vector v; None follows `init`.
-        normalize: whether Φ sees (x − mean) / std of each token; None follows `init`.
-        scaling: factor on the residual branch; raising it acts like a higher learning rate.
+        normalize: whether Φ sees (x − mean) / std of each token, and each feature loses its mean; None follows `init`.
+        scaling: factor on the residual branch; raising it acts like a higher learning rate of A alone. None means 16
+            for init="default" and 1 otherwise.
     """
 
     placement: str = "houlsby"
     init: str = "default"
     gate: bool | None = None
     normalize: bool | None = None
-    scaling: float = 1.0
+    scaling: float | None = None
 
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
@@ -108,7 +109,8 @@ class AdapterPart(Part):
         found += self.choice_fault(part, "init", ("default", "paper", "random"))
         if self.projection == "landmark":
             found.append(f"{part}.projection is 'landmark'; an adapter replaces no pretrained weight to take rows from")
-        if isinstance(self.scaling, bool) or not isinstance(self.scaling, (int, float)) or self.scaling == 0:
+        scaling = self.effective_scaling
+        if isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling == 0:
             found.append(f"{part}.scaling is {self.scaling!r}; expected a number other than 0")
         if self.gate is False and self.init == "random":
             found.append(f"{part}.gate is False with init='random': the model would start broken; use gate=True")
@@ -125,6 +127,13 @@ class AdapterPart(Part):
     def uses_gate(self) -> bool:
         """Whether v exists, with `gate=None` resolved."""
         return self.init != "default" if self.gate is None else self.gate
+
+    @property
+    def effective_scaling(self) -> float:
+        """The factor, with `scaling=None` resolved."""
+        if self.scaling is None:
+            return 16.0 if self.init == "default" else 1.0
+        return self.scaling
 
     @property
     def uses_normalize(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import ModelCardData
 
@@ -28,26 +28,10 @@ PIPELINE_TAGS = {
 }
 
 
-class Report(Protocol):
-    """What a card needs from a `BundleReport`."""
-
-    model_class: str
-    base_model: str | None
-    parts: dict[str, Any]
-    folded: list[Any]
-    remarks: list[str]
-    parity_error: float
-    parity_tolerance: float
-    dtype: str
-
-    def rows(self) -> list[tuple[str, int, int]]:
-        """(what, parameters, bytes) per model."""
-
-
 def write_model_card(
     folder: str | os.PathLike[str],
     *,
-    report: Report | None = None,
+    report: Any = None,
     base_model: str | None = None,
     model_class: str | None = None,
     config: Mapping[str, Any] | None = None,
@@ -62,7 +46,7 @@ def write_model_card(
 
     Args:
         folder: the folder of a bundle, or of an adapter checkpoint (then it holds adapter_config.json).
-        report: `model.bundle_report` of a bundle; gives parts, sizes, parity.
+        report: the `BundleReport` of a bundle (`model.bundle_report`); gives parts, sizes, parity.
         base_model: id of the pretrained model on the Hub; taken from the report if None. Local paths are not printed.
         model_class: the transformers class, for an adapter; decides which Auto class the card names.
         config: the SNNK parts as plain data; taken from the report if None.
@@ -96,14 +80,16 @@ def write_model_card(
         datasets=dataset,
         metrics=sorted(metrics) if metrics else None,
         pipeline_tag=next((tag for head, tag in PIPELINE_TAGS.items() if name.endswith(head)), None),
-        tags=list(dict.fromkeys(["snnk", "snnk_peft", *(() if is_adapter else ("custom_code",)), *tags])),
+        tags=list(
+            dict.fromkeys(["snnk", "snnk_peft", *(["custom_code"] if any(folder.glob("modeling_*.py")) else []), *tags])
+        ),
     )
     fields = {
         "front_matter": f"---\n{header.to_yaml()}\n---",
         "title": title or folder.resolve().name,
         "summary": _summary(base, is_adapter),
         "load": _load(name, is_adapter),
-        "load_note": _load_note(is_adapter),
+        "load_note": _load_note(is_adapter, any(folder.glob("modeling_*.py"))),
         "parts": _json(parts, "The part configuration was not recorded."),
         "folded": _folded(report),
         "sizes": _sizes(folder, report),
@@ -158,9 +144,11 @@ def _load(name: str, is_adapter: bool) -> str:
     )
 
 
-def _load_note(is_adapter: bool) -> str:
+def _load_note(is_adapter: bool, has_code: bool) -> str:
     if is_adapter:
         return "Without `import snnk_peft`, PEFT stops with `KeyError: 'SNNK'`. Install: `pip install snnk-peft`."
+    if not has_code:
+        return "Needs the package that defines the original model class as well; there is no code file."
     return (
         "Without the package, `trust_remote_code=True` runs the code file in this repository, which needs torch and "
         "transformers only. Without either, loading stops with an error. Always load through the Auto classes."
@@ -173,22 +161,22 @@ def _json(data: Mapping[str, Any] | None, otherwise: str) -> str:
     return f"```json\n{json.dumps(data, indent=2, default=str)}\n```"
 
 
-def _folded(report: Report | None) -> str:
+def _folded(report: Any) -> str:
     if report is None:
         return ""
     rows = [(", ".join(f"`{path}`" for path in entry.paths), entry.before, entry.after) for entry in report.folded]
     return "\n\n".join([_table(("modules", "before", "after"), rows), *(f"- {remark}" for remark in report.remarks)])
 
 
-def _sizes(folder: Path, report: Report | None) -> str:
+def _sizes(folder: Path, report: Any) -> str:
     if report is None:
         found = sorted([*folder.glob("*.safetensors")])
         return _table(("file", "bytes"), [(file.name, f"{file.stat().st_size:,}") for file in found]) if found else "-"
     rows = [(what, f"{parameters:,}", f"{size:,}") for what, parameters, size in report.rows()]
     return (
-        f"{_table(('model', 'parameters', 'bytes'), rows)}\n\nParameters include the matrices of feature maps. On a probe "
-        f"batch in {report.dtype} the bundle's outputs differ from the unfolded model's by {report.parity_error:.1e} of "
-        f"the largest output (accepted: {report.parity_tolerance:.0e})."
+        f"{_table(('model', 'parameters', 'bytes'), rows)}\n\nParameters include the matrices of feature maps. On a "
+        f"probe batch in {report.dtype} the bundle's outputs differ from the unfolded model's by "
+        f"{report.parity_error:.1e} of the largest output (accepted: {report.parity_tolerance:.0e})."
     )
 
 

@@ -11,6 +11,9 @@ import peft
 import pytest
 import torch
 from sklearn.linear_model import Ridge
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+
 from snnk_peft import (
     FAMILIES,
     AdapterPart,
@@ -20,7 +23,9 @@ from snnk_peft import (
     bundle,
     fit_closed_form,
     get_snnk_model,
+    register_family,
 )
+from snnk_peft.bundling.classes import bundle_model_class, register_bundles
 from snnk_peft.bundling.closed_form import bundled_head, head_features, head_jacobian
 from snnk_peft.bundling.code_file import assemble, code_file
 from snnk_peft.bundling.modules import BundledAdapter, build_module
@@ -29,9 +34,7 @@ from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections import PROJECTIONS
-from torch import nn
-
-from tests.tiny_models import CLASSIFIERS, inputs_for, tiny, trained
+from tests.tiny_models import CLASSIFIERS, TEXT, inputs_for, tiny, trained
 
 PARTS = {
     "houlsby": {"adapter": AdapterPart(num_features=8)},
@@ -41,7 +44,10 @@ PARTS = {
     "ffn whitened": {
         "ffn": FFNPart(num_features=8, projection="orf", component="relu", linear_path=True, train_contraction=True)
     },
-    "ffn beside adapter": {"ffn": FFNPart(num_features=8), "adapter": AdapterPart(num_features=8, placement="parallel")},
+    "ffn beside adapter": {
+        "ffn": FFNPart(num_features=8),
+        "adapter": AdapterPart(num_features=8, placement="parallel"),
+    },
     "pooler": {"pooler": PoolerPart(num_features=8)},
     "everything": {
         "adapter": AdapterPart(num_features=8),
@@ -295,10 +301,36 @@ def test_the_wrong_head_or_a_changed_plan_is_refused():
         build_module({"kind": "linear", "in": 3}, nn.Identity())
 
 
-def test_two_families_do_not_share_a_config():
-    config = bundle(patched("bert", PARTS["houlsby"])).config
-    assert config.model_type == "snnk_bert"
-    assert dataclasses.is_dataclass(config)
+class MineConfig(BertConfig):
+    model_type = "mine"
+
+
+class MineForSequenceClassification(BertForSequenceClassification):
+    config_class = MineConfig
+
+
+def test_a_users_own_family(tmp_path):
+    AutoConfig.register("mine", MineConfig)
+    AutoModelForSequenceClassification.register(MineConfig, MineForSequenceClassification)
+    register_family(dataclasses.replace(FAMILIES["bert"], name="mine"))
+    register_bundles("mine")
+    model = MineForSequenceClassification(MineConfig(**TEXT)).eval()
+    small = bundle(trained(get_snnk_model(model, SNNKConfig(**PARTS["everything"]))))
+    small.save_pretrained(tmp_path)
+    # transformers alone could not run a code file that needs the user's classes, so there is none.
+    assert not (tmp_path / "modeling_snnk_bundle.py").exists()
+    assert "the package that defines" in (tmp_path / "README.md").read_text()
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    inputs = inputs_for(small)
+    assert torch.equal(again(**inputs).logits, small(**inputs).logits)
+    assert again.config.model_type == "snnk_mine"
+
+
+def test_a_class_of_the_same_name_is_not_confused():
+    bundle(patched("bert", PARTS["houlsby"]))
+    namesake = type("BertForSequenceClassification", (BertForSequenceClassification,), {})
+    with pytest.raises(UnsupportedError, match="of the same name"):
+        bundle_model_class(namesake)
 
 
 # The code file
@@ -309,9 +341,9 @@ def test_all_projections_and_components_fit_into_one_code_file():
     assert len(members) > 6
     imports, text = assemble(["snnk_peft.bundling.modules", *(member.__module__ for member in members)])
     compile(text, "assembled", "exec")
-    assert not any("snnk_peft" in line for line in imports)
-    roots = {line.split()[1].split(".")[0] for line in imports}
-    assert "peft" not in roots
+    roots = {module.split(".")[0] for module, _ in imports}
+    assert {"torch", "math"} <= roots
+    assert not roots & {"peft", "snnk_peft"}
     assert all(member.__name__ in text for member in members)
 
 
@@ -361,7 +393,9 @@ def test_closed_form_equals_scikit_learn(labels):
     if labels > 1:
         wanted = nn.functional.one_hot(wanted, labels)
     oracle = Ridge(alpha=0.3).fit(features.double().numpy(), wanted.double().numpy().reshape(len(wanted), -1))
-    torch.testing.assert_close(head.weight.double(), torch.tensor(oracle.coef_).reshape(labels, -1), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        head.weight.double(), torch.tensor(oracle.coef_).reshape(labels, -1), atol=1e-6, rtol=1e-6
+    )
     torch.testing.assert_close(head.bias.double(), torch.tensor(oracle.intercept_).reshape(-1), atol=1e-6, rtol=1e-6)
     assert fit.examples == len(features) == 96
     assert fit.relative_error < 1

@@ -365,6 +365,14 @@ def test_the_callers_config_is_not_written_to():
     assert other.peft_config["default"].made_for["layers"] == 3
 
 
+def test_a_saved_config_serves_a_fresh_start_on_another_model(tmp_path):
+    get_snnk_model(bert(), SNNKConfig(adapter={"num_features": 4})).save_pretrained(tmp_path)
+    config = SNNKConfig.from_pretrained(tmp_path)
+    model = get_snnk_model(bert(hidden_size=32, num_labels=3), config)
+    assert model.peft_config["default"].made_for["hidden_size"] == 32
+    assert config.made_for["hidden_size"] == 16
+
+
 def test_every_part_has_a_field_and_a_docstring_for_each_of_its_own():
     assert set(PARTS) <= {f.name for f in dataclasses.fields(SNNKConfig)}
     for cls in PARTS.values():

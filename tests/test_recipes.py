@@ -45,6 +45,7 @@ from _lib.evaluation import DivergedError
 from _lib.loop import FiniteWatch, learning_rate, make_optimizer, train_step
 from _lib.settings import FinetuneConfig, TrainSection
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 
 def recipe(name: str) -> ModuleType:
@@ -58,6 +59,14 @@ def recipe(name: str) -> ModuleType:
 
 
 evaluate, bundle = recipe("evaluate"), recipe("bundle")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    """Accelerate keeps one state per process; each run of a recipe normally has its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")

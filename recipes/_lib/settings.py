@@ -165,6 +165,7 @@ class EvaluateConfig:
     task: str = setting(MISSING, "a name of snnk_peft.tasks (a run folder knows its own)")
     data: DataSection = field(default_factory=DataSection)
     batch_size: int = setting(64, "examples per forward pass", low=1)
+    mixed_precision: str = setting("no", "number format of the forward pass", choices=("no", "bf16", "fp16"))
     device: str = setting("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
 
     def check(self) -> list[str]:

@@ -7,7 +7,6 @@ a self-contained code file, so that it loads without this package under `trust_r
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 from pathlib import Path
@@ -135,7 +134,9 @@ def is_portable(base: type[PreTrainedModel]) -> bool:
 
 def original_class(cls: type) -> type[PreTrainedModel]:
     """The class that a bundle class was made from."""
-    return next(base for base in cls.__mro__ if issubclass(base, PreTrainedModel) and not issubclass(base, BundledModel))
+    return next(
+        base for base in cls.__mro__ if issubclass(base, PreTrainedModel) and not issubclass(base, BundledModel)
+    )
 
 
 class LazyConfig:
@@ -169,7 +170,7 @@ def bundle_model_class(base: type[PreTrainedModel]) -> type[Any]:
     """The bundle class of a model class; made and registered with its Auto classes on first use.
 
     Raises:
-        UnsupportedError: `base` has no config class of its own.
+        UnsupportedError: `base` has no config class, or another class of this name was bundled before.
     """
     name = f"Snnk{base.__name__}"
     if name not in globals():
@@ -181,6 +182,11 @@ def bundle_model_class(base: type[PreTrainedModel]) -> type[Any]:
         globals()[name] = made
         for auto in auto_classes(base):
             auto.register(config, made)
+    if original_class(globals()[name]) is not base:
+        raise UnsupportedError(
+            f"a bundle class {name} was already made from {original_class(globals()[name])}, another class of the same "
+            f"name as {base}; rename one of them"
+        )
     return globals()[name]
 
 
@@ -197,7 +203,6 @@ def _members(auto: type[_BaseAutoModelClass], config: Any) -> tuple[Any, ...]:
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
-@functools.cache
 def register_models(config: type[Any]) -> None:
     """Make all model classes of a bundle's config class known to the Auto classes."""
     base = next(cls for cls in config.__mro__ if not issubclass(cls, LazyConfig))

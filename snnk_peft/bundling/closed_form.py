@@ -1,7 +1,7 @@
 """Training and differentiating a bundled head without backpropagation (SNNK paper, section 3.3 and App. J.3).
 
-A bundled head is y = W̄ φ(x) + b with a fixed φ. For the squared error the best (W̄, b) is ridge regression on φ, found in
-one pass over the data with moments in fp64; classes become one-hot targets. Its Jacobian in x is explicit as well,
+A bundled head is y = W̄ φ(x) + b with a fixed φ. For the squared error the best (W̄, b) is ridge regression on φ, found
+in one pass over the data with moments in fp64; classes become one-hot targets. Its Jacobian in x is explicit as well,
 J = W̄ diag(s f'(G x + c)) G, without a backward pass.
 """
 
@@ -167,7 +167,7 @@ def _as_targets(labels: Any, width: int) -> torch.Tensor:
 
 
 def head_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The Jacobian of a bundle's outputs in the pooler's input, in closed form.
+    """The Jacobian of a bundle's outputs in the pooler's input, W̄ diag(s f'(Gx + c)) G for features s f(Gx + c).
 
     Args:
         model: as for `fit_closed_form`.
@@ -175,9 +175,6 @@ def head_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
     Returns:
         (..., outputs, dim).
-
-    Example:
-        `W̄ diag(s f'(Gx + c)) G` for features s f(Gx + c); see `snnk_peft.functional.folding.bundle_jacobian`.
     """
     _, head, stage = bundled_head(model)
     feature_map = stage.feature_map

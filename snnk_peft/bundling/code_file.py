@@ -22,6 +22,8 @@ from snnk_peft.projections import PROJECTIONS
 FILE_NAME = "modeling_snnk_bundle.py"
 PACKAGE = "snnk_peft"
 
+Import = tuple[str, str | None]
+
 HEADER = '''"""Code of a bundled model: a transformers model with folded SNNK layers, made by snnk_peft {version}.
 
 This file is generated, one part per source module of snnk_peft. It is what `trust_remote_code=True` runs; with
@@ -59,11 +61,11 @@ def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapp
     names = ["snnk_peft.bundling.modules", *sorted({cls.__module__ for cls in used})]
     base_config = base.config_class
     imports, body = assemble(names)
-    imports.add(f"from transformers import {base_config.__name__}, {base.__name__}")
+    imports |= {("transformers", base_config.__name__), ("transformers", base.__name__)}
     lines = [
         HEADER.format(version=__version__, transformers=transformers.__version__),
         "from __future__ import annotations\n",
-        "\n".join(sorted(imports, key=lambda line: (line.startswith("from"), line))),
+        _import_lines(imports),
         body,
         "# Everything the registries need is in this file.\nCOMPONENTS._discovered = PROJECTIONS._discovered = True\n",
         CLASSES.format(
@@ -86,14 +88,26 @@ def stage_specs(specs: Iterable[Any]) -> Iterable[dict[str, Any]]:
             yield from stage_specs([spec.get("module"), *spec.get("modules", [])])
 
 
-def assemble(names: Iterable[str]) -> tuple[set[str], str]:
+def _import_lines(imports: set[Import]) -> str:
+    """Import statements, one per module."""
+    plain = sorted(module for module, name in imports if name is None)
+    members: dict[str, list[str]] = {}
+    for module, name in sorted((module, name) for module, name in imports if name is not None):
+        members.setdefault(module, []).append(name)
+    lines = [f"import {module}" for module in plain]
+    return (
+        "\n".join([*lines, *(f"from {module} import {', '.join(names)}" for module, names in members.items())]) + "\n\n"
+    )
+
+
+def assemble(names: Iterable[str]) -> tuple[set[Import], str]:
     """Concatenate source modules and what they import from this package, dependencies first.
 
     Args:
         names: dotted module names.
 
     Returns:
-        The import lines of other packages, and the text.
+        What is imported from other packages, as (module, name) or (module, None), and the text.
 
     Raises:
         ConfigError: two modules define the same name differently.
@@ -101,7 +115,7 @@ def assemble(names: Iterable[str]) -> tuple[set[str], str]:
     order: list[str] = []
     for name in names:
         _visit(name, order)
-    imports: set[str] = set()
+    imports: set[Import] = set()
     defined: dict[str, str] = {}
     parts: list[str] = []
     for name in order:
@@ -110,7 +124,8 @@ def assemble(names: Iterable[str]) -> tuple[set[str], str]:
         for symbol in own:
             if symbol in defined:
                 raise ConfigError(
-                    f"{name} and {defined[symbol]} both define {symbol!r}; the code file of a bundle joins them, rename one"
+                    f"{name} and {defined[symbol]} both define {symbol!r}; the code file of a bundle joins them, "
+                    "rename one"
                 )
             defined[symbol] = name
         if text:
@@ -138,19 +153,26 @@ def _visit(name: str, order: list[str]) -> None:
         order.append(name)
 
 
-def _strip(name: str) -> tuple[set[str], str, list[str]]:
+def _imported(node: ast.Import | ast.ImportFrom) -> set[Import]:
+    spelled = [alias.name if alias.asname is None else f"{alias.name} as {alias.asname}" for alias in node.names]
+    if isinstance(node, ast.Import):
+        return {(name, None) for name in spelled}
+    return set() if node.module == "__future__" else {(str(node.module), name) for name in spelled}
+
+
+def _strip(name: str) -> tuple[set[Import], str, list[str]]:
     """The outside imports of a module, its text without any import, and the names it defines."""
     source, tree = _tree(name)
     lines = source.splitlines()
-    imports: set[str] = set()
+    imports: set[Import] = set()
     own: list[str] = []
     drop: set[int] = set()
     for position, node in enumerate(tree.body):
         gone = False
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             gone = True
-            if not _is_own(node) and getattr(node, "module", None) != "__future__":
-                imports.add(ast.unparse(node))
+            if not _is_own(node):
+                imports |= _imported(node)
         elif position == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             gone = True
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -81,8 +81,8 @@ def _unwrap(module: nn.Module, path: str) -> Place:
             module = module.base_layer if copied is None else copied
         elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             raise UnsupportedError(
-                f"{path} is wrapped by PEFT's {type(module).__name__}; expected SNNK slots only. Merge the other adapter "
-                "first (merge_and_unload) and then add and bundle the SNNK parts"
+                f"{path} is wrapped by PEFT's {type(module).__name__}; expected SNNK slots only. Merge the other "
+                "adapter first (merge_and_unload) and then add and bundle the SNNK parts"
             )
         else:
             return Place(module, module if original is None else original, slots)
@@ -154,8 +154,8 @@ def _followed(path: str, module: nn.Module, slots: list[Slot]) -> nn.Module:
     for slot in slots:
         if not isinstance(slot, After):
             raise UnsupportedError(
-                f"{path}: a {type(slot).__name__} slot has no folded form in this place; activate one adapter at a time "
-                "with set_adapter, and check that the family describes the model's FFN"
+                f"{path}: a {type(slot).__name__} slot has no folded form in this place; activate one adapter at a "
+                "time with set_adapter, and check that the family describes the model's FFN"
             )
         adapter = slot.adapter
         adapters.append(BundledAdapter(_plain(adapter.stage), plain_linear(adapter.readout.matrix(), None)))

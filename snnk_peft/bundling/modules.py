@@ -122,9 +122,7 @@ BUILDERS: dict[str, Callable[[Spec, nn.Module], nn.Module]] = {
     "features": lambda spec, present: _stage(spec),
     "adapter": _adapter,
     "sequence": lambda spec, present: nn.Sequential(*[build_module(part, present) for part in spec["modules"]]),
-    "beside": lambda spec, present: Beside(
-        build_module(spec["module"], present), _stage(spec)
-    ),
+    "beside": lambda spec, present: Beside(build_module(spec["module"], present), _stage(spec)),
     "leading": lambda spec, present: Leading(build_module(spec["module"], present), spec["width"]),
 }
 
@@ -191,7 +189,7 @@ class BundledModel:
                 f"this bundle is a {plan['model_class']} and cannot be loaded as {name}, because what was folded "
                 "depends on the task head; use the Auto class that matches"
             )
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install_plan(self, plan["modules"])  # type: ignore[arg-type]
 
     @classmethod

@@ -61,11 +61,11 @@ def compare(model: nn.Module, bundled: nn.Module, inputs: Mapping[str, Any]) -> 
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        expected = model(**inputs)
+        expected = model(**inputs, return_dict=True)
     finally:
         for module, flag in training.items():
             module.training = flag
-    given = bundled(**inputs)
+    given = bundled(**inputs, return_dict=True)
     worst, where = 0.0, "output"
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):

@@ -83,7 +83,9 @@ class BundleReport:
     def __str__(self) -> str:
         lines = [f"{'model':<12}{'parameters':>15}{'bytes':>16}"]
         lines += [f"{what:<12}{parameters:>15,}{size:>16,}" for what, parameters, size in self.rows()]
-        lines.append(f"parity error {self.parity_error:.1e} of the largest output (tolerance {self.parity_tolerance:.0e})")
+        lines.append(
+            f"parity error {self.parity_error:.1e} of the largest output (tolerance {self.parity_tolerance:.0e})"
+        )
         for entry in self.folded:
             lines.append(f"{', '.join(entry.paths)}")
             lines.append(f"    {entry.before}  ({entry.bytes_before:,} bytes)")

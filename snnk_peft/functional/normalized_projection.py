@@ -29,6 +29,7 @@ def normalized_linear(x: Tensor, weight: Tensor, eps: float = EPSILON) -> Tensor
     Returns:
         (..., m), in the dtype of x.
     """
+    weight = weight.to(torch.promote_types(weight.dtype, x.dtype))
     centred = weight - weight.mean(-1, keepdim=True)
     if torch.is_grad_enabled() and x.requires_grad:
         return _NormalizedLinear.apply(x, centred.to(x.dtype), eps)[0]

@@ -1,6 +1,6 @@
 """The input side of an SNNK layer: normalise or whiten, then the feature map, then perhaps the input itself.
 
-    stage(x) = Φ(t(x))            or, with append_input,  [Φ(t(x)), x]
+    stage(x) = Φ(t(x)) − c        or, with append_input,  [Φ(t(x)) − c, x]
     t(x) = scale · x              or, with normalize,     scale · (x − mean(x)) / std(x)  over the last axis
                                   or, with an affine input, scale · (x − shift) ⊙ inverse_std
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.feature_map import FeatureMap
+from snnk_peft.functional.gauss_hermite import hermite_coefficients
 from snnk_peft.projections import PROJECTIONS
 
 
@@ -30,11 +31,14 @@ class FeatureStage(nn.Module):
             normalised inputs).
         shift: (dim,) means of the inputs, or None. Together with `inverse_std` whitens them.
         inverse_std: (dim,) reciprocal standard deviations of the inputs, or None.
+        center: subtract from each feature its mean over normalised inputs, E f(z) for z ~ N(0, (scale·‖ω‖)²). A ReLU
+            feature is mostly its mean; without it a readout that is trained from zero first learns a bias.
         append_input: also return x itself, behind the features: an exact affine path through the readout.
     """
 
     shift: torch.Tensor | None
     inverse_std: torch.Tensor | None
+    means: torch.Tensor | None
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class FeatureStage(nn.Module):
         scale: float = 1.0,
         shift: torch.Tensor | None = None,
         inverse_std: torch.Tensor | None = None,
+        center: bool = False,
         append_input: bool = False,
     ):
         super().__init__()
@@ -51,6 +56,15 @@ class FeatureStage(nn.Module):
         self.normalize, self.scale, self.append_input = normalize, scale, append_input
         self.register_buffer("shift", shift)
         self.register_buffer("inverse_std", inverse_std)
+        self.register_buffer("means", self._feature_means() if center else None)
+
+    @torch.no_grad()
+    def _feature_means(self) -> torch.Tensor:
+        """E of each feature for standard normal inputs, (feature_dim,)."""
+        projection, component = self.feature_map.projection, self.feature_map.component
+        std = projection.squared_row_norms().sqrt().double().cpu() * abs(self.scale)
+        mean = hermite_coefficients(component.function, torch.zeros_like(std), std, degree=0)[:, 0]
+        return (mean * projection.num_features**-0.5).float()
 
     @property
     def dim(self) -> int:
@@ -75,6 +89,8 @@ class FeatureStage(nn.Module):
             features = self.feature_map.component.activate(z if self.scale == 1.0 else z * self.scale)
         else:
             features = self.feature_map(self.transform(x))
+        if self.means is not None:
+            features = features - self.means.to(features.dtype)
         return torch.cat((features, x), -1) if self.append_input else features
 
     def effective_rows(self, rows: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -98,7 +114,9 @@ class FeatureStage(nn.Module):
         dense = PROJECTIONS["landmark"](self.dim, self.feature_map.num_features, slot=old.slot)
         dense = dense.to(rows.device, rows.dtype)
         dense.weight, dense.bias = rows.clone(), (torch.zeros_like(rows[:, 0]) if bias is None else bias).clone()
-        return FeatureStage(FeatureMap(self.feature_map.component, dense), append_input=self.append_input)
+        simple = FeatureStage(FeatureMap(self.feature_map.component, dense), append_input=self.append_input)
+        simple.means = None if self.means is None else self.means.clone()
+        return simple
 
     def spec(self) -> dict[str, Any]:
         """Plain data from which `FeatureStage.from_spec` builds a stage of the same shape (see bundling/)."""
@@ -114,6 +132,7 @@ class FeatureStage(nn.Module):
             "slot": projection.slot,
             "save": projection.save,
             "normalize": self.normalize,
+            "center": self.means is not None,
             "scale": self.scale,
             "append_input": self.append_input,
         }
@@ -131,7 +150,10 @@ class FeatureStage(nn.Module):
         )
         component = COMPONENTS[spec["component"]](**spec["component_params"])
         options = {name: spec[name] for name in ("normalize", "scale", "append_input")}
-        return cls(FeatureMap(component, projection), **options)
+        stage = cls(FeatureMap(component, projection), **options)
+        if spec["center"]:
+            stage.means = torch.zeros(stage.feature_map.feature_dim)
+        return stage
 
 
 def registry_name(registry: Any, member: nn.Module) -> str:

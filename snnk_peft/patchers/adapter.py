@@ -45,14 +45,15 @@ def plan_adapters(context: PatchContext, part: AdapterPart) -> list[Patch]:
 def _stage(context: PatchContext, part: AdapterPart, dim: int, slot: str) -> FeatureStage:
     normalize = part.uses_normalize
     # Normalised inputs have length √dim; this gives unit pre-activations. Raw inputs are taken as they are.
-    return context.stage(part, dim, slot, normalize=normalize, scale=dim**-0.5 if normalize else 1.0)
+    scale = dim**-0.5 if normalize else 1.0
+    return context.stage(part, dim, slot, normalize=normalize, center=normalize, scale=scale)
 
 
 def _readout_options(context: PatchContext, part: AdapterPart, slot: str) -> dict[str, object]:
     return {
         "init": part.init,
         "gate": part.uses_gate,
-        "scaling": part.scaling,
+        "scaling": part.effective_scaling,
         "generator": context.generator(slot),
     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
@@ -91,8 +92,11 @@ def check_weights(
                 module.verify(checksum)
     for name, module in model.named_modules():
         if any(name.endswith(target) for target in saved or ()) and not _inside_adapter(name):
-            for key, value in module.state_dict().items():
-                expected[f"{name}.{_plain(key)}"] = tuple(value.shape)
+            original = module.original_module if isinstance(module, ModulesToSaveWrapper) else module
+            for key, value in cast(nn.Module, original).state_dict().items():
+                expected[f"{name}.{key}"] = tuple(value.shape)
+    # PEFT may add tensors of the base model itself, such as resized embeddings.
+    expected |= {key: tuple(value.shape) for key, value in model.state_dict().items() if key in shapes}
     faults = [f"{key} is missing" for key in sorted(expected.keys() - shapes.keys())]
     faults += [f"{key} has no place in this model" for key in sorted(shapes.keys() - expected.keys())]
     faults += [
@@ -109,11 +113,6 @@ def check_weights(
 
 def _inside_adapter(name: str) -> bool:
     return any(mark in f".{name}." for mark in INSIDE)
-
-
-def _plain(key: str) -> str:
-    """A state-dict key without the wrapper that another adapter has already put around the module."""
-    return key.removeprefix("original_module.")
 
 
 def clashes(model: nn.Module, places: set[str], saved: list[str] | None) -> list[str]:

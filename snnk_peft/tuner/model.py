@@ -132,9 +132,9 @@ class SNNKModel(BaseTuner):
             layer = target
         else:
             layer = SlotLayer(target)
-            layer.train(target.training)
         for slot in self._slots.pop(current_key):
             layer.add_slot(adapter_name, slot)
+        layer.train(layer.base_layer.training)
         place = next(parent.parameters(), None)
         if place is None:
             place = next(self.model.parameters())

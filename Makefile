@@ -1,0 +1,55 @@
+# make quickstart    adapt, convert, bundle and reload a real BERT on real sentences; results in quickstart/
+# make test          every test
+# make lint          ruff (lint and format) and mypy
+# make benchmarks    speed and size; results in recipes/benchmarks/results/
+# make clean         remove the virtual environment, caches and results of quickstart
+#
+# Each target first makes the virtual environment it needs, once. Settings, all optional:
+#   PYTHON=python3.12                        the interpreter (3.10 or newer)
+#   PIP_ARGS="--index-url https://..."       where pip looks; an index with CPU builds of torch saves gigabytes
+#   ARGS="-k bundle"                         more arguments for pytest or the quickstart
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+ARGS ?=
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: quickstart test lint benchmarks clean
+
+quickstart: $(VENV)/.demo
+	$(BIN)/python recipes/quickstart.py --out quickstart --overwrite $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+benchmarks: $(VENV)/.dev
+	set -e; for program in recipes/benchmarks/[a-z]*.py; do $(BIN)/python $$program $(ARGS); done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist
+	rm -rf quickstart
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp says which extra is installed; it is older than pyproject.toml when that has changed.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.made
+	$(INSTALL) -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.made
+	$(INSTALL) -e '.[dev]'
+	touch $(VENV)/.demo $@
+
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "%s is Python %d.%d; 3.10 or newer is needed: make PYTHON=..." % (sys.executable, *sys.version_info[:2]))'
+	$(PYTHON) -m venv $(VENV)
+	touch $@

