@@ -143,11 +143,6 @@ def _only(path: str, slots: list[Slot], kind: type[Slot]) -> Slot | None:
     return found[0] if found else None
 
 
-def _plain(stage: FeatureStage) -> FeatureStage:
-    """A matrix that is stored as a seed must stay the one that the seed gives; others absorb the input's whitening."""
-    return stage.simplified() if stage.feature_map.projection.save else stage
-
-
 def _followed(path: str, module: nn.Module, slots: list[Slot]) -> nn.Module:
     """`module` with the sequential adapters of its place behind it."""
     adapters = []
@@ -158,7 +153,7 @@ def _followed(path: str, module: nn.Module, slots: list[Slot]) -> nn.Module:
                 "time with set_adapter, and check that the family describes the model's FFN"
             )
         adapter = slot.adapter
-        adapters.append(BundledAdapter(_plain(adapter.stage), plain_linear(adapter.readout.matrix(), None)))
+        adapters.append(BundledAdapter(adapter.stage.simplified(), plain_linear(adapter.readout.matrix(), None)))
     return nn.Sequential(module, *adapters) if adapters else module
 
 
@@ -175,10 +170,10 @@ def _fold_ffn(plan: FoldPlan, table: dict[str, Place], path_in: str, path_act: s
     new_act: nn.Module = act.module
     new_out = out.module
     if isinstance(replace, Replace):
-        new_in, new_act = _plain(replace.layer.stage), nn.Identity()
+        new_in, new_act = replace.layer.stage.simplified(), nn.Identity()
         new_out = replace.layer.fold(following=out.module)[1]
     if isinstance(beside, ParallelFeatures) and isinstance(readout, ParallelReadout):
-        new_in = Beside(new_in, _plain(beside.stage))
+        new_in = Beside(new_in, beside.stage.simplified())
         if replace is None:
             new_act = Leading(new_act, into.module.out_features)
         matrix = readout.readout.matrix()
@@ -196,7 +191,7 @@ def _fold_pooler(plan: FoldPlan, table: dict[str, Place], path: str) -> None:
     replace = _only(path, table[path].slots, Replace)
     assert isinstance(replace, Replace)
     reader = table.get(replace.following) if replace.following is not None else None
-    stage = _plain(replace.layer.stage)
+    stage = replace.layer.stage.simplified()
     paths = [path]
     if replace.activation is not None:
         paths.append(replace.activation)

@@ -83,11 +83,11 @@ def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:
     if module is kept:
         return {"kind": "keep"}
     if isinstance(module, FeatureStage):
-        return {"kind": "features", "stage": _stage_spec(module)}
+        return {"kind": "features", "stage": module.spec()}
     if isinstance(module, BundledAdapter):
-        return {"kind": "adapter", "stage": _stage_spec(module.stage)}
+        return {"kind": "adapter", "stage": module.stage.spec()}
     if isinstance(module, Beside):
-        return {"kind": "beside", "module": spec_of(module.module, kept), "stage": _stage_spec(module.stage)}
+        return {"kind": "beside", "module": spec_of(module.module, kept), "stage": module.stage.spec()}
     if isinstance(module, Leading):
         return {"kind": "leading", "module": spec_of(module.module, kept), "width": module.width}
     if isinstance(module, nn.Sequential):
@@ -99,19 +99,8 @@ def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:
     raise TypeError(f"a bundle cannot hold a {type(module).__name__}")
 
 
-def _stage_spec(stage: FeatureStage) -> Spec:
-    return {**stage.spec(), "whitened": stage.shift is not None}
-
-
-def _stage(spec: Spec) -> FeatureStage:
-    stage = FeatureStage.from_spec(spec["stage"])
-    if spec["stage"]["whitened"]:
-        stage.shift, stage.inverse_std = torch.zeros(stage.dim), torch.ones(stage.dim)
-    return stage
-
-
 def _adapter(spec: Spec, present: nn.Module) -> nn.Module:
-    stage = _stage(spec)
+    stage = FeatureStage.from_spec(spec["stage"])
     return BundledAdapter(stage, nn.Linear(stage.out_dim, stage.dim, bias=False))
 
 
@@ -119,10 +108,12 @@ BUILDERS: dict[str, Callable[[Spec, nn.Module], nn.Module]] = {
     "keep": lambda spec, present: present,
     "identity": lambda spec, present: nn.Identity(),
     "linear": lambda spec, present: nn.Linear(spec["in"], spec["out"], bias=spec["bias"]),
-    "features": lambda spec, present: _stage(spec),
+    "features": lambda spec, present: FeatureStage.from_spec(spec["stage"]),
     "adapter": _adapter,
     "sequence": lambda spec, present: nn.Sequential(*[build_module(part, present) for part in spec["modules"]]),
-    "beside": lambda spec, present: Beside(build_module(spec["module"], present), _stage(spec)),
+    "beside": lambda spec, present: Beside(
+        build_module(spec["module"], present), FeatureStage.from_spec(spec["stage"])
+    ),
     "leading": lambda spec, present: Leading(build_module(spec["module"], present), spec["width"]),
 }
 

@@ -106,8 +106,11 @@ class FeatureStage(nn.Module):
 
     @torch.no_grad()
     def simplified(self) -> FeatureStage:
-        """The same function with a whitened input folded into one dense matrix and bias (cheaper at inference)."""
-        if self.shift is None:
+        """The same function with a whitened input folded into one dense matrix and bias (cheaper at inference).
+
+        A matrix that is stored as a seed stays the one that the seed gives, so then nothing is folded.
+        """
+        if self.shift is None or not self.feature_map.projection.save:
             return self
         old = self.feature_map.projection
         rows, bias = self.effective_rows(old.materialize(), old.bias)
@@ -132,6 +135,7 @@ class FeatureStage(nn.Module):
             "slot": projection.slot,
             "save": projection.save,
             "normalize": self.normalize,
+            "whitened": self.shift is not None,
             "center": self.means is not None,
             "scale": self.scale,
             "append_input": self.append_input,
@@ -151,6 +155,8 @@ class FeatureStage(nn.Module):
         component = COMPONENTS[spec["component"]](**spec["component_params"])
         options = {name: spec[name] for name in ("normalize", "scale", "append_input")}
         stage = cls(FeatureMap(component, projection), **options)
+        if spec["whitened"]:
+            stage.shift, stage.inverse_std = torch.zeros(stage.dim), torch.ones(stage.dim)
         if spec["center"]:
             stage.means = torch.zeros(stage.feature_map.feature_dim)
         return stage

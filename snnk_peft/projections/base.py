@@ -74,8 +74,12 @@ class Projection(nn.Module):
         if faults:
             raise ConfigError(faults)
         self.dim, self.num_features, self.seed, self.slot, self.save = dim, num_features, seed, slot, save
-        # Explicit devices: construction may run under a meta-device context, the draw must not.
-        weight = self.draw(slot_generator(seed, slot)).to("cpu", torch.float32)
+        if save and torch.get_default_device().type == "meta":
+            # A loader builds the model's shape first and brings W from the checkpoint.
+            weight = torch.empty(num_features, dim, dtype=torch.float32)
+        else:
+            # Explicit device: under a meta context the draw must still be made.
+            weight = self.draw(slot_generator(seed, slot)).to("cpu", torch.float32)
         self.register_buffer("weight", weight, persistent=save)
         self.register_buffer("bias", None)
         if not save:

@@ -25,7 +25,8 @@ _CODE = re.compile(
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9]*")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[A-Z\"'(])")
 _BULLET = re.compile(r"^(?:[-*o+]|\d+[.)]|\([a-z0-9]\))\s+")
-_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,21 @@ class ModuleDocs:
 
 def read_module(files: list[Path]) -> ModuleDocs:
     """Parse the sources of one module; SyntaxError if a file is not valid for the running Python."""
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file)))]
-    documented = [node for node in nodes if isinstance(node, (ast.Module, *_DEFINITIONS))]
+    nodes = [node for file in files for node in _scopes(ast.parse(file.read_text(encoding="utf-8"), str(file)))]
     return ModuleDocs(
-        sentences=[text for node in documented for text in _sentences(ast.get_docstring(node, clean=False) or "")],
+        sentences=[text for node in nodes for text in _sentences(ast.get_docstring(node, clean=False) or "")],
         modules=frozenset(file.stem.strip("_").lower() for file in files),
-        definitions=frozenset(node.name.lstrip("_").lower() for node in nodes if isinstance(node, _DEFINITIONS)),
+        definitions=frozenset(node.name.lstrip("_").lower() for node in nodes if not isinstance(node, ast.Module)),
     )
+
+
+def _scopes(node: ast.AST) -> Iterator[Scope]:
+    """The module, class or function itself and all those inside it, in source order."""
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):  # expressions, most of a tree, hold no definitions
+            yield from _scopes(child)
 
 
 def words(text: str) -> list[str]:
