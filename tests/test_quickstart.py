@@ -208,7 +208,7 @@ def test_quickstart(tmp_path: Path) -> None:
     out = tmp_path / "quickstart"
     out.mkdir()
     (out / "metrics.json").write_text('{"finished": false}')  # what an interrupted run leaves
-    small = ("--train-sentences", "200", "--test-sentences", "64", "--epochs", "1", "--calibration-sentences", "96")
+    small = ("--train-sentences", "200", "--test-sentences", "64", "--epochs", "1", "--calibration-sentences", "160")
     done = run("--out", str(out), "--overwrite", *small)
     assert done.returncode == 0, done.stderr
     assert "The fresh process gives the same probabilities" in done.stdout

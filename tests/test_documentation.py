@@ -1,0 +1,81 @@
+"""What the documents promise runs: doctests of every module, and the README's blocks and commands as printed."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from glue_files import write_task
+
+import snnk_peft
+
+MODULES = sorted(m.name for m in pkgutil.walk_packages(snnk_peft.__path__, "snnk_peft."))
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(root: Path, language: str) -> list[str]:
+    found = [text for kind, text in FENCE.findall((root / "README.md").read_text()) if kind == language]
+    assert found, f"README.md has no {language} block"
+    return found
+
+
+def test_modules_were_found():
+    assert len(MODULES) > 40
+
+
+def test_doctests():
+    attempted = 0
+    for name in MODULES:
+        result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+        assert result.failed == 0, f"{name}: {result.failed} of {result.attempted} examples failed"
+        attempted += result.attempted
+    assert attempted > 40
+
+
+def test_every_public_name_is_documented():
+    for name in snnk_peft.__all__:
+        value = getattr(snnk_peft, name)
+        assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def test_readme_python_blocks(root, minilm_dir, tmp_path):
+    """All python blocks, in order, as one program of a new user."""
+    program = "\n".join(blocks(root, "python"))
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for expected in ("trainable params", "error before -> after", "estimates", "LABEL_"):
+        assert expected in done.stdout
+
+
+def test_readme_shell_commands_exist(root):
+    targets = re.findall(r"^([a-z]+):", (root / "Makefile").read_text(), re.MULTILINE)
+    for line in blocks(root, "bash")[0].splitlines():
+        command = shlex.split(line, comments=True)
+        assert command[0] == "make"
+        assert command[1] in targets
+
+
+@pytest.mark.slow
+def test_readme_recipe_commands(root, minilm_dir, tmp_path):
+    """The recipe commands as printed, on a small stand-in for the official files."""
+    write_task(tmp_path / "glue", "rte", n_train=32, n_dev=16)
+    (tmp_path / "recipes").symlink_to(root / "recipes")
+    commands = [line for line in "\n".join(blocks(root, "text")).splitlines() if line.startswith("python ")]
+    assert len(commands) >= 3
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    for line in commands:
+        words = shlex.split(line.replace("path/to/glue", str(tmp_path / "glue")))
+        if "finetune.py" in line:
+            words.append("train.epochs=1")
+        done = subprocess.run(
+            [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"

