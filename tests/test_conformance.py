@@ -32,7 +32,11 @@ from snnk_peft.projections.orf import haar
 from snnk_peft.registry import Registry
 
 # Parameters worth a case of their own, beside every member's defaults.
-VARIANTS: dict[str, list[dict[str, Any]]] = {"arccos": [{"order": 0}, {"order": 2}], "orf": [{"norms": "sqrt_dim"}]}
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "arccos": [{"order": 0}, {"order": 2}],
+    "cos": [{"phases": False}],
+    "orf": [{"norms": "sqrt_dim"}],
+}
 
 
 def variants(registry: Registry) -> list[Any]:
@@ -297,16 +301,23 @@ def test_errors_fall_as_one_over_root_num_features(component, component_params, 
 def test_variance_of_cosine_and_sine_together():
     """Oracle 3: m Var[cos·cos + sin·sin] = (1 − e^{−‖δ‖²})²/2 per row."""
     x, y = pairs(8)
-    cos = estimates("cos", {}, "gaussian", {}, x, y, 32, 1500)
+    cos = estimates("cos", {"phases": False}, "gaussian", {}, x, y, 32, 1500)
     sin = estimates("sin", {}, "gaussian", {}, x, y, 32, 1500)
     delta = (x - y).square().sum(-1)
     torch.testing.assert_close((cos + sin).var(0) * 32, (1 - torch.exp(-delta)).square() / 2, rtol=0.2, atol=1e-12)
-    torch.testing.assert_close(COMPONENTS["cos"]().kernel(x, y) + COMPONENTS["sin"]().kernel(x, y), (-delta / 2).exp())
+    torch.testing.assert_close(
+        COMPONENTS["cos"](phases=False).kernel(x, y) + COMPONENTS["sin"]().kernel(x, y), (-delta / 2).exp()
+    )
 
 
 @pytest.mark.parametrize(
     "parts",
-    [[("arccos", {"order": 0})], [("arccos", {"order": 1})], [("arccos", {"order": 2})], [("cos", {}), ("sin", {})]],
+    [
+        [("arccos", {"order": 0})],
+        [("arccos", {"order": 1})],
+        [("arccos", {"order": 2})],
+        [("cos", {"phases": False}), ("sin", {})],
+    ],
     ids=["step", "relu", "relu-squared", "cos-and-sin"],
 )
 def test_orthogonal_rows_have_less_variance(parts):
@@ -370,7 +381,9 @@ def test_landmarks_are_units_of_the_layer(component, component_params):
     for m in (7, 20):
         w = PROJECTIONS["landmark"](6, m, source_weight=weight, source_bias=bias, importance=importance)
         chosen = importance.topk(m).indices.sort().values
-        expected = f.function(x @ weight[chosen].T + bias[chosen]) * m**-0.5
+        added = f.offsets(m)
+        z = x @ weight[chosen].T + bias[chosen] + (0 if added is None else added)
+        expected = f.function(z) * m**-0.5
         torch.testing.assert_close(FeatureMap(f, w)(x), expected)
     assert torch.equal(w.weight, weight)
     assert torch.equal(w.bias, bias)

@@ -178,8 +178,8 @@ def head_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """
     _, head, stage = bundled_head(model)
     feature_map = stage.feature_map
-    projection, width = feature_map.projection, feature_map.feature_dim
-    rows, offset = stage.effective_rows(projection.materialize(), projection.bias)
+    width = feature_map.feature_dim
+    rows, offset = stage.preactivation()
     weight = head.weight.detach()
     jacobian = bundle_jacobian(
         weight[:, :width],

@@ -51,9 +51,14 @@ class Component(nn.Module):
         """The elementwise f on z = ω·x, any shape."""
         raise TypeError(f"{type(self).__name__} is not an elementwise component")
 
+    def offsets(self, num_features: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
+        """Fixed numbers c_i that the component wants added to the projections ω_i·x, (num_features,), or None."""
+        return None
+
     def activate(self, z: torch.Tensor) -> torch.Tensor:
         """Features of an elementwise component from projections z = x Wᵀ: (..., num_features) -> (..., feature_dim)."""
-        return self.function(z) * z.shape[-1] ** -0.5
+        offsets = self.offsets(z.shape[-1], z.device)
+        return self.function(z if offsets is None else z + offsets.to(z.dtype)) * z.shape[-1] ** -0.5
 
     def phi(self, x: torch.Tensor, projection: Projection) -> Features:
         """Features of data (queries, layer inputs): x (..., dim) -> (..., feature_dim)."""

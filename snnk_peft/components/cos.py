@@ -1,10 +1,16 @@
-"""Cosine features (SNNK paper, adapters and pooler): φ(x) = m^-½ cos(Wx).
+"""Cosine features (SNNK paper, adapters and pooler): φ(x) = m^-½ cos(Wx + c).
 
-Exact kernel: E[cos(ω·x) cos(ω·y)] = ½(e^{−‖x−y‖²/2} + e^{−‖x+y‖²/2}), by the product rule and the Gaussian
-characteristic function.
+With phases c_i = π(i + ½)/m the exact kernel is half the Gaussian one, ½ e^{−‖x−y‖²/2}: by the product rule
+
+    E[cos(ω·x + c) cos(ω·y + c)] = ½ e^{−‖x−y‖²/2} + ½ cos(2c) e^{−‖x+y‖²/2},
+
+and the cosines of equally spaced 2c_i cancel. Without phases (as in the paper's code) the second term stays: every
+feature is then an even function of x, and no readout can tell x from −x.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -14,7 +20,21 @@ from snnk_peft.components.base import Component
 
 @COMPONENTS.register("cos")
 class Cos(Component):
-    """f(z) = cos z."""
+    """f(z) = cos z.
+
+    Args:
+        phases: add the fixed phases (default). False is the paper's form.
+    """
+
+    def __init__(self, phases: bool = True):
+        super().__init__()
+        self.phases, self.params = phases, {"phases": phases}
+
+    def offsets(self, num_features: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
+        """The phases c_i, (num_features,); one alone is π/4, where cos 2c = 0."""
+        if not self.phases:
+            return None
+        return math.pi * (torch.arange(num_features, device=device) + 0.5) / max(num_features, 2)
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
         """Elementwise cosine."""
@@ -22,6 +42,6 @@ class Cos(Component):
         return torch.cos(z.float()).to(z.dtype) if z.dtype in (torch.float16, torch.bfloat16) else torch.cos(z)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """½(e^{−‖x−y‖²/2} + e^{−‖x+y‖²/2})."""
-        minus, plus = (x - y).square().sum(-1), (x + y).square().sum(-1)
-        return (torch.exp(-minus / 2) + torch.exp(-plus / 2)) / 2
+        """½ e^{−‖x−y‖²/2}, plus ½ e^{−‖x+y‖²/2} without phases."""
+        kernel = torch.exp(-(x - y).square().sum(-1) / 2) / 2
+        return kernel if self.phases else kernel + torch.exp(-(x + y).square().sum(-1) / 2) / 2

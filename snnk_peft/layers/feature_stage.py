@@ -31,7 +31,7 @@ class FeatureStage(nn.Module):
             normalised inputs).
         shift: (dim,) means of the inputs, or None. Together with `inverse_std` whitens them.
         inverse_std: (dim,) reciprocal standard deviations of the inputs, or None.
-        center: subtract from each feature its mean over normalised inputs, E f(z) for z ~ N(0, (scale·‖ω‖)²). A ReLU
+        center: subtract from each feature its mean over normalised inputs, E f(z) for z ~ N(c, (scale·‖ω‖)²). A ReLU
             feature is mostly its mean; without it a readout that is trained from zero first learns a bias.
         append_input: also return x itself, behind the features: an exact affine path through the readout.
     """
@@ -63,7 +63,10 @@ class FeatureStage(nn.Module):
         """E of each feature for standard normal inputs, (feature_dim,)."""
         projection, component = self.feature_map.projection, self.feature_map.component
         std = projection.squared_row_norms().sqrt().double().cpu() * abs(self.scale)
-        mean = hermite_coefficients(component.function, torch.zeros_like(std), std, degree=0)[:, 0]
+        offset = torch.zeros_like(std)
+        for added in (projection.bias, component.offsets(projection.num_features)):
+            offset = offset if added is None else offset + added.to(std)
+        mean = hermite_coefficients(component.function, offset, std, degree=0)[:, 0]
         return (mean * projection.num_features**-0.5).float()
 
     @property
@@ -85,8 +88,7 @@ class FeatureStage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., out_dim)."""
         if self.normalize:
-            z = self.feature_map.projection.normalized(x)
-            features = self.feature_map.component.activate(z if self.scale == 1.0 else z * self.scale)
+            features = self.feature_map.component.activate(self.feature_map.projection.normalized(x, self.scale))
         else:
             features = self.feature_map(self.transform(x))
         if self.means is not None:
@@ -103,6 +105,15 @@ class FeatureStage(nn.Module):
             offset = -(effective @ self.shift.to(rows))
             bias = offset if bias is None else bias + offset
         return effective, bias
+
+    def preactivation(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows (num_features, dim) and biases (num_features,) of z in Φ(t(x)) = m^-½ f(z), z = rows · x + bias."""
+        projection = self.feature_map.projection
+        rows, bias = self.effective_rows(projection.materialize(), projection.bias)
+        added = self.feature_map.component.offsets(projection.num_features, rows.device)
+        if added is not None:
+            bias = added.to(rows) if bias is None else bias + added.to(rows)
+        return rows, bias
 
     @torch.no_grad()
     def simplified(self) -> FeatureStage:

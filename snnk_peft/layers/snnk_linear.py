@@ -89,15 +89,13 @@ class SNNKLinear(nn.Module):
         input_std: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         projection, component = self.stage.feature_map.projection, self.stage.feature_map.component
-        rows, row_bias = self.stage.effective_rows(
-            projection.materialize().float().cpu(), None if projection.bias is None else projection.bias.float().cpu()
-        )
+        rows, row_bias = self.stage.preactivation()
         readout = nystrom_readout(
             weight,
             bias,
             activation,
-            rows,
-            row_bias,
+            rows.float().cpu(),
+            None if row_bias is None else row_bias.float().cpu(),
             component.function,
             feature_scale=projection.num_features**-0.5,
             input_mean=input_mean,

@@ -126,9 +126,10 @@ class Projection(nn.Module):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)
 
-    def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        """LN(x) Wᵀ + c, LN without weights over the last axis; the normalised vectors are never formed."""
+    def normalized(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """scale · LN(x) Wᵀ + c, LN without weights over the last axis; the normalised vectors are never formed."""
         z = normalized_linear(x, self.materialize())
+        z = z if scale == 1.0 else z * scale
         return z if self.bias is None else z + self.bias.to(z.dtype)
 
     def materialize(self) -> torch.Tensor:
