@@ -1,0 +1,57 @@
+"""Oracle 7 (trigonometric atom): mean and second moment of the linearised cosine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from snnk_peft.functional.trigonometric_atom import atom_phi, atom_psi, best_scale
+
+DRAWS = 400_000
+
+
+def setting(dim: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x, w = (0.7 * torch.randn(dim, generator=generator, dtype=torch.float64) / dim**0.5 for _ in range(2))
+    g = torch.randn(DRAWS, dim, generator=generator, dtype=torch.float64)
+    return x, w, torch.tensor(0.4, dtype=torch.float64), g
+
+
+@pytest.mark.parametrize(("a", "c"), [(1.0, 0.0), (0.0, 1.0), (0.8, -1.3)])
+@pytest.mark.parametrize("scale", [0.7, 1.0, 1.6])
+@pytest.mark.parametrize("tau", [0.5, 1.5])
+def test_mean(tau, scale, a, c):
+    x, w, b, g = setting()
+    products = (atom_phi(x, g, tau, scale) * atom_psi(w, b, g, tau, scale, a, c)).sum(-1)
+    z = w @ x + b
+    exact = a * torch.cos(tau * z) + c * torch.sin(tau * z)
+    assert abs(products.mean() - exact) < 5 * products.std() / DRAWS**0.5
+
+
+@pytest.mark.parametrize("scale", [0.8, 1.0, 1.4])
+def test_second_moment(scale):
+    """E ‖Φ‖²‖Ψ‖² = e^{τ²s²‖x‖² + ‖w‖²/s²} for the cosine."""
+    x, w, b, g = setting()
+    tau = 1.2
+    sizes = atom_phi(x, g, tau, scale).square().sum(-1) * atom_psi(w, b, g, tau, scale).square().sum(-1)
+    exact = torch.exp((tau * scale) ** 2 * x.square().sum() + w.square().sum() / scale**2)
+    assert abs(sizes.mean() - exact) < 5 * sizes.std() / DRAWS**0.5
+
+
+def test_best_scale_minimises_the_second_moment():
+    x, w, _, _ = setting()
+    tau = 1.2
+
+    def moment(scale: torch.Tensor) -> torch.Tensor:
+        return torch.exp((tau * scale) ** 2 * x.square().sum() + w.square().sum() / scale**2)
+
+    best = best_scale(x, w, tau)
+    assert moment(best) < moment(best * 1.1)
+    assert moment(best) < moment(best * 0.9)
+    torch.testing.assert_close(moment(best), torch.exp(2 * tau * x.norm() * w.norm()))
+
+
+def test_shapes():
+    x, w, b, g = setting()
+    assert atom_phi(x.expand(2, 3, -1), g[:7], 1.0, 1.0).shape == (2, 3, 7, 2)
+    assert atom_psi(w.expand(4, -1), b.expand(4), g[:7], 1.0, 1.0).shape == (4, 7, 2)
