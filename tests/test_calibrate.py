@@ -133,7 +133,7 @@ def test_reported_errors_are_those_of_the_model(name):
     """The error after, recomputed from the calibrated modules themselves on the held-out batches."""
     model = get_snnk_model(tiny_bert(), SNNKConfig(**PARTS[name]))
     data = batches()
-    report = calibrate(model, data, progress=False)
+    report = calibrate(model, data, refit=False, progress=False)
     expected = {"ffn": 3, "pooler": 1}
     if name == "both":
         assert len(report.slots) == 3
@@ -193,10 +193,25 @@ def test_later_slots_are_fitted_on_the_converted_stack():
     """Targets come from the original module on the converted inputs: refitting the last slot changes nothing."""
     model = get_snnk_model(tiny_bert(), SNNKConfig(ffn=FFNPart(num_features=8)))
     data = batches()
-    report = calibrate(model, data, progress=False)
-    again = calibrate(model, data, progress=False)
+    report = calibrate(model, data, refit=False, progress=False)
+    again = calibrate(model, data, refit=False, progress=False)
     for first, second in zip(report.slots, again.slots, strict=True):
         assert second.error_before == pytest.approx(first.error_after, rel=1e-3)
+
+
+@pytest.mark.parametrize("part", [FFNPart(num_features=8), FFNPart(num_features=8, component="relu", projection="orf")])
+def test_refit_uses_the_held_out_tokens_too(part):
+    """With the ridge given, refitting equals fitting to all batches; the report keeps the held-out error."""
+    data = batches()
+    weights, errors = [], []
+    for refit in (True, False):
+        model = get_snnk_model(tiny_bert(), SNNKConfig(ffn=part))
+        report = calibrate(model, data, ridges=[1e-3], refit=refit, progress=False)
+        errors.append(report.slots[0].error_after)
+        slot = model.get_submodule(f"base_model.model.{report.slots[0].path}").snnk_slots["default"][0]
+        weights.append((slot.layer.A.clone(), slot.layer.bias.clone()))
+    assert errors[0] == pytest.approx(errors[1], rel=1e-9)
+    assert not torch.allclose(weights[0][0], weights[1][0], rtol=1e-3)
 
 
 def test_model_state_and_global_randomness_are_left_alone():

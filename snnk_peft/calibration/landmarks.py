@@ -55,14 +55,21 @@ class SecondMoments:
         if len(vectors) == 0:
             return
         vectors = vectors.double()
-        self.mean, self.scatter = self.mean.to(vectors.device), self.scatter.to(vectors.device)
         mean = vectors.mean(0)
         centred = vectors - mean
-        total = self.count + len(vectors)
-        step = mean - self.mean
-        self.scatter.addmm_(centred.T, centred)
-        self.scatter += torch.outer(step, step) * (self.count * len(vectors) / total)
-        self.mean = self.mean + step * (len(vectors) / total)
+        self._join(len(vectors), mean, centred.T @ centred)
+
+    def merge(self, other: SecondMoments) -> None:
+        """Add the vectors of another accumulator of the same length."""
+        if other.count:
+            self._join(other.count, other.mean, other.scatter)
+
+    def _join(self, count: int, mean: Tensor, scatter: Tensor) -> None:
+        total = self.count + count
+        step = mean - self.mean.to(mean.device)
+        between = torch.outer(step, step) * (self.count * count / total)
+        self.scatter = self.scatter.to(mean.device) + scatter + between
+        self.mean = self.mean.to(mean.device) + step * (count / total)
         self.count = total
 
     def covariance(self) -> Tensor:
@@ -125,6 +132,7 @@ def fit_landmarks(
     *,
     given: int = 0,
     ridges: Sequence[float] = DEFAULT_RIDGES,
+    refit: bool = False,
 ) -> RidgeFit:
     """The readout from the kept units to all units, its ridge chosen on held-out tokens.
 
@@ -135,6 +143,8 @@ def fit_landmarks(
         output_weight: W₂ (o, l); errors are measured behind it.
         given: number of trailing coordinates that are features too.
         ridges: candidates, as fractions of the mean variance of the features.
+        refit: once the ridge is chosen, fit to all tokens, the held-out ones included; the error stays the one that
+            was measured before.
 
     Returns:
         RidgeFit with weight (l, m + given) and bias (l,); the error is relative to the variance of W₂ h.
@@ -159,4 +169,10 @@ def fit_landmarks(
         if best is None or error < best.error:
             best = RidgeFit(A, bias, ridge, error)
     assert best is not None
+    if refit:
+        together = SecondMoments(len(train.mean))
+        together.merge(train)
+        together.merge(held_out)
+        final = fit_landmarks(together, together, landmarks, output_weight, given=given, ridges=[best.ridge])
+        return best._replace(weight=final.weight, bias=final.bias)
     return best

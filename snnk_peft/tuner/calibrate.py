@@ -38,8 +38,8 @@ class SlotReport:
     Args:
         path: the replaced module.
         num_features: rows of W.
-        tokens: tokens (or examples, for a pooler) that the readout was fitted on.
-        held_out_tokens: tokens that chose the regularisation and that the errors are measured on.
+        tokens: tokens (or examples, for a pooler) fitted while choosing the regularisation.
+        held_out_tokens: tokens that chose it and that the errors are measured on; fitted as well after `refit`.
         ridge: the chosen regularisation, as a fraction of the mean feature variance.
         error_before: squared error of the slot as it was, relative to the target's variance, on held-out tokens.
         error_after: the same after fitting. 1 means no better than the mean.
@@ -93,6 +93,7 @@ def calibrate(
     landmarks: str = "greedy",
     held_out: float = 0.2,
     ridges: Sequence[float] = DEFAULT_RIDGES,
+    refit: bool = True,
     progress: bool = True,
 ) -> CalibrationReport:
     """Fit the replaced FFN blocks and pooler of a patched model to the originals.
@@ -105,6 +106,8 @@ def calibrate(
         landmarks: how landmark projections choose their rows: "greedy" or "importance" (see calibration/landmarks).
         held_out: fraction of the batches that chooses the regularisation and is not fitted, in (0, 1).
         ridges: candidates for the regularisation, as fractions of the mean feature variance.
+        refit: once the regularisation is chosen, fit to all batches, the held-out ones included. The reported error is
+            the held-out one from before.
         progress: show a progress bar with an estimate.
 
     Returns:
@@ -152,7 +155,8 @@ def calibrate(
         passes = sum(_passes(_Target.of(model, slots[name])) for name in order)
         with tqdm(total=passes * total, desc="calibrate", unit="batch", disable=not progress) as bar:
             reports = [
-                _calibrate_slot(model, name, slots[name], batches, landmarks, held_out, ridges, bar) for name in order
+                _calibrate_slot(model, name, slots[name], batches, landmarks, held_out, ridges, refit, bar)
+                for name in order
             ]
     finally:
         for module, training in was_training.items():
@@ -292,17 +296,18 @@ def _calibrate_slot(
     rule: str,
     held_out: float,
     ridges: Sequence[float],
+    refit: bool,
     bar: Any,
 ) -> SlotReport:
     start = time.perf_counter()
     target, data = _Target.of(model, layer), _Pass(model, layer, batches, held_out, bar)
     before = ErrorMeter(target.output_weight)
     if target.landmarks is not None and target.features_are_hidden_units():
-        fit, tokens = _fit_hidden_units(target, data, rule, ridges, before)
+        fit, tokens = _fit_hidden_units(target, data, rule, ridges, refit, before)
     else:
         if target.landmarks is not None:
             _select_rows(target, _joint_moments(target, data)[0], rule)
-        fit, tokens = _fit_features(target, data, ridges, before)
+        fit, tokens = _fit_features(target, data, ridges, refit, before)
     stand_in = target.slot.layer
     stand_in.A.copy_(fit.weight)
     stand_in.bias.copy_(fit.bias)  # type: ignore[union-attr, arg-type]
@@ -347,7 +352,7 @@ def _select_rows(target: _Target, moments: SecondMoments, rule: str) -> torch.Te
 
 
 def _fit_hidden_units(
-    target: _Target, data: _Pass, rule: str, ridges: Sequence[float], before: ErrorMeter
+    target: _Target, data: _Pass, rule: str, ridges: Sequence[float], refit: bool, before: ErrorMeter
 ) -> tuple[RidgeFit, int]:
     """Features are hidden units: their joint moments decide which to keep and the readout, in one pass."""
     train, test = _joint_moments(target, data, before)
@@ -355,19 +360,28 @@ def _fit_hidden_units(
     given, m = len(train.mean) - stand_in.out_features, stand_in.stage.feature_map.num_features
     chosen = _select_rows(target, train, rule).to(train.mean.device)
     assert target.output_weight is not None
-    fit = fit_landmarks(train, test, chosen, target.output_weight, given=given, ridges=ridges)
+    fit = fit_landmarks(train, test, chosen, target.output_weight, given=given, ridges=ridges, refit=refit)
     fit.weight[:, :m] *= m**0.5  # the feature map divides by √m
     return fit, train.count
 
 
-def _fit_features(target: _Target, data: _Pass, ridges: Sequence[float], before: ErrorMeter) -> tuple[RidgeFit, int]:
+def _fit_features(
+    target: _Target, data: _Pass, ridges: Sequence[float], refit: bool, before: ErrorMeter
+) -> tuple[RidgeFit, int]:
     """Any features: ridge regression of the original's output on them."""
     stand_in = target.slot.layer
-    train = GramAccumulator(stand_in.stage.out_dim, stand_in.out_features)
-    test = GramAccumulator(stand_in.stage.out_dim, stand_in.out_features, output_weight=target.output_weight)
+    train, test = (
+        GramAccumulator(stand_in.stage.out_dim, stand_in.out_features, output_weight=target.output_weight)
+        for _ in range(2)
+    )
     for is_test, x in data:
         hidden = target.hidden(x)
         if is_test:
             before.update(hidden, stand_in(x))
         (test if is_test else train).update(stand_in.stage(x.to(stand_in.A.dtype)), hidden)
-    return fit_ridge(train, test, ridges), train.count
+    fit, fitted = fit_ridge(train, test, ridges), train.count
+    if refit:
+        train.merge(test)
+        final = train.solve(fit.ridge * train.ridge_scale)
+        fit = fit._replace(weight=final.weight, bias=final.bias)
+    return fit, fitted
