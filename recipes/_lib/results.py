@@ -41,7 +41,8 @@ def save_models(model: Any, tokenizer: Any, config: FinetuneConfig, folder: Path
         "base_model": config.model.name_or_path if config.model.name_or_path != "minilm" else MINILM,
         "metrics": metrics,
         "training": dataclasses.asdict(config.train),
-        "dataset": "nyu-mll/glue",
+        "dataset": TASKS[config.task].hub_path,
+        "title": f"{Path(config.model.name_or_path).name} with SNNK layers, fine-tuned on {config.task}",
     }
 
     def put(name: str, content: Any) -> None:
