@@ -67,8 +67,8 @@ class SecondMoments:
     def _join(self, count: int, mean: Tensor, scatter: Tensor) -> None:
         total = self.count + count
         step = mean - self.mean.to(mean.device)
-        between = torch.outer(step, step) * (self.count * count / total)
-        self.scatter = self.scatter.to(mean.device) + scatter + between
+        self.scatter = self.scatter.to(mean.device).add_(scatter)
+        self.scatter.addr_(step, step, alpha=self.count * count / total)
         self.mean = self.mean.to(mean.device) + step * (count / total)
         self.count = total
 
@@ -104,23 +104,27 @@ def choose_landmarks(
     if rule == "importance":
         spread = covariance.diagonal()[:units].clamp_min(0).sqrt()
         return (spread * weight.norm(dim=0)).topk(count).indices.sort().values
-    residual = covariance[:units, :units].clone()
+    start = covariance[:units, :units]
     if given:
         cross = covariance[:units, units:]
-        residual -= cross @ torch.linalg.pinv(covariance[units:, units:], hermitian=True) @ cross.T
-    seen = weight @ residual  # W₂ C: column j is what unit j says about the output
-    floor = 1e-10 * residual.diagonal().max()
-    open_units = torch.ones(units, dtype=torch.bool, device=residual.device)
-    for _ in range(count):
-        variance = residual.diagonal()
+        start = start - cross @ torch.linalg.pinv(covariance[units:, units:], hermitian=True) @ cross.T
+    # The residual covariance after k choices is start − L Lᵀ; only its diagonal and W₂ times it are kept up to date.
+    factor = start.new_zeros(units, count)
+    variance = start.diagonal().clone()
+    seen = weight @ start  # column j is what unit j says about the output
+    floor = 1e-10 * variance.max()
+    open_units = torch.ones(units, dtype=torch.bool, device=start.device)
+    for step in range(count):
         gain = torch.where(open_units & (variance > floor), seen.square().sum(0) / variance.clamp_min(floor), -1.0)
         # Units without any variance left are as good as each other: any open one will do.
         best = int(gain.argmax()) if gain.max() > 0 else int(open_units.nonzero()[0])
         open_units[best] = False
         if variance[best] > floor:
-            column, effect = residual[:, best].clone() / variance[best].sqrt(), seen[:, best] / variance[best].sqrt()
-            seen -= torch.outer(effect, column)
-            residual -= torch.outer(column, column)
+            scale = variance[best].rsqrt()
+            column = (start[:, best] - factor[:, :step] @ factor[best, :step]) * scale
+            seen.addr_(seen[:, best] * scale, column, alpha=-1.0)
+            factor[:, step] = column
+            variance -= column.square()
     return (~open_units).nonzero().squeeze(1)
 
 
