@@ -74,5 +74,5 @@ class _NormalizedLinear(torch.autograd.Function):
         pull = inner * rstd.square() * (-1.0 / x.shape[-1])
         left = torch.cat(((dz.to(rstd.dtype) * rstd), -pull * mean), -1).to(x.dtype)
         right = torch.cat((centred, torch.ones_like(centred[:1])))
-        dx = x * pull.to(x.dtype)
-        return dx + left @ right, None, None
+        dx = (x * pull.to(x.dtype)).reshape(-1, x.shape[-1])
+        return torch.addmm(dx, left.reshape(-1, left.shape[-1]), right).reshape(x.shape), None, None

@@ -144,7 +144,10 @@ def calibrate(
     if not faults:
         total, fitted = _count_batches(batches, held_out)
         if fitted == 0 or fitted == total:
-            faults.append(f"batches holds {total}; expected at least 2, so that one can be held out. Use smaller ones")
+            faults.append(
+                f"batches holds {total}, of which held_out={held_out} leaves {fitted} to fit; expected at least one to "
+                "fit and one to hold out. Use smaller batches"
+            )
     if faults:
         raise ConfigError(faults)
 
@@ -173,8 +176,8 @@ def _read(batches: Batches) -> Iterator[Batch]:
 
 
 def _is_held_out(index: int, fraction: float) -> bool:
-    """Spread the held-out batches evenly: whenever the running count of index·fraction steps up."""
-    return int((index + 1) * fraction) > int(index * fraction)
+    """Spread the held-out batches evenly: whenever the running count of index·fraction passes a half."""
+    return int((index + 1) * fraction + 0.5) > int(index * fraction + 0.5)
 
 
 def _count_batches(batches: Batches, held_out: float) -> tuple[int, int]:
