@@ -127,7 +127,7 @@ def render(table: Table) -> str:
             "",
             *_grid(["method", *tasks, "average", "trained parameters"], [*rows, sizes]),
             "",
-            f"Seconds per epoch of training on {devices}:",
+            f"Seconds per epoch of training on {devices}; wall time, so other work on the machine shows:",
             "",
             *_grid(["method", *tasks], times),
             "",
