@@ -15,7 +15,8 @@ from snnk_peft.config import AdapterPart, FFNPart, PoolerPart, SNNKConfig
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.tuner.calibrate import CalibrationReport, calibrate
+from snnk_peft.tuner.calibrate import calibrate
+from snnk_peft.tuner.calibration_report import CalibrationReport
 from snnk_peft.tuner.get_model import get_snnk_model
 
 __version__ = "0.1.0"

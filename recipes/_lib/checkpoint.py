@@ -50,7 +50,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     accelerator: Any,
 ) -> Path:
-    """Write `folder/step-XXXXXXX` (all processes call this; the main one writes what they share).
+    """Write `folder/step-<seven digits>` (all processes call this; the main one writes what they share).
 
     Args:
         folder: the run's checkpoints folder.
