@@ -37,8 +37,11 @@ def normalized_linear(x: Tensor, weight: Tensor, eps: float = EPSILON) -> Tensor
 
 
 def _forward(x: Tensor, centred: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    # Mean and variance in at least fp32: half precision overflows on the squares.
-    variance, mean = torch.var_mean(x.float() if x.dtype.itemsize < 4 else x, -1, keepdim=True, correction=0)
+    # Mean and variance in at least fp32: half precision overflows on the squares. Two passes, because the difference of
+    # E x² and (E x)² cancels; not torch.var_mean, which on a CPU takes 20 times as long.
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    mean = wide.mean(-1, keepdim=True)
+    variance = torch.linalg.vector_norm(wide - mean, dim=-1, keepdim=True).square() / x.shape[-1]
     rstd = (variance + eps).rsqrt()
     return (x @ centred.T) * rstd.to(x.dtype), mean, rstd
 
