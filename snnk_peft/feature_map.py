@@ -39,6 +39,7 @@ class FeatureMap(nn.Module):
                 f"projection {type(projection).__name__} draws {projection.distribution!r}; valid projections: "
                 f"{', '.join(partners)}"
             )
+        component.prepare(projection)
         self.component = component
         self.projection = projection
 
@@ -55,15 +56,15 @@ class FeatureMap(nn.Module):
     @property
     def feature_dim(self) -> int:
         """Length of the features."""
-        return self.component.feature_dim(self.num_features)
+        return self.component.feature_dim(self.num_features, self.dim)
 
-    def phi(self, x: torch.Tensor) -> Features:
+    def phi(self, x: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:
         """Features of data, x (..., dim)."""
-        return self.component.phi(x, self.projection)
+        return self.component.phi(x, self.projection, statistics)
 
-    def psi(self, y: torch.Tensor) -> Features:
+    def psi(self, y: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:
         """Features of the other tower (keys, weights), y (..., dim)."""
-        return self.component.psi(y, self.projection)
+        return self.component.psi(y, self.projection, statistics)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The exact kernel E[phi(x)·psi(y)]; x and y broadcast, result (...)."""

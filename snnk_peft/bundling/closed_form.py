@@ -187,6 +187,6 @@ def head_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         offset,
         feature_map.component.function,
         x,
-        scale=feature_map.num_features**-0.5,
+        scale=feature_map.projection.amplitudes(),
     )
     return jacobian + weight[:, width:] if stage.append_input else jacobian

@@ -2,6 +2,9 @@
 
 E[phi(x)·psi(y)] = kernel(x, y), the expectation over the rows of W. The true features are `values * exp(log_scale)`;
 elementwise components need no scale and leave it None.
+
+Some components adapt to the data. What they want to know about the two sets of vectors is computed by `statistics`, per
+example (and head), and handed to both towers; `calibrate` stores an average for those who cannot compute it on the fly.
 """
 
 from __future__ import annotations
@@ -43,9 +46,16 @@ class Component(nn.Module):
     distribution = "gaussian"
     params: Mapping[str, Any] = MappingProxyType({})
 
-    def feature_dim(self, num_features: int) -> int:
-        """Length of the features for `num_features` rows of W."""
+    def feature_dim(self, num_features: int, dim: int) -> int:
+        """Length of the features for `num_features` rows of W of length `dim`."""
         return num_features
+
+    def prepare(self, projection: Projection) -> None:
+        """Called once when a FeatureMap pairs this component with its matrix: the place to draw what else is random.
+
+        Raises:
+            ConfigError: the component cannot work with this matrix.
+        """
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
         """The elementwise f on z = ω·x, any shape."""
@@ -55,19 +65,57 @@ class Component(nn.Module):
         """Fixed numbers c_i that the component wants added to the projections ω_i·x, (num_features,), or None."""
         return None
 
-    def activate(self, z: torch.Tensor) -> torch.Tensor:
-        """Features of an elementwise component from projections z = x Wᵀ: (..., num_features) -> (..., feature_dim)."""
+    def activate(self, z: torch.Tensor, amplitudes: torch.Tensor | float | None = None) -> torch.Tensor:
+        """Features of an elementwise component from projections z = x Wᵀ: (..., num_features) -> (..., feature_dim).
+
+        Args:
+            z: the projections.
+            amplitudes: what `Projection.amplitudes` gives; None for num_features^-½.
+        """
         offsets = self.offsets(z.shape[-1], z.device)
-        return self.function(z if offsets is None else z + offsets.to(z.dtype)) * z.shape[-1] ** -0.5
+        values = self.function(z if offsets is None else z + offsets.to(z.dtype))
+        return scaled(values, z.shape[-1] ** -0.5 if amplitudes is None else amplitudes)
 
-    def phi(self, x: torch.Tensor, projection: Projection) -> Features:
-        """Features of data (queries, layer inputs): x (..., dim) -> (..., feature_dim)."""
-        return Features(self.activate(projection(x)))
+    def phi(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor] | None = None
+    ) -> Features:
+        """Features of data (queries, layer inputs): x (..., dim) -> (..., feature_dim).
 
-    def psi(self, y: torch.Tensor, projection: Projection) -> Features:
-        """Features of the other tower (keys, weights); the same as `phi` unless a component says otherwise."""
-        return self.phi(y, projection)
+        Args:
+            x: the vectors, (..., length, dim) where statistics are given.
+            projection: W.
+            statistics: from `statistics`, for components that adapt to the data; None for their stored ones.
+        """
+        return Features(self.activate(projection(x), projection.amplitudes()))
+
+    def psi(
+        self, y: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor] | None = None
+    ) -> Features:
+        """Features of the other tower (keys, weights); as `phi`, but for the signs of the feature weights."""
+        return Features(self.activate(projection(y), projection.amplitudes(signed=True)))
+
+    def statistics(
+        self, x: torch.Tensor, y: torch.Tensor, x_mask: torch.Tensor | None = None, y_mask: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What the two towers must agree on, from the vectors of both; empty unless the component adapts to the data.
+
+        Args:
+            x: (..., n, dim), one set of vectors per leading index.
+            y: (..., l, dim).
+            x_mask: (..., n) bool, True where x counts; None for all.
+            y_mask: (..., l) bool.
+        """
+        return {}
+
+    def calibrate(self, statistics: Mapping[str, torch.Tensor]) -> None:
+        """Store (averaged) statistics, to be used where `phi` and `psi` get none."""
+        raise TypeError(f"{type(self).__name__} has nothing to calibrate")
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The exact E[phi(x)·psi(y)]: x, y (..., dim) broadcast over leading dimensions, result (...)."""
         raise TypeError(f"{type(self).__name__} has no exact kernel")
+
+
+def scaled(values: torch.Tensor, amplitudes: torch.Tensor | float) -> torch.Tensor:
+    """values (..., m) times amplitudes, in the dtype of values."""
+    return values * (amplitudes.to(values.dtype) if isinstance(amplitudes, torch.Tensor) else amplitudes)

@@ -67,7 +67,7 @@ class FeatureStage(nn.Module):
         for added in (projection.bias, component.offsets(projection.num_features)):
             offset = offset if added is None else offset + added.to(std)
         mean = hermite_coefficients(component.function, offset, std, degree=0)[:, 0]
-        return (mean * projection.num_features**-0.5).float()
+        return (mean * projection.amplitudes()).float()
 
     @property
     def dim(self) -> int:
@@ -88,7 +88,9 @@ class FeatureStage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., out_dim)."""
         if self.normalize:
-            features = self.feature_map.component.activate(self.feature_map.projection.normalized(x, self.scale))
+            projection = self.feature_map.projection
+            z = projection.normalized(x, self.scale)
+            features = self.feature_map.component.activate(z, projection.amplitudes())
         else:
             features = self.feature_map(self.transform(x))
         if self.means is not None:

@@ -97,7 +97,7 @@ class SNNKLinear(nn.Module):
             rows.float().cpu(),
             None if row_bias is None else row_bias.float().cpu(),
             component.function,
-            feature_scale=projection.num_features**-0.5,
+            feature_scale=projection.amplitudes(),
             input_mean=input_mean,
             input_std=input_std,
         )

@@ -1,6 +1,7 @@
 """What every weight matrix W of a feature map is: rows ω_i, applied as x -> x Wᵀ + c.
 
 Shapes: W is (num_features, dim), c is (num_features,) or absent, x is (..., dim), the result (..., num_features).
+A kernel is estimated by Σ_i a_i f(ω_i·x) f(ω_i·y); the weights a_i are 1/num_features unless a quadrature says otherwise.
 W is drawn once, on the CPU, from a generator seeded by (seed, slot): two layers with different slots get independent
 matrices, the order of patching never matters, and the global random state is not touched.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.normalized_projection import normalized_linear
+from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
 
 
 def slot_generator(seed: int, slot: str = "") -> torch.Generator:
@@ -44,7 +45,9 @@ class Projection(nn.Module):
 
     Attributes:
         distribution: what the rows are drawn from ("gaussian", ...); a component states which one it needs.
-        unbiased: whether averages over the rows are unbiased for the component's kernel.
+        unbiased: whether averages over the rows are unbiased for the component's kernel. False for deterministic
+            designs, and for rows that are only nearly Gaussian.
+        uniform: whether all feature weights are equal.
         redrawable: whether W follows from the seed alone, so that `save=False` is possible.
         trainable: whether W is learned.
         params: the member's own keyword arguments, from which it can be built again.
@@ -52,6 +55,7 @@ class Projection(nn.Module):
 
     distribution = "gaussian"
     unbiased = True
+    uniform = True
     redrawable = True
     trainable = False
 
@@ -128,6 +132,8 @@ class Projection(nn.Module):
 
     def normalized(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """scale · LN(x) Wᵀ + c, LN without weights over the last axis; the normalised vectors are never formed."""
+        if self.trainable:
+            return self(nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * scale)
         z = normalized_linear(x, self.materialize())
         z = z if scale == 1.0 else z * scale
         return z if self.bias is None else z + self.bias.to(z.dtype)
@@ -138,8 +144,20 @@ class Projection(nn.Module):
 
     @property
     def feature_weights(self) -> torch.Tensor:
-        """Weight of each row in the average that estimates the kernel, (num_features,), sum 1; uniform here."""
+        """Weight a_i of each row in the average that estimates the kernel, (num_features,), sum 1; uniform here."""
         return torch.full_like(self.weight[:, 0], 1.0 / self.num_features)
+
+    def amplitudes(self, signed: bool = False) -> torch.Tensor | float:
+        """√|a_i|, which each tower multiplies its features with, (num_features,) or one number for all.
+
+        Args:
+            signed: times the sign of a_i; for the second tower (psi) only, so that the product of both carries a_i.
+        """
+        if self.uniform:
+            return self.num_features**-0.5
+        weights = self.feature_weights
+        root = weights.abs().sqrt()
+        return root * weights.sign() if signed else root
 
     def squared_row_norms(self) -> torch.Tensor:
         """‖ω_i‖², (num_features,)."""
