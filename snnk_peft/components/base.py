@@ -40,10 +40,14 @@ class Component(nn.Module):
 
     Attributes:
         distribution: what the rows of W must be drawn from for `kernel` to hold.
+        positive: whether features (of uniformly weighted rows) are never negative, so that attention weights are not.
+        adapts: whether `statistics` gives something.
         params: the member's own keyword arguments, from which it can be built again.
     """
 
     distribution = "gaussian"
+    positive = False
+    adapts = False
     params: Mapping[str, Any] = MappingProxyType({})
 
     def feature_dim(self, num_features: int, dim: int) -> int:
@@ -76,23 +80,30 @@ class Component(nn.Module):
         values = self.function(z if offsets is None else z + offsets.to(z.dtype))
         return scaled(values, z.shape[-1] ** -0.5 if amplitudes is None else amplitudes)
 
-    def phi(
-        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor] | None = None
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """Features of data (queries, layer inputs): x (..., dim) -> (..., feature_dim).
+        """The features of one tower, x (..., dim) -> (..., feature_dim); what a member that is not elementwise defines.
 
         Args:
             x: the vectors, (..., length, dim) where statistics are given.
             projection: W.
-            statistics: from `statistics`, for components that adapt to the data; None for their stored ones.
+            statistics: see `statistics`; empty for the stored ones.
+            second: whether this is psi: it carries the signs of the feature weights.
         """
-        return Features(self.activate(projection(x), projection.amplitudes()))
+        return Features(self.activate(projection(x), projection.amplitudes(signed=second)))
+
+    def phi(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor] | None = None
+    ) -> Features:
+        """Features of data (queries, layer inputs): x (..., dim) -> (..., feature_dim)."""
+        return self.tower(x, projection, statistics or {}, second=False)
 
     def psi(
         self, y: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor] | None = None
     ) -> Features:
-        """Features of the other tower (keys, weights); as `phi`, but for the signs of the feature weights."""
-        return Features(self.activate(projection(y), projection.amplitudes(signed=True)))
+        """Features of the other tower (keys, weights): y (..., dim) -> (..., feature_dim)."""
+        return self.tower(y, projection, statistics or {}, second=True)
 
     def statistics(
         self, x: torch.Tensor, y: torch.Tensor, x_mask: torch.Tensor | None = None, y_mask: torch.Tensor | None = None

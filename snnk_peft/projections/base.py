@@ -1,7 +1,7 @@
 """What every weight matrix W of a feature map is: rows ω_i, applied as x -> x Wᵀ + c.
 
 Shapes: W is (num_features, dim), c is (num_features,) or absent, x is (..., dim), the result (..., num_features).
-A kernel is estimated by Σ_i a_i f(ω_i·x) f(ω_i·y); the weights a_i are 1/num_features unless a quadrature says otherwise.
+A kernel is estimated by Σ_i a_i f(ω_i·x) f(ω_i·y); the weights a_i are 1/num_features but for quadratures.
 W is drawn once, on the CPU, from a generator seeded by (seed, slot): two layers with different slots get independent
 matrices, the order of patching never matters, and the global random state is not touched.
 """
@@ -147,17 +147,18 @@ class Projection(nn.Module):
         """Weight a_i of each row in the average that estimates the kernel, (num_features,), sum 1; uniform here."""
         return torch.full_like(self.weight[:, 0], 1.0 / self.num_features)
 
-    def amplitudes(self, signed: bool = False) -> torch.Tensor | float:
-        """√|a_i|, which each tower multiplies its features with, (num_features,) or one number for all.
+    def amplitudes(self, signed: bool = False, copies: int = 1) -> torch.Tensor | float:
+        """√|a_i|, which each tower multiplies its features with, (copies · num_features,) or one number for all.
 
         Args:
             signed: times the sign of a_i; for the second tower (psi) only, so that the product of both carries a_i.
+            copies: how many features each row makes; they share its weight.
         """
         if self.uniform:
-            return self.num_features**-0.5
-        weights = self.feature_weights
+            return (copies * self.num_features) ** -0.5
+        weights = self.feature_weights / copies
         root = weights.abs().sqrt()
-        return root * weights.sign() if signed else root
+        return (root * weights.sign() if signed else root).repeat(copies)
 
     def squared_row_norms(self) -> torch.Tensor:
         """‖ω_i‖², (num_features,)."""

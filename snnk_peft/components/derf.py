@@ -1,0 +1,115 @@
+"""Dense exponential random features (DERF; Spectraformer's ADERF and SDERF): φ(x) = m^-½ D exp(ωᵀAω + ωᵀBx + xᵀCx).
+
+A is a symmetric matrix, so the quadratic term follows the data's principal directions. After a change of basis every
+case is `gerf` with one parameter a_l per coordinate:
+
+    mode="symmetric" (SDERF): both towers are rotated to the eigenvectors of E(x+y)(x+y)ᵀ, with eigenvalues λ_l, and
+        a_l is the best parameter of a one-dimensional problem with S = λ_l.
+    mode="asymmetric" (ADERF): x -> Tx, y -> T⁻¹y with the symmetric T for which T² is the geometric mean of the
+        second moments, T² E[xxᵀ] T² = E[yyᵀ]: it minimises E‖Tx‖² + E‖T⁻¹y‖². One a for all coordinates.
+
+Moments are those **of one example and head**. Unbiased for e^{x·y} for any rotation, T and a; with kernel="gaussian",
+e^{−‖x−y‖²/2}. Before `calibrate`: the identity and a = 0, which is `posrf`. Cost: `posrf`, two products of dim² per
+vector, and eigendecompositions of (dim, dim) matrices per example and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.balancing import balancing_maps, second_moment
+from snnk_peft.functional.exponential import (
+    check_kernel,
+    exact_kernel,
+    half_square,
+    log_features,
+    masked_mean,
+    mean_square_of_sums,
+    optimal_a,
+    stabilised,
+)
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.projections.base import Projection
+
+MODES = ("symmetric", "asymmetric")
+
+
+@COMPONENTS.register("derf")
+class Derf(Component):
+    """gerf in the coordinates of the data.
+
+    Args:
+        mode: "symmetric" (default) or "asymmetric".
+        kernel: "softmax" (default) or "gaussian".
+    """
+
+    adapts = positive = True
+    x_map: torch.Tensor
+    y_map: torch.Tensor
+    a: torch.Tensor
+
+    def __init__(self, mode: str = "symmetric", kernel: str = "softmax"):
+        super().__init__()
+        if mode not in MODES:
+            raise ConfigError(f"derf mode is {mode!r}; expected one of {', '.join(MODES)}")
+        self.mode, self.kernel_name = mode, check_kernel(kernel)
+        self.params = {"mode": mode, "kernel": kernel}
+
+    def prepare(self, projection: Projection) -> None:
+        """Make room for the maps, the identity until calibrated."""
+        self.register_buffer("x_map", torch.eye(projection.dim))
+        self.register_buffer("y_map", torch.eye(projection.dim))
+        self.register_buffer("a", torch.zeros(1, projection.dim))
+
+    def statistics(
+        self, x: torch.Tensor, y: torch.Tensor, x_mask: torch.Tensor | None = None, y_mask: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """{"x_map", "y_map": (..., dim, dim), applied from the right, "a": (..., 1, dim)}; without gradient."""
+        with torch.no_grad(), full_precision(x):
+            x, y = wide(x).double(), wide(y).double()
+            x_moment, y_moment = second_moment(x, x_mask), second_moment(y, y_mask)
+            if self.mode == "asymmetric":
+                x_map, y_map = balancing_maps(x_moment, y_moment)
+                square = mean_square_of_sums(x @ x_map, y @ y_map, x_mask, y_mask).sum(-1, keepdim=True)
+                a = optimal_a(square, x.shape[-1]).expand(*square.shape[:-1], x.shape[-1])
+            else:
+                cross = masked_mean(x, x_mask).mT @ masked_mean(y, y_mask)
+                eigenvalues, x_map = torch.linalg.eigh(x_moment + y_moment + cross + cross.mT)
+                y_map, a = x_map, optimal_a(eigenvalues.clamp_min(0), 1).unsqueeze(-2)
+            return {"x_map": x_map, "y_map": y_map, "a": a}
+
+    def calibrate(self, statistics: Mapping[str, torch.Tensor]) -> None:
+        """Keep the statistics of one pooled set of vectors: maps of several sets have no meaningful average."""
+        if statistics["x_map"].dim() != 2:
+            raise ConfigError(
+                f"derf needs statistics of one set of vectors; got maps of shape {tuple(statistics['x_map'].shape)}. "
+                "Compute them on all vectors together: statistics(x.flatten(0, -2), y.flatten(0, -2))"
+            )
+        for name in ("x_map", "y_map", "a"):
+            setattr(self, name, statistics[name].to(getattr(self, name)).clone())
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`."""
+        with full_precision(x):
+            name = "y_map" if second else "x_map"
+            mapped = wide(x) @ statistics.get(name, getattr(self, name)).to(wide(x))
+            a = statistics.get("a", self.a).to(mapped)
+            z = projection(mapped * (1 - 4 * a).sqrt())
+            # Quadratures and biases aside, the rows' squares weigh the coordinates: Σ_l a_l ω_l².
+            quadratic = a @ projection.materialize().to(mapped).square().mT
+            logarithm = log_features(z, mapped, "softmax", a if x.dim() > 1 else a.squeeze(-2), quadratic)
+            if self.kernel_name == "gaussian":
+                logarithm = logarithm - half_square(x)
+            logarithm = logarithm.reshape(*x.shape[:-1], -1)
+            return Features(*stabilised(logarithm, projection.amplitudes(signed=second), x.dtype))
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """e^{x·y} or e^{−‖x−y‖²/2}."""
+        return exact_kernel(x, y, self.kernel_name)

@@ -1,0 +1,55 @@
+"""Geometric random features (Chefs' Random Tables; Spectraformer's GeomRF): φ(x) = m^-½ Π_l x_l^{ω_l} (ω_l! P(ω_l))^-½.
+
+ω_l are independent geometric integers, P(k) = p (1−p)^k, so E[Π (x_l y_l)^{ω_l} / (ω_l! P(ω_l))] = Π Σ_k (x_l y_l)^k/k!
+= e^{x·y}: the exact kernel, for any p in (0, 1). A large p gives small integers, which suits small coordinates.
+Signs of x are kept (integer powers), so features are positive only for positive vectors. Computed through logarithms,
+as in `poisrf`. Cost: two projections.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.functional.exponential import check_kernel, exact_kernel, half_square, stabilised
+from snnk_peft.functional.integer_powers import log_abs, sign_of_powers
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.projections.base import Projection
+
+
+@COMPONENTS.register("geomrf")
+class Geomrf(Component):
+    """Π_l x_l^{ω_l} / √(ω_l! P(ω_l)), ω geometric.
+
+    Args:
+        kernel: "softmax" (default) or "gaussian".
+    """
+
+    distribution = "geometric"
+
+    def __init__(self, kernel: str = "softmax"):
+        super().__init__()
+        self.kernel_name, self.params = check_kernel(kernel), {"kernel": kernel}
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`."""
+        with full_precision(x):
+            p = float(projection.params["p"])
+            wide_x = wide(x)
+            powers = projection.materialize().to(wide_x)
+            mass = torch.lgamma(powers + 1) + powers * math.log1p(-p) + math.log(p)
+            logarithm = projection(log_abs(wide_x)) - mass.sum(-1) / 2
+            if self.kernel_name == "gaussian":
+                logarithm = logarithm - half_square(x)
+            values, scale = stabilised(logarithm, projection.amplitudes(signed=second), wide_x.dtype)
+            return Features((values * sign_of_powers(x, projection)).to(x.dtype), scale)
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """e^{x·y} or e^{−‖x−y‖²/2}."""
+        return exact_kernel(x, y, self.kernel_name)

@@ -1,0 +1,65 @@
+"""Generalised exponential features (Spectraformer's GERF): φ(x) = m^-½ D exp(A‖ω‖² + B ω·x + C‖x‖²).
+
+B = √(s(1−4A)), D = (1−4A)^{d/4}, C = −s/2 for the softmax kernel e^{x·y} and −(s+1)/2 for the Gaussian e^{−‖x−y‖²/2}.
+s = +1: positive features; A = 0 gives `posrf`, A < 0 bounded features with less variance for long vectors.
+s = −1: B is imaginary; cosines and sines times e^{A‖ω‖²}; A = 0 gives `trigrf`.
+Second moments are finite for A < 1/8 only. Cost: that of `posrf` (s = −1: two features per row).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_features, stabilised
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.projections.base import Projection
+
+
+@COMPONENTS.register("gerf")
+class Gerf(Component):
+    """D exp(A‖ω‖² + B ω·x + C‖x‖²).
+
+    Args:
+        A: below 1/8. The best value falls with ‖x + y‖²/dim (see `oprf`, which chooses it); default −0.03.
+        s: +1 (positive features, default) or −1 (trigonometric).
+        kernel: "softmax" (default) or "gaussian".
+    """
+
+    def __init__(self, A: float = -0.03, s: int = 1, kernel: str = "softmax"):
+        super().__init__()
+        faults = []
+        if isinstance(A, bool) or not isinstance(A, (int, float)) or not A < 0.125:
+            faults.append(f"gerf A is {A!r}; expected a number below 0.125, where the variance becomes infinite")
+        if s not in (1, -1):
+            faults.append(f"gerf s is {s!r}; expected 1 or -1")
+        if faults:
+            raise ConfigError(faults)
+        self.A, self.s, self.kernel_name = A, s, check_kernel(kernel)
+        self.positive = s == 1
+        self.params = {"A": A, "s": s, "kernel": kernel}
+
+    def feature_dim(self, num_features: int, dim: int) -> int:
+        """One per row, or two for s = −1."""
+        return num_features if self.s == 1 else 2 * num_features
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`."""
+        with full_precision(x):
+            z = projection(wide(x)) * (1 - 4 * self.A) ** 0.5
+            quadratic = self.A * projection.squared_row_norms().to(z.dtype)
+            logarithm = log_features(z, x, self.kernel_name, self.A, quadratic, self.s)
+            values, scale = stabilised(logarithm, projection.amplitudes(signed=second), z.dtype)
+            if self.s == -1:
+                values = torch.cat((values * torch.cos(z), values * torch.sin(z)), -1)
+            return Features(values.to(x.dtype), scale)
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """e^{x·y} or e^{−‖x−y‖²/2}."""
+        return exact_kernel(x, y, self.kernel_name)

@@ -1,0 +1,99 @@
+"""Hybrid random features (Choromanski et al. 2022; Spectraformer's HRF): a mixture of a positive and a trigonometric
+estimate of the same kernel, K̂ = λ K̂_pos + (1−λ) K̂_trig, each used where it is good.
+
+    mode="angular": λ(x, y) = θ/π, θ the angle between x and y, itself estimated without bias from n random directions
+        τ_j: ½ − ½ mean_j sgn(τ_j·x) sgn(τ_j·y). Trigonometric features are exact at θ = 0, positive ones have vanishing
+        variance near θ = π. Features: both bases times [1, sgn(τ_1·x), ..., sgn(τ_n·x)], with the minus sign on psi.
+    mode="learned": λ is a trained number in (0, 1) (a sigmoid), ½ at the start.
+
+Unbiased for e^{x·y} (or e^{−‖x−y‖²/2}) whatever λ is, because λ̂ is independent of W. Features: 3 per row, times n + 1
+in the angular mode. Cost: the projection, three transcendental functions per row, and n·dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.exponential import check_kernel, exact_kernel, half_square, log_features
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.projections.base import Projection, slot_generator
+
+MODES = ("angular", "learned")
+
+
+@COMPONENTS.register("hrf")
+class Hrf(Component):
+    """λ · positive + (1 − λ) · trigonometric.
+
+    Args:
+        mode: how λ is chosen, "angular" (default) or "learned".
+        directions: n, random directions that estimate the angle; more of them cost features and lower the variance.
+        kernel: "softmax" (default) or "gaussian".
+    """
+
+    directions: torch.Tensor | None
+
+    def __init__(self, mode: str = "angular", directions: int = 4, kernel: str = "softmax"):
+        super().__init__()
+        faults = []
+        if mode not in MODES:
+            faults.append(f"hrf mode is {mode!r}; expected one of {', '.join(MODES)}")
+        if isinstance(directions, bool) or not isinstance(directions, int) or directions < 1:
+            faults.append(f"hrf directions is {directions!r}; expected an integer >= 1")
+        if faults:
+            raise ConfigError(faults)
+        self.mode, self.count, self.kernel_name = mode, directions, check_kernel(kernel)
+        self.params = {"mode": mode, "directions": directions, "kernel": kernel}
+        self.register_buffer("directions", None)
+        self.logit = nn.Parameter(torch.zeros(())) if mode == "learned" else None
+
+    def feature_dim(self, num_features: int, dim: int) -> int:
+        """Three per row, times the number of sign features."""
+        return 3 * num_features * (1 + self.count if self.mode == "angular" else 1)
+
+    def prepare(self, projection: Projection) -> None:
+        """Draw the directions from the projection's seed and slot."""
+        if self.mode == "angular":
+            generator = slot_generator(projection.seed, f"{projection.slot}:hrf")
+            self.directions = torch.randn(self.count, projection.dim, generator=generator, device="cpu")
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`."""
+        with full_precision(x):
+            z = projection(wide(x))
+            positive = log_features(z, x, self.kernel_name)
+            # Softmax: cosines and sines times e^{‖x‖²/2}. Both bases share one scale per vector.
+            growth = half_square(x) if self.kernel_name == "softmax" else torch.zeros_like(half_square(x))
+            top = torch.maximum(positive.detach().amax(-1, keepdim=True), growth.detach())
+            amplitudes = projection.amplitudes(signed=second)
+            pos = (positive - top).exp() * amplitudes
+            angular = (growth - top).exp() * amplitudes
+            trig = torch.cat((torch.cos(z) * angular, torch.sin(z) * angular), -1)
+            return Features(self._mix(trig, pos, wide(x), second).to(x.dtype), top)
+
+    def _mix(self, trig: torch.Tensor, pos: torch.Tensor, x: torch.Tensor, second: bool) -> torch.Tensor:
+        if self.logit is not None:
+            weight = torch.sigmoid(self.logit).to(pos.dtype)
+            return torch.cat((trig * (1 - weight).sqrt(), pos * weight.sqrt()), -1)
+        assert self.directions is not None
+        # x = 0 has no angle; sgn(0) = +1 on both towers keeps λ a probability.
+        signs = torch.where(x @ self.directions.to(x.dtype).T >= 0, 1.0, -1.0).to(x.dtype) * self.count**-0.5
+        parts = [trig, _outer(trig, signs), pos, _outer(pos, -signs if second else signs)]
+        return torch.cat(parts, -1) * 0.5**0.5
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """e^{x·y} or e^{−‖x−y‖²/2}."""
+        return exact_kernel(x, y, self.kernel_name)
+
+
+def _outer(features: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """All products, (..., m) and (..., n) -> (..., m·n)."""
+    return (features.unsqueeze(-1) * signs.unsqueeze(-2)).flatten(-2)

@@ -1,0 +1,54 @@
+"""Poisson random features (Chefs' Random Tables; PoisRF): φ(x) = m^-½ e^{λd/2} Π_l x_l^{ω_l} λ^{−ω_l/2}.
+
+ω_l are independent Poisson(λ) integers, so E[Π (x_l y_l/λ)^{ω_l}] e^{λd} = Π e^{x_l y_l} = e^{x·y}: the exact kernel.
+Second moment of one row: Π_l exp(λ + x_l² y_l²/λ), least at λ = |x_l y_l|: choose the projection's `rate` near the
+typical |x_l y_l|. Signs of x are kept (integer powers), so features are positive only for positive vectors.
+
+Computed through logarithms: Σ_l ω_l log|x_l| is the projection of log|x|, and the sign is that of the parity of the
+projection of [x < 0]. Cost: two projections.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.functional.exponential import check_kernel, exact_kernel, half_square, stabilised
+from snnk_peft.functional.integer_powers import log_abs, sign_of_powers
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.projections.base import Projection
+
+
+@COMPONENTS.register("poisrf")
+class Poisrf(Component):
+    """Π_l x_l^{ω_l}, ω Poisson.
+
+    Args:
+        kernel: "softmax" (default) or "gaussian".
+    """
+
+    distribution = "poisson"
+
+    def __init__(self, kernel: str = "softmax"):
+        super().__init__()
+        self.kernel_name, self.params = check_kernel(kernel), {"kernel": kernel}
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`."""
+        with full_precision(x):
+            rate = float(projection.params["rate"])
+            logarithm = projection(log_abs(wide(x)) - math.log(rate) / 2) + rate * projection.dim / 2
+            if self.kernel_name == "gaussian":
+                logarithm = logarithm - half_square(x)
+            values, scale = stabilised(logarithm, projection.amplitudes(signed=second), logarithm.dtype)
+            return Features((values * sign_of_powers(x, projection)).to(x.dtype), scale)
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """e^{x·y} or e^{−‖x−y‖²/2}."""
+        return exact_kernel(x, y, self.kernel_name)

@@ -1,0 +1,45 @@
+"""Positive random features (FAVOR+; Spectraformer's PosRF, Eq. 32): φ(x) = m^-½ exp(ω·x − ‖x‖²/2).
+
+Exact kernel: e^{x·y}; with kernel="gaussian" (the Transformer-kernel paper's PRF, exp(ω·x − ‖x‖²)) e^{−‖x−y‖²/2}.
+Variance of one row: e^{2‖x+y‖² − ‖x‖² − ‖y‖²} − e^{2x·y}: small where the kernel is small, as attention needs it.
+Cost: the projection and one exponential per feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_features, stabilised
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.projections.base import Projection
+
+
+@COMPONENTS.register("posrf")
+class Posrf(Component):
+    """exp(ω·x − ‖x‖²/2).
+
+    Args:
+        kernel: "softmax" (default) or "gaussian".
+    """
+
+    positive = True
+
+    def __init__(self, kernel: str = "softmax"):
+        super().__init__()
+        self.kernel_name, self.params = check_kernel(kernel), {"kernel": kernel}
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`."""
+        with full_precision(x):
+            logarithm = log_features(projection(wide(x)), x, self.kernel_name)
+            return Features(*stabilised(logarithm, projection.amplitudes(signed=second), x.dtype))
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """e^{x·y} or e^{−‖x−y‖²/2}."""
+        return exact_kernel(x, y, self.kernel_name)

@@ -1,0 +1,101 @@
+"""Simplified asymmetric dense exponential features (Spectraformer's SADERF): `gerf` on Ψx and Ψ⁻¹y.
+
+Ψ is diagonal, Ψ_ll = (Σ_j y_jl² / Σ_i x_il²)^¼ (per example and head): it balances the coordinates of both towers and
+leaves x·y as it is, so the estimate stays unbiased for e^{x·y}. A is the best one for the balanced vectors, as in
+`oprf`. Coordinates that are zero throughout on one side keep Ψ_ll = 1. Before `calibrate`: Ψ = I, A = 0, which is
+`posrf`.
+
+With kernel="gaussian", e^{−‖x−y‖²/2}, the factors e^{−‖x‖²/2} are those of the original vectors. Cost: `oprf` and one
+product per coordinate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.exponential import (
+    check_kernel,
+    exact_kernel,
+    half_square,
+    log_features,
+    masked_mean,
+    mean_square_of_sums,
+    optimal_a,
+    stabilised,
+)
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.projections.base import Projection
+
+
+@COMPONENTS.register("saderf")
+class Saderf(Component):
+    """gerf on diagonally balanced vectors.
+
+    Args:
+        kernel: "softmax" (default) or "gaussian".
+        A: fixed below 1/8, or None (default) for the best one.
+    """
+
+    adapts = positive = True
+    mean_square: torch.Tensor
+    balance: torch.Tensor
+
+    def __init__(self, kernel: str = "softmax", A: float | None = None):
+        super().__init__()
+        if A is not None and not A < 0.125:
+            raise ConfigError(f"saderf A is {A!r}; expected a number below 0.125, or None for the best one")
+        self.kernel_name, self.A = check_kernel(kernel), A
+        self.params = {"kernel": kernel, "A": A}
+        self.register_buffer("mean_square", torch.zeros(()))
+
+    def prepare(self, projection: Projection) -> None:
+        """Make room for Ψ, the identity until calibrated."""
+        self.register_buffer("balance", torch.ones(projection.dim))
+
+    def statistics(
+        self, x: torch.Tensor, y: torch.Tensor, x_mask: torch.Tensor | None = None, y_mask: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """{"balance": Ψ (..., 1, dim), "mean_square": S of the balanced vectors (..., 1, 1)}; without gradient."""
+        with torch.no_grad():
+            x, y = wide(x), wide(y)
+            x_square, y_square = masked_mean(x.square(), x_mask), masked_mean(y.square(), y_mask)
+            usable = (x_square > 0) & (y_square > 0)
+            ratio = torch.where(usable, y_square, 1.0) / torch.where(usable, x_square, 1.0)
+            balance = ratio.pow(0.25)
+            square = mean_square_of_sums(x * balance, y / balance, x_mask, y_mask)
+            return {"balance": balance, "mean_square": square.sum(-1, keepdim=True)}
+
+    def calibrate(self, statistics: Mapping[str, torch.Tensor]) -> None:
+        """Keep the geometric mean of Ψ and the mean of S over all leading dimensions."""
+        balance = statistics["balance"]
+        self.balance = balance.reshape(-1, balance.shape[-1]).log().mean(0).exp().to(self.balance)
+        self.mean_square = statistics["mean_square"].mean().to(self.mean_square)
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`."""
+        with full_precision(x):
+            balance = statistics.get("balance", self.balance).to(wide(x))
+            balanced = wide(x) / balance if second else wide(x) * balance
+            z = projection(balanced)
+            a = self._a(statistics, z, x.shape[-1])
+            quadratic = a * projection.squared_row_norms().to(z.dtype)
+            logarithm = log_features(z * (1 - 4 * a).sqrt(), balanced, "softmax", a, quadratic)
+            if self.kernel_name == "gaussian":
+                logarithm = logarithm - half_square(x)
+            return Features(*stabilised(logarithm, projection.amplitudes(signed=second), x.dtype))
+
+    def _a(self, statistics: Mapping[str, torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
+        if self.A is not None:
+            return torch.as_tensor(self.A, dtype=like.dtype, device=like.device)
+        return optimal_a(statistics.get("mean_square", self.mean_square).to(like), dim)
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """e^{x·y} or e^{−‖x−y‖²/2}."""
+        return exact_kernel(x, y, self.kernel_name)

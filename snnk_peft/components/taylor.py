@@ -1,0 +1,121 @@
+"""Random Maclaurin features (Kar & Karnick 2012; SNNK paper, App. L) of any power series f(x·y) = Σ_n a_n (x·y)^n.
+
+A feature of degree n is a product of n independent random projections, Π_j ω_j·x with E[ωωᵀ] = I, because
+E[Π_j (ω_j·x)(ω_j·y)] = (x·y)^n. The estimate is Σ_n a_n times the mean over the features of degree n. Every degree up
+to `degree` gets features (✗ a degree measure that leaves out degree 1, or drops the signs of a_n, estimates another
+function); the sign of a_n goes on one tower. Degree 0 is one constant feature, without randomness.
+
+Exact kernel: the series truncated after `degree`. The variance grows as ‖x‖^{2n}‖y‖^{2n}: meant for vectors of length
+about 1. A series with a finite radius of convergence (tanh: π/2, 1/(1−z): 1) means nothing beyond it.
+
+Rows: a feature of degree n uses n of them; num_features >= degree (degree + 1)/2. Cost: the projection.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.errors import ConfigError, NumericalWarning
+from snnk_peft.functional.power_series import SERIES, convergence_radius, evaluate, series_coefficients
+from snnk_peft.projections.base import Projection
+
+
+@COMPONENTS.register("taylor")
+class Taylor(Component):
+    """Products of random projections.
+
+    Args:
+        series: "exp" (default), "sin", "cos", "sinh", "cosh", "tanh", "inverse" (1/(1−z)), or the numbers a_0, a_1, ...
+        degree: the last power kept (for numbers of your own: at most their count minus 1, which is the default).
+    """
+
+    distribution = "rademacher"
+
+    def __init__(self, series: str | Sequence[float] = "exp", degree: int | None = None):
+        super().__init__()
+        self.coefficients = series_coefficients(series, degree)
+        self.radius = convergence_radius(series)
+        self.params = {"series": series if isinstance(series, str) else list(series), "degree": degree}
+        self._checked = False
+
+    def _features_per_degree(self, rows: int) -> list[int]:
+        """How many features of degree 1, 2, ...: one each, then by turns to the degree with the largest share left."""
+        wanted = [n for n, a in enumerate(self.coefficients) if n > 0 and a != 0]
+        counts = [0] * len(self.coefficients)
+        left = rows
+        for n in wanted:
+            counts[n], left = 1, left - n
+        while True:
+            # Variance |a_n|/r_n of a degree against the n rows that one more feature costs.
+            fitting = [n for n in wanted if n <= left]
+            if not fitting:
+                return counts
+            best = max(fitting, key=lambda n: abs(self.coefficients[n]) / (counts[n] * n))
+            counts[best], left = counts[best] + 1, left - best
+
+    def feature_dim(self, num_features: int, dim: int) -> int:
+        """The constant, and the features of all degrees."""
+        return 1 + sum(self._features_per_degree(num_features))
+
+    def prepare(self, projection: Projection) -> None:
+        """Check that there are rows enough."""
+        needed = sum(n for n, a in enumerate(self.coefficients) if a != 0)
+        if projection.num_features < needed:
+            raise ConfigError(
+                f"taylor of degree {len(self.coefficients) - 1} needs at least {needed} rows, one feature per degree; "
+                f"got num_features={projection.num_features}. Use more, or a lower degree"
+            )
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`."""
+        self._check_once(x)
+        z = projection(x)
+        parts = [torch.full_like(x[..., :1], self._factor(0, 1, second))]
+        start = 0
+        for n, count in enumerate(self._features_per_degree(projection.num_features)):
+            if count == 0:
+                continue
+            group = z[..., start : start + n * count].unflatten(-1, (count, n))
+            parts.append(group.prod(-1) * self._factor(n, count, second))
+            start += n * count
+        return Features(torch.cat(parts, -1))
+
+    def _factor(self, degree: int, count: int, second: bool) -> float:
+        a = self.coefficients[degree]
+        return math.copysign(1.0, a if second else 1.0) * math.sqrt(abs(a) / count)
+
+    def _check_once(self, x: torch.Tensor) -> None:
+        if self._checked or torch.compiler.is_compiling() or x.device.type == "meta" or math.isinf(self.radius):
+            return
+        self._checked = True
+        norm = x.detach().float().square().sum(-1).max().sqrt().item() if x.numel() else 0.0
+        if norm**2 >= self.radius:
+            warnings.warn(
+                f"taylor: a vector has length {norm:.3g}; the series of {self.params['series']!r} converges for "
+                f"|x·y| < {self.radius:.4g} only. Scale the vectors to lengths below {self.radius**0.5:.3g}, or use "
+                "urf, whose fit holds on an interval",
+                NumericalWarning,
+                stacklevel=2,
+            )
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The truncated series at x·y.
+
+        Raises:
+            ConfigError: |x·y| reaches the radius of convergence.
+        """
+        z = (x * y).sum(-1)
+        if not math.isinf(self.radius) and (z.detach().abs() >= self.radius).any():
+            raise ConfigError(
+                f"x·y reaches {z.detach().abs().max().item():.4g}; the series of {self.params['series']!r} converges "
+                f"for |x·y| < {self.radius:.4g} only (available series: {', '.join(SERIES)})"
+            )
+        return evaluate(self.coefficients, z)

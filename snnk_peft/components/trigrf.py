@@ -1,0 +1,92 @@
+"""Trigonometric random features (random kitchen sinks; Spectraformer's TrigRF): cosines and sines of ω·x.
+
+    form="cos_sin":  φ(x) = m^-½ [cos ω·x, sin ω·x]            form="phase":  φ(x) = (2/m)^½ cos(ω·x + b), b ~ U(0, 2π)
+
+The phases b are shared by both towers (✗ cos on one tower and sin on the other, as Spectraformer's Eq. 31 prints it,
+has expectation 0). Exact kernel for Gaussian rows: e^{−‖δ‖²/2}, δ = x − y; with kernel="softmax" both towers are
+multiplied by e^{‖x‖²/2}, which gives e^{x·y}. Other shift-invariant kernels are scale mixtures of the Gaussian one: row
+i is multiplied by a random r_i, drawn once, which is the spectral distribution of the kernel (Rahimi & Recht 2007):
+
+    "laplace" = "matern12": e^{−‖δ‖}, "matern32": (1 + √3‖δ‖) e^{−√3‖δ‖}, "matern52": (1 + √5‖δ‖ + 5‖δ‖²/3) e^{−√5‖δ‖}:
+        r² = 2ν/χ²_{2ν} (rows are multivariate t with 2ν degrees of freedom)
+    "cauchy": 1/(1 + ‖δ‖²): r² ~ exponential with mean 2
+
+Variance per row of cos_sin: (1 − e^{−‖δ‖²})²/2 for the Gaussian kernel. Cost: the projection, one or two trigonometric
+functions per row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.exponential import half_square
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.functional.spectra import SHIFT_INVARIANT, row_multipliers, shift_invariant_kernel
+from snnk_peft.projections.base import Projection, slot_generator
+
+FORMS = ("cos_sin", "phase")
+
+
+@COMPONENTS.register("trigrf")
+class Trigrf(Component):
+    """Cosines (and sines) of the projections.
+
+    Args:
+        form: "cos_sin" (default; two features per row, less variance near x = y) or "phase" (one).
+        kernel: "softmax" (default), "gaussian", "laplace" (= "matern12"), "matern32", "matern52" or "cauchy".
+    """
+
+    phases: torch.Tensor | None
+    multipliers: torch.Tensor | None
+
+    def __init__(self, form: str = "cos_sin", kernel: str = "softmax"):
+        super().__init__()
+        kernels = ("softmax", *SHIFT_INVARIANT)
+        faults = []
+        if form not in FORMS:
+            faults.append(f"trigrf form is {form!r}; expected one of {', '.join(FORMS)}")
+        if kernel not in kernels:
+            faults.append(f"trigrf kernel is {kernel!r}; expected one of {', '.join(kernels)}")
+        if faults:
+            raise ConfigError(faults)
+        self.form, self.kernel_name, self.params = form, kernel, {"form": form, "kernel": kernel}
+        self.register_buffer("phases", None)
+        self.register_buffer("multipliers", None)
+
+    def feature_dim(self, num_features: int, dim: int) -> int:
+        """Two per row, or one with phases."""
+        return 2 * num_features if self.form == "cos_sin" else num_features
+
+    def prepare(self, projection: Projection) -> None:
+        """Draw phases and multipliers from the projection's seed and slot."""
+        generator = slot_generator(projection.seed, f"{projection.slot}:trigrf")
+        if self.form == "phase":
+            self.phases = 2 * math.pi * torch.rand(projection.num_features, generator=generator, device="cpu")
+        self.multipliers = row_multipliers(self.kernel_name, projection.num_features, generator)
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`."""
+        with full_precision(x):
+            z = projection(wide(x))
+            if self.multipliers is not None:
+                z = z * self.multipliers.to(z.dtype)
+            amplitudes = projection.amplitudes(signed=second)
+            if self.phases is not None:
+                values = torch.cos(z + self.phases.to(z.dtype)) * (amplitudes * 2**0.5)
+            else:
+                values = torch.cat((torch.cos(z) * amplitudes, torch.sin(z) * amplitudes), -1)
+            return Features(values.to(x.dtype), half_square(x) if self.kernel_name == "softmax" else None)
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The kernel named at construction."""
+        if self.kernel_name == "softmax":
+            return torch.exp((x * y).sum(-1))
+        return shift_invariant_kernel(x, y, self.kernel_name)

@@ -1,0 +1,191 @@
+"""Universal random features (SNNK paper, section 3.1): Φ(x)·Ψ(w, b) is an unbiased estimate of f(w·x + b) for any f.
+
+f is written as an affine function plus K cosines and sines on [−radius, radius] (`functional/trigonometric_fit.py`),
+and each atom a cos τz + c sin τz is linearised with Gaussian draws g (`functional/trigonometric_atom.py`):
+
+    Φ(x) = [1, x, ..., e^{τ²s²‖x‖²/2} (cos τs g·x, sin τs g·x), ...]
+    Ψ(w) = [β + αb, αw, ..., e^{g·w/s − ‖w‖²/2s²} (a cos τb + c sin τb, c cos τb − a sin τb), ...]
+
+The affine part is exact and merges with the next matrix when bundled. Rows of W are shared out among the atoms:
+"stratified" in proportion to the standard deviation of each atom, "iid" drawn from that distribution, "block" with one
+draw per block of rows. With s² = w_norm/(τ x_norm) the variance of one row of an atom is about
+(a² + c²) e^{2τ x_norm w_norm}: fine for small norms (SIREN, normalised inputs), hopeless for a pretrained BERT layer,
+where it warns. Use relu, gelu or cos features with a Nyström readout there.
+
+Features: dim + 1 + 2 per row. Cost: the projection and two trigonometric functions per row.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.errors import ConfigError, NumericalWarning
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.functional.trigonometric_fit import activation_function, fit_trigonometric
+from snnk_peft.projections.base import Projection, slot_generator
+
+SAMPLINGS = ("stratified", "iid", "block")
+
+
+@COMPONENTS.register("urf")
+class Urf(Component):
+    """Linearised f(w·x + b).
+
+    Args:
+        activation: "gelu" (default), "tanh", "silu", "relu" (native relu features are far better), "sin", "cos", or an
+            elementwise function of your own (such a feature map cannot be written to a file).
+        radius: pre-activations are expected in [−radius, radius].
+        atoms: K, cosines and sines in the fit.
+        sampling: how rows are shared out among atoms, see above.
+        block_size: rows per block for "block".
+        x_norm: typical ‖x‖, decides the scale s together with w_norm.
+        w_norm: typical ‖w‖.
+    """
+
+    atom: torch.Tensor
+    share: torch.Tensor
+
+    def __init__(
+        self,
+        activation: str | Callable[[torch.Tensor], torch.Tensor] = "gelu",
+        radius: float = 6.0,
+        atoms: int = 8,
+        sampling: str = "stratified",
+        block_size: int = 8,
+        x_norm: float = 1.0,
+        w_norm: float = 1.0,
+    ):
+        super().__init__()
+        faults = []
+        if sampling not in SAMPLINGS:
+            faults.append(f"urf sampling is {sampling!r}; expected one of {', '.join(SAMPLINGS)}")
+        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+            faults.append(f"urf block_size is {block_size!r}; expected an integer >= 1")
+        for name, value in (("x_norm", x_norm), ("w_norm", w_norm)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                faults.append(f"urf {name} is {value!r}; expected a number above 0")
+        if faults:
+            raise ConfigError(faults)
+        self.sampling, self.block_size, self.x_norm, self.w_norm = sampling, block_size, x_norm, w_norm
+        self.activation = activation_function(activation)
+        self.fit = fit_trigonometric(self.activation, radius, atoms, reach=x_norm * w_norm)
+        self.params = {
+            **{"activation": activation, "radius": radius, "atoms": atoms, "sampling": sampling},
+            **{"block_size": block_size, "x_norm": x_norm, "w_norm": w_norm},
+        }
+        self._checked = False
+
+    def feature_dim(self, num_features: int, dim: int) -> int:
+        """Two per row, and the affine part."""
+        return 2 * num_features + dim + 1
+
+    def prepare(self, projection: Projection) -> None:
+        """Share the rows out among the atoms."""
+        if not projection.uniform:
+            raise ConfigError(
+                "urf cannot use a projection with unequal feature weights (each row serves another atom); "
+                "use e.g. 'orf', 'gaussian' or 'qmc'"
+            )
+        m = projection.num_features
+        spread = self.fit.amplitudes() * (self.fit.frequencies * self.x_norm * self.w_norm).exp()
+        probability = spread / spread.sum()
+        if self.sampling == "stratified":
+            counts = _apportion(probability, m)
+            atom = torch.repeat_interleave(torch.arange(len(counts)), counts)
+            weight = 1 / counts.double()[atom]
+        else:
+            generator = slot_generator(projection.seed, f"{projection.slot}:urf")
+            size = self.block_size if self.sampling == "block" else 1
+            blocks = torch.multinomial(probability, -(-m // size), replacement=True, generator=generator)
+            atom = torch.repeat_interleave(blocks, size)[:m]
+            weight = 1 / (m * probability[atom])
+        self.register_buffer("atom", atom)
+        self.register_buffer("share", weight.sqrt().float())
+        log_variance = self.predicted_log_variance(self.x_norm, self.w_norm)
+        if log_variance > 0:
+            self._warn(f"with x_norm={self.x_norm} and w_norm={self.w_norm}", log_variance)
+
+    def predicted_log_variance(self, x_norm: float, w_norm: float) -> float:
+        """Natural logarithm of a bound on Var[Φ(x)·Ψ(w)] for vectors of these lengths and iid rows."""
+        tau, scale = self._tau_and_scale(torch.float64)
+        fit = self.fit.amplitudes()[self.atom.cpu()]
+        exponent = (tau * scale * x_norm).square() + (w_norm / scale).square()
+        return torch.logsumexp(exponent + 2 * (fit * self.share.double().cpu().square()).log(), 0).item()
+
+    def _tau_and_scale(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        tau = self.fit.frequencies.to(dtype)[self.atom.cpu()]
+        return tau, (self.w_norm / (tau * self.x_norm)).sqrt()
+
+    @staticmethod
+    def _warn(where: str, log_variance: float) -> None:
+        warnings.warn(
+            f"urf features {where}: the predicted variance is up to e^{log_variance:.1f}, so the estimate is noise. "
+            "Normalise the inputs, use more rows, or use relu, gelu or cos features with a Nyström readout",
+            NumericalWarning,
+            stacklevel=2,
+        )
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`; psi reads biases b (...) from statistics["bias"], 0 if absent."""
+        with full_precision(x):
+            values = self._psi(x, projection, statistics) if second else self._phi(x, projection)
+            return Features(values.to(x.dtype))
+
+    def _phi(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
+        x = wide(x)
+        tau, scale = (value.to(x) for value in self._tau_and_scale(x.dtype))
+        rate = tau * scale
+        self._check_once(x)
+        growth = torch.exp(rate.square() * (x.square().sum(-1, keepdim=True) / 2)) * self.share.to(x)
+        angle = projection(x) * rate
+        return torch.cat((torch.ones_like(x[..., :1]), x, growth * torch.cos(angle), growth * torch.sin(angle)), -1)
+
+    def _psi(self, w: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        w = wide(w)
+        tau, scale = (value.to(w) for value in self._tau_and_scale(w.dtype))
+        bias = statistics.get("bias", torch.zeros((), dtype=w.dtype, device=w.device)).to(w)
+        bias = bias.expand(w.shape[:-1]).unsqueeze(-1)
+        weight = torch.exp(projection(w) / scale - w.square().sum(-1, keepdim=True) / (2 * scale.square()))
+        a, c = self.fit.cosines.to(w)[self.atom], self.fit.sines.to(w)[self.atom]
+        cos, sin = torch.cos(tau * bias), torch.sin(tau * bias)
+        weight = weight * self.share.to(w)
+        affine = (self.fit.constant + self.fit.slope * bias, self.fit.slope * w)
+        return torch.cat((*affine, weight * (a * cos + c * sin), weight * (c * cos - a * sin)), -1)
+
+    def _check_once(self, x: torch.Tensor) -> None:
+        # Reading a number back from a GPU waits for it, so only the first batch is looked at.
+        if self._checked or torch.compiler.is_compiling() or x.device.type == "meta" or x.numel() == 0:
+            return
+        self._checked = True
+        norm = x.detach().square().sum(-1).max().sqrt().item()
+        if norm > 2 * self.x_norm and (log_variance := self.predicted_log_variance(norm, self.w_norm)) > 0:
+            self._warn(f"for an input of length {norm:.3g} (x_norm={self.x_norm})", log_variance)
+
+    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The fitted f(x·y), what E[Φ(x)·Ψ(y)] equals for bias 0; within `fit.sup_error` of f on the interval."""
+        return self.fit((x * y).sum(-1))
+
+
+def _apportion(probability: torch.Tensor, total: int) -> torch.Tensor:
+    """Whole numbers that sum to `total`, nearly proportional, each at least 1.
+
+    Raises:
+        ConfigError: fewer rows than atoms.
+    """
+    if total < len(probability):
+        raise ConfigError(
+            f"urf has {len(probability)} atoms but the projection only {total} rows; use num_features >= "
+            f"{len(probability)}, fewer atoms, or sampling='iid'"
+        )
+    counts = 1 + (probability * (total - len(probability))).floor().long()
+    rest = probability * total - counts
+    for index in rest.argsort(descending=True)[: total - int(counts.sum())].tolist():
+        counts[index] += 1
+    return counts

@@ -1,0 +1,118 @@
+"""Exponential features of the softmax and Gaussian kernels, and the parameter that minimises their variance.
+
+For ω ~ N(0, I) in d dimensions, a < 1/8 and B = √(1−4a) (Spectraformer's GERF with s = 1; "Chefs' Random Tables"):
+
+    f(x) = (1−4a)^{d/4} exp(a‖ω‖² + B ω·x − ‖x‖²/2),      E[f(x) f(y)] = e^{x·y}
+    E[f(x)² f(y)²] = (1−4a)^d (1−8a)^{−d/2} exp(2 (1−4a) S/(1−8a) − ‖x‖² − ‖y‖²),      S = ‖x + y‖²
+
+a = 0 is FAVOR+. With s = −1, B is imaginary and f is e^{iBω·x}: cosines and sines times exp(a‖ω‖² + ‖x‖²/2). Each
+coordinate may have an `a` of its own, and x, y may be replaced by Tx, T⁻ᵀy, which have the same inner product. The
+Gaussian kernel e^{−‖x−y‖²/2} is the softmax kernel times e^{−‖x‖²/2 − ‖y‖²/2}.
+
+Shapes: z = (...) ω·x per row (..., m); results (..., m).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.precision import wide
+
+KERNELS = ("softmax", "gaussian")
+
+
+def check_kernel(name: str) -> str:
+    """`name`, or a ConfigError that lists the kernels."""
+    if name not in KERNELS:
+        raise ConfigError(f"kernel is {name!r}; expected one of {', '.join(KERNELS)}")
+    return name
+
+
+def exact_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:
+    """e^{x·y} or e^{−‖x−y‖²/2} for x, y (..., d); result (...)."""
+    return torch.exp((x * y).sum(-1) if kernel == "softmax" else -(x - y).square().sum(-1) / 2)
+
+
+def half_square(x: Tensor) -> Tensor:
+    """‖x‖²/2, (..., 1)."""
+    return wide(x).square().sum(-1, keepdim=True) / 2
+
+
+def log_features(
+    z: Tensor, x: Tensor, kernel: str, a: Tensor | float = 0.0, quadratic: Tensor | float = 0.0, sign: int = 1
+) -> Tensor:
+    """The logarithm of f, for s = 1; for s = −1 the part of it that is not the angle.
+
+    Args:
+        z: B ω·x, (..., m); ignored for sign −1.
+        x: the vectors, (..., d).
+        kernel: "softmax" or "gaussian".
+        a: the parameter, a number, (..., 1), or one per coordinate (..., d).
+        quadratic: Σ_l a_l ω_l² per row, (m,) or (..., m).
+        sign: s.
+    """
+    d = x.shape[-1]
+    factor = 1 - 4 * torch.as_tensor(a, dtype=wide(x).dtype, device=x.device)
+    if factor.dim() > 0 and factor.shape[-1] == d and d > 1:
+        normaliser = factor.log().sum(-1, keepdim=True) / 4
+    else:
+        normaliser = factor.log() * (d / 4)
+    exponent = (z if sign > 0 else 0.0) + quadratic + normaliser - sign * half_square(x)
+    return exponent - half_square(x) if kernel == "gaussian" else exponent
+
+
+def stabilised(logarithm: Tensor, amplitudes: Tensor | float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """exp(logarithm) · amplitudes as values in [−1, 1] and the logarithm of their common factor per vector.
+
+    Returns:
+        values (..., m) in `dtype`, log_scale (..., 1) in at least fp32.
+    """
+    top = logarithm.detach().amax(-1, keepdim=True)
+    # An infinite maximum (overflowing input) must come out as it is, not as NaN.
+    top = torch.where(top.isfinite(), top, 0.0)
+    return ((logarithm - top).exp() * amplitudes).to(dtype), top
+
+
+def optimal_a(mean_square: Tensor, dim: int) -> Tensor:
+    """The a <= 0 with the least second moment for a given mean of ‖x + y‖² (OPRF; Spectraformer, Eq. 35).
+
+    With ρ = 1/(1−8a): the derivative of the logarithm of the second moment is zero at
+    ρ = (√((2S+d)² + 8dS) − 2S − d) / 4S. Written without the cancellation that this has for small S; a -> 0 there.
+
+    Args:
+        mean_square: S >= 0, any shape.
+        dim: d, the number of coordinates that S sums over.
+    """
+    total = 2 * mean_square + dim
+    rho = 2 * dim / (torch.sqrt(total.square() + 8 * dim * mean_square) + total)
+    return (1 - 1 / rho) / 8
+
+
+def log_second_moment(a: Tensor | float, square: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """log E[f(x)² f(y)²] for scalar a, softmax kernel; `square` is ‖x + y‖² (...)."""
+    a = torch.as_tensor(a, dtype=square.dtype)
+    d = x.shape[-1]
+    exponent = 2 * (1 - 4 * a) * square / (1 - 8 * a) - x.square().sum(-1) - y.square().sum(-1)
+    return d * (1 - 4 * a).log() - d / 2 * (1 - 8 * a).log() + exponent
+
+
+def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of x (..., n, k) over n where mask (..., n) is True: (..., 1, k); 0 where nothing is."""
+    if mask is None:
+        return x.mean(-2, keepdim=True)
+    weight = mask.to(x.dtype).unsqueeze(-1)
+    return (x * weight).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True).clamp_min(1)
+
+
+def mean_square_of_sums(x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> Tensor:
+    """Mean over all pairs of (x_l + y_l)², per coordinate: x (..., n, d), y (..., k, d) -> (..., 1, d)."""
+    x, y = wide(x), wide(y)
+    cross = masked_mean(x, x_mask) * masked_mean(y, y_mask)
+    return masked_mean(x.square(), x_mask) + masked_mean(y.square(), y_mask) + 2 * cross
+
+
+TAU = 2 * math.pi

@@ -1,0 +1,20 @@
+"""Full precision where a rounding error would be multiplied: exponents, norms, denominators (DESIGN.md part 5)."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in fp32 if it is narrower, else as it is."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Switches autocast off for the device of x: a bf16 product before an exponential is off by several per cent."""
+    if x.device.type == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
