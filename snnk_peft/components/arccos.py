@@ -22,6 +22,11 @@ class Arccos(Component):
         order: 0 (step: angle only, no gradient), 1 (ReLU, the default) or 2 (smooth, grows quadratically).
     """
 
+    formula = "m^-½ 1[ω·x > 0] (ω·x)^n, n = 0, 1, 2"
+    kernel_formula = "½K_n(x, y), arc-cosine of order n"
+    source = "SNNK Thm 3.2; Cho & Saul 2009"
+    cost = "one comparison and n products per row"
+
     def __init__(self, order: int = 1):
         super().__init__()
         if order not in (0, 1, 2):

@@ -42,9 +42,14 @@ class Component(nn.Module):
         distribution: what the rows of W must be drawn from for `kernel` to hold.
         positive: whether features (of uniformly weighted rows) are never negative, so that attention weights are not.
         adapts: whether `statistics` gives something.
+        formula: φ(x) in a line, for tables.
+        kernel_formula: the kernel in a line.
+        source: paper and equation.
+        cost: what the features cost beside the projection.
         params: the member's own keyword arguments, from which it can be built again.
     """
 
+    formula = kernel_formula = source = cost = ""
     distribution = "gaussian"
     positive = False
     adapts = False

@@ -26,6 +26,11 @@ class Cos(Component):
         phases: add the fixed phases (default). False is the paper's form.
     """
 
+    formula = "m^-½ cos(ω·x + c), fixed phases c"
+    kernel_formula = "½ e^{−‖x−y‖²/2}"
+    source = "SNNK 4.2; Rahimi & Recht 2007"
+    cost = "one cosine per row"
+
     def __init__(self, phases: bool = True):
         super().__init__()
         self.phases, self.params = phases, {"phases": phases}

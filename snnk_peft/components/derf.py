@@ -48,6 +48,11 @@ class Derf(Component):
         kernel: "softmax" (default) or "gaussian".
     """
 
+    formula = "m^-½ D exp(ωᵀAω + ωᵀBx + xᵀCx)"
+    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
+    source = "Likhosherstov et al. 2023; Spectraformer"
+    cost = "one exponential per row, dim² per vector, eigenvectors per head"
+
     adapts = positive = True
     x_map: torch.Tensor
     y_map: torch.Tensor

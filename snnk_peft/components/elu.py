@@ -17,6 +17,11 @@ from snnk_peft.functional.polar_quadrature import gaussian_product_mean
 class Elu(Component):
     """f(z) = elu(z) + 1."""
 
+    formula = "m^-½ (elu(ω·x) + 1)"
+    kernel_formula = "E[f(ω·x) f(ω·y)], by quadrature"
+    source = "Katharopoulos et al. 2020"
+    cost = "one exponential per row"
+
     positive = True
 
     def function(self, z: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,11 @@ from snnk_peft.functional.gelu_kernel import gelu_kernel
 class Gelu(Component):
     """f(z) = z·P(N(0,1) <= z), the exact (erf) form."""
 
+    formula = "m^-½ GELU(ω·x)"
+    kernel_formula = "E[GELU(ω·x) GELU(ω·y)], closed form"
+    source = "this package"
+    cost = "one error function per row"
+
     def function(self, z: torch.Tensor) -> torch.Tensor:
         """Elementwise GELU."""
         return torch.nn.functional.gelu(z)

@@ -29,6 +29,11 @@ class Geomrf(Component):
         kernel: "softmax" (default) or "gaussian".
     """
 
+    formula = "m^-½ Π x_l^{ω_l} (ω_l! P(ω_l))^-½, ω geometric"
+    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
+    source = "Likhosherstov et al. 2022; Spectraformer"
+    cost = "a second product with W, one exponential per row"
+
     distribution = "geometric"
 
     def __init__(self, kernel: str = "softmax"):

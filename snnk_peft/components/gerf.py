@@ -30,6 +30,11 @@ class Gerf(Component):
         kernel: "softmax" (default) or "gaussian".
     """
 
+    formula = "m^-½ D exp(A‖ω‖² + B ω·x + C‖x‖²)"
+    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
+    source = "Likhosherstov et al. 2022; Spectraformer"
+    cost = "one exponential per row"
+
     def __init__(self, A: float = -0.03, s: int = 1, kernel: str = "softmax"):
         super().__init__()
         faults = []

@@ -37,6 +37,11 @@ class Hrf(Component):
         kernel: "softmax" (default) or "gaussian".
     """
 
+    formula = "√λ posrf and √(1−λ) trigrf, λ from the angle or learned"
+    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
+    source = "Choromanski et al. 2022; Spectraformer"
+    cost = "three transcendental functions per row, times n + 1"
+
     directions: torch.Tensor | None
 
     def __init__(self, mode: str = "angular", directions: int = 4, kernel: str = "softmax"):

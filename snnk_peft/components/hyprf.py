@@ -25,6 +25,11 @@ class Hyprf(Component):
         kernel: "softmax" (default) or "gaussian".
     """
 
+    formula = "(2m)^-½ e^{−‖x‖²/2} [e^{ω·x}, e^{−ω·x}]"
+    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
+    source = "FAVOR+ (Choromanski 2021); Spectraformer"
+    cost = "two exponentials per row"
+
     positive = True
 
     def __init__(self, kernel: str = "softmax"):

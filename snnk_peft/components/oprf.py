@@ -35,6 +35,11 @@ class Oprf(Component):
         kernel: "softmax" (default) or "gaussian".
     """
 
+    formula = "gerf with the A of least variance for the data"
+    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
+    source = "Likhosherstov et al. 2022; Spectraformer Eq. 35"
+    cost = "one exponential per row, means over the tokens"
+
     adapts = positive = True
     mean_square: torch.Tensor
 

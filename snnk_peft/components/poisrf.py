@@ -31,6 +31,11 @@ class Poisrf(Component):
         kernel: "softmax" (default) or "gaussian".
     """
 
+    formula = "m^-½ e^{λd/2} Π x_l^{ω_l} λ^{−ω_l/2}, ω Poisson(λ)"
+    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
+    source = "Likhosherstov et al. 2022; Spectraformer"
+    cost = "a second product with W, one exponential per row"
+
     distribution = "poisson"
 
     def __init__(self, kernel: str = "softmax"):

@@ -26,6 +26,11 @@ class Posrf(Component):
         kernel: "softmax" (default) or "gaussian".
     """
 
+    formula = "m^-½ exp(ω·x − ‖x‖²/2)"
+    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
+    source = "FAVOR+ (Choromanski 2021); Spectraformer Eq. 32"
+    cost = "one exponential per row"
+
     positive = True
 
     def __init__(self, kernel: str = "softmax"):

@@ -16,6 +16,11 @@ from snnk_peft.functional.arccos import arccos_kernel
 class Relu(Component):
     """f(z) = max(z, 0)."""
 
+    formula = "m^-½ max(ω·x, 0)"
+    kernel_formula = "½K₁(x, y), arc-cosine of order 1"
+    source = "SNNK 3.2; Cho & Saul 2009"
+    cost = "one comparison per row"
+
     def function(self, z: torch.Tensor) -> torch.Tensor:
         """Elementwise ReLU."""
         return torch.relu(z)

@@ -41,6 +41,11 @@ class Saderf(Component):
         A: fixed below 1/8, or None (default) for the best one.
     """
 
+    formula = "oprf on Ψx and Ψ⁻¹y, Ψ diagonal"
+    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
+    source = "Likhosherstov et al. 2023; Spectraformer"
+    cost = "one exponential per row, means over the tokens"
+
     adapts = positive = True
     mean_square: torch.Tensor
     balance: torch.Tensor

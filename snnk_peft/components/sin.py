@@ -15,6 +15,11 @@ from snnk_peft.components.base import Component
 class Sin(Component):
     """f(z) = sin z."""
 
+    formula = "m^-½ sin(ω·x)"
+    kernel_formula = "½ (e^{−‖x−y‖²/2} − e^{−‖x+y‖²/2})"
+    source = "SNNK 4.2 (SIREN)"
+    cost = "one sine per row"
+
     def function(self, z: torch.Tensor) -> torch.Tensor:
         """Elementwise sine."""
         # A half-precision argument of size 20 is off by 0.06; the function value must not be.

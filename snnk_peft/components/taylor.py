@@ -35,6 +35,11 @@ class Taylor(Component):
         degree: the last power kept (for numbers of your own: at most their count minus 1, which is the default).
     """
 
+    formula = "products of n projections, for every power n"
+    kernel_formula = "Σ_n a_n (x·y)^n, truncated"
+    source = "Kar & Karnick 2012; SNNK App. L"
+    cost = "one product per row"
+
     distribution = "rademacher"
 
     def __init__(self, series: str | Sequence[float] = "exp", degree: int | None = None):

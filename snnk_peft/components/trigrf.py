@@ -42,6 +42,11 @@ class Trigrf(Component):
         kernel: "softmax" (default), "gaussian", "laplace" (= "matern12"), "matern32", "matern52" or "cauchy".
     """
 
+    formula = "m^-½ e^{‖x‖²/2} [cos ω·x, sin ω·x], or cosines with random phases"
+    kernel_formula = "e^{x·y}; Gaussian, Laplace, Matérn, Cauchy"
+    source = "Rahimi & Recht 2007; Spectraformer"
+    cost = "a cosine and a sine per row"
+
     phases: torch.Tensor | None
     multipliers: torch.Tensor | None
 

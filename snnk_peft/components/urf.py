@@ -47,6 +47,11 @@ class Urf(Component):
         w_norm: typical ‖w‖.
     """
 
+    formula = "[1, x, e^{τ²s²‖x‖²/2} (cos τs ω·x, sin τs ω·x)]"
+    kernel_formula = "f(x·y) for any activation f (as fitted)"
+    source = "SNNK 3.1"
+    cost = "two trigonometric functions per row"
+
     atom: torch.Tensor
     share: torch.Tensor
 
