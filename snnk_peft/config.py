@@ -49,7 +49,7 @@ class Part:
     def faults(self, part: str) -> list[str]:
         """Everything that is wrong with this part, each message starting with the field's path."""
         from snnk_peft.components import COMPONENTS
-        from snnk_peft.feature_map import parameter_faults
+        from snnk_peft.feature_map import pair_faults, parameter_faults
         from snnk_peft.projections import PROJECTIONS
 
         found = [f"{part}.{f}" for f in (COMPONENTS.fault(self.component), PROJECTIONS.fault(self.projection)) if f]
@@ -71,6 +71,18 @@ class Part:
                     f"projection {self.projection!r}", PROJECTIONS[self.projection], self.projection_params, reserved
                 )
             ]
+        if self.component in COMPONENTS and self.projection in PROJECTIONS:
+            found += [f"{part}: {f}" for f in pair_faults(self.component, self.projection)]
+        elementwise = [name for name in COMPONENTS if COMPONENTS[name].elementwise()]
+        if (
+            self.component in COMPONENTS
+            and getattr(self, "init", "") == "nystrom"
+            and self.component not in elementwise
+        ):
+            found.append(
+                f"{part}.init is 'nystrom', a closed form for elementwise features, and {self.component!r} is none "
+                f"(these are: {', '.join(elementwise)}); use init='random' and calibrate"
+            )
         if not isinstance(self.num_features, int) or isinstance(self.num_features, bool) or self.num_features < 1:
             found.append(f"{part}.num_features is {self.num_features!r}; expected an integer >= 1")
         return found + layers_faults(f"{part}.layers", self.layers)

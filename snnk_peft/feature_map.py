@@ -33,12 +33,7 @@ class FeatureMap(nn.Module):
     def __init__(self, component: Component, projection: Projection):
         super().__init__()
         if component.distribution != projection.distribution:
-            partners = [n for n in PROJECTIONS.names() if PROJECTIONS[n].distribution == component.distribution]
-            raise ConfigError(
-                f"component {type(component).__name__} needs rows drawn from {component.distribution!r}, but "
-                f"projection {type(projection).__name__} draws {projection.distribution!r}; valid projections: "
-                f"{', '.join(partners)}"
-            )
+            raise ConfigError(distribution_fault(type(component), type(projection)))
         component.prepare(projection)
         self.component = component
         self.projection = projection
@@ -73,6 +68,21 @@ class FeatureMap(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """phi(x) as a plain tensor (..., feature_dim)."""
         return self.phi(x).dense()
+
+
+def distribution_fault(component: type[Component], projection: type[Projection]) -> str:
+    """The message for a pair whose distributions differ; it names the valid partners."""
+    partners = [name for name in PROJECTIONS if PROJECTIONS[name].distribution == component.distribution]
+    return (
+        f"component {component.__name__} needs rows drawn from {component.distribution!r}, but projection "
+        f"{projection.__name__} draws {projection.distribution!r}; valid projections: {', '.join(partners)}"
+    )
+
+
+def pair_faults(component: str, projection: str) -> list[str]:
+    """Messages for two names whose distributions differ."""
+    cls, matrix = COMPONENTS[component], PROJECTIONS[projection]
+    return [] if cls.distribution == matrix.distribution else [distribution_fault(cls, matrix)]
 
 
 def parameter_faults(kind: str, cls: type, given: Mapping[str, Any], reserved: tuple[str, ...] = ()) -> list[str]:

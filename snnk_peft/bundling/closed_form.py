@@ -178,6 +178,11 @@ def head_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """
     _, head, stage = bundled_head(model)
     feature_map = stage.feature_map
+    if not feature_map.component.elementwise():
+        raise UnsupportedError(
+            f"the head's features are {type(feature_map.component).__name__}, no function of each projection; the "
+            "explicit Jacobian needs an elementwise component such as 'cos'. Use torch.func.jacrev instead"
+        )
     width = feature_map.feature_dim
     rows, offset = stage.preactivation()
     weight = head.weight.detach()

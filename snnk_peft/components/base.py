@@ -31,8 +31,8 @@ class Features(NamedTuple):
     log_scale: torch.Tensor | None = None
 
     def dense(self) -> torch.Tensor:
-        """The features as one tensor (..., feature_dim)."""
-        return self.values if self.log_scale is None else self.values * self.log_scale.exp()
+        """The features as one tensor (..., feature_dim), in the dtype of the values."""
+        return self.values if self.log_scale is None else (self.values * self.log_scale.exp()).to(self.values.dtype)
 
 
 class Component(nn.Module):
@@ -59,12 +59,21 @@ class Component(nn.Module):
         """Length of the features for `num_features` rows of W of length `dim`."""
         return num_features
 
+    def fewest_rows(self) -> int:
+        """The smallest num_features that this component can work with."""
+        return 1
+
     def prepare(self, projection: Projection) -> None:
         """Called once when a FeatureMap pairs this component with its matrix: the place to draw what else is random.
 
         Raises:
             ConfigError: the component cannot work with this matrix.
         """
+
+    @classmethod
+    def elementwise(cls) -> bool:
+        """Whether the features are one function of each projection; closed forms for layers (Nyström) need that."""
+        return cls.function is not Component.function
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
         """The elementwise f on z = ω·x, any shape."""

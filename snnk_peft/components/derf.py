@@ -36,7 +36,7 @@ from snnk_peft.functional.exponential import (
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
-MODES = ("symmetric", "asymmetric")
+DERF_MODES = ("symmetric", "asymmetric")
 
 
 @COMPONENTS.register("derf")
@@ -60,8 +60,8 @@ class Derf(Component):
 
     def __init__(self, mode: str = "symmetric", kernel: str = "softmax"):
         super().__init__()
-        if mode not in MODES:
-            raise ConfigError(f"derf mode is {mode!r}; expected one of {', '.join(MODES)}")
+        if mode not in DERF_MODES:
+            raise ConfigError(f"derf mode is {mode!r}; expected one of {', '.join(DERF_MODES)}")
         self.mode, self.kernel_name = mode, check_kernel(kernel)
         self.params = {"mode": mode, "kernel": kernel}
 

@@ -24,7 +24,7 @@ from snnk_peft.functional.exponential import check_kernel, exact_kernel, half_sq
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection, slot_generator
 
-MODES = ("angular", "learned")
+HRF_MODES = ("angular", "learned")
 
 
 @COMPONENTS.register("hrf")
@@ -47,8 +47,8 @@ class Hrf(Component):
     def __init__(self, mode: str = "angular", directions: int = 4, kernel: str = "softmax"):
         super().__init__()
         faults = []
-        if mode not in MODES:
-            faults.append(f"hrf mode is {mode!r}; expected one of {', '.join(MODES)}")
+        if mode not in HRF_MODES:
+            faults.append(f"hrf mode is {mode!r}; expected one of {', '.join(HRF_MODES)}")
         if isinstance(directions, bool) or not isinstance(directions, int) or directions < 1:
             faults.append(f"hrf directions is {directions!r}; expected an integer >= 1")
         if faults:

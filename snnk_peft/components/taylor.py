@@ -68,9 +68,13 @@ class Taylor(Component):
         """The constant, and the features of all degrees."""
         return 1 + sum(self._features_per_degree(num_features))
 
+    def fewest_rows(self) -> int:
+        """One feature per degree."""
+        return max(1, sum(n for n, a in enumerate(self.coefficients) if a != 0))
+
     def prepare(self, projection: Projection) -> None:
         """Check that there are rows enough."""
-        needed = sum(n for n, a in enumerate(self.coefficients) if a != 0)
+        needed = self.fewest_rows()
         if projection.num_features < needed:
             raise ConfigError(
                 f"taylor of degree {len(self.coefficients) - 1} needs at least {needed} rows, one feature per degree; "

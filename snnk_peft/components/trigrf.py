@@ -30,7 +30,7 @@ from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.spectra import SHIFT_INVARIANT, row_multipliers, shift_invariant_kernel
 from snnk_peft.projections.base import Projection, slot_generator
 
-FORMS = ("cos_sin", "phase")
+TRIGRF_FORMS = ("cos_sin", "phase")
 
 
 @COMPONENTS.register("trigrf")
@@ -54,8 +54,8 @@ class Trigrf(Component):
         super().__init__()
         kernels = ("softmax", *SHIFT_INVARIANT)
         faults = []
-        if form not in FORMS:
-            faults.append(f"trigrf form is {form!r}; expected one of {', '.join(FORMS)}")
+        if form not in TRIGRF_FORMS:
+            faults.append(f"trigrf form is {form!r}; expected one of {', '.join(TRIGRF_FORMS)}")
         if kernel not in kernels:
             faults.append(f"trigrf kernel is {kernel!r}; expected one of {', '.join(kernels)}")
         if faults:

@@ -29,7 +29,7 @@ from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.trigonometric_fit import activation_function, fit_trigonometric
 from snnk_peft.projections.base import Projection, slot_generator
 
-SAMPLINGS = ("stratified", "iid", "block")
+URF_SAMPLINGS = ("stratified", "iid", "block")
 
 
 @COMPONENTS.register("urf")
@@ -52,8 +52,11 @@ class Urf(Component):
     source = "SNNK 3.1"
     cost = "two trigonometric functions per row"
 
-    atom: torch.Tensor
+    tau: torch.Tensor
+    scale: torch.Tensor
     share: torch.Tensor
+    cosines: torch.Tensor
+    sines: torch.Tensor
 
     def __init__(
         self,
@@ -67,8 +70,8 @@ class Urf(Component):
     ):
         super().__init__()
         faults = []
-        if sampling not in SAMPLINGS:
-            faults.append(f"urf sampling is {sampling!r}; expected one of {', '.join(SAMPLINGS)}")
+        if sampling not in URF_SAMPLINGS:
+            faults.append(f"urf sampling is {sampling!r}; expected one of {', '.join(URF_SAMPLINGS)}")
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             faults.append(f"urf block_size is {block_size!r}; expected an integer >= 1")
         for name, value in (("x_norm", x_norm), ("w_norm", w_norm)):
@@ -89,6 +92,10 @@ class Urf(Component):
         """Two per row, and the affine part."""
         return 2 * num_features + dim + 1
 
+    def fewest_rows(self) -> int:
+        """One per atom, unless atoms are drawn."""
+        return len(self.fit.frequencies) if self.sampling == "stratified" else 1
+
     def prepare(self, projection: Projection) -> None:
         """Share the rows out among the atoms."""
         if not projection.uniform:
@@ -100,8 +107,13 @@ class Urf(Component):
         spread = self.fit.amplitudes() * (self.fit.frequencies * self.x_norm * self.w_norm).exp()
         probability = spread / spread.sum()
         if self.sampling == "stratified":
+            if m < self.fewest_rows():
+                raise ConfigError(
+                    f"urf has {self.fewest_rows()} atoms but the projection only {m} rows; use num_features >= "
+                    f"{self.fewest_rows()}, fewer atoms, or sampling='iid'"
+                )
             counts = _apportion(probability, m)
-            atom = torch.repeat_interleave(torch.arange(len(counts)), counts)
+            atom = torch.repeat_interleave(counts)
             weight = 1 / counts.double()[atom]
         else:
             generator = slot_generator(projection.seed, f"{projection.slot}:urf")
@@ -109,22 +121,25 @@ class Urf(Component):
             blocks = torch.multinomial(probability, -(-m // size), replacement=True, generator=generator)
             atom = torch.repeat_interleave(blocks, size)[:m]
             weight = 1 / (m * probability[atom])
-        self.register_buffer("atom", atom)
-        self.register_buffer("share", weight.sqrt().float())
+        tau = self.fit.frequencies[atom]
+        rows = {
+            "tau": tau,
+            "scale": (self.w_norm / (tau * self.x_norm)).sqrt(),
+            "share": weight.sqrt(),
+            "cosines": self.fit.cosines[atom],
+            "sines": self.fit.sines[atom],
+        }
+        for name, value in rows.items():
+            self.register_buffer(name, value.float())
         log_variance = self.predicted_log_variance(self.x_norm, self.w_norm)
         if log_variance > 0:
             self._warn(f"with x_norm={self.x_norm} and w_norm={self.w_norm}", log_variance)
 
     def predicted_log_variance(self, x_norm: float, w_norm: float) -> float:
         """Natural logarithm of a bound on Var[Φ(x)·Ψ(w)] for vectors of these lengths and iid rows."""
-        tau, scale = self._tau_and_scale(torch.float64)
-        fit = self.fit.amplitudes()[self.atom.cpu()]
-        exponent = (tau * scale * x_norm).square() + (w_norm / scale).square()
-        return torch.logsumexp(exponent + 2 * (fit * self.share.double().cpu().square()).log(), 0).item()
-
-    def _tau_and_scale(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        tau = self.fit.frequencies.to(dtype)[self.atom.cpu()]
-        return tau, (self.w_norm / (tau * self.x_norm)).sqrt()
+        exponent = (self.tau * self.scale * x_norm).square() + (w_norm / self.scale).square()
+        amplitude = torch.hypot(self.cosines, self.sines) * self.share.square()
+        return torch.logsumexp(exponent + 2 * amplitude.log(), 0).item()
 
     @staticmethod
     def _warn(where: str, log_variance: float) -> None:
@@ -145,8 +160,7 @@ class Urf(Component):
 
     def _phi(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
         x = wide(x)
-        tau, scale = (value.to(x) for value in self._tau_and_scale(x.dtype))
-        rate = tau * scale
+        rate = (self.tau * self.scale).to(x)
         self._check_once(x)
         growth = torch.exp(rate.square() * (x.square().sum(-1, keepdim=True) / 2)) * self.share.to(x)
         angle = projection(x) * rate
@@ -154,11 +168,10 @@ class Urf(Component):
 
     def _psi(self, w: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:
         w = wide(w)
-        tau, scale = (value.to(w) for value in self._tau_and_scale(w.dtype))
+        tau, scale, a, c = (value.to(w) for value in (self.tau, self.scale, self.cosines, self.sines))
         bias = statistics.get("bias", torch.zeros((), dtype=w.dtype, device=w.device)).to(w)
         bias = bias.expand(w.shape[:-1]).unsqueeze(-1)
         weight = torch.exp(projection(w) / scale - w.square().sum(-1, keepdim=True) / (2 * scale.square()))
-        a, c = self.fit.cosines.to(w)[self.atom], self.fit.sines.to(w)[self.atom]
         cos, sin = torch.cos(tau * bias), torch.sin(tau * bias)
         weight = weight * self.share.to(w)
         affine = (self.fit.constant + self.fit.slope * bias, self.fit.slope * w)
@@ -179,16 +192,7 @@ class Urf(Component):
 
 
 def _apportion(probability: torch.Tensor, total: int) -> torch.Tensor:
-    """Whole numbers that sum to `total`, nearly proportional, each at least 1.
-
-    Raises:
-        ConfigError: fewer rows than atoms.
-    """
-    if total < len(probability):
-        raise ConfigError(
-            f"urf has {len(probability)} atoms but the projection only {total} rows; use num_features >= "
-            f"{len(probability)}, fewer atoms, or sampling='iid'"
-        )
+    """Whole numbers that sum to `total` >= len(probability), nearly proportional, each at least 1."""
     counts = 1 + (probability * (total - len(probability))).floor().long()
     rest = probability * total - counts
     for index in rest.argsort(descending=True)[: total - int(counts.sum())].tolist():

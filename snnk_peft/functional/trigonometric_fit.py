@@ -120,10 +120,9 @@ def _ridge_fit(z: Tensor, target: Tensor, radius: float, atoms: int, reach: floa
     design = torch.cat((torch.ones_like(z)[:, None], z[:, None], torch.cos(angle), torch.sin(angle)), 1)
     # Penalty rows: 0 for the affine part, which is exact and costs no variance.
     factor = (ridge * len(z) * (2 * frequencies * reach).exp()).sqrt().repeat(2)
-    penalty = torch.diag(torch.cat((torch.zeros(2, dtype=torch.float64), factor)))
-    solution = torch.linalg.lstsq(
-        torch.cat((design, penalty)), torch.cat((target, torch.zeros(len(penalty), dtype=torch.float64)))
-    ).solution
+    penalty = torch.diag(torch.cat((torch.zeros(2, dtype=torch.float64, device="cpu"), factor)))
+    padded = torch.nn.functional.pad(target, (0, len(penalty)))
+    solution = torch.linalg.lstsq(torch.cat((design, penalty)), padded).solution
     error = (design @ solution - target).abs().max().item()
     cosines, sines = solution[2 : 2 + atoms], solution[2 + atoms :]
     return TrigonometricFit(solution[0].item(), solution[1].item(), frequencies, cosines, sines, error)

@@ -18,6 +18,7 @@ from torch import nn
 from snnk_peft.components import COMPONENTS
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.gauss_hermite import hermite_coefficients
+from snnk_peft.functional.normalized_projection import EPSILON
 from snnk_peft.projections import PROJECTIONS
 
 
@@ -32,7 +33,8 @@ class FeatureStage(nn.Module):
         shift: (dim,) means of the inputs, or None. Together with `inverse_std` whitens them.
         inverse_std: (dim,) reciprocal standard deviations of the inputs, or None.
         center: subtract from each feature its mean over normalised inputs, E f(z) for z ~ N(c, (scale·‖ω‖)²). A ReLU
-            feature is mostly its mean; without it a readout that is trained from zero first learns a bias.
+            feature is mostly its mean; without it a readout that is trained from zero first learns a bias. Components
+            that are not elementwise have no such closed form and are left as they are.
         append_input: also return x itself, behind the features: an exact affine path through the readout.
     """
 
@@ -56,6 +58,7 @@ class FeatureStage(nn.Module):
         self.normalize, self.scale, self.append_input = normalize, scale, append_input
         self.register_buffer("shift", shift)
         self.register_buffer("inverse_std", inverse_std)
+        center = center and feature_map.component.elementwise()
         self.register_buffer("means", self._feature_means() if center else None)
 
     @torch.no_grad()
@@ -87,8 +90,10 @@ class FeatureStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., out_dim)."""
-        if self.normalize:
-            projection = self.feature_map.projection
+        projection = self.feature_map.projection
+        if self.normalize and not self.feature_map.component.elementwise():
+            features = self.feature_map(nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * self.scale)
+        elif self.normalize:
             z = projection.normalized(x, self.scale)
             features = self.feature_map.component.activate(z, projection.amplitudes())
         else:
@@ -123,7 +128,7 @@ class FeatureStage(nn.Module):
 
         A matrix that is stored as a seed stays the one that the seed gives, so then nothing is folded.
         """
-        if self.shift is None or not self.feature_map.projection.save:
+        if self.shift is None or not self.feature_map.projection.save or not self.feature_map.component.elementwise():
             return self
         old = self.feature_map.projection
         rows, bias = self.effective_rows(old.materialize(), old.bias)

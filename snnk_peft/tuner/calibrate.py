@@ -226,6 +226,8 @@ class _Target:
         """Whether a landmark feature equals a hidden unit: the component is the original activation."""
         z = torch.linspace(-6, 6, 97, device=self.slot.layer.A.device)
         component = self.slot.layer.stage.feature_map.component
+        if not component.elementwise():
+            return False
         return torch.allclose(component.function(z), self.activation(z), rtol=1e-5, atol=1e-6)
 
 
