@@ -51,7 +51,7 @@ def fourier_indices(h: int, n: int, generator: torch.Generator) -> torch.Tensor:
     # Columns k of the Fourier matrix by gathering from one table of roots of unity.
     turns = torch.arange(n, device="cpu")
     roots = torch.polar(torch.ones(n, dtype=torch.float64, device="cpu"), turns.double() * (2 * torch.pi / n))
-    total = torch.stack([roots[k * turns % n] for k in chosen]).sum(0)
+    total = roots[chosen[:, None] * turns % n].sum(0)
     energy = riesz_energy(total / h)
     for _ in range(RIESZ_SWEEPS):
         for place in range(h):

@@ -30,8 +30,8 @@ def random_signs(*shape: int, generator: torch.Generator) -> torch.Tensor:
 def simplex(count: int) -> torch.Tensor:
     """Unit vectors to the corners of a regular simplex, (count, count − 1) in fp64; inner products −1/(count − 1).
 
-    Scaled unit vectors, shifted along (1, ..., 1), and that direction itself (Reid et al. 2023, Eq. 12; Spectraformer
-    Eq. 26 without its last coordinate, which is zero).
+    Scaled unit vectors, shifted along (1, ..., 1), and that direction itself (Reid et al. 2023; Spectraformer Eq. 26
+    without its last coordinate, which is zero).
 
     Args:
         count: number of corners, >= 2.

@@ -1,7 +1,8 @@
 """What every weight matrix W of a feature map is: rows ω_i, applied as x -> x Wᵀ + c.
 
 Shapes: W is (num_features, dim), c is (num_features,) or absent, x is (..., dim), the result (..., num_features).
-A kernel is estimated by Σ_i a_i f(ω_i·x) f(ω_i·y); the weights a_i are 1/num_features unless a quadrature says otherwise.
+A kernel is estimated by Σ_i a_i f(ω_i·x) f(ω_i·y); the weights a_i are 1/num_features unless a quadrature says
+otherwise.
 W is drawn once, on the CPU, from a generator seeded by (seed, slot): two layers with different slots get independent
 matrices, the order of patching never matters, and the global random state is not touched.
 """
@@ -256,7 +257,7 @@ class Structured(Projection):
         fast_from: the size from which the fast transform wins on a CPU.
     """
 
-    fast_from = 1024
+    fast_from: int
 
     def __init__(self, dim: int, num_features: int, *, fast: bool | None = None, **kwargs: Any):
         self._wanted_fast = fast
@@ -310,6 +311,8 @@ class Structured(Projection):
         """x Wᵀ for x (..., dim); result (..., num_features) in the dtype of x, computed in fp32 or finer."""
         if not self.fast:
             return super().forward(x)
+        if x.numel() == 0:  # Fourier transforms refuse an empty batch
+            return x[..., :1].expand(*x.shape[:-1], self.num_features)
         wide = torch.promote_types(x.dtype, torch.float32)
         with full_precision(x.device.type):
             return self.project(x.to(wide), self.factors(wide)).to(x.dtype)

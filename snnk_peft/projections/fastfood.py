@@ -1,4 +1,4 @@
-"""Fastfood: V = n^-½ · S H G Π H B per block (Le et al. 2013; Spectraformer Eq. 17 and Kernel-Transformer Eq. 6, σ = 1).
+"""Fastfood: V = n^-½ · S H G Π H B per block (Le et al. 2013; Spectraformer Eq. 17; KL-Transformer Eq. 6; here σ = 1).
 
 H is the unnormalised Walsh-Hadamard matrix of order n, the power of two at or above dim (zero padding, first dim
 columns), B random signs, Π a random permutation, G standard normal numbers, S_ii = s_i/‖G‖_F with s_i from χ_n.
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.functional.hadamard import next_power_of_two
-from snnk_peft.functional.hadamard_rotation import fastfood_product
+from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, fastfood_product
 from snnk_peft.functional.random_directions import gaussian_lengths, random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Structured
@@ -28,6 +28,8 @@ from snnk_peft.projections.base import Structured
 @PROJECTIONS.register("fastfood")
 class Fastfood(Structured):
     """Gaussian rows from two Hadamard transforms and three diagonals. Arguments as in `Structured`."""
+
+    fast_from = HADAMARD_FAST_FROM
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """B, Π, G and S of all blocks; see `fastfood_product` for their shapes."""

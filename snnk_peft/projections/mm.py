@@ -54,6 +54,11 @@ class Mm(Projection):
         super().__init__(dim, num_features, **kwargs)
         self.seeded = scramble
 
+    @classmethod
+    def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
+        """Two rows or more; more than dim to match the covariance."""
+        return max(2, num_features, dim + 1 if params.get("covariance") else 0)
+
     def argument_faults(self) -> list[str]:
         """Whether the arguments are among the choices."""
         choices: dict[str, tuple[object, tuple[object, ...]]] = {
@@ -68,6 +73,8 @@ class Mm(Projection):
         found = super().settle()
         if self.sequence == "sobol" and self.dim > MAX_SOBOL_DIM:
             found.append(f"mm dim is {self.dim}; sequence 'sobol' has {MAX_SOBOL_DIM} at most, use 'halton'")
+        if self.num_features == 1:
+            found.append("mm num_features is 1; a single row minus its mean is 0, take 2 or more")
         if self.covariance is None:
             self.covariance = self.num_features > self.dim
         elif self.covariance and self.num_features <= self.dim:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from snnk_peft.functional.circulant import (
+    FOURIER_FAST_FROM,
     circulant_matrix,
     circulant_product,
     hankel_matrix,
@@ -44,6 +45,8 @@ class Pmodel(Structured):
         structure: "circulant" (default; smallest and quickest), "toeplitz" or "hankel".
         **kwargs: as in `Structured`.
     """
+
+    fast_from = FOURIER_FAST_FROM
 
     def __init__(self, dim: int, num_features: int, *, structure: str = "circulant", **kwargs: Any):
         self.structure, self.params = structure, {"structure": structure}

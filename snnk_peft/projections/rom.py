@@ -1,8 +1,9 @@
-"""Random orthogonal embeddings: W = √n · ∏_{i=1..t} H D_i, any number t of factors (Choromanski et al. 2017; Spectraformer
-Eq. 23); t = 3 is SORF. With a complex diagonal in front, the S-hybrid (Eq. 24): W = √n · H D_1^(U) ∏_{i=2..t} H D_i.
+"""Random orthogonal embeddings ("ROM"): W = √n · ∏_{i=1..t} H D_i, any number t of factors; t = 3 is SORF (Choromanski
+et al. 2017; Spectraformer Eq. 23). With complex entries in the first, the S-hybrid, W = √n · H D^(U) ∏_{i=2..t} H D_i
+(Eq. 24).
 
-H is the normalised Walsh-Hadamard matrix of order n, the power of two at or above dim (zero padding, first dim columns),
-D_i holds random signs, D^(U) independent uniform numbers on the complex unit circle.
+H is the normalised Walsh-Hadamard matrix of order n, the power of two at or above dim (zero padding, first dim
+columns), D_i holds random signs, D^(U) independent uniform numbers on the complex unit circle.
 
 The S-hybrid is meant for Re(conj φ(x) · φ(y)) with complex features φ(x) = Wx. Here everything is real: with h complex
 rows z_k, W has m = 2h rows, first √2 Re z_k, then √2 Im z_k. Since Re(conj a · b) = Re a Re b + Im a Im b,
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from snnk_peft.functional.hadamard import next_power_of_two, walsh_hadamard
-from snnk_peft.functional.hadamard_rotation import hadamard_rotation
+from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, hadamard_rotation
 from snnk_peft.functional.random_directions import random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Structured, choice_faults
@@ -45,6 +46,7 @@ class Rom(Structured):
     """
 
     unbiased = False
+    fast_from = HADAMARD_FAST_FROM
 
     def __init__(self, dim: int, num_features: int, *, factors: int = 3, complex_unit: bool = False, **kwargs: Any):
         self.num_factors, self.complex_unit = factors, complex_unit
@@ -72,8 +74,8 @@ class Rom(Structured):
         found = super().settle()
         if self.complex_unit and self.num_features % 2:
             found.append(
-                f"rom num_features is {self.num_features} with complex_unit=True; expected an even number, for real and "
-                f"imaginary parts, e.g. {self.num_features + 1}"
+                f"rom num_features is {self.num_features} with complex_unit=True; expected an even number, for real "
+                f"and imaginary parts, e.g. {self.num_features + 1}"
             )
         return found
 

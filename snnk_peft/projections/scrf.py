@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from snnk_peft.functional.circulant import circulant_matrix, circulant_product
+from snnk_peft.functional.circulant import FOURIER_FAST_FROM, circulant_matrix, circulant_product
 from snnk_peft.functional.random_directions import random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Structured
@@ -23,6 +23,8 @@ from snnk_peft.projections.base import Structured
 @PROJECTIONS.register("scrf")
 class Scrf(Structured):
     """Circulant Gaussian blocks with signed rows. Arguments as in `Structured`."""
+
+    fast_from = FOURIER_FAST_FROM
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """First columns and row signs, both (blocks, dim)."""

@@ -2,7 +2,7 @@
 
     nodes 0 and ±√3 e_i, weights 1 − dim/3 and 1/6:   Σ_i a_i g(p_i) = E g(ω), ω ~ N(0, I), for g of degree <= 3
 
-and for pure powers up to degree 5 of one coordinate: Σ a = 1, Σ a p pᵀ = I, Σ a p_l⁴ = 3. (The paper's code has nodes at
+and for powers of one coordinate up to the fifth: Σ a = 1, Σ a p pᵀ = I, Σ a p_l⁴ = 3. (The paper's code has nodes at
 ±11.62.) The weight of the node 0 is negative from dim = 4 on; each tower carries √|a_i|, the second one also the sign.
 Mixed moments of degree 4 are missed, so in many dimensions the estimate is good for short vectors only.
 

@@ -1,11 +1,12 @@
 """Simplex random features (Reid et al. 2023; Spectraformer Eqs. 25, 26, 27): a block of dim rows is D S R.
 
-The rows of S are the dim unit vectors to the corners of a regular simplex, which lies in dim − 1 dimensions; R is a Haar
-orthogonal matrix, D holds independent χ_dim lengths. Any two rows of a block meet at an angle a little over 90°, as far
-apart as they all can be, which is optimal for positive features of this kind (posrf).
+The rows of S are the dim unit vectors to the corners of a regular simplex, which lies in dim − 1 dimensions; R is a
+Haar orthogonal matrix, D holds independent χ_dim lengths. Any two rows of a block meet at an angle a little over 90°,
+as far apart as all of them can be, which is what positive features (posrf) profit from.
 
-With weight-dependent coupling ("SimRF+") the directions depend on the lengths: one pass over the rows turns each against
-the sum of all others, ω_i <- −‖ω_i‖ Σ_{j≠i} ω_j / ‖Σ_{j≠i} ω_j‖, before the rotation. The block then sums to almost 0.
+With weight-dependent coupling ("SimRF+") the directions depend on the lengths: one pass over the rows turns each
+against the sum of all others, ω_i <- −‖ω_i‖ Σ_{j≠i} ω_j / ‖Σ_{j≠i} ω_j‖, before the rotation. The block then sums
+to almost 0.
 
 In both cases R is independent of everything else, so each row alone is exactly N(0, I) and estimates are unbiased.
 num_features > dim stacks independent blocks and truncates the last.

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.functional.hadamard import next_power_of_two
-from snnk_peft.functional.hadamard_rotation import hadamard_rotation
+from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, hadamard_rotation
 from snnk_peft.functional.random_directions import random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Structured
@@ -27,6 +27,7 @@ class Sorf(Structured):
     """Random rotations made of Hadamard transforms and sign flips. Arguments as in `Structured`."""
 
     unbiased = False
+    fast_from = HADAMARD_FAST_FROM
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """The signs D₃, D₂, D₁ of each block, in the order in which they act: (3, blocks, n)."""

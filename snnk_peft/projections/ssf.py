@@ -1,4 +1,4 @@
-"""Spherical structured features (Lyu 2017; Spectraformer's "SSF"): rows ω_i = length · v_i, v_i spread evenly on the sphere.
+"""Spherical structured features (Lyu 2017; Spectraformer's "SSF"): ω_i = length · v_i, v_i spread evenly on the sphere.
 
 The directions are m unit vectors made of dim/2 rows of the m/2 × m/2 discrete Fourier matrix, chosen to minimise the
 Riesz energy (functional/fourier_sphere.py): Σ_i v_i v_iᵀ = (m/dim) I, and close pairs are avoided. Sizes: m even and

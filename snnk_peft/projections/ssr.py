@@ -1,4 +1,4 @@
-"""Stochastic spherical-radial rules of degree (3, 3) (Genz & Monahan 1998; Munkhoeva et al. 2018; Spectraformer's "SSR").
+"""Stochastic spherical-radial rules of degree (3, 3), "SSR" (Genz & Monahan 1998; Munkhoeva et al. 2018).
 
 A Gaussian integral is one over directions and one over lengths. With v_j the dim + 1 corners of a regular simplex, Q a
 Haar rotation and ρ ~ χ_{dim+2},
