@@ -26,9 +26,9 @@ from snnk_peft.components.base import Component, Features
 from snnk_peft.config import PARTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
+from snnk_peft.functional.random_directions import haar
 from snnk_peft.patchers import PATCHERS
 from snnk_peft.projections.base import Projection, slot_generator
-from snnk_peft.projections.orf import haar
 from snnk_peft.registry import Registry
 
 # Parameters worth a case of their own, beside every member's defaults.
@@ -36,6 +36,16 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "arccos": [{"order": 0}, {"order": 2}],
     "cos": [{"phases": False}],
     "orf": [{"norms": "sqrt_dim"}],
+    "sorf": [{"fast": True}],
+    "rom": [{"complex_unit": True, "fast": True}, {"factors": 2}],
+    "fastfood": [{"fast": True}],
+    "scrf": [{"fast": True}],
+    "pmodel": [{"structure": "toeplitz", "fast": True}, {"structure": "hankel"}],
+    "simrf": [{"coupling": "weight_dependent"}],
+    "qmc": [{"sequence": "halton"}, {"scramble": False}],
+    "mm": [{"sequence": "halton", "covariance": False}],
+    "sgq": [{"rotate": True}],
+    "ssf": [{"norms": "sqrt_dim", "rotate": False}],
 }
 
 
@@ -52,6 +62,18 @@ component_cases = pytest.mark.parametrize(("component", "component_params"), ALL
 projection_cases = pytest.mark.parametrize(("projection", "projection_params"), ALL_PROJECTIONS)
 
 
+def pair_cases(projections: list[Any]) -> Any:
+    """Every component over those of the projections that draw what it needs."""
+    return pytest.mark.parametrize(
+        ("component", "component_params", "projection", "projection_params"),
+        [
+            pytest.param(*first.values, *second.values, id=f"{first.id}-{second.id}")
+            for first, second in itertools.product(ALL_COMPONENTS, projections)
+            if COMPONENTS[first.values[0]].distribution == PROJECTIONS[second.values[0]].distribution
+        ],
+    )
+
+
 def make(
     component: str,
     projection: str,
@@ -63,12 +85,9 @@ def make(
     seed: int = 0,
     slot: str = "",
 ) -> FeatureMap:
-    """A feature map; a projection that takes rows from a pretrained layer gets a random one."""
-    params = {"slot": slot, **(projection_params or {})}
-    if projection == "landmark":
-        generator = torch.Generator().manual_seed(7)
-        params["source_weight"] = torch.randn(num_features + 3, dim, generator=generator)
-        params["source_bias"] = torch.randn(num_features + 3, generator=generator)
+    """A feature map of about the wanted size."""
+    num_features = PROJECTIONS[projection].nearest_size(dim, num_features, **(projection_params or {}))
+    params = {"slot": slot, **(projection_params or {}), **source(projection, dim, num_features)}
     return build_feature_map(
         component,
         projection,
@@ -80,6 +99,24 @@ def make(
     )
 
 
+def source(projection: str, dim: int, num_features: int) -> dict[str, torch.Tensor]:
+    """A random pretrained layer for a projection that takes rows from one."""
+    if projection != "landmark":
+        return {}
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "source_weight": torch.randn(num_features + 3, dim, generator=generator),
+        "source_bias": torch.randn(num_features + 3, generator=generator),
+    }
+
+
+def matrix(projection: str, dim: int, num_features: int, params: dict[str, Any] | None = None, **kwargs) -> Projection:
+    """The weight matrix alone, of about the wanted size."""
+    cls, params = PROJECTIONS[projection], params or {}
+    size = cls.nearest_size(dim, num_features, **params)
+    return cls(dim, size, **source(projection, dim, size), **params, **kwargs)
+
+
 def test_there_is_something_to_test():
     assert len(ALL_COMPONENTS) >= len(COMPONENTS) > 0
     assert len(ALL_PROJECTIONS) >= len(PROJECTIONS) > 0
@@ -88,8 +125,7 @@ def test_there_is_something_to_test():
 # --- what every pair promises ---------------------------------------------------------------------------------------
 
 
-@component_cases
-@projection_cases
+@pair_cases(ALL_PROJECTIONS)
 class TestEveryPair:
     def build(self, component, component_params, projection, projection_params, dim=6, num_features=9, **kwargs):
         return make(
@@ -107,7 +143,7 @@ class TestEveryPair:
     ):
         phi = self.build(component, component_params, projection, projection_params)
         x = torch.randn(4, 3, 6)
-        assert (phi.dim, phi.num_features) == (6, 9)
+        assert phi.dim == 6
         out = phi(x)
         assert out.shape == (4, 3, phi.feature_dim)
         torch.testing.assert_close(phi(x[1]), out[1])
@@ -151,7 +187,8 @@ class TestEveryPair:
         first = weight(seed=3, slot="layer.0")
         torch.manual_seed(2)
         assert torch.equal(first, weight(seed=3, slot="layer.0"))
-        if PROJECTIONS[projection].redrawable:
+        with_defaults = matrix(projection, 6, 9, projection_params)
+        if with_defaults.redrawable and with_defaults.seeded:
             assert not torch.equal(first, weight(seed=3, slot="layer.1"))
             assert not torch.equal(first, weight(seed=4, slot="layer.0"))
 
@@ -170,7 +207,7 @@ class TestEveryPair:
             component,
             projection,
             6,
-            9,
+            phi.num_features,
             seed=2,
             component_params=component_params,
             projection_params={"slot": "b", **projection_params},
@@ -182,8 +219,9 @@ class TestEveryPair:
         assert not result.unexpected_keys
         assert torch.equal(other(x), phi(x))
         assert torch.equal(copied(x), phi(x))
-        copied.projection.weight.zero_()
-        assert phi.projection.weight.any()
+        for tensor in copied.projection.state_tensors():
+            tensor.zero_()
+        assert all(tensor.any() for tensor in phi.projection.state_tensors())
 
     def test_gradients_are_right(self, component, component_params, projection, projection_params):
         if component_params == {"order": 0}:
@@ -196,16 +234,16 @@ class TestEveryPair:
 
 @projection_cases
 def test_projection_is_its_matrix(projection, projection_params):
-    w = make("relu", projection, 6, 9, projection_params=projection_params).double().projection
+    w = matrix(projection, 6, 9, projection_params).double()
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     expected = x @ w.materialize().T + (0 if w.bias is None else w.bias)
     torch.testing.assert_close(w(x), expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(w.squared_row_norms(), w.materialize().square().sum(1))
-    assert w.feature_weights.shape == (9,)
+    assert w.feature_weights.shape == (w.num_features,)
     torch.testing.assert_close(w.feature_weights.sum(), torch.ones((), dtype=torch.float64))
     assert not w.trainable
     assert not list(w.parameters())
-    assert f"num_features={9}" in repr(w)
+    assert f"num_features={w.num_features}" in repr(w)
 
 
 @projection_cases
@@ -215,28 +253,32 @@ def test_a_checksum_replaces_the_matrix(projection, projection_params):
         with pytest.raises(ConfigError, match="save_projection=True"):
             cls(6, 9, save=False, **projection_params)
         return
-    w = cls(6, 9, seed=5, slot="s", save=False, **projection_params)
+    w = matrix(projection, 6, 9, projection_params, seed=5, slot="s", save=False)
     state = w.state_dict()
     assert {key: tuple(value.shape) for key, value in state.items()} == {"checksum": (32,)}
-    again = cls(6, 9, seed=5, slot="s", save=False, **projection_params)
+    again = matrix(projection, 6, 9, projection_params, seed=5, slot="s", save=False)
     again.load_state_dict(state)
-    assert torch.equal(again.weight, w.weight)
+    assert torch.equal(again.materialize(), w.materialize())
     again.half().load_state_dict(state)  # a cast W has the checksum of what was drawn
-    other = cls(6, 9, seed=6, slot="s", save=False, **projection_params)
-    kept = other.weight.clone()
+    other = matrix(projection, 6, 9, projection_params, seed=6, slot="s", save=False)
+    kept = other.materialize().clone()
+    if not other.seeded:  # the same matrix for every seed: nothing to refuse
+        other.load_state_dict(state)
+        return
     with pytest.raises(ConfigError, match="checksum of the redrawn projection of 's' differs"):
         other.load_state_dict(state)
     with pytest.raises(ConfigError, match="checksum"):
         other.checksum = state["checksum"]  # what the loader of transformers does
-    assert torch.equal(other.weight, kept)
-    other.weight.fill_(float("nan"))
+    assert torch.equal(other.materialize(), kept)
+    for tensor in other.state_tensors():
+        tensor.zero_()
     other.redraw()
-    assert torch.equal(other.weight, kept)
+    assert torch.equal(other.materialize(), kept)
 
 
 # --- unbiased estimates ---------------------------------------------------------------------------------------------
 
-UNBIASED = [case for case in ALL_PROJECTIONS if PROJECTIONS[case.values[0]](4, 4, **case.values[1]).unbiased]
+UNBIASED = [case for case in ALL_PROJECTIONS if matrix(case.values[0], 4, 4, case.values[1]).unbiased]
 
 
 def estimates(
@@ -250,10 +292,10 @@ def estimates(
     draws: int,
 ) -> torch.Tensor:
     """phi(x)·psi(y) under `draws` independent matrices, (draws, pairs)."""
-    cls, f = PROJECTIONS[projection], COMPONENTS[component](**component_params)
+    f = COMPONENTS[component](**component_params)
     results = []
     for seed in range(draws):
-        w = cls(x.shape[-1], m, seed=seed, **projection_params).double()
+        w = matrix(projection, x.shape[-1], m, projection_params, seed=seed).double()
         results.append((f.phi(x, w).dense() * f.psi(y, w).dense()).sum(-1))
     return torch.stack(results)
 
@@ -269,8 +311,7 @@ def test_some_projection_is_unbiased():
     assert UNBIASED
 
 
-@component_cases
-@pytest.mark.parametrize(("projection", "projection_params"), UNBIASED)
+@pair_cases(UNBIASED)
 @pytest.mark.parametrize(("dim", "m"), [(8, 16), (6, 21)], ids=["two-blocks", "odd-sizes"])
 def test_estimates_are_unbiased(component, component_params, projection, projection_params, dim, m):
     """Oracles 1, 2, 3, 17: the mean over draws is the exact kernel, within five standard errors."""
@@ -282,8 +323,7 @@ def test_estimates_are_unbiased(component, component_params, projection, project
     assert (error <= tolerance + 1e-12).all(), (error / tolerance).tolist()
 
 
-@component_cases
-@pytest.mark.parametrize(("projection", "projection_params"), UNBIASED)
+@pair_cases(UNBIASED)
 def test_errors_fall_as_one_over_root_num_features(component, component_params, projection, projection_params):
     x, y = pairs(8)
     exact = COMPONENTS[component](**component_params).kernel(x, y)
@@ -295,7 +335,9 @@ def test_errors_fall_as_one_over_root_num_features(component, component_params, 
         for m in (16, 256)
     ]
     # 16 times the features: a quarter of the error. 150 draws of 4 pairs know each of the two to about 5%.
-    assert 3.2 < spread[0] / spread[1] < 5.0
+    assert spread[0] / spread[1] > 3.2
+    if projection != "qmc":  # whose errors fall faster, which is its purpose
+        assert spread[0] / spread[1] < 5.0
 
 
 def test_variance_of_cosine_and_sine_together():
@@ -414,7 +456,7 @@ def test_every_fault_is_named_at_once():
 @projection_cases
 def test_bad_sizes(projection, projection_params, value):
     with pytest.raises(ConfigError) as caught:
-        build_feature_map("relu", projection, value, value, projection_params=projection_params)
+        PROJECTIONS[projection](value, value, **projection_params)
     assert len(caught.value.faults) == 2
     assert "dim is" in str(caught.value)
     assert "num_features is" in str(caught.value)

@@ -157,8 +157,7 @@ def finish_loading(model: nn.Module, dtype: torch.dtype) -> None:
     """Draw the matrices that are stored as a seed (their checksums are verified on the way in); cast all to `dtype`."""
     for module in model.modules():
         if isinstance(module, Projection) and not module.save:
-            module.redraw()
-            module.weight = module.weight.to(module.checksum.device)  # type: ignore[arg-type]
+            module.redraw(module.checksum.device)  # type: ignore[arg-type]
         if isinstance(module, FeatureStage):
             module.to(dtype)
 

@@ -126,11 +126,13 @@ class FeatureStage(nn.Module):
     def simplified(self) -> FeatureStage:
         """The same function with a whitened input folded into one dense matrix and bias (cheaper at inference).
 
-        A matrix that is stored as a seed stays the one that the seed gives, so then nothing is folded.
+        A matrix that is stored as a seed stays the one that the seed gives, so then nothing is folded; nor is anything
+        for a matrix that is cheaper than a dense one, or has weights of its own.
         """
-        if self.shift is None or not self.feature_map.projection.save or not self.feature_map.component.elementwise():
-            return self
         old = self.feature_map.projection
+        dense_will_do = old.uniform and not old.fast and self.feature_map.component.elementwise()
+        if self.shift is None or not old.save or not dense_will_do:
+            return self
         rows, bias = self.effective_rows(old.materialize(), old.bias)
         dense = PROJECTIONS["landmark"](self.dim, self.feature_map.num_features, slot=old.slot)
         dense = dense.to(rows.device, rows.dtype)

@@ -18,6 +18,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
+from snnk_peft.functional.precision import full_precision
 
 
 def slot_generator(seed: int, slot: str = "") -> torch.Generator:
@@ -26,10 +27,25 @@ def slot_generator(seed: int, slot: str = "") -> torch.Generator:
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """32 bytes (uint8) that identify the fp32 values of a tensor; survives moves between devices, not casts."""
-    data = tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+def tensor_checksum(*tensors: torch.Tensor) -> torch.Tensor:
+    """32 bytes (uint8) that identify the fp32 values of tensors; survives moves between devices, not casts."""
+    data = b"".join(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes() for tensor in tensors)
     return torch.tensor(list(hashlib.sha256(data).digest()), dtype=torch.uint8, device="cpu")
+
+
+def choice_faults(kind: str, given: Mapping[str, tuple[object, tuple[object, ...]]]) -> list[str]:
+    """Messages for arguments outside their choices.
+
+    Args:
+        kind: the member's name.
+        given: argument name -> (value, choices).
+    """
+    # By type as well: 1 == True, but 1 is no answer to a yes-or-no question.
+    return [
+        f"{kind} {name} is {value!r}; expected {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        for name, (value, choices) in given.items()
+        if not any(type(value) is type(choice) and value == choice for choice in choices)
+    ]
 
 
 class Projection(nn.Module):
@@ -49,6 +65,8 @@ class Projection(nn.Module):
             designs, and for rows that are only nearly Gaussian.
         uniform: whether all feature weights are equal.
         redrawable: whether W follows from the seed alone, so that `save=False` is possible.
+        seeded: whether W depends on the seed at all; False for deterministic designs, the same in every slot.
+        fast: whether W is applied by its structure, without ever being formed.
         trainable: whether W is learned.
         params: the member's own keyword arguments, from which it can be built again.
     """
@@ -57,6 +75,8 @@ class Projection(nn.Module):
     unbiased = True
     uniform = True
     redrawable = True
+    seeded = True
+    fast = False
     trainable = False
 
     params: Mapping[str, Any] = MappingProxyType({})
@@ -65,40 +85,92 @@ class Projection(nn.Module):
 
     def __init__(self, dim: int, num_features: int, *, seed: int = 0, slot: str = "", save: bool = True):
         super().__init__()
+        sizes = (("dim", dim), ("num_features", num_features))
         faults = [
             f"{name} is {value!r}; expected an integer >= 1"
-            for name, value in (("dim", dim), ("num_features", num_features))
+            for name, value in sizes
             if not isinstance(value, int) or isinstance(value, bool) or value < 1
         ]
+        self.dim, self.num_features, self.seed, self.slot, self.save = dim, num_features, seed, slot, save
         if not save and not self.redrawable:
             faults.append(
                 f"save_projection=False with projection {type(self).__name__.lower()!r}: this matrix depends on the "
                 "pretrained weights and cannot be drawn again from a seed; use save_projection=True"
             )
+        wrong_arguments = self.argument_faults()
+        # What follows from sizes and arguments together can be asked only of valid ones.
+        faults += wrong_arguments or ([] if faults else self.settle())
         if faults:
             raise ConfigError(faults)
-        self.dim, self.num_features, self.seed, self.slot, self.save = dim, num_features, seed, slot, save
         if save and torch.get_default_device().type == "meta":
             # A loader builds the model's shape first and brings W from the checkpoint.
-            weight = torch.empty(num_features, dim, dtype=torch.float32)
+            drawn = self.blank()
         else:
-            # Explicit device: under a meta context the draw must still be made.
-            weight = self.draw(slot_generator(seed, slot)).to("cpu", torch.float32)
-        self.register_buffer("weight", weight, persistent=save)
+            drawn = self.draw_buffers(slot_generator(seed, slot))
+        self._drawn = tuple(drawn)
+        for name, tensor in drawn.items():
+            self.register_buffer(name, tensor, persistent=save)
         self.register_buffer("bias", None)
         if not save:
-            self.register_buffer("checksum", tensor_checksum(weight))
+            self.register_buffer("checksum", tensor_checksum(*drawn.values()))
             self.register_load_state_dict_pre_hook(_verify_checksum)
+
+    @classmethod
+    def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
+        """The `num_features` nearest to the wanted one that this matrix can have; itself, where any will do.
+
+        Args:
+            dim: length of the input vectors.
+            num_features: the wanted number of rows.
+            **params: the member's own keyword arguments.
+        """
+        return num_features
+
+    def argument_faults(self) -> list[str]:
+        """Messages for wrong arguments of the member's own; they are attributes by now."""
+        return []
+
+    def settle(self) -> list[str]:
+        """Decide what depends on the sizes, before the draw; messages for sizes the member cannot have."""
+        return []
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """A fresh W (num_features, dim) on the CPU, fp32 or finer, from `generator` alone."""
         raise TypeError(f"{type(self).__name__} does not define draw(); see Projection")
 
-    def redraw(self) -> None:
-        """Draw W again from (seed, slot), in place. Needed where a loader left non-persistent buffers undefined."""
-        weight = self.draw(slot_generator(self.seed, self.slot)).to("cpu", torch.float32)
-        target = self.weight if self.weight.device.type != "meta" else weight
-        self.weight = weight.to(target.device, target.dtype)
+    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """What is kept of a draw, by buffer name; on the CPU (under a meta context too), numbers in fp32."""
+        return {"weight": self.draw(generator).to("cpu", torch.float32)}
+
+    def blank(self) -> dict[str, torch.Tensor]:
+        """Tensors like those of `draw_buffers`, on the default device, with undefined values."""
+        return {"weight": torch.empty(self.num_features, self.dim, dtype=torch.float32)}
+
+    def redraw(self, device: torch.device | None = None) -> None:
+        """Draw W again from (seed, slot). Needed where a loader left non-persistent buffers undefined.
+
+        Args:
+            device: where it is put; None for where it was, or the CPU if that was "meta".
+        """
+        for name, drawn in self.draw_buffers(slot_generator(self.seed, self.slot)).items():
+            old = getattr(self, name)
+            blank = old.device.type == "meta"
+            target = device or (drawn.device if blank else old.device)
+            setattr(self, name, drawn.to(target, drawn.dtype if blank else old.dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type in which W, or what it is made of, is stored."""
+        return next(tensor.dtype for tensor in self.state_tensors() if tensor.is_floating_point())
+
+    @property
+    def device(self) -> torch.device:
+        """Where W is."""
+        return self.state_tensors()[0].device
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """W, or what it is made of, as stored."""
+        return [getattr(self, name) for name in self._drawn]
 
     def verify(self, checksum: torch.Tensor) -> None:
         """Refuse a checkpoint whose matrix differs from the one this machine draws from (seed, slot).
@@ -111,7 +183,7 @@ class Projection(nn.Module):
         """
         if checksum.device.type == "meta":
             return
-        drawn = tensor_checksum(self.draw(slot_generator(self.seed, self.slot)))
+        drawn = tensor_checksum(*self.draw_buffers(slot_generator(self.seed, self.slot)).values())
         if not torch.equal(checksum.cpu(), drawn):
             raise ConfigError(
                 f"checksum of the redrawn projection of {self.slot!r} differs from the checkpoint: this machine draws "
@@ -132,7 +204,7 @@ class Projection(nn.Module):
 
     def normalized(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """scale · LN(x) Wᵀ + c, LN without weights over the last axis; the normalised vectors are never formed."""
-        if self.trainable:
+        if self.trainable or self.fast:
             return self(nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * scale)
         z = normalized_linear(x, self.materialize())
         z = z if scale == 1.0 else z * scale
@@ -145,7 +217,7 @@ class Projection(nn.Module):
     @property
     def feature_weights(self) -> torch.Tensor:
         """Weight a_i of each row in the average that estimates the kernel, (num_features,), sum 1; uniform here."""
-        return torch.full_like(self.weight[:, 0], 1.0 / self.num_features)
+        return torch.full((self.num_features,), 1.0 / self.num_features, dtype=self.dtype, device=self.device)
 
     def amplitudes(self, signed: bool = False, copies: int = 1) -> torch.Tensor | float:
         """√|a_i|, which each tower multiplies its features with, (copies · num_features,) or one number for all.
@@ -167,6 +239,96 @@ class Projection(nn.Module):
     def extra_repr(self) -> str:
         """The arguments, for printing."""
         return f"dim={self.dim}, num_features={self.num_features}, seed={self.seed}, slot={self.slot!r}"
+
+
+class Structured(Projection):
+    """A matrix that is made of few numbers and can be applied by a fast transform instead of a dense product.
+
+    A member draws its factors and says how they act on vectors; what is kept, the factors or the dense W, follows
+    from `fast`. Both hold the same matrix for the same seed.
+
+    Args:
+        fast: True keeps the factors and applies them; no dense W is stored. False stores W and multiplies with it.
+            None (default) takes whichever is quicker at these sizes: fast from min(dim, num_features) >= `fast_from`
+            on. Decided once, at construction, and recorded in `params`.
+        **kwargs: as in `Projection`.
+
+    Attributes:
+        fast_from: the size from which the fast transform wins on a CPU.
+    """
+
+    fast_from: int
+
+    def __init__(self, dim: int, num_features: int, *, fast: bool | None = None, **kwargs: Any):
+        self._wanted_fast = fast
+        super().__init__(dim, num_features, **kwargs)
+
+    def argument_faults(self) -> list[str]:
+        """Whether `fast` is a yes, a no or nothing."""
+        name = type(self).__name__.lower()
+        return super().argument_faults() + choice_faults(name, {"fast": (self._wanted_fast, (None, True, False))})
+
+    def settle(self) -> list[str]:
+        """Resolve `fast`."""
+        wanted = self._wanted_fast
+        self.fast = min(self.dim, self.num_features) >= self.fast_from if wanted is None else wanted
+        self.params = {**self.params, "fast": self.fast}
+        return super().settle()
+
+    def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """The factors by name, on the CPU: fp32, or int64 for indices."""
+        raise TypeError(f"{type(self).__name__} does not define draw_factors(); see Structured")
+
+    def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """x Wᵀ by the fast transform: x (..., dim) -> (..., num_features); all of one dtype, fp32 or finer."""
+        raise TypeError(f"{type(self).__name__} does not define project(); see Structured")
+
+    def dense(self, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """W (num_features, dim) from its factors: here, what the fast transform makes of the unit vectors."""
+        like = next(factor for factor in factors.values() if factor.is_floating_point())
+        return self.project(torch.eye(self.dim, dtype=like.dtype, device=like.device), factors).T.contiguous()
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """W in fp64, from factors in fp32."""
+        return self.dense(as_dtype(self.draw_factors(generator), torch.float64))
+
+    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """The factors if fast, else W."""
+        return self.draw_factors(generator) if self.fast else super().draw_buffers(generator)
+
+    def blank(self) -> dict[str, torch.Tensor]:
+        """Undefined tensors of the right shapes; drawing a few factors is the short way to know them."""
+        if not self.fast:
+            return super().blank()
+        drawn = self.draw_factors(slot_generator(self.seed, self.slot))
+        return {name: torch.empty(factor.shape, dtype=factor.dtype) for name, factor in drawn.items()}
+
+    def factors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The stored factors, numbers in `dtype`."""
+        return as_dtype({name: getattr(self, name) for name in self._drawn}, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x Wᵀ for x (..., dim); result (..., num_features) in the dtype of x, computed in fp32 or finer."""
+        if not self.fast:
+            return super().forward(x)
+        if x.numel() == 0:  # Fourier transforms refuse an empty batch
+            return x[..., :1].expand(*x.shape[:-1], self.num_features)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with full_precision(x):
+            return self.project(x.to(wide), self.factors(wide)).to(x.dtype)
+
+    def materialize(self) -> torch.Tensor:
+        """W as a dense (num_features, dim) tensor; formed anew on each call if fast."""
+        if not self.fast:
+            return super().materialize()
+        wide = torch.promote_types(self.dtype, torch.float32)
+        with full_precision(self.state_tensors()[0]):
+            return self.dense(self.factors(wide)).to(self.dtype)
+
+
+def as_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Floating-point tensors in `dtype`, indices as they are."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
 
 
 def _verify_checksum(module: nn.Module, state_dict: dict, prefix: str, *args: object) -> None:

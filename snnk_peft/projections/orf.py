@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.random_directions import gaussian_lengths, haar
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 
@@ -41,12 +42,4 @@ class Orf(Projection):
         rows = torch.cat(blocks)[: self.num_features]
         if self.norms == "sqrt_dim":
             return rows * self.dim**0.5
-        lengths = torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)
-        return rows * lengths.double().norm(dim=1, keepdim=True)
-
-
-def haar(dim: int, generator: torch.Generator) -> torch.Tensor:
-    """A Haar-distributed orthogonal (dim, dim) matrix in fp64: QR of a Gaussian, signs fixed by diag(R)."""
-    gaussian = torch.randn(dim, dim, generator=generator, device="cpu", dtype=torch.float32).double()
-    q, r = torch.linalg.qr(gaussian)
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+        return rows * gaussian_lengths(self.num_features, self.dim, generator)[:, None]

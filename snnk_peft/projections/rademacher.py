@@ -1,0 +1,26 @@
+"""Independent ±1 entries (Rademacher), as random Maclaurin features need them (Kar & Karnick 2012).
+
+E[ω ωᵀ] = I as for Gaussian rows, but higher moments differ: only components that ask for "rademacher" accept it.
+Unbiased for these: rows are independent draws from the stated distribution.
+
+Cost: as gaussian.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from snnk_peft.functional.random_directions import random_signs
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.projections.base import Projection
+
+
+@PROJECTIONS.register("rademacher")
+class Rademacher(Projection):
+    """W with independent random signs. Arguments as in `Projection`."""
+
+    distribution = "rademacher"
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """(num_features, dim) of ±1."""
+        return random_signs(self.num_features, self.dim, generator=generator)

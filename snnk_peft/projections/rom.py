@@ -1,0 +1,103 @@
+"""Random orthogonal embeddings ("ROM"): W = √n · ∏_{i=1..t} H D_i, any number t of factors; t = 3 is SORF (Choromanski
+et al. 2017; Spectraformer Eq. 23). With complex entries in the first, the S-hybrid, W = √n · H D^(U) ∏_{i=2..t} H D_i
+(Eq. 24).
+
+H is the normalised Walsh-Hadamard matrix of order n, the power of two at or above dim (zero padding, first dim
+columns), D_i holds random signs, D^(U) independent uniform numbers on the complex unit circle.
+
+The S-hybrid is meant for Re(conj φ(x) · φ(y)) with complex features φ(x) = Wx. Here everything is real: with h complex
+rows z_k, W has m = 2h rows, first √2 Re z_k, then √2 Im z_k. Since Re(conj a · b) = Re a Re b + Im a Im b,
+
+    1/m Σ_{i≤m} (w_i·x)(w_i·y)  =  1/h Σ_{k≤h} Re(conj(z_k·x) · (z_k·y)),
+
+so linear features give exactly the paper's estimator, and the 2h rows have entries of variance 1 for all others. One
+random real direction and its complex partner share a rotation, which is where the lower variance comes from.
+
+Not unbiased: rows are only nearly Gaussian, the less so the fewer factors (t = 1 with signs: entries ±1).
+
+Cost per vector: O(t · m log n) by the transform, m · dim as a dense product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from snnk_peft.functional.hadamard import next_power_of_two, walsh_hadamard
+from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, hadamard_rotation
+from snnk_peft.functional.random_directions import random_signs
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.projections.base import Structured, choice_faults
+
+
+@PROJECTIONS.register("rom")
+class Rom(Structured):
+    """Products of Hadamard matrices and random diagonals.
+
+    Args:
+        factors: number t of factors H D, >= 1. More make the rows more nearly Gaussian and cost one transform each;
+            there is little to gain beyond 3.
+        complex_unit: give the factor that acts last complex entries of modulus 1 instead of signs. num_features must
+            then be even.
+        **kwargs: as in `Structured`.
+    """
+
+    unbiased = False
+    fast_from = HADAMARD_FAST_FROM
+
+    def __init__(self, dim: int, num_features: int, *, factors: int = 3, complex_unit: bool = False, **kwargs: Any):
+        self.num_factors, self.complex_unit = factors, complex_unit
+        self.params = {"factors": factors, "complex_unit": complex_unit}
+        super().__init__(dim, num_features, **kwargs)
+
+    @classmethod
+    def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
+        """Any number; with complex entries the next even one."""
+        return num_features + num_features % 2 if params.get("complex_unit") else num_features
+
+    def argument_faults(self) -> list[str]:
+        """Whether the number of factors is one."""
+        t = self.num_factors
+        valid = isinstance(t, int) and not isinstance(t, bool) and t >= 1
+        found = [] if valid else [f"rom factors is {t!r}; expected an integer >= 1"]
+        return (
+            super().argument_faults()
+            + found
+            + choice_faults("rom", {"complex_unit": (self.complex_unit, (False, True))})
+        )
+
+    def settle(self) -> list[str]:
+        """Complex rows come as pairs of real ones."""
+        found = super().settle()
+        if self.complex_unit and self.num_features % 2:
+            found.append(
+                f"rom num_features is {self.num_features} with complex_unit=True; expected an even number, for real "
+                f"and imaginary parts, e.g. {self.num_features + 1}"
+            )
+        return found
+
+    def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Signs in the order in which they act (t, blocks, n); with `complex_unit`, one fewer, and (2, blocks, n)."""
+        n = next_power_of_two(self.dim)
+        rows = self.num_features // (2 if self.complex_unit else 1)
+        blocks = -(-rows // n)
+        signs = random_signs(self.num_factors - self.complex_unit, blocks, n, generator=generator)
+        if not self.complex_unit:
+            return {"signs": signs}
+        angle = torch.rand(blocks, n, generator=generator, device="cpu", dtype=torch.float32) * (2 * math.pi)
+        return {"signs": signs, "circle": torch.stack((angle.cos(), angle.sin()))}
+
+    def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Pad, apply the factors to all blocks, cut to num_features."""
+        signs = factors["signs"]
+        n = signs.shape[-1]
+        padded = torch.nn.functional.pad(x, (0, n - self.dim))
+        if not self.complex_unit:
+            return hadamard_rotation(padded, signs, scale=n**0.5).flatten(-2)[..., : self.num_features]
+        rotated = hadamard_rotation(padded, signs)
+        # √n · n^-½ of the last factor is 1; √2 as explained above.
+        parts = [walsh_hadamard(rotated * (2**0.5 * part)) for part in factors["circle"].unbind()]
+        return torch.cat([part.flatten(-2)[..., : self.num_features // 2] for part in parts], -1)
