@@ -86,7 +86,7 @@ class ParallelFeatures(Slot):
         """x (..., dim) -> (..., hidden + feature_dim)."""
         hidden = base(x, *args, **kwargs)
         return torch.cat(
-            (hidden, self.stage(x.to(self.stage.feature_map.projection.weight.dtype)).to(hidden.dtype)), -1
+            (hidden, self.stage(x.to(self.stage.feature_map.projection.reference.dtype)).to(hidden.dtype)), -1
         )
 
 

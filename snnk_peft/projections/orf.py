@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.haar import chi_lengths, orthogonal_rows
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 
@@ -37,16 +38,7 @@ class Orf(Projection):
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) in fp64; rows of a block are orthogonal to rounding."""
-        blocks = [haar(self.dim, generator) for _ in range(-(-self.num_features // self.dim))]
-        rows = torch.cat(blocks)[: self.num_features]
+        rows = orthogonal_rows(self.num_features, self.dim, generator)
         if self.norms == "sqrt_dim":
             return rows * self.dim**0.5
-        lengths = torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)
-        return rows * lengths.double().norm(dim=1, keepdim=True)
-
-
-def haar(dim: int, generator: torch.Generator) -> torch.Tensor:
-    """A Haar-distributed orthogonal (dim, dim) matrix in fp64: QR of a Gaussian, signs fixed by diag(R)."""
-    gaussian = torch.randn(dim, dim, generator=generator, device="cpu", dtype=torch.float32).double()
-    q, r = torch.linalg.qr(gaussian)
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+        return rows * chi_lengths(self.num_features, self.dim, generator)[:, None]
