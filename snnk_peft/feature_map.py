@@ -85,6 +85,19 @@ def pair_faults(component: str, projection: str) -> list[str]:
     return [] if cls.distribution == matrix.distribution else [distribution_fault(cls, matrix)]
 
 
+def advance(model: nn.Module) -> None:
+    """Tell every matrix W in `model` that a training step has passed; call it once after each step of the optimizer.
+
+    Matrices made with `redraw_every` draw anew when it is time; all others, and all in eval, stay as they are.
+
+    Args:
+        model: anything that contains feature maps.
+    """
+    for module in model.modules():
+        if isinstance(module, Projection):
+            module.advance()
+
+
 def parameter_faults(kind: str, cls: type, given: Mapping[str, Any], reserved: tuple[str, ...] = ()) -> list[str]:
     """Messages for keyword arguments that `cls` does not take."""
     names = set()

@@ -21,9 +21,10 @@ from snnk_peft.functional.normalized_projection import EPSILON, normalized_linea
 from snnk_peft.functional.precision import full_precision
 
 
-def slot_generator(seed: int, slot: str = "") -> torch.Generator:
-    """A CPU generator whose stream depends on `seed` and the slot name only."""
-    digest = hashlib.sha256(f"{int(seed)}:{slot}".encode()).digest()
+def slot_generator(seed: int, slot: str = "", number: int = 0) -> torch.Generator:
+    """A CPU generator whose stream depends on `seed`, the slot name and the number of the draw only."""
+    again = f"\0{number}" if number else ""
+    digest = hashlib.sha256(f"{int(seed)}:{slot}{again}".encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "little"))
 
 
@@ -58,6 +59,9 @@ class Projection(nn.Module):
         slot: name of the place in the model that this matrix serves.
         save: True keeps W in checkpoints. False keeps 32 bytes of checksum instead; W is drawn again on loading and
             loading fails if the checksum differs.
+        redraw_every: draw anew after this many training steps (see `advance`; the paper on learned kernels takes 100),
+            or None for never. For features that meet features, as in attention: a readout that was trained on one
+            draw does not fit the next. The current draw is saved, and how many steps have passed.
 
     Attributes:
         distribution: what the rows are drawn from ("gaussian", ...); a component states which one it needs.
@@ -66,6 +70,7 @@ class Projection(nn.Module):
         uniform: whether all feature weights are equal.
         redrawable: whether W follows from the seed alone, so that `save=False` is possible.
         seeded: whether W depends on the seed at all; False for deterministic designs, the same in every slot.
+        resamplable: whether something in W is random, so that `redraw_every` is possible.
         fast: whether W is applied by its structure, without ever being formed.
         trainable: whether W is learned.
         params: the member's own keyword arguments, from which it can be built again.
@@ -76,14 +81,25 @@ class Projection(nn.Module):
     uniform = True
     redrawable = True
     seeded = True
+    resamplable = True
     fast = False
     trainable = False
 
     params: Mapping[str, Any] = MappingProxyType({})
     weight: torch.Tensor
     bias: torch.Tensor | None
+    steps: torch.Tensor
 
-    def __init__(self, dim: int, num_features: int, *, seed: int = 0, slot: str = "", save: bool = True):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        seed: int = 0,
+        slot: str = "",
+        save: bool = True,
+        redraw_every: int | None = None,
+    ):
         super().__init__()
         sizes = (("dim", dim), ("num_features", num_features))
         faults = [
@@ -92,26 +108,35 @@ class Projection(nn.Module):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1
         ]
         self.dim, self.num_features, self.seed, self.slot, self.save = dim, num_features, seed, slot, save
+        self.redraw_every = redraw_every
         if not save and not self.redrawable:
             faults.append(
-                f"save_projection=False with projection {type(self).__name__.lower()!r}: this matrix depends on the "
-                "pretrained weights and cannot be drawn again from a seed; use save_projection=True"
+                f"save_projection=False with projection {type(self).__name__.lower()!r}: this matrix is learned or "
+                "depends on the pretrained weights and cannot be drawn again from a seed; use save_projection=True"
             )
+        faults += self._redraw_faults()
         wrong_arguments = self.argument_faults()
         # What follows from sizes and arguments together can be asked only of valid ones.
         faults += wrong_arguments or ([] if faults else self.settle())
         if faults:
             raise ConfigError(faults)
-        if save and torch.get_default_device().type == "meta":
+        self.register_buffer("bias", None)
+        self.build()
+        if redraw_every is not None:
+            self.params = {**self.params, "redraw_every": redraw_every}
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=_construction_device()))
+
+    def build(self) -> None:
+        """Register what W is made of, drawn from (seed, slot): here W itself, as a buffer."""
+        if self.save and _construction_device() == "meta":
             # A loader builds the model's shape first and brings W from the checkpoint.
             drawn = self.blank()
         else:
-            drawn = self.draw_buffers(slot_generator(seed, slot))
+            drawn = self.draw_buffers(slot_generator(self.seed, self.slot))
         self._drawn = tuple(drawn)
         for name, tensor in drawn.items():
-            self.register_buffer(name, tensor, persistent=save)
-        self.register_buffer("bias", None)
-        if not save:
+            self.register_buffer(name, tensor, persistent=self.save)
+        if not self.save:
             self.register_buffer("checksum", tensor_checksum(*drawn.values()))
             self.register_load_state_dict_pre_hook(_verify_checksum)
 
@@ -130,6 +155,21 @@ class Projection(nn.Module):
         """Messages for wrong arguments of the member's own; they are attributes by now."""
         return []
 
+    def _redraw_faults(self) -> list[str]:
+        every, name = self.redraw_every, type(self).__name__.lower()
+        if every is None:
+            return []
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            return [f"redraw_every is {every!r}; expected a number of training steps >= 1, or None for never"]
+        if not self.resamplable:
+            return [f"redraw_every={every} with projection {name!r}, in which nothing is random; leave it None"]
+        if not self.save:
+            return [
+                f"redraw_every={every} with save_projection=False: a matrix drawn anew during training must be saved; "
+                "use save_projection=True"
+            ]
+        return []
+
     def settle(self) -> list[str]:
         """Decide what depends on the sizes, before the draw; messages for sizes the member cannot have."""
         return []
@@ -146,17 +186,33 @@ class Projection(nn.Module):
         """Tensors like those of `draw_buffers`, on the default device, with undefined values."""
         return {"weight": torch.empty(self.num_features, self.dim, dtype=torch.float32)}
 
+    @torch.no_grad()
     def redraw(self, device: torch.device | None = None) -> None:
-        """Draw W again from (seed, slot). Needed where a loader left non-persistent buffers undefined.
+        """Draw again from (seed, slot) and the number of draws that `advance` has made; learned parameters stay.
+
+        Needed where a loader left non-persistent buffers undefined.
 
         Args:
             device: where it is put; None for where it was, or the CPU if that was "meta".
         """
-        for name, drawn in self.draw_buffers(slot_generator(self.seed, self.slot)).items():
+        number = 0 if self.redraw_every is None else int(self.steps) // self.redraw_every
+        for name, drawn in self.draw_buffers(slot_generator(self.seed, self.slot, number)).items():
             old = getattr(self, name)
             blank = old.device.type == "meta"
             target = device or (drawn.device if blank else old.device)
             setattr(self, name, drawn.to(target, drawn.dtype if blank else old.dtype))
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """One training step has passed: every `redraw_every`-th one draws anew. Does nothing in eval.
+
+        Never called by a forward pass, of which gradient checkpointing makes two per step.
+        """
+        if self.redraw_every is None or not self.training:
+            return
+        self.steps.add_(1)
+        if int(self.steps) % self.redraw_every == 0:
+            self.redraw()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -200,7 +256,7 @@ class Projection(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x Wᵀ + c for x (..., dim); result (..., num_features) in the dtype of x."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+        return nn.functional.linear(x, self.materialize().to(x.dtype), bias)
 
     def normalized(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """scale · LN(x) Wᵀ + c, LN without weights over the last axis; the normalised vectors are never formed."""
@@ -329,6 +385,58 @@ class Structured(Projection):
 def as_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Floating-point tensors in `dtype`, indices as they are."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+class Learned(Projection):
+    """Base class of the matrices that are trained: W is a function of parameters and, mostly, of saved noise.
+
+    At the start W is a draw from N(0, I), so that a model begins with the kernel that it would have without learning.
+    After that the kernel is what training made of it, hence `unbiased` is False and W must be saved. The noise does not
+    change unless `redraw_every` says so. W is computed in every forward pass, in train and eval from the same numbers.
+
+    A member defines `initial` and `materialize`; the noise is N(0, I) unless it overrides `draw` or `draw_buffers`.
+    One object serves one matrix: for kernels per head use one per head, for one that the heads of a layer share, one
+    that all of them call.
+    """
+
+    unbiased = False
+    redrawable = False
+    trainable = True
+
+    noise: torch.Tensor
+
+    def build(self) -> None:
+        """Register the noise as buffers and the initial values as parameters."""
+        generator, device = slot_generator(self.seed, self.slot), _construction_device()
+        for name, value in self.draw_buffers(generator).items():
+            self.register_buffer(name, value.to(device))
+        for name, value in self.initial(generator).items():
+            self.register_parameter(name, nn.Parameter(value.to(device, torch.float32)))
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """The noise that W is made of, and W at the start: (num_features, dim) standard normal numbers."""
+        return torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)
+
+    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """The noise; see `Projection.draw_buffers`."""
+        return {"noise": self.draw(generator).to("cpu", torch.float32)}
+
+    def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Values, on the CPU and rounded to fp32, that the learned parameters start with, by name."""
+        raise TypeError(f"{type(self).__name__} does not define initial(); see Learned")
+
+    def materialize(self) -> torch.Tensor:
+        """W as a dense (num_features, dim) tensor, differentiable in the learned parameters."""
+        raise TypeError(f"{type(self).__name__} does not define materialize(); see Learned")
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """The learned parameters."""
+        return list(self.parameters())
+
+
+def _construction_device() -> str:
+    """Where new tensors belong: the CPU, unless a loader builds shapes only and brings the values afterwards."""
+    return "meta" if torch.get_default_device().type == "meta" else "cpu"
 
 
 def _verify_checksum(module: nn.Module, state_dict: dict, prefix: str, *args: object) -> None:

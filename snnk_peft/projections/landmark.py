@@ -31,6 +31,7 @@ class Landmark(Projection):
 
     unbiased = False
     redrawable = False
+    resamplable = False
 
     def __init__(
         self,

@@ -1,0 +1,101 @@
+"""Black-box quantiles: one learned quantile function per coordinate (Tompkins et al. 2019; Spectraformer, A.4, "BBQ").
+
+    ω_ij = Q_j(u_ij) = g_j(Φ⁻¹(u_ij)),  u_i uniform points in the unit cube, Φ⁻¹ the normal quantile function
+    g_j(z) = b_j + ∫₀^z slope_j,  slope_j > 0 and constant on each of `segments` intervals of equal probability
+
+g_j is increasing, so every Q_j is a quantile function, of a distribution with independent coordinates. At the start
+b = 0 and all slopes are 1: Q is the normal quantile function and W the draw it replaces. The points are scrambled Sobol
+points, which fill the cube evenly (every one of them is uniform, so estimates are unbiased at the start), or random
+ones. What is saved as noise is Φ⁻¹(u).
+
+Cost: as gaussian, plus forming W: segments · num_features · dim. Parameters: (segments + 1) · dim.
+"""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import torch
+from torch.quasirandom import SobolEngine
+
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.projections.base import Learned
+
+POINTS = ("sobol", "random")
+
+
+@PROJECTIONS.register("bbq")
+class Bbq(Learned):
+    """Rows from learned quantile functions.
+
+    Args:
+        segments: pieces of each quantile function, >= 1; more of them can follow more modes, and each needs some of the
+            num_features points to learn from. With 1 it learns a scale and a mean.
+        points: "sobol" (default, dim up to 21201) or "random".
+        **kwargs: as in `Projection`.
+
+    Attributes:
+        log_slope: logarithms of the slopes, a parameter (dim, segments).
+        offset: b, the medians, a parameter (dim,).
+    """
+
+    log_slope: torch.Tensor
+    offset: torch.Tensor
+
+    def __init__(self, dim: int, num_features: int, *, segments: int = 8, points: str = "sobol", **kwargs: object):
+        self.segments, self.points = segments, points
+        self.params = {"segments": segments, "points": points}
+        super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
+
+    def argument_faults(self) -> list[str]:
+        """A bad number of segments, unknown points, too many dimensions for Sobol points."""
+        found = []
+        if not isinstance(self.segments, int) or isinstance(self.segments, bool) or self.segments < 1:
+            found.append(f"bbq segments is {self.segments!r}; expected an integer >= 1")
+        if self.points not in POINTS:
+            found.append(f"bbq points is {self.points!r}; expected one of {', '.join(POINTS)}")
+        elif self.points == "sobol" and type(self.dim) is int and self.dim > SobolEngine.MAXDIM:
+            found.append(f"bbq dim is {self.dim}; Sobol points have at most {SobolEngine.MAXDIM}, use points='random'")
+        return found
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """Normal quantiles of the points, (num_features, dim)."""
+        if self.points == "random":
+            return super().draw(generator)
+        seed = int(torch.randint(2**31, (), generator=generator, device="cpu"))
+        engine = SobolEngine(self.dim, scramble=True, seed=seed)
+        uniform = engine.draw(self.num_features, dtype=torch.float64)
+        # torch rounds the first point, which is the shift of the scrambling, to the default dtype.
+        uniform[0] = engine.shift.double() / 2**engine.MAXBIT
+        # All are multiples of 2^-30, perhaps 0; the middle of each cell has a finite quantile.
+        return torch.special.ndtri(uniform + 0.5 / 2**engine.MAXBIT)
+
+    def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """The normal quantile function in every coordinate."""
+        return {
+            "log_slope": torch.zeros(self.dim, self.segments, device="cpu"),
+            "offset": torch.zeros(self.dim, device="cpu"),
+        }
+
+    def warp(self, z: torch.Tensor) -> torch.Tensor:
+        """g: z (..., dim) -> (..., dim), each coordinate with its own increasing function."""
+        knots = [NormalDist().inv_cdf(k / self.segments) for k in range(1, self.segments)]
+        edges = [None, *knots, None]
+        result = z + self.offset
+        for extra, low, high in zip(torch.expm1(self.log_slope).unbind(-1), edges[:-1], edges[1:], strict=True):
+            # How much of the way from 0 to z lies in this interval, times (slope − 1).
+            result = result + extra * (clipped(z, low, high) - clipped(torch.zeros_like(z), low, high))
+        return result
+
+    def quantile(self, levels: torch.Tensor) -> torch.Tensor:
+        """Q: levels (..., dim) in (0, 1) -> (..., dim)."""
+        return self.warp(torch.special.ndtri(levels))
+
+    def materialize(self) -> torch.Tensor:
+        """W (num_features, dim): the quantiles of the saved points."""
+        return self.warp(self.noise)
+
+
+def clipped(z: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
+    """z limited to [low, high], either of which may be absent."""
+    return z if low is None and high is None else z.clamp(low, high)

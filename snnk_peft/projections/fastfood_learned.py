@@ -1,0 +1,107 @@
+"""Fastfood with learned diagonals, "FastFoodL" (Le et al. 2013; Yang et al. 2015; Learning the Transformer Kernel,
+Eq. 6; Spectraformer, Eq. 17).
+
+    V = d^-½ S H G Π H B    per block of d rows; ⌈num_features / d⌉ independent blocks, the last one truncated
+
+H is the Walsh-Hadamard matrix, Π a permutation, B random signs, G Gaussian, S = χ_d / ‖G‖: every row is N(0, I) at the
+start, so this begins as exact Fastfood at the kernel it replaces. (Spectraformer prints ‖G‖^-½ and drops d^-½.) The
+bandwidth 1/σ of the papers is part of S. Only χ_d is stored for S and ‖G‖ is computed, so that a G that is learned or
+drawn anew leaves the lengths of the rows alone. Where dim is no power of two, d is the next one and x is padded with
+zeros, which keeps dot products; numbers that act on the padding only are not stored.
+
+Cost: O(num_features · log d) per vector. About 2 to 4 numbers per row instead of dim; no dense W is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from snnk_peft.functional.hadamard import next_power_of_two, walsh_hadamard
+from snnk_peft.functional.precision import full_precision
+from snnk_peft.functional.random_directions import gaussian_lengths
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.projections.base import Learned
+
+CHOICES = ("S", "SGB")
+
+
+@PROJECTIONS.register("fastfood_learned")
+class FastfoodLearned(Learned):
+    """Structured W with learned diagonal factors.
+
+    Args:
+        learn: "SGB" (default, the papers' choice) trains all three diagonals, "S" the lengths of the rows only. What is
+            not trained is random, and is drawn anew by `redraw_every`; with "SGB" that leaves the permutations.
+        **kwargs: as in `Projection`.
+
+    Attributes:
+        lengths: χ_d of S, (num_features,), a parameter: ‖ω_i‖ as long as B consists of signs and nothing is padded.
+        gauss: diagonal of G, (blocks, d).
+        signs: diagonal of B, (blocks, dim).
+        permutation: Π of all blocks as positions in their concatenation, (blocks · d,) int64.
+    """
+
+    lengths: torch.Tensor
+    gauss: torch.Tensor
+    signs: torch.Tensor
+    permutation: torch.Tensor
+
+    def __init__(self, dim: int, num_features: int, *, learn: str = "SGB", **kwargs: object):
+        self.learn, self.params = learn, {"learn": learn}
+        super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
+
+    def argument_faults(self) -> list[str]:
+        """An unknown choice of what to learn."""
+        if self.learn in CHOICES:
+            return []
+        return [f"fastfood_learned learn is {self.learn!r}; expected one of {', '.join(CHOICES)}"]
+
+    @property
+    def order(self) -> int:
+        """Rows of a block, d: `dim` or the next power of two."""
+        return next_power_of_two(self.dim)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return -(-self.num_features // self.order)
+
+    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Permutations, and the diagonals that are not learned."""
+        shifted = [
+            torch.randperm(self.order, generator=generator, device="cpu") + block * self.order
+            for block in range(self.blocks)
+        ]
+        kept = {} if self.learn == "SGB" else self._diagonals(generator)
+        return {"permutation": torch.cat(shifted), **kept}
+
+    def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Lengths of Gaussian vectors, and the other diagonals if they are learned."""
+        learned = self._diagonals(generator) if self.learn == "SGB" else {}
+        return {"lengths": gaussian_lengths(self.num_features, self.order, generator), **learned}
+
+    def _diagonals(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """G and B."""
+        bits = torch.randint(2, (self.blocks, self.dim), generator=generator, device="cpu")
+        gauss = torch.randn(self.blocks, self.order, generator=generator, device="cpu", dtype=torch.float32)
+        return {"gauss": gauss, "signs": (2 * bits - 1).float()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x Vᵀ for x (..., dim), by two fast transforms; result (..., num_features) in the dtype of x."""
+        with full_precision(x):
+            return self._apply(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+    def _apply(self, x: torch.Tensor) -> torch.Tensor:
+        signed = x.unsqueeze(-2) * self.signs.to(x.dtype)
+        mixed = walsh_hadamard(nn.functional.pad(signed, (0, self.order - self.dim)))
+        mixed = mixed.flatten(-2)[..., self.permutation].unflatten(-1, (self.blocks, self.order))
+        wide = torch.promote_types(self.gauss.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(self.gauss, dim=-1, keepdim=True, dtype=wide)
+        # d^-½ goes here, between the transforms, each of which makes numbers √d times as large.
+        rows = walsh_hadamard(mixed * (self.gauss / (norms * self.order**0.5)).to(x.dtype))
+        return rows.flatten(-2)[..., : self.num_features] * self.lengths.to(x.dtype)
+
+    def materialize(self) -> torch.Tensor:
+        """V as a dense (num_features, dim) tensor, computed when asked for."""
+        return self(torch.eye(self.dim, dtype=self.dtype, device=self.device)).T

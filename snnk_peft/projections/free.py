@@ -1,0 +1,56 @@
+"""Rows without any structure: every entry of W is trained (Spectraformer's "weight matrix learner" at its plainest).
+
+W starts as an independent Gaussian draw, or as block-orthogonal Gaussian rows, of which estimates have less variance.
+
+Cost: as gaussian; num_features · dim parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from snnk_peft.functional.random_directions import gaussian_lengths, orthogonal_rows
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.projections.base import Learned
+
+STARTS = ("gaussian", "orf")
+
+
+@PROJECTIONS.register("free")
+class Free(Learned):
+    """W as one parameter.
+
+    Args:
+        init: "gaussian" (default) starts with independent standard normal entries, "orf" with rows that are orthogonal
+            within blocks of `dim` and as long as Gaussian ones. Either way every row is N(0, I).
+        **kwargs: as in `Projection`.
+    """
+
+    resamplable = False
+
+    def __init__(self, dim: int, num_features: int, *, init: str = "gaussian", **kwargs: object):
+        self.init, self.params = init, {"init": init}
+        super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
+
+    def argument_faults(self) -> list[str]:
+        """An unknown start."""
+        return [] if self.init in STARTS else [f"free init is {self.init!r}; expected one of {', '.join(STARTS)}"]
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """W at the start, (num_features, dim)."""
+        if self.init == "gaussian":
+            return super().draw(generator)
+        rows = orthogonal_rows(self.num_features, self.dim, generator)
+        return rows * gaussian_lengths(self.num_features, self.dim, generator)[:, None]
+
+    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """None: what was random at the start is learned."""
+        return {}
+
+    def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """W."""
+        return {"weight": self.draw(generator)}
+
+    def materialize(self) -> torch.Tensor:
+        """W (num_features, dim), the parameter itself."""
+        return self.weight
