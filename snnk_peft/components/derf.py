@@ -102,17 +102,19 @@ class Derf(Component):
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
         """See `Component.tower`."""
+        if x.dim() == 1:
+            one = self.tower(x.unsqueeze(0), projection, statistics, second)
+            return Features(*(value[0] for value in one if value is not None))
         with full_precision(x):
             name = "y_map" if second else "x_map"
             mapped = wide(x) @ statistics.get(name, getattr(self, name)).to(wide(x))
             a = statistics.get("a", self.a).to(mapped)
             z = projection(mapped * (1 - 4 * a).sqrt())
-            # Quadratures and biases aside, the rows' squares weigh the coordinates: Σ_l a_l ω_l².
+            # Σ_l a_l ω_l² of every row.
             quadratic = a @ projection.materialize().to(mapped).square().mT
-            logarithm = log_features(z, mapped, "softmax", a if x.dim() > 1 else a.squeeze(-2), quadratic)
+            logarithm = log_features(z, mapped, "softmax", a, quadratic)
             if self.kernel_name == "gaussian":
                 logarithm = logarithm - half_square(x)
-            logarithm = logarithm.reshape(*x.shape[:-1], -1)
             return Features(*stabilised(logarithm, projection.amplitudes(signed=second), x.dtype))
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

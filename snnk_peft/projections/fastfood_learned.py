@@ -90,9 +90,9 @@ class FastfoodLearned(Learned):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x Vᵀ for x (..., dim), by two fast transforms; result (..., num_features) in the dtype of x."""
         with full_precision(x):
-            return self._apply(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+            return self._transform(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 
-    def _apply(self, x: torch.Tensor) -> torch.Tensor:
+    def _transform(self, x: torch.Tensor) -> torch.Tensor:
         signed = x.unsqueeze(-2) * self.signs.to(x.dtype)
         mixed = walsh_hadamard(nn.functional.pad(signed, (0, self.order - self.dim)))
         mixed = mixed.flatten(-2)[..., self.permutation].unflatten(-1, (self.blocks, self.order))
