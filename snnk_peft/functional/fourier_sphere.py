@@ -23,8 +23,8 @@ RIESZ_SWEEPS = 2
 
 def sphere_points(indices: torch.Tensor, n: int) -> torch.Tensor:
     """v_1, ..., v_2n as rows, (2n, 2h) in fp64, for Λ = `indices` (h,)."""
-    angle = torch.arange(n, device="cpu")[:, None] * indices % n * (2 * torch.pi / n)
-    real, imaginary = angle.double().cos(), angle.double().sin()
+    angle = (torch.arange(n, device="cpu")[:, None] * indices % n).double() * (2 * torch.pi / n)
+    real, imaginary = angle.cos(), angle.sin()
     points = torch.cat((torch.cat((real, imaginary), 1), torch.cat((-imaginary, real), 1)))
     return points * len(indices) ** -0.5
 

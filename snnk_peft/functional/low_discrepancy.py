@@ -61,7 +61,7 @@ def _radical_inverse(index: torch.Tensor, base: int, generator: torch.Generator 
         digit, index, unit = index % base, index // base, unit / base
         if generator is not None:  # zeros in front are digits too: without moving them, first points stay near 0
             digit = torch.randperm(base, generator=generator, device="cpu")[digit]
-        value += unit * digit
+        value += digit.double() * unit
     if generator is not None:
         value += unit * torch.rand(index.shape, generator=generator, device="cpu", dtype=torch.float64)
     return value
