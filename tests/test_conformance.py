@@ -26,7 +26,7 @@ from snnk_peft.components.base import Component, Features
 from snnk_peft.config import PARTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
-from snnk_peft.functional.haar import haar
+from snnk_peft.functional.random_directions import haar
 from snnk_peft.patchers import PATCHERS
 from snnk_peft.projections.base import Projection, slot_generator
 from snnk_peft.registry import Registry
@@ -182,8 +182,8 @@ class TestEveryPair:
         assert not result.unexpected_keys
         assert torch.equal(other(x), phi(x))
         assert torch.equal(copied(x), phi(x))
-        for value in copied.projection.state_dict().values():
-            value.zero_()
+        for tensor in copied.projection.state_tensors():
+            tensor.zero_()
         assert phi.projection.materialize().any()
 
     def test_gradients_are_right(self, component, component_params, projection, projection_params):

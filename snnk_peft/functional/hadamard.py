@@ -31,7 +31,9 @@ def hadamard_matrix(n: int, dtype: torch.dtype = torch.float32, device: torch.de
         ValueError: n is not a power of two.
     """
     if not is_power_of_two(n):
-        raise ValueError(f"n is {n}; a Sylvester Hadamard matrix needs a power of two, e.g. {next_power_of_two(max(n, 1))}")
+        raise ValueError(
+            f"n is {n}; a Sylvester Hadamard matrix needs a power of two, e.g. {next_power_of_two(max(n, 1))}"
+        )
     index = torch.arange(n, device=device)
     # H_ij = (−1)^(number of common one-bits of i and j)
     common = index[:, None] & index[None, :]
@@ -52,7 +54,9 @@ def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
     """
     n = x.shape[-1]
     if not is_power_of_two(n):
-        raise ValueError(f"the last axis has length {n}; expected a power of two, so pad to {next_power_of_two(max(n, 1))}")
+        raise ValueError(
+            f"the last axis has length {n}; expected a power of two, so pad to {next_power_of_two(max(n, 1))}"
+        )
     lead, done = x.shape[:-1], 1
     for factor in _factors(n):
         # The axis as (before, factor, after): this factor's Hadamard matrix acts on the middle index.

@@ -85,9 +85,8 @@ class ParallelFeatures(Slot):
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """x (..., dim) -> (..., hidden + feature_dim)."""
         hidden = base(x, *args, **kwargs)
-        return torch.cat(
-            (hidden, self.stage(x.to(self.stage.feature_map.projection.reference.dtype)).to(hidden.dtype)), -1
-        )
+        features = self.stage(x.to(self.stage.feature_map.projection.dtype))
+        return torch.cat((hidden, features.to(hidden.dtype)), -1)
 
 
 class ParallelActivation(Slot):

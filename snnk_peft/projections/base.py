@@ -1,13 +1,15 @@
 """What every weight matrix W of a feature map is: rows ω_i, applied as x -> x Wᵀ + c.
 
 Shapes: W is (num_features, dim), c is (num_features,) or absent, x is (..., dim), the result (..., num_features).
-A kernel is estimated by Σ_i a_i f(ω_i·x) f(ω_i·y); the weights a_i are 1/num_features unless a quadrature says otherwise.
+A kernel is estimated by Σ_i a_i f(ω_i·x) f(ω_i·y); the weights a_i are 1/num_features unless a quadrature says
+otherwise.
 W is drawn once, on the CPU, from a generator seeded by (seed, slot): two layers with different slots get independent
 matrices, the order of patching never matters, and the global random state is not touched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -31,6 +33,21 @@ def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
     """32 bytes (uint8) that identify the fp32 values of a tensor; survives moves between devices, not casts."""
     data = tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
     return torch.tensor(list(hashlib.sha256(data).digest()), dtype=torch.uint8, device="cpu")
+
+
+def choice_faults(kind: str, given: Mapping[str, tuple[object, tuple[object, ...]]]) -> list[str]:
+    """Messages for arguments outside their choices.
+
+    Args:
+        kind: the member's name.
+        given: argument name -> (value, choices).
+    """
+    # By type as well: 1 == True, but 1 is no answer to a yes-or-no question.
+    return [
+        f"{kind} {name} is {value!r}; expected {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        for name, (value, choices) in given.items()
+        if not any(type(value) is type(choice) and value == choice for choice in choices)
+    ]
 
 
 class Projection(nn.Module):
@@ -90,10 +107,13 @@ class Projection(nn.Module):
         ]
         if not save and not self.redrawable:
             faults.append(
-                f"save_projection=False with projection {type(self).__name__.lower()!r}: this matrix is learned or depends "
-                "on the pretrained weights and cannot be drawn again from a seed; use save_projection=True"
+                f"save_projection=False with projection {type(self).__name__.lower()!r}: this matrix is learned, or "
+                "depends on the pretrained weights, and cannot be drawn again from a seed; use save_projection=True"
             )
-        faults += [*self._redraw_faults(), *self.option_faults()]
+        faults += self._redraw_faults()
+        wrong_arguments = self.argument_faults()
+        # What follows from sizes and arguments together can be asked only of valid ones.
+        faults += wrong_arguments or ([] if faults else self.settle())
         if faults:
             raise ConfigError(faults)
         self.register_buffer("bias", None)
@@ -102,8 +122,12 @@ class Projection(nn.Module):
             self.params = {**self.params, "redraw_every": redraw_every}
             self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=_construction_device()))
 
-    def option_faults(self) -> list[str]:
-        """Messages about a member's own arguments, which it has stored as attributes before `__init__` of this class."""
+    def argument_faults(self) -> list[str]:
+        """Messages for wrong arguments of the member's own; they are attributes by now."""
+        return []
+
+    def settle(self) -> list[str]:
+        """Decide what depends on the sizes, before the draw; messages for sizes the member cannot have."""
         return []
 
     def _redraw_faults(self) -> list[str]:
@@ -138,8 +162,8 @@ class Projection(nn.Module):
         """A fresh W (num_features, dim) on the CPU, fp32 or finer, from `generator` alone."""
         raise TypeError(f"{type(self).__name__} does not define draw(); see Projection")
 
-    def random_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Fresh values, on the CPU, of the buffers that are drawn, by name: what `redraw` replaces."""
+    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """What is kept of a draw, by buffer name; on the CPU (under a meta context too), numbers in fp32."""
         return {"weight": self.draw(generator).to("cpu", torch.float32)}
 
     @torch.no_grad()
@@ -149,10 +173,24 @@ class Projection(nn.Module):
         Needed where a loader left non-persistent buffers undefined.
         """
         number = 0 if self.redraw_every is None else int(self.steps) // self.redraw_every
-        for name, value in self.random_buffers(slot_generator(self.seed, self.slot, number)).items():
-            present = getattr(self, name)
-            target = present if present.device.type != "meta" else value
-            setattr(self, name, value.to(target.device, target.dtype))
+        for name, drawn in self.draw_buffers(slot_generator(self.seed, self.slot, number)).items():
+            old = getattr(self, name)
+            target = old if old.device.type != "meta" else drawn
+            setattr(self, name, drawn.to(target.device, target.dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type in which W, or what it is made of, is stored."""
+        return next(tensor.dtype for tensor in self.state_tensors() if tensor.is_floating_point())
+
+    @property
+    def device(self) -> torch.device:
+        """Where W is."""
+        return self.state_tensors()[0].device
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """W, or what it is made of, as stored."""
+        return [self.weight]
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -209,14 +247,9 @@ class Projection(nn.Module):
         return self.weight
 
     @property
-    def reference(self) -> torch.Tensor:
-        """A tensor with the dtype and device of W."""
-        return self.weight
-
-    @property
     def feature_weights(self) -> torch.Tensor:
         """Weight a_i of each row in the average that estimates the kernel, (num_features,), sum 1; uniform here."""
-        return self.reference.new_full((self.num_features,), 1.0 / self.num_features)
+        return torch.full((self.num_features,), 1.0 / self.num_features, dtype=self.dtype, device=self.device)
 
     def amplitudes(self, signed: bool = False) -> torch.Tensor | float:
         """√|a_i|, which each tower multiplies its features with, (num_features,) or one number for all.
@@ -246,7 +279,7 @@ class Learned(Projection):
     After that the kernel is what training made of it, hence `unbiased` is False and W must be saved. The noise does not
     change unless `redraw_every` says so. W is computed in every forward pass, in train and eval from the same numbers.
 
-    A member defines `initial` and `materialize`; the noise is N(0, I) unless it overrides `draw` or `random_buffers`.
+    A member defines `initial` and `rows`; the noise is N(0, I) unless it overrides `draw` or `draw_buffers`.
     One object serves one matrix: for kernels per head use one per head, for one that the heads of a layer share, one
     that all of them call.
     """
@@ -260,7 +293,9 @@ class Learned(Projection):
     def build(self) -> None:
         """Register the noise as buffers and the initial values as parameters."""
         generator, device = slot_generator(self.seed, self.slot), _construction_device()
-        for name, value in self.random_buffers(generator).items():
+        drawn = self.draw_buffers(generator)
+        self._drawn = tuple(drawn)
+        for name, value in drawn.items():
             self.register_buffer(name, value.to(device))
         for name, value in self.initial(generator).items():
             self.register_parameter(name, nn.Parameter(value.to(device, torch.float32)))
@@ -269,22 +304,36 @@ class Learned(Projection):
         """The noise that W is made of, and W at the start: (num_features, dim) standard normal numbers."""
         return torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)
 
-    def random_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The noise; see `Projection.random_buffers`."""
+    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """The noise; see `Projection.draw_buffers`."""
         return {"noise": self.draw(generator).to("cpu", torch.float32)}
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Values, on the CPU and rounded to fp32, that the learned parameters start with, by name."""
         raise TypeError(f"{type(self).__name__} does not define initial(); see Learned")
 
+    def rows(self) -> torch.Tensor:
+        """W (num_features, dim) from noise and parameters, differentiable in the latter."""
+        raise TypeError(f"{type(self).__name__} does not define rows(); see Learned")
+
     def materialize(self) -> torch.Tensor:
         """W as a dense (num_features, dim) tensor, differentiable in the learned parameters."""
-        raise TypeError(f"{type(self).__name__} does not define materialize(); see Learned")
+        with full_precision(self.device.type):
+            return self.rows()
 
-    @property
-    def reference(self) -> torch.Tensor:
-        """A tensor with the dtype and device of W."""
-        return next(self.parameters())
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Parameters and noise."""
+        return [
+            *(parameter.detach() for parameter in self.parameters()),
+            *(getattr(self, name) for name in self._drawn),
+        ]
+
+
+def full_precision(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Keeps autocast from lowering the matrix products inside a transform."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _construction_device() -> str:

@@ -19,9 +19,7 @@ import torch
 from torch.quasirandom import SobolEngine
 
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned
-
-POINTS = ("sobol", "random")
+from snnk_peft.projections.base import Learned, choice_faults
 
 
 @PROJECTIONS.register("bbq")
@@ -47,14 +45,17 @@ class Bbq(Learned):
         self.params = {"segments": segments, "points": points}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
 
-    def option_faults(self) -> list[str]:
-        """A bad number of segments, unknown points, too many dimensions for Sobol points."""
-        found = []
+    def argument_faults(self) -> list[str]:
+        """A bad number of segments, unknown points."""
+        found = super().argument_faults()
         if not isinstance(self.segments, int) or isinstance(self.segments, bool) or self.segments < 1:
             found.append(f"bbq segments is {self.segments!r}; expected an integer >= 1")
-        if self.points not in POINTS:
-            found.append(f"bbq points is {self.points!r}; expected one of {', '.join(POINTS)}")
-        elif self.points == "sobol" and type(self.dim) is int and self.dim > SobolEngine.MAXDIM:
+        return found + choice_faults("bbq", {"points": (self.points, ("sobol", "random"))})
+
+    def settle(self) -> list[str]:
+        """Too many dimensions for Sobol points."""
+        found = super().settle()
+        if self.points == "sobol" and self.dim > SobolEngine.MAXDIM:
             found.append(f"bbq dim is {self.dim}; Sobol points have at most {SobolEngine.MAXDIM}, use points='random'")
         return found
 
@@ -84,18 +85,18 @@ class Bbq(Learned):
         result = z + self.offset
         for extra, low, high in zip(torch.expm1(self.log_slope).unbind(-1), edges[:-1], edges[1:], strict=True):
             # How much of the way from 0 to z lies in this interval, times (slope − 1).
-            result = result + extra * (clipped(z, low, high) - clipped(torch.zeros_like(z), low, high))
+            result = result + extra * (clipped_between(z, low, high) - clipped_between(torch.zeros_like(z), low, high))
         return result
 
     def quantile(self, levels: torch.Tensor) -> torch.Tensor:
         """Q: levels (..., dim) in (0, 1) -> (..., dim)."""
         return self.warp(torch.special.ndtri(levels))
 
-    def materialize(self) -> torch.Tensor:
+    def rows(self) -> torch.Tensor:
         """W (num_features, dim): the quantiles of the saved points."""
         return self.warp(self.noise)
 
 
-def clipped(z: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
+def clipped_between(z: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
     """z limited to [low, high], either of which may be absent."""
     return z if low is None and high is None else z.clamp(low, high)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.haar import chi_lengths, orthogonal_rows
+from snnk_peft.functional.random_directions import gaussian_lengths, haar
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 
@@ -38,7 +38,8 @@ class Orf(Projection):
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) in fp64; rows of a block are orthogonal to rounding."""
-        rows = orthogonal_rows(self.num_features, self.dim, generator)
+        blocks = [haar(self.dim, generator) for _ in range(-(-self.num_features // self.dim))]
+        rows = torch.cat(blocks)[: self.num_features]
         if self.norms == "sqrt_dim":
             return rows * self.dim**0.5
-        return rows * chi_lengths(self.num_features, self.dim, generator)[:, None]
+        return rows * gaussian_lengths(self.num_features, self.dim, generator)[:, None]
