@@ -31,7 +31,10 @@ def sobol(count: int, dim: int, generator: torch.Generator | None = None) -> tor
     if generator is None:
         return torch.quasirandom.SobolEngine(dim).fast_forward(1).draw(count, dtype=torch.float64)
     seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
-    points = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed).draw(count, dtype=torch.float64)
+    engine = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed)
+    points = engine.draw(count, dtype=torch.float64)
+    # torch rounds the first point, which is the shift of the scrambling, to the default dtype.
+    points[0] = engine.shift.double() / 2**UNIT_BITS
     # The lower end of a cell of width 2⁻³⁰: its middle is never 0, and makes the mean exactly ½.
     return points + 2.0 ** -(UNIT_BITS + 1)
 

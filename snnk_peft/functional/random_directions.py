@@ -16,11 +16,6 @@ def haar(dim: int, generator: torch.Generator) -> torch.Tensor:
     return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
 
 
-def orthogonal_rows(count: int, dim: int, generator: torch.Generator) -> torch.Tensor:
-    """(count, dim) unit rows in fp64: ⌈count / dim⌉ independent Haar blocks, the last one truncated."""
-    return torch.cat([haar(dim, generator) for _ in range(-(-count // dim))])[:count]
-
-
 def gaussian_lengths(count: int, dim: int, generator: torch.Generator) -> torch.Tensor:
     """Lengths of `count` independent standard normal vectors of length `dim` (χ_dim), (count,) in fp64."""
     return torch.randn(count, dim, generator=generator, device="cpu", dtype=torch.float32).double().norm(dim=1)

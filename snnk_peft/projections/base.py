@@ -70,8 +70,8 @@ class Projection(nn.Module):
         uniform: whether all feature weights are equal.
         redrawable: whether W follows from the seed alone, so that `save=False` is possible.
         seeded: whether W depends on the seed at all; False for deterministic designs, the same in every slot.
-        resamplable: whether something in W is random, so that `redraw_every` is possible.
         fast: whether W is applied by its structure, without ever being formed.
+        resamplable: whether something in W is random, so that `redraw_every` is possible.
         trainable: whether W is learned.
         params: the member's own keyword arguments, from which it can be built again.
     """
@@ -81,8 +81,8 @@ class Projection(nn.Module):
     uniform = True
     redrawable = True
     seeded = True
-    resamplable = True
     fast = False
+    resamplable = True
     trainable = False
 
     params: Mapping[str, Any] = MappingProxyType({})
@@ -101,6 +101,7 @@ class Projection(nn.Module):
         redraw_every: int | None = None,
     ):
         super().__init__()
+        self.redraw_every = redraw_every
         sizes = (("dim", dim), ("num_features", num_features))
         faults = [
             f"{name} is {value!r}; expected an integer >= 1"
@@ -108,11 +109,10 @@ class Projection(nn.Module):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1
         ]
         self.dim, self.num_features, self.seed, self.slot, self.save = dim, num_features, seed, slot, save
-        self.redraw_every = redraw_every
         if not save and not self.redrawable:
             faults.append(
-                f"save_projection=False with projection {type(self).__name__.lower()!r}: this matrix is learned or "
-                "depends on the pretrained weights and cannot be drawn again from a seed; use save_projection=True"
+                f"save_projection=False with projection {type(self).__name__.lower()!r}: this matrix is learned, or "
+                "depends on the pretrained weights, and cannot be drawn again from a seed; use save_projection=True"
             )
         faults += self._redraw_faults()
         wrong_arguments = self.argument_faults()
@@ -126,9 +126,24 @@ class Projection(nn.Module):
             self.params = {**self.params, "redraw_every": redraw_every}
             self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=_construction_device()))
 
+    def _redraw_faults(self) -> list[str]:
+        every, name = self.redraw_every, type(self).__name__.lower()
+        if every is None:
+            return []
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            return [f"redraw_every is {every!r}; expected a number of training steps >= 1, or None for never"]
+        if not (self.resamplable and self.seeded):
+            return [f"redraw_every={every} with projection {name!r}, in which nothing is random; leave it None"]
+        if not self.save:
+            return [
+                f"redraw_every={every} with save_projection=False: a matrix drawn anew during training must be saved; "
+                "use save_projection=True"
+            ]
+        return []
+
     def build(self) -> None:
-        """Register what W is made of, drawn from (seed, slot): here W itself, as a buffer."""
-        if self.save and _construction_device() == "meta":
+        """Register what W is made of: here what `draw_buffers` keeps of the draw, as buffers."""
+        if self.save and torch.get_default_device().type == "meta":
             # A loader builds the model's shape first and brings W from the checkpoint.
             drawn = self.blank()
         else:
@@ -153,21 +168,6 @@ class Projection(nn.Module):
 
     def argument_faults(self) -> list[str]:
         """Messages for wrong arguments of the member's own; they are attributes by now."""
-        return []
-
-    def _redraw_faults(self) -> list[str]:
-        every, name = self.redraw_every, type(self).__name__.lower()
-        if every is None:
-            return []
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            return [f"redraw_every is {every!r}; expected a number of training steps >= 1, or None for never"]
-        if not self.resamplable:
-            return [f"redraw_every={every} with projection {name!r}, in which nothing is random; leave it None"]
-        if not self.save:
-            return [
-                f"redraw_every={every} with save_projection=False: a matrix drawn anew during training must be saved; "
-                "use save_projection=True"
-            ]
         return []
 
     def settle(self) -> list[str]:
@@ -202,18 +202,6 @@ class Projection(nn.Module):
             target = device or (drawn.device if blank else old.device)
             setattr(self, name, drawn.to(target, drawn.dtype if blank else old.dtype))
 
-    @torch.no_grad()
-    def advance(self) -> None:
-        """One training step has passed: every `redraw_every`-th one draws anew. Does nothing in eval.
-
-        Never called by a forward pass, of which gradient checkpointing makes two per step.
-        """
-        if self.redraw_every is None or not self.training:
-            return
-        self.steps.add_(1)
-        if int(self.steps) % self.redraw_every == 0:
-            self.redraw()
-
     @property
     def dtype(self) -> torch.dtype:
         """Floating-point type in which W, or what it is made of, is stored."""
@@ -227,6 +215,18 @@ class Projection(nn.Module):
     def state_tensors(self) -> list[torch.Tensor]:
         """W, or what it is made of, as stored."""
         return [getattr(self, name) for name in self._drawn]
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """One training step has passed: every `redraw_every`-th one draws anew. Does nothing in eval.
+
+        Never called by a forward pass, of which gradient checkpointing makes two per step.
+        """
+        if self.redraw_every is None or not self.training:
+            return
+        self.steps.add_(1)
+        if int(self.steps) % self.redraw_every == 0:
+            self.redraw()
 
     def verify(self, checksum: torch.Tensor) -> None:
         """Refuse a checkpoint whose matrix differs from the one this machine draws from (seed, slot).
@@ -394,7 +394,7 @@ class Learned(Projection):
     After that the kernel is what training made of it, hence `unbiased` is False and W must be saved. The noise does not
     change unless `redraw_every` says so. W is computed in every forward pass, in train and eval from the same numbers.
 
-    A member defines `initial` and `materialize`; the noise is N(0, I) unless it overrides `draw` or `draw_buffers`.
+    A member defines `initial` and `rows`; the noise is N(0, I) unless it overrides `draw` or `draw_buffers`.
     One object serves one matrix: for kernels per head use one per head, for one that the heads of a layer share, one
     that all of them call.
     """
@@ -408,7 +408,9 @@ class Learned(Projection):
     def build(self) -> None:
         """Register the noise as buffers and the initial values as parameters."""
         generator, device = slot_generator(self.seed, self.slot), _construction_device()
-        for name, value in self.draw_buffers(generator).items():
+        drawn = self.draw_buffers(generator)
+        self._drawn = tuple(drawn)
+        for name, value in drawn.items():
             self.register_buffer(name, value.to(device))
         for name, value in self.initial(generator).items():
             self.register_parameter(name, nn.Parameter(value.to(device, torch.float32)))
@@ -425,13 +427,21 @@ class Learned(Projection):
         """Values, on the CPU and rounded to fp32, that the learned parameters start with, by name."""
         raise TypeError(f"{type(self).__name__} does not define initial(); see Learned")
 
+    def rows(self) -> torch.Tensor:
+        """W (num_features, dim) from noise and parameters, differentiable in the latter."""
+        raise TypeError(f"{type(self).__name__} does not define rows(); see Learned")
+
     def materialize(self) -> torch.Tensor:
         """W as a dense (num_features, dim) tensor, differentiable in the learned parameters."""
-        raise TypeError(f"{type(self).__name__} does not define materialize(); see Learned")
+        with full_precision(self.state_tensors()[0]):
+            return self.rows()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """The learned parameters."""
-        return list(self.parameters())
+        """Parameters and noise."""
+        return [
+            *(parameter.detach() for parameter in self.parameters()),
+            *(getattr(self, name) for name in self._drawn),
+        ]
 
 
 def _construction_device() -> str:

@@ -16,12 +16,10 @@ from __future__ import annotations
 from statistics import NormalDist
 
 import torch
-from torch.quasirandom import SobolEngine
 
+from snnk_peft.functional.low_discrepancy import MAX_SOBOL_DIM, sobol
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned
-
-POINTS = ("sobol", "random")
+from snnk_peft.projections.base import Learned, choice_faults
 
 
 @PROJECTIONS.register("bbq")
@@ -48,27 +46,24 @@ class Bbq(Learned):
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
 
     def argument_faults(self) -> list[str]:
-        """A bad number of segments, unknown points, too many dimensions for Sobol points."""
-        found = []
+        """A bad number of segments, unknown points."""
+        found = super().argument_faults()
         if not isinstance(self.segments, int) or isinstance(self.segments, bool) or self.segments < 1:
             found.append(f"bbq segments is {self.segments!r}; expected an integer >= 1")
-        if self.points not in POINTS:
-            found.append(f"bbq points is {self.points!r}; expected one of {', '.join(POINTS)}")
-        elif self.points == "sobol" and type(self.dim) is int and self.dim > SobolEngine.MAXDIM:
-            found.append(f"bbq dim is {self.dim}; Sobol points have at most {SobolEngine.MAXDIM}, use points='random'")
+        return found + choice_faults("bbq", {"points": (self.points, ("sobol", "random"))})
+
+    def settle(self) -> list[str]:
+        """Too many dimensions for Sobol points."""
+        found = super().settle()
+        if self.points == "sobol" and self.dim > MAX_SOBOL_DIM:
+            found.append(f"bbq dim is {self.dim}; Sobol points have at most {MAX_SOBOL_DIM}, use points='random'")
         return found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """Normal quantiles of the points, (num_features, dim)."""
         if self.points == "random":
             return super().draw(generator)
-        seed = int(torch.randint(2**31, (), generator=generator, device="cpu"))
-        engine = SobolEngine(self.dim, scramble=True, seed=seed)
-        uniform = engine.draw(self.num_features, dtype=torch.float64)
-        # torch rounds the first point, which is the shift of the scrambling, to the default dtype.
-        uniform[0] = engine.shift.double() / 2**engine.MAXBIT
-        # All are multiples of 2^-30, perhaps 0; the middle of each cell has a finite quantile.
-        return torch.special.ndtri(uniform + 0.5 / 2**engine.MAXBIT)
+        return torch.special.ndtri(sobol(self.num_features, self.dim, generator))
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """The normal quantile function in every coordinate."""
@@ -84,18 +79,18 @@ class Bbq(Learned):
         result = z + self.offset
         for extra, low, high in zip(torch.expm1(self.log_slope).unbind(-1), edges[:-1], edges[1:], strict=True):
             # How much of the way from 0 to z lies in this interval, times (slope − 1).
-            result = result + extra * (clipped(z, low, high) - clipped(torch.zeros_like(z), low, high))
+            result = result + extra * (clipped_between(z, low, high) - clipped_between(torch.zeros_like(z), low, high))
         return result
 
     def quantile(self, levels: torch.Tensor) -> torch.Tensor:
         """Q: levels (..., dim) in (0, 1) -> (..., dim)."""
         return self.warp(torch.special.ndtri(levels))
 
-    def materialize(self) -> torch.Tensor:
+    def rows(self) -> torch.Tensor:
         """W (num_features, dim): the quantiles of the saved points."""
         return self.warp(self.noise)
 
 
-def clipped(z: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
+def clipped_between(z: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
     """z limited to [low, high], either of which may be absent."""
     return z if low is None and high is None else z.clamp(low, high)

@@ -17,13 +17,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from snnk_peft.functional.hadamard import next_power_of_two, walsh_hadamard
+from snnk_peft.functional.hadamard import next_power_of_two
+from snnk_peft.functional.hadamard_rotation import fastfood_product
 from snnk_peft.functional.precision import full_precision
-from snnk_peft.functional.random_directions import gaussian_lengths
+from snnk_peft.functional.random_directions import gaussian_lengths, random_signs
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned
-
-CHOICES = ("S", "SGB")
+from snnk_peft.projections.base import Learned, choice_faults
 
 
 @PROJECTIONS.register("fastfood_learned")
@@ -53,9 +52,7 @@ class FastfoodLearned(Learned):
 
     def argument_faults(self) -> list[str]:
         """An unknown choice of what to learn."""
-        if self.learn in CHOICES:
-            return []
-        return [f"fastfood_learned learn is {self.learn!r}; expected one of {', '.join(CHOICES)}"]
+        return super().argument_faults() + choice_faults("fastfood_learned", {"learn": (self.learn, ("S", "SGB"))})
 
     @property
     def order(self) -> int:
@@ -83,25 +80,25 @@ class FastfoodLearned(Learned):
 
     def _diagonals(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """G and B."""
-        bits = torch.randint(2, (self.blocks, self.dim), generator=generator, device="cpu")
+        signs = random_signs(self.blocks, self.dim, generator=generator)
         gauss = torch.randn(self.blocks, self.order, generator=generator, device="cpu", dtype=torch.float32)
-        return {"gauss": gauss, "signs": (2 * bits - 1).float()}
+        return {"gauss": gauss, "signs": signs}
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """x Vᵀ, all in the dtype of x."""
+        pad, padding = nn.functional.pad, (0, self.order - self.dim)
+        lengths = pad(self.lengths.to(x.dtype), (0, self.blocks * self.order - self.num_features))
+        gauss = nn.functional.normalize(self.gauss.to(x.dtype), dim=-1, eps=torch.finfo(x.dtype).tiny)
+        signs, scaling = pad(self.signs.to(x.dtype), padding), lengths.unflatten(0, (self.blocks, self.order))
+        rows = fastfood_product(pad(x, padding), signs, self.permutation, gauss, scaling)
+        return rows.flatten(-2)[..., : self.num_features]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x Vᵀ for x (..., dim), by two fast transforms; result (..., num_features) in the dtype of x."""
+        """x Vᵀ for x (..., dim) by two fast transforms in fp32 or finer; (..., num_features) in the dtype of x."""
         with full_precision(x):
-            return self._transform(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+            return self._product(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 
-    def _transform(self, x: torch.Tensor) -> torch.Tensor:
-        signed = x.unsqueeze(-2) * self.signs.to(x.dtype)
-        mixed = walsh_hadamard(nn.functional.pad(signed, (0, self.order - self.dim)))
-        mixed = mixed.flatten(-2)[..., self.permutation].unflatten(-1, (self.blocks, self.order))
-        wide = torch.promote_types(self.gauss.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(self.gauss, dim=-1, keepdim=True, dtype=wide)
-        # d^-½ goes here, between the transforms, each of which makes numbers √d times as large.
-        rows = walsh_hadamard(mixed * (self.gauss / (norms * self.order**0.5)).to(x.dtype))
-        return rows.flatten(-2)[..., : self.num_features] * self.lengths.to(x.dtype)
-
-    def materialize(self) -> torch.Tensor:
+    def rows(self) -> torch.Tensor:
         """V as a dense (num_features, dim) tensor, computed when asked for."""
-        return self(torch.eye(self.dim, dtype=self.dtype, device=self.device)).T
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return self._product(torch.eye(self.dim, dtype=wide, device=self.device)).T.to(self.dtype)

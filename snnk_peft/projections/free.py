@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from snnk_peft.functional.random_directions import gaussian_lengths, orthogonal_rows
+from snnk_peft.functional.random_directions import gaussian_lengths, haar
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned
-
-STARTS = ("gaussian", "orf")
+from snnk_peft.projections.base import Learned, choice_faults
 
 
 @PROJECTIONS.register("free")
@@ -34,13 +32,14 @@ class Free(Learned):
 
     def argument_faults(self) -> list[str]:
         """An unknown start."""
-        return [] if self.init in STARTS else [f"free init is {self.init!r}; expected one of {', '.join(STARTS)}"]
+        return super().argument_faults() + choice_faults("free", {"init": (self.init, ("gaussian", "orf"))})
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """W at the start, (num_features, dim)."""
         if self.init == "gaussian":
             return super().draw(generator)
-        rows = orthogonal_rows(self.num_features, self.dim, generator)
+        blocks = [haar(self.dim, generator) for _ in range(-(-self.num_features // self.dim))]
+        rows = torch.cat(blocks)[: self.num_features]
         return rows * gaussian_lengths(self.num_features, self.dim, generator)[:, None]
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -51,6 +50,6 @@ class Free(Learned):
         """W."""
         return {"weight": self.draw(generator)}
 
-    def materialize(self) -> torch.Tensor:
+    def rows(self) -> torch.Tensor:
         """W (num_features, dim), the parameter itself."""
         return self.weight

@@ -23,7 +23,7 @@ from torch import nn
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Learned
 
-DEPTH = 4
+GENERATOR_DEPTH = 4
 EPSILON_ROWS = 1e-5
 
 
@@ -52,18 +52,18 @@ class Generative(Learned):
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Random hidden layers, a last layer of zeros, neutral scales."""
         d = self.dim
-        hidden = torch.randn(DEPTH, d, d, generator=generator, device="cpu", dtype=torch.float32)
+        hidden = torch.randn(GENERATOR_DEPTH, d, d, generator=generator, device="cpu", dtype=torch.float32)
         return {
             "hidden": hidden * d**-0.5,
-            "row_scale": torch.ones(DEPTH, d, device="cpu"),
-            "row_shift": torch.zeros(DEPTH, d, device="cpu"),
+            "row_scale": torch.ones(GENERATOR_DEPTH, d, device="cpu"),
+            "row_shift": torch.zeros(GENERATOR_DEPTH, d, device="cpu"),
             "out": torch.zeros(d, d, device="cpu"),
             "out_bias": torch.zeros(d, device="cpu"),
             "skip": torch.ones(d, device="cpu"),
             "gain": torch.ones(d, device="cpu"),
         }
 
-    def materialize(self) -> torch.Tensor:
+    def rows(self) -> torch.Tensor:
         """W (num_features, dim), one pass of the network over all rows."""
         h = self.noise
         for weight, scale, shift in zip(self.hidden, self.row_scale, self.row_shift, strict=True):

@@ -9,9 +9,11 @@ so that kernels are real and even. Their noise is independent, unlike the paper'
 rows would come in equal pairs at the start (μ = 0), half of them wasted, and the gradient for μ would be zero there
 forever. Components start equal, Σ = I and μ = 0, hence at the kernel they replace; their noise tells them apart.
 
-The 2C groups (component and sign) are equally large, the mixing weights 1/C fixed as in the paper (a component that
-should count more can have a twin). Where 2C does not divide num_features, some groups have one row more, and feature
-weights 1/(2C · size of the group) keep the kernel above exact; a multiple of 2C spares that multiplication.
+The 2C groups of rows (component and sign) are equally large and all rows count the same: mixing weights are fixed, as
+in the paper, because learned ones would multiply every feature, and a component that should count more can have a twin.
+Row i belongs to group i mod 2C, so that what components of a feature map vary evenly along the rows (phases) is even
+within each group. Take a multiple of 2C for num_features: otherwise the first groups have one row more, 1/C becomes the
+component's share of the rows (`shares`), and ± is off balance by that row.
 
 Cost: as gaussian, plus forming W: num_features · dim products for diagonal Σ, num_features · dim² for full.
 Parameters: 2C · dim, or C · (dim² + dim).
@@ -22,9 +24,7 @@ from __future__ import annotations
 import torch
 
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned
-
-COVARIANCES = ("diagonal", "full")
+from snnk_peft.projections.base import Learned, choice_faults
 
 
 @PROJECTIONS.register("gmm")
@@ -50,20 +50,22 @@ class Gmm(Learned):
         self.components, self.covariance = components, covariance
         self.params = {"components": components, "covariance": covariance}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
-        self.uniform = num_features % (2 * components) == 0
 
     def argument_faults(self) -> list[str]:
-        """A bad number of components, too few rows for them, an unknown kind of covariance."""
-        found, count, rows = [], self.components, self.num_features
+        """A bad number of components, an unknown kind of covariance."""
+        found, count = super().argument_faults(), self.components
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             found.append(f"gmm components is {count!r}; expected an integer >= 1")
-        elif type(rows) is int and 1 <= rows < 2 * count:
+        return found + choice_faults("gmm", {"covariance": (self.covariance, ("diagonal", "full"))})
+
+    def settle(self) -> list[str]:
+        """Too few rows for the components."""
+        found, least = super().settle(), 2 * self.components
+        if self.num_features < least:
             found.append(
-                f"gmm num_features is {rows} with {count} components; expected at least {2 * count}, one row with +μ "
-                "and one with −μ for each"
+                f"gmm num_features is {self.num_features} with {self.components} components; expected at least "
+                f"{least}, one row with +μ and one with −μ for each"
             )
-        if self.covariance not in COVARIANCES:
-            found.append(f"gmm covariance is {self.covariance!r}; expected one of {', '.join(COVARIANCES)}")
         return found
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -75,28 +77,20 @@ class Gmm(Learned):
             "mean": torch.zeros(shape, device="cpu"),
         }
 
-    def group_sizes(self) -> list[int]:
-        """Number of rows with (component, sign) = (0, +), (0, −), (1, +), ..., in the order of the rows."""
-        groups = 2 * self.components
-        return [self.num_features // groups + (group < self.num_features % groups) for group in range(groups)]
-
-    def materialize(self) -> torch.Tensor:
-        """W (num_features, dim): Σ_c^½ n ± μ_c, group by group."""
-        rows = []
-        for group, noise in enumerate(self.noise.split(self.group_sizes())):
-            component, negative = divmod(group, 2)
-            root, mean = self.root[component], self.mean[component]
+    def rows(self) -> torch.Tensor:
+        """W (num_features, dim): Σ_c^½ n ± μ_c; rows c, c + 2C, ... with +, those C further on with −, c < C."""
+        result, groups = torch.empty_like(self.noise), 2 * self.components
+        for group in range(groups):
+            root, mean = self.root[group % self.components], self.mean[group % self.components]
+            noise = self.noise[group::groups]
             spread = noise * root if self.covariance == "diagonal" else noise @ root.T
-            rows.append(spread - mean if negative else spread + mean)
-        return torch.cat(rows)
+            result[group::groups] = spread + mean if group < self.components else spread - mean
+        return result
 
-    @property
-    def feature_weights(self) -> torch.Tensor:
-        """1 / (2C · size of the row's group), (num_features,): 1/num_features where the groups are equally large."""
-        sizes = self.group_sizes()
-        return torch.cat(
-            [torch.full((size,), 1 / (len(sizes) * size), dtype=self.dtype, device=self.device) for size in sizes]
-        )
+    def shares(self) -> torch.Tensor:
+        """The share of each component in the rows, (C,) in fp64: 1/C, or nearly."""
+        component = torch.arange(self.num_features) % (2 * self.components) % self.components
+        return component.bincount(minlength=self.components).double() / self.num_features
 
     def covariances(self) -> torch.Tensor:
         """Σ_c, (C, dim, dim)."""
@@ -106,4 +100,5 @@ class Gmm(Learned):
         """The exact kernel of cos/sin features, Eq. 4: x and y (..., dim) broadcast over leading axes, result (...)."""
         delta = (x - y).unsqueeze(-2)
         spread = torch.einsum("...cd,cde,...ce->...c", delta, self.covariances().to(delta.dtype), delta)
-        return (torch.exp(-spread / 2) * torch.cos((delta * self.mean.to(delta.dtype)).sum(-1))).mean(-1)
+        terms = torch.exp(-spread / 2) * torch.cos((delta * self.mean.to(delta.dtype)).sum(-1))
+        return terms @ self.shares().to(delta)

@@ -46,9 +46,10 @@ class Inn(Learned):
 
     def argument_faults(self) -> list[str]:
         """A bad number of layers."""
-        if isinstance(self.layers, int) and not isinstance(self.layers, bool) and self.layers >= 1:
-            return []
-        return [f"inn layers is {self.layers!r}; expected an integer >= 1"]
+        found = super().argument_faults()
+        if not isinstance(self.layers, int) or isinstance(self.layers, bool) or self.layers < 1:
+            found.append(f"inn layers is {self.layers!r}; expected an integer >= 1")
+        return found
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """The identity: random hidden layers, everything behind them zero."""
@@ -69,7 +70,7 @@ class Inn(Learned):
         log_scale, shift = (hidden @ getattr(self, f"out_{layer}").T + getattr(self, f"out_bias_{layer}")).chunk(2, -1)
         return torch.tanh(log_scale), shift
 
-    def materialize(self) -> torch.Tensor:
+    def rows(self) -> torch.Tensor:
         """W (num_features, dim), one pass of the network over all rows."""
         x = self.noise
         for layer in range(self.layers):
@@ -77,7 +78,7 @@ class Inn(Learned):
             even = layer % 2
             kept, moved = x[:, even::2], x[:, 1 - even :: 2]
             log_scale, shift = self._coupling(layer, kept)
-            x = interleaved(kept, moved * log_scale.exp() + shift, even)
+            x = interleaved_columns(kept, moved * log_scale.exp() + shift, even)
         return x
 
     def inverse(self, rows: torch.Tensor) -> torch.Tensor:
@@ -86,12 +87,12 @@ class Inn(Learned):
             even = layer % 2
             kept, moved = rows[:, even::2], rows[:, 1 - even :: 2]
             log_scale, shift = self._coupling(layer, kept)
-            rows = interleaved(kept, (moved - shift) * (-log_scale).exp(), even)
+            rows = interleaved_columns(kept, (moved - shift) * (-log_scale).exp(), even)
             rows = (rows - self.shift[layer]) * (-self.log_scale[layer]).exp()
         return rows
 
 
-def interleaved(kept: torch.Tensor, moved: torch.Tensor, first: int) -> torch.Tensor:
+def interleaved_columns(kept: torch.Tensor, moved: torch.Tensor, first: int) -> torch.Tensor:
     """Columns of `kept` at positions first, first + 2, ..., those of `moved` at the others."""
     rows = kept.new_empty(kept.shape[0], kept.shape[1] + moved.shape[1])
     rows[:, first::2], rows[:, 1 - first :: 2] = kept, moved

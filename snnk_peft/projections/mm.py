@@ -51,8 +51,8 @@ class Mm(Projection):
         **kwargs: Any,
     ):
         self.sequence, self.scramble, self.covariance = sequence, scramble, covariance
+        self.seeded = bool(scramble)
         super().__init__(dim, num_features, **kwargs)
-        self.seeded = scramble
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:

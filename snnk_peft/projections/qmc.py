@@ -33,8 +33,8 @@ class Qmc(Projection):
     def __init__(self, dim: int, num_features: int, *, sequence: str = "sobol", scramble: bool = True, **kwargs: Any):
         self.sequence, self.scramble = sequence, scramble
         self.params = {"sequence": sequence, "scramble": scramble}
+        self.unbiased = self.seeded = bool(scramble)
         super().__init__(dim, num_features, **kwargs)
-        self.unbiased = self.seeded = scramble
 
     def argument_faults(self) -> list[str]:
         """Whether the arguments are among the choices."""

@@ -38,8 +38,8 @@ class Sgq(Projection):
 
     def __init__(self, dim: int, num_features: int, *, rotate: bool = False, **kwargs: Any):
         self.rotate, self.params = rotate, {"rotate": rotate}
+        self.seeded = bool(rotate)
         super().__init__(dim, num_features, **kwargs)
-        self.seeded = rotate
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
