@@ -28,6 +28,8 @@ TASKS = ("rte", "mrpc", "stsb", "cola", "sst2")
 METHODS = {
     "snnk_relu16": ["method.adapter={component: relu, num_features: 16}"],
     "snnk_cos16": ["method.adapter={component: cos, num_features: 16}"],
+    # As many numbers as the Houlsby adapters and LoRA train, in half as many places.
+    "snnk_relu32_parallel": ["method.adapter={component: relu, num_features: 32, placement: parallel}"],
     "lora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16"],
     "linear_probe": ["method.name=linear_probe", "output.save_model=false"],
     "pooler_cos": ["method.adapter=null", "method.pooler={component: cos}"],
