@@ -30,6 +30,8 @@ METHODS = {
     "snnk_cos16": ["method.adapter={component: cos, num_features: 16}"],
     # As many numbers as the Houlsby adapters and LoRA train, in half as many places.
     "snnk_relu32_parallel": ["method.adapter={component: relu, num_features: 32, placement: parallel}"],
+    # The same number again with a learned projection: half the features, and W is trained with A.
+    "snnk_relu8_free": ["method.adapter={component: relu, num_features: 8, projection: free}"],
     "lora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16"],
     "linear_probe": ["method.name=linear_probe", "output.save_model=false"],
     "pooler_cos": ["method.adapter=null", "method.pooler={component: cos}"],

@@ -22,7 +22,16 @@ from _lib.plots import score_bars
 from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-ORDER = ("snnk_relu16", "snnk_cos16", "snnk_relu32_parallel", "lora_r8", "linear_probe", "pooler_cos", "pooler_dense")
+ORDER = (
+    "snnk_relu16",
+    "snnk_cos16",
+    "snnk_relu32_parallel",
+    "snnk_relu8_free",
+    "lora_r8",
+    "linear_probe",
+    "pooler_cos",
+    "pooler_dense",
+)
 Table = dict[str, dict[str, list[dict[str, Any]]]]  # task -> method -> one report per seed
 
 
