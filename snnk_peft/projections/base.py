@@ -73,9 +73,13 @@ class Projection(nn.Module):
         fast: whether W is applied by its structure, without ever being formed.
         resamplable: whether something in W is random, so that `redraw_every` is possible.
         trainable: whether W is learned.
+        formula: the rows in a line, for tables.
+        source: where they come from.
+        cost: multiply-adds per vector, in m = num_features and d = dim.
         params: the member's own keyword arguments, from which it can be built again.
     """
 
+    formula = source = cost = ""
     distribution = "gaussian"
     unbiased = True
     uniform = True

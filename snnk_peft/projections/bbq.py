@@ -37,6 +37,10 @@ class Bbq(Learned):
         offset: b, the medians, a parameter (dim,).
     """
 
+    formula = "learned monotone quantile functions of Sobol points"
+    source = "Tompkins et al. 2019"
+    cost = "m·d, and forming W"
+
     log_slope: torch.Tensor
     offset: torch.Tensor
 

@@ -29,6 +29,10 @@ from snnk_peft.projections.base import Structured
 class Fastfood(Structured):
     """Gaussian rows from two Hadamard transforms and three diagonals. Arguments as in `Structured`."""
 
+    formula = "d^-½ S H G Π H B"
+    source = "Le et al. 2013; Spectraformer Eq. 17"
+    cost = "m log d (fast), m·d"
+
     fast_from = HADAMARD_FAST_FROM
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:

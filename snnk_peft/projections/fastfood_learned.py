@@ -41,6 +41,10 @@ class FastfoodLearned(Learned):
         permutation: Π of all blocks as positions in their concatenation, (blocks · d,) int64.
     """
 
+    formula = "d^-½ S H G Π H B, learned diagonals"
+    source = "Learning the Transformer Kernel Eq. 6"
+    cost = "m log d"
+
     lengths: torch.Tensor
     gauss: torch.Tensor
     signs: torch.Tensor

@@ -24,6 +24,10 @@ class Free(Learned):
         **kwargs: as in `Projection`.
     """
 
+    formula = "W itself is trained"
+    source = "Spectraformer; ordinary bottleneck adapters"
+    cost = "m·d"
+
     resamplable = False
 
     def __init__(self, dim: int, num_features: int, *, init: str = "gaussian", **kwargs: object):

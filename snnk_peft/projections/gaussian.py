@@ -15,6 +15,10 @@ from snnk_peft.projections.base import Projection
 class Gaussian(Projection):
     """W with independent standard normal entries. Arguments as in `Projection`."""
 
+    formula = "ω ~ N(0, I), independent"
+    source = "Rahimi & Recht 2007; Spectraformer 'Base'"
+    cost = "m·d"
+
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) standard normal numbers."""
         return torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)

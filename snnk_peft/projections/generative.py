@@ -41,6 +41,10 @@ class Generative(Learned):
         gain: share of the network, (dim,).
     """
 
+    formula = "n + g(n), g a network of four layers"
+    source = "Learning the Transformer Kernel"
+    cost = "m·d, and 5 m·d² for W"
+
     hidden: torch.Tensor
     row_scale: torch.Tensor
     row_shift: torch.Tensor

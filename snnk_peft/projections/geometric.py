@@ -28,6 +28,10 @@ class Geometric(Projection):
         **kwargs: as in `Projection`.
     """
 
+    formula = "ω_il ~ Geometric(p), independent"
+    source = "Likhosherstov et al. 2022"
+    cost = "m·d"
+
     distribution = "geometric"
 
     def __init__(self, dim: int, num_features: int, *, p: float = 0.5, **kwargs: Any):

@@ -41,6 +41,10 @@ class Gmm(Learned):
         mean: μ_c, a parameter (C, dim).
     """
 
+    formula = "Σ_c^½ n ± μ_c, learned Σ_c and μ_c"
+    source = "Learning the Transformer Kernel Eq. 4"
+    cost = "m·d, and forming W"
+
     root: torch.Tensor
     mean: torch.Tensor
 

@@ -36,6 +36,10 @@ class Inn(Learned):
         out_bias_i: its biases.
     """
 
+    formula = "an invertible network of the noise"
+    source = "Spectraformer (learned W)"
+    cost = "m·d, and the network for W"
+
     log_scale: torch.Tensor
     shift: torch.Tensor
     hidden_bias: torch.Tensor

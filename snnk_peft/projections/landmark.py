@@ -29,6 +29,10 @@ class Landmark(Projection):
         **kwargs: as in `Projection`.
     """
 
+    formula = "rows of a pretrained weight, with its biases"
+    source = "this package (SNNK conversion)"
+    cost = "m·d"
+
     unbiased = False
     redrawable = False
     resamplable = False

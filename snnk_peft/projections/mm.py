@@ -38,6 +38,10 @@ class Mm(Projection):
         **kwargs: as in `Projection`.
     """
 
+    formula = "qmc points shifted and stretched to mean 0, covariance I"
+    source = "Shen et al. 2017; Spectraformer"
+    cost = "m·d"
+
     unbiased = False
 
     def __init__(

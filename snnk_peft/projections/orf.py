@@ -29,6 +29,10 @@ class Orf(Projection):
         **kwargs: as in `Projection`.
     """
 
+    formula = "⌈m/d⌉ Haar blocks times χ_d lengths (or √d)"
+    source = "Yu et al. 2016; Spectraformer"
+    cost = "m·d"
+
     def __init__(self, dim: int, num_features: int, *, norms: str = "chi", **kwargs: object):
         if norms not in NORMS:
             raise ConfigError(f"orf norms is {norms!r}; expected one of {', '.join(NORMS)}")

@@ -46,6 +46,10 @@ class Pmodel(Structured):
         **kwargs: as in `Structured`.
     """
 
+    formula = "circulant, Toeplitz or Hankel matrices of Gaussian numbers"
+    source = "Choromanski & Sindhwani 2016; Spectraformer"
+    cost = "m log d (fast), m·d"
+
     fast_from = FOURIER_FAST_FROM
 
     def __init__(self, dim: int, num_features: int, *, structure: str = "circulant", **kwargs: Any):

@@ -27,6 +27,10 @@ class Poisson(Projection):
         **kwargs: as in `Projection`.
     """
 
+    formula = "ω_il ~ Poisson(λ), independent"
+    source = "Likhosherstov et al. 2022"
+    cost = "m·d"
+
     distribution = "poisson"
 
     def __init__(self, dim: int, num_features: int, *, rate: float = 1.0, **kwargs: Any):

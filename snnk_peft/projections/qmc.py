@@ -30,6 +30,10 @@ class Qmc(Projection):
         **kwargs: as in `Projection`.
     """
 
+    formula = "normal quantiles of Sobol or Halton points"
+    source = "Yang et al. 2014; Spectraformer"
+    cost = "m·d"
+
     def __init__(self, dim: int, num_features: int, *, sequence: str = "sobol", scramble: bool = True, **kwargs: Any):
         self.sequence, self.scramble = sequence, scramble
         self.params = {"sequence": sequence, "scramble": scramble}

@@ -19,6 +19,10 @@ from snnk_peft.projections.base import Projection
 class Rademacher(Projection):
     """W with independent random signs. Arguments as in `Projection`."""
 
+    formula = "ω_il = ±1, independent"
+    source = "Kar & Karnick 2012"
+    cost = "m·d"
+
     distribution = "rademacher"
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:

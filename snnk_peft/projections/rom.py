@@ -45,6 +45,10 @@ class Rom(Structured):
         **kwargs: as in `Structured`.
     """
 
+    formula = "√n Π_i (H D_i), real or with complex units in the last"
+    source = "Choromanski et al. 2017; Spectraformer"
+    cost = "m log d (fast), m·d"
+
     unbiased = False
     fast_from = HADAMARD_FAST_FROM
 

@@ -24,6 +24,10 @@ from snnk_peft.projections.base import Structured
 class Scrf(Structured):
     """Circulant Gaussian blocks with signed rows. Arguments as in `Structured`."""
 
+    formula = "circulant rows of a Gaussian vector, times random signs"
+    source = "Feng et al. 2015; Spectraformer"
+    cost = "m log d (fast), m·d"
+
     fast_from = FOURIER_FAST_FROM
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:

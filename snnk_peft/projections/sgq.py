@@ -33,6 +33,10 @@ class Sgq(Projection):
         **kwargs: as in `Projection`.
     """
 
+    formula = "nodes 0, ±√3 e_i with weights 1 − d/3, 1/6"
+    source = "Dao et al. 2017; Spectraformer"
+    cost = "m·d"
+
     unbiased = False
     uniform = False
 

@@ -35,6 +35,10 @@ class Simrf(Projection):
         **kwargs: as in `Projection`.
     """
 
+    formula = "χ_d lengths times the directions of rotated simplices"
+    source = "Reid et al. 2023; Spectraformer Eq. 26"
+    cost = "m·d"
+
     def __init__(self, dim: int, num_features: int, *, coupling: str = "independent", **kwargs: Any):
         self.coupling, self.params = coupling, {"coupling": coupling}
         super().__init__(dim, num_features, **kwargs)

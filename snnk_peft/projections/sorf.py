@@ -26,6 +26,10 @@ from snnk_peft.projections.base import Structured
 class Sorf(Structured):
     """Random rotations made of Hadamard transforms and sign flips. Arguments as in `Structured`."""
 
+    formula = "√n H D₁ H D₂ H D₃"
+    source = "Yu et al. 2016; Spectraformer Eq. 22"
+    cost = "m log d (fast), m·d"
+
     unbiased = False
     fast_from = HADAMARD_FAST_FROM
 

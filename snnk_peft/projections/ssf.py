@@ -34,6 +34,10 @@ class Ssf(Projection):
         **kwargs: as in `Projection`.
     """
 
+    formula = "χ_d lengths times points of low Riesz energy on the sphere"
+    source = "Lyu 2017; Spectraformer"
+    cost = "m·d"
+
     def __init__(self, dim: int, num_features: int, *, norms: str = "chi", rotate: bool = True, **kwargs: Any):
         self.norms, self.rotate = norms, rotate
         self.params = {"norms": norms, "rotate": rotate}

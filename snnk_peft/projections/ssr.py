@@ -30,6 +30,10 @@ from snnk_peft.projections.base import Projection
 class Ssr(Projection):
     """Nodes of k spherical-radial rules, m = 2k(dim + 1) + 1. Arguments as in `Projection`."""
 
+    formula = "spherical-radial rules of degree 3, random weights"
+    source = "Munkhoeva et al. 2018; Spectraformer"
+    cost = "m·d"
+
     unbiased = False
     uniform = False
 

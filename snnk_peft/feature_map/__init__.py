@@ -153,9 +153,3 @@ def build_feature_map(
         raise ConfigError(faults)
     matrix = PROJECTIONS[projection](dim, num_features, seed=seed, **projection_params)
     return FeatureMap(COMPONENTS[component](**component_params), matrix)
-
-
-if __name__ == "__main__":
-    from snnk_peft.describe import main
-
-    raise SystemExit(main())
