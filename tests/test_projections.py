@@ -205,7 +205,6 @@ def test_half_precision_inputs_are_transformed_in_full_precision(name, params):
         assert torch.equal(out, fast(x.to(dtype).float()).to(dtype))
         assert copy.deepcopy(fast).to(dtype).dtype == dtype
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(fast(x), fast(x.clone()))
         inside = fast(x)
     assert torch.equal(inside, fast(x))
 
