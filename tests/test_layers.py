@@ -91,15 +91,18 @@ class TestFeatureStage:
             (component, projection)
             for component, projection in itertools.product(COMPONENTS.names(), PROJECTIONS.names())
             if COMPONENTS[component].distribution == PROJECTIONS[projection].distribution
+            and (component != "urf" or PROJECTIONS[projection].uniform)
         ],
     )
+    @pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
     def test_spec_round_trip(self, component, projection):
         options = {"normalize": projection == "orf", "scale": 0.5, "append_input": component == "cos"}
         params = {"order": 2} if component == "arccos" else {}
         if projection == "landmark":
             stage = landmark_stage(nn.Linear(DIM, HIDDEN), 8, component, **options)
         else:
-            size = PROJECTIONS[projection].nearest_size(DIM, 8)
+            # A multiple of four suits the halves of a Gaussian mixture.
+            size = PROJECTIONS[projection].nearest_size(DIM, 12)
             stage = FeatureStage(
                 build_feature_map(component, projection, DIM, size, seed=4, component_params=params), **options
             )

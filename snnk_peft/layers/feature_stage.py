@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from snnk_peft.components import COMPONENTS
+from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.gauss_hermite import hermite_coefficients
 from snnk_peft.functional.normalized_projection import EPSILON
@@ -144,6 +145,11 @@ class FeatureStage(nn.Module):
     def spec(self) -> dict[str, Any]:
         """Plain data from which `FeatureStage.from_spec` builds a stage of the same shape (see bundling/)."""
         projection, component = self.feature_map.projection, self.feature_map.component
+        if functions := [name for name, value in component.params.items() if callable(value)]:
+            raise ConfigError(
+                f"{type(component).__name__} was given a function of your own as {', '.join(functions)}, which no file "
+                "can hold; use one of the named ones, or register a component (one file, see CONTRIBUTING.md)"
+            )
         return {
             "component": registry_name(COMPONENTS, component),
             "component_params": dict(component.params),
