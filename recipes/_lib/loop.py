@@ -13,6 +13,7 @@ import torch
 from _lib.data import Examples, share
 from _lib.evaluation import DivergedError
 from _lib.settings import TrainSection
+from snnk_peft.feature_map import advance
 
 
 @dataclass
@@ -84,6 +85,7 @@ def train_step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
+    advance(model)  # random matrices with redraw_every count steps
     return torch.stack([loss_sum, norm.detach().to(loss_sum)])
 
 

@@ -73,12 +73,12 @@ def _measure(queue: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -
     import torch
 
     run = work(*arguments)
-    before = _resident()
+    before = resident()
     run()
     queue.put(peak_memory(torch.device("cpu")) - before)
 
 
-def _resident() -> int:
+def resident() -> int:
     """Resident bytes now (Linux), else the peak so far."""
     statm = Path("/proc/self/statm")
     if statm.exists():
@@ -90,10 +90,15 @@ def report(figures: Mapping[str, Any], rows: list[Mapping[str, Any]], output: Pa
     """Print a table and write metrics.json with the environment."""
     output.parent.mkdir(parents=True, exist_ok=True)
     write_json(output, {**figures, "rows": rows, "environment": environment(ROOT)})
+    show(rows, title)
+    print(f"written: {output}")
+
+
+def show(rows: list[Mapping[str, Any]], title: str) -> None:
+    """Print a table."""
     table = Table(title=title)
     for column in rows[0]:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()])
     Console(width=160).print(table)
-    print(f"written: {output}")

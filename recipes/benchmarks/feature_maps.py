@@ -1,0 +1,157 @@
+"""Time and peak memory of every feature map on inputs of the size of an attention layer, and where fast transforms win.
+
+    python recipes/benchmarks/feature_maps.py
+    python recipes/benchmarks/feature_maps.py --components posrf relu --features 128
+
+Inputs are (8, 12, 1024, 64): batch, heads, tokens, head dimension. For every component and every projection that fits,
+phi alone and phi with the gradient of its input are timed in turn with the dense gaussian matrix of the same component;
+`ratio` and `gradient_ratio` are the medians of the ratios within one repetition. Peak memory is the growth of the
+resident memory during one call. The second table times structured matrices, fast against dense, over sizes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _bench import alternate, parser, ratio, report, resident, show
+from rich.console import Console
+from rich.progress import track
+
+from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
+from snnk_peft.errors import ConfigError
+from snnk_peft.feature_map import FeatureMap
+from snnk_peft.feature_map.describe import partners
+
+STRUCTURED = ("sorf", "rom", "fastfood", "scrf", "pmodel")
+SIZES = (64, 128, 256, 512, 768, 1024, 2048)
+
+
+def build(component: str, projection: str, dim: int, num_features: int) -> FeatureMap:
+    """The map of about the wanted size."""
+    cls = PROJECTIONS[projection]
+    size = cls.nearest_size(dim, max(num_features, COMPONENTS[component]().fewest_rows()))
+    params: dict[str, Any] = {}
+    if projection == "landmark":
+        params["source_weight"] = torch.randn(4 * size, dim, generator=torch.Generator().manual_seed(0))
+    # Inputs of unit length: the attention of a real layer is scaled like this.
+    if component == "urf":
+        return build_feature_map(component, projection, dim, size, component_params={"x_norm": 1.0, "w_norm": 0.5})
+    return build_feature_map(component, projection, dim, size, projection_params=params)
+
+
+def forward(feature_map: FeatureMap, x: torch.Tensor) -> Callable[[], object]:
+    """phi of x."""
+
+    def run() -> object:
+        with torch.no_grad():
+            return feature_map.phi(x, feature_map.component.statistics(x, x))
+
+    return run
+
+
+def backward(feature_map: FeatureMap, x: torch.Tensor) -> Callable[[], object]:
+    """phi of x and the gradient for x."""
+    leaf = x.detach().requires_grad_()
+
+    def run() -> object:
+        leaf.grad = None
+        feature_map.phi(leaf, feature_map.component.statistics(x, x)).values.sum().backward()
+        return None
+
+    return run
+
+
+def peak_bytes(run: Callable[[], object]) -> int | None:
+    """By how much the resident memory rises during one call; None where the system cannot tell."""
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    if not reset.exists():
+        return None
+    reset.write_text("5")  # the peak starts again from now
+    before = resident()
+    run()
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return max(0, int(line.split()[1]) * 1024 - before)
+
+
+def measure(component: str, num_features: int, shape: list[int], repetitions: int) -> list[dict[str, Any]]:
+    """One row per projection of a component; the first one is the yardstick."""
+    names = sorted(partners(component), key=lambda name: (name != "gaussian", name))
+    maps = {}
+    for name in names:
+        try:
+            maps[name] = build(component, name, shape[-1], num_features)
+        except ConfigError as error:
+            print(f"{component} over {name}: {error}")
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = x / x.norm(dim=-1, keepdim=True)
+    yardstick, rows = next(iter(maps)), []
+    for name, feature_map in maps.items():
+        reference = maps[yardstick]
+        plain = {"it": forward(feature_map, x), "dense": forward(reference, x)}
+        graded = {"it": backward(feature_map, x), "dense": backward(reference, x)}
+        times, gradient = alternate(plain, repetitions, warmup=1), alternate(graded, repetitions, warmup=1)
+        # Per feature: some designs cannot have the wanted size.
+        share = reference.num_features / feature_map.num_features
+        rows.append(
+            {
+                "component": component,
+                "projection": name,
+                "features": feature_map.num_features,
+                "ms": 1e3 * statistics.median(times["it"]),
+                "ratio": share * ratio(times["it"], times["dense"]),
+                "gradient_ms": 1e3 * statistics.median(gradient["it"]),
+                "gradient_ratio": share * ratio(gradient["it"], gradient["dense"]),
+                "peak_MiB": (peak_bytes(plain["it"]) or 0) / 2**20,
+                "gradient_peak_MiB": (peak_bytes(graded["it"]) or 0) / 2**20,
+            }
+        )
+    return rows
+
+
+def crossover(repetitions: int) -> list[dict[str, Any]]:
+    """Fast against dense for structured square matrices, 4096 vectors."""
+    rows = []
+    for dim in track(SIZES, "crossover", console=Console(stderr=True)):
+        x = torch.randn(4096, dim, generator=torch.Generator().manual_seed(0))
+        row: dict[str, Any] = {"dim": dim}
+        for name in STRUCTURED:
+            pair = {
+                str(fast): forward(build_feature_map("relu", name, dim, dim, projection_params={"fast": fast}), x)
+                for fast in (True, False)
+            }
+            times = alternate(pair, repetitions, warmup=1)
+            row[name] = ratio(times["True"], times["False"])
+        learned = build_feature_map("relu", "fastfood_learned", dim, dim)
+        dense = build_feature_map("relu", "gaussian", dim, dim)
+        times = alternate({"it": forward(learned, x), "dense": forward(dense, x)}, repetitions, warmup=1)
+        row["fastfood_learned"] = ratio(times["it"], times["dense"])
+        numbers = sum(t.numel() * t.element_size() for t in [*learned.parameters(), *learned.buffers()])
+        row["fastfood_learned_bytes"] = numbers / (4 * dim * dim)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measure and write."""
+    options = parser(__doc__ or "", "feature_maps")
+    options.add_argument("--components", nargs="+", default=COMPONENTS.names(), choices=COMPONENTS.names())
+    options.add_argument("--features", nargs="+", type=int, default=[64, 128, 256])
+    options.add_argument("--shape", nargs=4, type=int, default=[8, 12, 1024, 64], help="batch heads tokens dim")
+    arguments = options.parse_args()
+    rows = []
+    jobs = [(component, count) for component in arguments.components for count in arguments.features]
+    for component, count in track(jobs, "pairs", console=Console(stderr=True)):
+        rows += measure(component, count, arguments.shape, arguments.repetitions)
+    sizes = crossover(arguments.repetitions)
+    slow = [row for row in rows if row["ratio"] > 1.1]
+    figures = {"pairs": len(rows), "slower_than_1.1_dense": len(slow), "crossover": sizes, "shape": arguments.shape}
+    show(sizes, "fast time / dense time, 4096 vectors")
+    report(figures, rows, arguments.output, "feature maps against the dense gaussian of the same component")
+
+
+if __name__ == "__main__":
+    main()
