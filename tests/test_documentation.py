@@ -79,3 +79,12 @@ def test_readme_recipe_commands(root, minilm_dir, tmp_path):
             [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+def test_readme_tables_are_the_generated_ones(root):
+    from snnk_peft.feature_map.describe import component_table, projection_table
+
+    text = (root / "README.md").read_text()
+    begin = "<!-- feature maps: begin (python -m snnk_peft.feature_map table) -->\n"
+    shown = text.split(begin)[1].split("\n<!-- feature maps: end -->")[0]
+    assert shown == f"{component_table()}\n\n{projection_table()}", "paste what the command prints"

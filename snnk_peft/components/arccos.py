@@ -22,6 +22,7 @@ class Arccos(Component):
         order: 0 (step: angle only, no gradient), 1 (ReLU, the default) or 2 (smooth, grows quadratically).
     """
 
+    positive = True
     formula = "m^-½ 1[ω·x > 0] (ω·x)^n, n = 0, 1, 2"
     kernel_formula = "½K_n(x, y), arc-cosine of order n"
     source = "SNNK Thm 3.2; Cho & Saul 2009"

@@ -16,6 +16,7 @@ from snnk_peft.functional.arccos import arccos_kernel
 class Relu(Component):
     """f(z) = max(z, 0)."""
 
+    positive = True
     formula = "m^-½ max(ω·x, 0)"
     kernel_formula = "½K₁(x, y), arc-cosine of order 1"
     source = "SNNK 3.2; Cho & Saul 2009"

@@ -2,4 +2,5 @@
 
 from snnk_peft.feature_map.describe import main
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    raise SystemExit(main())
