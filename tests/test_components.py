@@ -331,6 +331,9 @@ def test_urf_affine_part_is_exact():
 def test_urf_errors():
     with pytest.raises(ConfigError, match="unequal feature weights"):
         build_feature_map("urf", "sgq", 8, 17)
+    with pytest.raises(ConfigError, match="phases would not cancel"):
+        build_feature_map("cos", "sgq", 8, 17)
+    build_feature_map("cos", "sgq", 8, 17, component_params={"phases": False})
     with pytest.raises(ConfigError, match="8 atoms but the projection only 4 rows"):
         build_feature_map("urf", "orf", 4, 4)
     with pytest.raises(ConfigError) as caught:

@@ -102,7 +102,7 @@ def pair_cases(projections: list[Any]) -> Any:
 
 def fits(component: str, projection: str) -> bool:
     """Whether a component can be built over a projection."""
-    if component == "urf" and not PROJECTIONS[projection].uniform:
+    if component in ("urf", "cos") and not PROJECTIONS[projection].uniform:
         return False
     return COMPONENTS[component].distribution == PROJECTIONS[projection].distribution
 

@@ -91,7 +91,7 @@ class TestFeatureStage:
             (component, projection)
             for component, projection in itertools.product(COMPONENTS.names(), PROJECTIONS.names())
             if COMPONENTS[component].distribution == PROJECTIONS[projection].distribution
-            and (component != "urf" or PROJECTIONS[projection].uniform)
+            and (component not in ("urf", "cos") or PROJECTIONS[projection].uniform)
         ],
     )
     @pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")

@@ -79,6 +79,7 @@ def peak_bytes(run: Callable[[], object]) -> int | None:
 
 def measure(component: str, num_features: int, shape: list[int], repetitions: int) -> list[dict[str, Any]]:
     """One row per projection of a component; the first one is the yardstick."""
+    # The dense matrix first: the others are measured beside it.
     names = sorted(partners(component), key=lambda name: (name != "gaussian", name))
     maps = {}
     for name in names:

@@ -16,6 +16,8 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component
+from snnk_peft.errors import ConfigError
+from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("cos")
@@ -34,6 +36,14 @@ class Cos(Component):
     def __init__(self, phases: bool = True):
         super().__init__()
         self.phases, self.params = phases, {"phases": phases}
+
+    def prepare(self, projection: Projection) -> None:
+        """Phases cancel only if every row counts the same."""
+        if self.phases and not projection.uniform:
+            raise ConfigError(
+                "cos with phases cannot use a projection with unequal feature weights: the phases would not cancel; "
+                "use component 'trigrf', component_params={'phases': False}, or a projection such as 'orf'"
+            )
 
     def offsets(self, num_features: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
         """The phases c_i, (num_features,); one alone is π/4, where cos 2c = 0."""
