@@ -36,5 +36,9 @@ class UnsupportedError(TypeError):
     """This model or layer cannot be patched. Says what was looked for and what was found."""
 
 
+class NumericalError(ArithmeticError):
+    """A tensor holds infinities or NaNs. Says which one, and where the first is."""
+
+
 class NumericalWarning(UserWarning):
     """A result is finite but cannot be trusted, for example because the predicted variance is enormous."""

@@ -653,6 +653,8 @@ def test_poisson_entries(rate):
     w = PROJECTIONS["poisson"](100, 200, rate=rate)
     assert w.distribution == "poisson"
     assert w.params == {"rate": rate}
+    assert PROJECTIONS["poisson"](50, 8).params == {"rate": 1 / 50}
+    assert PROJECTIONS["geometric"](50, 8).params == {"p": 1 - 1 / 50}
     frequencies_match(w.weight, stats.poisson(rate).pmf, range(int(3 * rate) + 2))
 
 

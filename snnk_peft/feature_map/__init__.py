@@ -6,6 +6,7 @@ Shapes: x (..., dim) -> Features of (..., feature_dim). Cost: that of the projec
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,35 @@ from torch import nn
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
+
+# Looking at every input costs time, and on a GPU waits for it: only with SNNK_DEBUG=1 in the environment.
+DEBUG = os.environ.get("SNNK_DEBUG", "") not in ("", "0")
+
+
+def check_finite(tower: str, x: torch.Tensor, projection: Projection) -> None:
+    """Refuse infinities and NaNs, in debug mode.
+
+    Args:
+        tower: "phi" or "psi", for the message.
+        x: what the features are of.
+        projection: whose slot the message names.
+
+    Raises:
+        NumericalError: some entries are not finite.
+    """
+    if not DEBUG:
+        return
+    bad = ~torch.isfinite(x)
+    if bool(bad.any()):
+        first = tuple(bad.nonzero()[0].tolist())
+        raise NumericalError(
+            f"input of {tower} in slot {projection.slot!r}, shape {tuple(x.shape)} {x.dtype}: {int(bad.sum())} entries "
+            f"are not finite, the first at {first}; expected finite numbers. Look at what computes this input (a loss "
+            "that diverged, fp16 that overflowed, a mask filled with -inf)"
+        )
 
 
 class FeatureMap(nn.Module):
@@ -55,10 +82,12 @@ class FeatureMap(nn.Module):
 
     def phi(self, x: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:
         """Features of data, x (..., dim)."""
+        check_finite("phi", x, self.projection)
         return self.component.phi(x, self.projection, statistics)
 
     def psi(self, y: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:
         """Features of the other tower (keys, weights), y (..., dim)."""
+        check_finite("psi", y, self.projection)
         return self.component.psi(y, self.projection, statistics)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

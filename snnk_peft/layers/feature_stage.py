@@ -17,7 +17,7 @@ from torch import nn
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
-from snnk_peft.feature_map import FeatureMap
+from snnk_peft.feature_map import FeatureMap, check_finite
 from snnk_peft.functional.gauss_hermite import hermite_coefficients
 from snnk_peft.functional.normalized_projection import EPSILON
 from snnk_peft.projections import PROJECTIONS
@@ -95,6 +95,7 @@ class FeatureStage(nn.Module):
         if self.normalize and not self.feature_map.component.elementwise():
             features = self.feature_map(nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * self.scale)
         elif self.normalize:
+            check_finite("phi", x, projection)
             z = projection.normalized(x, self.scale)
             features = self.feature_map.component.activate(z, projection.amplitudes())
         else:

@@ -24,7 +24,8 @@ class Geometric(Projection):
 
     Args:
         p: probability of success, between 0 and 1; the mean of the entries is (1 − p)/p. Small p has heavy tails and
-            suits vectors with large coordinates. The default is ½, mean 1.
+            suits vectors with large coordinates. None (default) is 1 − 1/dim (½ for one dimension), which suits vectors
+            of length about 1: every coordinate multiplies the second moment by 1/p, so a fixed p is hopeless in many.
         **kwargs: as in `Projection`.
     """
 
@@ -34,7 +35,9 @@ class Geometric(Projection):
 
     distribution = "geometric"
 
-    def __init__(self, dim: int, num_features: int, *, p: float = 0.5, **kwargs: Any):
+    def __init__(self, dim: int, num_features: int, *, p: float | None = None, **kwargs: Any):
+        if p is None:
+            p = 1 - 1 / dim if isinstance(dim, int) and dim > 1 else 0.5
         self.p, self.params = p, {"p": p}
         super().__init__(dim, num_features, **kwargs)
 

@@ -22,8 +22,8 @@ class Poisson(Projection):
     """W with independent Poisson entries.
 
     Args:
-        rate: λ > 0, mean and variance of the entries. The default is 1; what is best grows with the size of the
-            vectors' coordinates, and the component can say it.
+        rate: λ > 0, mean and variance of the entries; best is the typical |x_l y_l| of a coordinate. None (default) is
+            1/dim, right for vectors of length 1; every coordinate multiplies the second moment by e^λ.
         **kwargs: as in `Projection`.
     """
 
@@ -33,7 +33,9 @@ class Poisson(Projection):
 
     distribution = "poisson"
 
-    def __init__(self, dim: int, num_features: int, *, rate: float = 1.0, **kwargs: Any):
+    def __init__(self, dim: int, num_features: int, *, rate: float | None = None, **kwargs: Any):
+        if rate is None:
+            rate = 1 / dim if isinstance(dim, int) and dim > 0 else 1.0
         self.rate, self.params = rate, {"rate": rate}
         super().__init__(dim, num_features, **kwargs)
 
