@@ -321,6 +321,25 @@ def test_urf_warns_at_bert_scale():
         fresh.phi(vectors(3, 32, length=20.0).float())
 
 
+@pytest.mark.parametrize("bound", [0.0, 0.1])
+def test_urf_is_its_atoms(bound):
+    """The features are those of functional/trigonometric_atom.py, atom by atom."""
+    from snnk_peft.functional.trigonometric_atom import atom_phi, atom_psi
+
+    params = {"atoms": 3, "bound": bound, "x_norm": 0.7, "w_norm": 1.1}
+    fm = build_feature_map("urf", "gaussian", 5, 24, component_params=params).double()
+    x, w, b = vectors(4, 5, length=0.7), vectors(4, 5, length=1.1), torch.randn(4, dtype=F64)
+    ours = (fm.phi(x).dense() * fm.psi(w, {"bias": b}).dense())[:, 6:].sum(-1)
+    f, g, total = fm.component, fm.projection.materialize(), torch.zeros(4, dtype=F64)
+    for k, tau in enumerate(f.fit.frequencies.tolist()):
+        rows = (f.tau - tau).abs() < 1e-6
+        args = (float(tau), float(f.scale[rows][0]))
+        phi = atom_phi(x, g[rows], *args, bound)
+        psi = atom_psi(w, b, g[rows], *args, float(f.fit.cosines[k]), float(f.fit.sines[k]), bound)
+        total = total + (phi * psi).sum(-1).mean(-1)
+    torch.testing.assert_close(ours, total, rtol=1e-5, atol=1e-7)
+
+
 def test_urf_affine_part_is_exact():
     fm = build_feature_map("urf", "orf", 5, 64, component_params={"activation": lambda z: 2 * z + 1}).double()
     x, w = torch.randn(3, 5, dtype=F64), torch.randn(3, 5, dtype=F64)

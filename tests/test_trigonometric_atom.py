@@ -28,13 +28,25 @@ def test_mean(tau, scale, a, c):
     assert abs(products.mean() - exact) < 5 * products.std() / DRAWS**0.5
 
 
+@pytest.mark.parametrize("bound", [0.05, 0.4])
+def test_mean_of_bounded_features(bound):
+    x, w, b, g = setting()
+    products = (atom_phi(x, g, 1.2, 0.9, bound) * atom_psi(w, b, g, 1.2, 0.9, 0.8, -1.3, bound)).sum(-1)
+    z = 1.2 * (w @ x + b)
+    assert abs(products.mean() - (0.8 * torch.cos(z) - 1.3 * torch.sin(z))) < 5 * products.std() / DRAWS**0.5
+    assert products.std() / DRAWS**0.5 < 0.02
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.05, 0.4])
 @pytest.mark.parametrize("scale", [0.8, 1.0, 1.4])
-def test_second_moment(scale):
-    """E ‖Φ‖²‖Ψ‖² = e^{τ²s²‖x‖² + ‖w‖²/s²} for the cosine."""
+def test_second_moment(scale, bound):
+    """E ‖Φ‖²‖Ψ‖² = ((1+4M)²/(1+8M))^{d/2} e^{τ²s²‖x‖² + ‖w‖²/(s²(1+8M))} for the cosine."""
     x, w, b, g = setting()
     tau = 1.2
-    sizes = atom_phi(x, g, tau, scale).square().sum(-1) * atom_psi(w, b, g, tau, scale).square().sum(-1)
-    exact = torch.exp((tau * scale) ** 2 * x.square().sum() + w.square().sum() / scale**2)
+    phi, psi = atom_phi(x, g, tau, scale, bound), atom_psi(w, b, g, tau, scale, bound=bound)
+    sizes = phi.square().sum(-1) * psi.square().sum(-1)
+    exact = torch.exp((tau * scale) ** 2 * x.square().sum() + w.square().sum() / (scale**2 * (1 + 8 * bound)))
+    exact = exact * ((1 + 4 * bound) ** 2 / (1 + 8 * bound)) ** (len(x) / 2)
     assert abs(sizes.mean() - exact) < 5 * sizes.std() / DRAWS**0.5
 
 

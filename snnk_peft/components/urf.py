@@ -17,6 +17,7 @@ Features: dim + 1 + 2 per row. Cost: the projection and two trigonometric functi
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 
@@ -45,6 +46,7 @@ class Urf(Component):
         block_size: rows per block for "block".
         x_norm: typical ‖x‖, decides the scale s together with w_norm.
         w_norm: typical ‖w‖.
+        bound: M >= 0; above 0 features are bounded in the random rows, at a variance that explodes with dim.
     """
 
     formula = "[1, x, e^{τ²s²‖x‖²/2} (cos τs ω·x, sin τs ω·x)]"
@@ -67,6 +69,7 @@ class Urf(Component):
         block_size: int = 8,
         x_norm: float = 1.0,
         w_norm: float = 1.0,
+        bound: float = 0.0,
     ):
         super().__init__()
         faults = []
@@ -77,14 +80,17 @@ class Urf(Component):
         for name, value in (("x_norm", x_norm), ("w_norm", w_norm)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 faults.append(f"urf {name} is {value!r}; expected a number above 0")
+        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound >= 0:
+            faults.append(f"urf bound is {bound!r}; expected a number >= 0")
         if faults:
             raise ConfigError(faults)
+        self.bound, self.dim = bound, 0
         self.sampling, self.block_size, self.x_norm, self.w_norm = sampling, block_size, x_norm, w_norm
         self.activation = activation_function(activation)
         self.fit = fit_trigonometric(self.activation, radius, atoms, reach=x_norm * w_norm)
         self.params = {
             **{"activation": activation, "radius": radius, "atoms": atoms, "sampling": sampling},
-            **{"block_size": block_size, "x_norm": x_norm, "w_norm": w_norm},
+            **{"block_size": block_size, "x_norm": x_norm, "w_norm": w_norm, "bound": bound},
         }
         self._checked = False
 
@@ -103,7 +109,7 @@ class Urf(Component):
                 "urf cannot use a projection with unequal feature weights (each row serves another atom); "
                 "use e.g. 'orf', 'gaussian' or 'qmc'"
             )
-        m = projection.num_features
+        m, self.dim = projection.num_features, projection.dim
         spread = self.fit.amplitudes() * (self.fit.frequencies * self.x_norm * self.w_norm).exp()
         probability = spread / spread.sum()
         if self.sampling == "stratified":
@@ -137,7 +143,8 @@ class Urf(Component):
 
     def predicted_log_variance(self, x_norm: float, w_norm: float) -> float:
         """Natural logarithm of a bound on Var[Φ(x)·Ψ(w)] for vectors of these lengths and iid rows."""
-        exponent = (self.tau * self.scale * x_norm).square() + (w_norm / self.scale).square()
+        exponent = (self.tau * self.scale * x_norm).square() + (w_norm / self.scale).square() / (1 + 8 * self.bound)
+        exponent = exponent + self.dim * (math.log1p(4 * self.bound) - math.log1p(8 * self.bound) / 2)
         amplitude = torch.hypot(self.cosines, self.sines) * self.share.square()
         return torch.logsumexp(exponent + 2 * amplitude.log(), 0).item()
 
@@ -162,8 +169,8 @@ class Urf(Component):
         x = wide(x)
         rate = (self.tau * self.scale).to(x)
         self._check_once(x)
-        growth = torch.exp(rate.square() * (x.square().sum(-1, keepdim=True) / 2)) * self.share.to(x)
-        angle = projection(x) * rate
+        growth = torch.exp(rate.square() * (x.square().sum(-1, keepdim=True) / 2)) * self._row_factor(projection, x)
+        angle = projection(x) * (rate * (1 + 4 * self.bound) ** 0.5)
         return torch.cat((torch.ones_like(x[..., :1]), x, growth * torch.cos(angle), growth * torch.sin(angle)), -1)
 
     def _psi(self, w: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -171,11 +178,19 @@ class Urf(Component):
         tau, scale, a, c = (value.to(w) for value in (self.tau, self.scale, self.cosines, self.sines))
         bias = statistics.get("bias", torch.zeros((), dtype=w.dtype, device=w.device)).to(w)
         bias = bias.expand(w.shape[:-1]).unsqueeze(-1)
-        weight = torch.exp(projection(w) / scale - w.square().sum(-1, keepdim=True) / (2 * scale.square()))
+        stretch = (1 + 4 * self.bound) ** 0.5
+        weight = torch.exp(projection(w) * stretch / scale - w.square().sum(-1, keepdim=True) / (2 * scale.square()))
         cos, sin = torch.cos(tau * bias), torch.sin(tau * bias)
-        weight = weight * self.share.to(w)
+        weight = weight * self._row_factor(projection, w)
         affine = (self.fit.constant + self.fit.slope * bias, self.fit.slope * w)
         return torch.cat((*affine, weight * (a * cos + c * sin), weight * (c * cos - a * sin)), -1)
+
+    def _row_factor(self, projection: Projection, like: torch.Tensor) -> torch.Tensor:
+        """√(share of the row), times (1+4M)^{d/4} e^{−M‖g‖²}."""
+        if self.bound == 0:
+            return self.share.to(like)
+        bounding = self.dim / 4 * math.log1p(4 * self.bound) - self.bound * projection.squared_row_norms().to(like)
+        return self.share.to(like) * bounding.exp()
 
     def _check_once(self, x: torch.Tensor) -> None:
         # Reading a number back from a GPU waits for it, so only the first batch is looked at.
