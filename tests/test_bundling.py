@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import pickle
+import sys
 
 import peft
 import pytest
@@ -345,6 +347,44 @@ def test_all_projections_and_components_fit_into_one_code_file():
     assert {"torch", "math"} <= roots
     assert not roots & {"peft", "snnk_peft"}
     assert all(member.__name__ in text for member in members)
+
+
+MEMBERS = [
+    *(
+        (name, {"gaussian": "orf"}.get(COMPONENTS[name].distribution, COMPONENTS[name].distribution))
+        for name in COMPONENTS
+    ),
+    *(("relu", name) for name in PROJECTIONS if PROJECTIONS[name].distribution == "gaussian" and name != "landmark"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
+@pytest.mark.parametrize(("component", "projection"), MEMBERS, ids=lambda name: name)
+def test_every_member_works_in_a_model(component, projection, tmp_path, monkeypatch):
+    """As an adapter of a model: a step trains it, the bundle agrees, its own code file alone builds it again."""
+    size = PROJECTIONS[projection].nearest_size(32, max(16, COMPONENTS[component]().fewest_rows()))
+    part = AdapterPart(component=component, projection=projection, num_features=size, layers="top-1")
+    model = patched("bert", {"adapter": part})
+    inputs = inputs_for(model.get_base_model())
+    model.train()(**inputs).logits.square().sum().backward()
+    readouts = [p for name, p in model.named_parameters() if name.endswith(".A") and p.requires_grad]
+    assert readouts
+    if component != "arccos":
+        assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in readouts)
+    small = bundle(model.eval())
+    assert relative_error(small(**inputs).logits, model(**inputs).logits) < 1e-5
+    small.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(again(**inputs).logits, small(**inputs).logits)
+    file = tmp_path / "modeling_snnk_bundle.py"
+    assert "from snnk_peft" not in file.read_text()
+    spec = importlib.util.spec_from_file_location(f"alone_{component}_{projection}", file)
+    alone = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, alone)
+    spec.loader.exec_module(alone)
+    config = getattr(alone, type(small.config).__name__).from_pretrained(tmp_path)
+    rebuilt = getattr(alone, type(small).__name__).from_pretrained(tmp_path, config=config)
+    assert torch.equal(rebuilt(**inputs).logits, small(**inputs).logits)
 
 
 def test_name_collisions_are_found(tmp_path, monkeypatch):
