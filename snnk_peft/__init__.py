@@ -11,7 +11,7 @@ import snnk_peft.tuner  # noqa: F401 - registers the PEFT method
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.closed_form import fit_closed_form
 from snnk_peft.components import COMPONENTS
-from snnk_peft.config import AdapterPart, FFNPart, PoolerPart, SNNKConfig
+from snnk_peft.config import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.projections import PROJECTIONS
@@ -26,6 +26,7 @@ __all__ = [
     "FAMILIES",
     "PROJECTIONS",
     "AdapterPart",
+    "AttentionPart",
     "CalibrationReport",
     "FFNPart",
     "ModelFamily",

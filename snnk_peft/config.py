@@ -200,7 +200,40 @@ class FFNPart(Part):
         return super().faults(part) + self.choice_fault(part, "init", ("nystrom", "paper", "random"))
 
 
-PARTS: dict[str, type[Part]] = {"adapter": AdapterPart, "pooler": PoolerPart, "ffn": FFNPart}
+@dataclass
+class AttentionPart(Part):
+    """Softmax attention becomes linear attention over feature maps: Φ(q)·Φ(k) instead of e^{q·k} (Spectraformer).
+
+    Cost and memory grow linearly with the length of the input. `disable_adapter` gives softmax back.
+
+    Args:
+        per_head: a matrix W for every key head instead of one per layer.
+        near_field: width of an exact softmax band around the diagonal that is blended in with learned weights
+            (FMMformer), or None for none. Costs near_field products per token.
+    """
+
+    component: str = "posrf"
+    num_features: int = 64
+    per_head: bool = False
+    near_field: int | None = None
+
+    def faults(self, part: str) -> list[str]:
+        """See `Part.faults`."""
+        found = super().faults(part)
+        width = self.near_field
+        if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
+            found.append(f"{part}.near_field is {width!r}; expected an integer >= 1, or None")
+        if self.projection == "landmark":
+            found.append(f"{part}.projection is 'landmark'; attention replaces no pretrained weight to take rows from")
+        return found
+
+
+PARTS: dict[str, type[Part]] = {
+    "adapter": AdapterPart,
+    "pooler": PoolerPart,
+    "ffn": FFNPart,
+    "attention": AttentionPart,
+}
 
 
 @dataclass
@@ -211,6 +244,7 @@ class SNNKConfig(PeftConfig):
         adapter: non-linear adapters, or None.
         pooler: replacement of the pooler, or None.
         ffn: replacement of feed-forward blocks, or None.
+        attention: linear attention, or None.
         seed: decides every random draw, together with the name of each place.
         save_projection: True saves the matrices W with the checkpoint. False saves 32 bytes of checksum for each and
             draws them again when loading; loading fails if the draw differs.
@@ -230,6 +264,7 @@ class SNNKConfig(PeftConfig):
     adapter: AdapterPart | None = None
     pooler: PoolerPart | None = None
     ffn: FFNPart | None = None
+    attention: AttentionPart | None = None
     seed: int = 0
     save_projection: bool = True
     modules_to_save: list[str] | None = None

@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from snnk_peft.bundling.attention import attention_spec
 from snnk_peft.bundling.classes import bundle_model_class
 from snnk_peft.bundling.fold import FoldPlan, Place, places, plan_folds
 from snnk_peft.bundling.modules import spec_of
@@ -74,7 +75,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         raise UnsupportedError("the model is quantized; load it in full precision, then patch and bundle it")
     table = dict(places(base))
     plan = plan_folds(table, family, family.layer_paths(base), base.dtype)
-    if not plan.modules:
+    if not plan.modules and not plan.additions:
         raise ConfigError(
             "nothing to bundle: no active SNNK adapter in this model; use get_snnk_model first, or activate one with "
             "set_adapter(name) and leave disable_adapter()"
@@ -113,6 +114,13 @@ def _tensors(table: dict[str, Place], plan: FoldPlan, dtype: torch.dtype) -> tup
                 cast = dtype if trained and tensor.is_floating_point() else tensor.dtype
                 into = volatile if key in part._non_persistent_buffers_set else state
                 into[local + key] = tensor.detach().to(cast, copy=True)
+    for path, kernel in plan.additions.items():
+        for key, tensor in kernel.state_dict().items():
+            state[f"{path}.{key}"] = tensor.detach().to(dtype if tensor.is_floating_point() else None, copy=True)
+        for name, part in kernel.named_modules():
+            for key in part._non_persistent_buffers_set:
+                buffer = getattr(part, key)
+                volatile[f"{path}.{name}.{key}"] = buffer.detach().to(dtype, copy=True)
     return state, volatile
 
 
@@ -121,7 +129,10 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
     fields = {key: value for key, value in copy.deepcopy(base.config.to_dict()).items() if key not in _REMOVED_FIELDS}
     fields["snnk_plan"] = {
         "model_class": cls.__name__,
-        "modules": {path: spec_of(module, table[path].module) for path, module in plan.modules.items()},
+        "modules": {
+            **{path: spec_of(module, table[path].module) for path, module in plan.modules.items()},
+            **{path: attention_spec(kernel) for path, kernel in plan.additions.items()},
+        },
         "head": plan.head,
         "pooler": plan.pooler,
     }

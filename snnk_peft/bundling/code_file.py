@@ -58,7 +58,8 @@ def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapp
 
     stages = list(stage_specs(modules.values()))
     used = [COMPONENTS[stage["component"]] for stage in stages] + [PROJECTIONS[stage["projection"]] for stage in stages]
-    names = ["snnk_peft.bundling.modules", *sorted({cls.__module__ for cls in used})]
+    attention = ["snnk_peft.bundling.attention"] if any(s.get("kind") == "attention" for s in modules.values()) else []
+    names = ["snnk_peft.bundling.modules", *attention, *sorted({cls.__module__ for cls in used})]
     base_config = base.config_class
     imports, body = assemble(names)
     imports |= {("transformers", base_config.__name__), ("transformers", base.__name__)}
@@ -85,6 +86,7 @@ def stage_specs(specs: Iterable[Any]) -> Iterable[dict[str, Any]]:
         if isinstance(spec, Mapping):
             if "stage" in spec:
                 yield spec["stage"]
+            yield from spec.get("stages", [])
             yield from stage_specs([spec.get("module"), *spec.get("modules", [])])
 
 

@@ -24,8 +24,10 @@ from snnk_peft.bundling.report import Folded
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families.base import ModelFamily, unwrap
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import (
     After,
+    Attend,
     Bypass,
     ParallelActivation,
     ParallelFeatures,
@@ -97,6 +99,7 @@ class FoldPlan:
         modules: path -> the module that takes this place.
         folded: one entry per folded group.
         remarks: what could not be folded further, and why.
+        additions: path -> the module that is put where the original has none.
         head: path of the Linear that reads the pooler's features, if there is one.
         pooler: path of the stage that makes these features.
     """
@@ -105,6 +108,7 @@ class FoldPlan:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     folded: list[Folded] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    additions: dict[str, KernelAttention] = field(default_factory=dict)
     head: str | None = None
     pooler: str | None = None
 
@@ -128,10 +132,33 @@ def plan_folds(table: dict[str, Place], family: ModelFamily, layers: list[str], 
         if path not in plan.modules and any(isinstance(slot, Replace) for slot in place.slots):
             _fold_pooler(plan, table, path)
     for path, place in table.items():
+        _keep_attention(plan, path, place)
+    for path, place in table.items():
         if path not in plan.modules and place.slots:
             plan.modules[path] = _followed(path, place.module, place.slots)
             _record(plan, table, [path])
     return plan
+
+
+def _keep_attention(plan: FoldPlan, path: str, place: Place) -> None:
+    """Linear attention has no smaller form: its feature maps move into the attention module."""
+    attend = _only(path, place.slots, Attend)
+    if not isinstance(attend, Attend):
+        return
+    place.slots.remove(attend)
+    plan.additions[f"{path}.snnk_kernel"] = attend.kernel
+    maps = attend.kernel.maps()
+    kept = "softmax attention" if attend.kernel.near_field is None else "softmax attention over all tokens"
+    stage = FeatureStage(maps[0])
+    plan.folded.append(
+        Folded(
+            paths=[path],
+            before=kept,
+            after=f"linear attention, {describe(stage)}{' per head' if len(maps) > 1 else ''}",
+            bytes_before=0,
+            bytes_after=stored_bytes(attend.kernel, plan.dtype),
+        )
+    )
 
 
 def _only(path: str, slots: list[Slot], kind: type[Slot]) -> Slot | None:

@@ -11,6 +11,7 @@ plan, {module path: spec}, stored in the config; a spec says what stands at that
     sequence                one after the other
     beside                  features next to a module's output             x -> [module(x), Φ(x)]
     leading                 a module acting on the first entries only      [h, z] -> [module(h), z]
+    attention               linear attention inside an attention module    see bundling/attention.py
 
 This module is also part of the self-contained code file of every saved bundle, so it needs torch and the feature maps,
 but neither PEFT nor anything else of this package.
@@ -119,6 +120,10 @@ BUILDERS: dict[str, Callable[[Spec, nn.Module], nn.Module]] = {
 }
 
 
+# Kinds that are put where the original model has nothing.
+ADDITIONS: set[str] = set()
+
+
 def build_module(spec: Spec, present: nn.Module) -> nn.Module:
     """The module that `spec` describes; `present` is the one that stands at this place so far.
 
@@ -144,7 +149,7 @@ def install_plan(model: nn.Module, plan: Mapping[str, Spec]) -> None:
     for path, spec in plan.items():
         parent, _, leaf = path.rpartition(".")
         try:
-            present = model.get_submodule(path)
+            present = model.get_submodule(parent if spec.get("kind") in ADDITIONS else path)
         except AttributeError:
             absent.append(f"the bundle's plan names {path!r}, which {type(model).__name__} does not have")
             continue
@@ -182,6 +187,20 @@ class BundledModel:
             )
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install_plan(self, plan["modules"])  # type: ignore[arg-type]
+        # transformers does not write the choice of the attention function to config.json.
+        for wanted in {spec["attention_implementation"] for spec in plan["modules"].values() if "stages" in spec}:
+            self.set_attn_implementation(wanted)  # type: ignore[attr-defined]
+            if self.config._attn_implementation != wanted:
+                raise ConfigError(
+                    f"{name} keeps attention {self.config._attn_implementation!r}, so its linear attention would be "
+                    f"ignored; expected {wanted!r}. Use transformers 5 and the classes of this bundle"
+                )
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # transformers answers by searching the source file of the class; what counts is the original's.
+        original = next(base for base in cls.__mro__ if not issubclass(base, BundledModel) and base is not cls)
+        return original._can_set_attn_implementation()  # type: ignore[attr-defined]
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.snnk_linear import SNNKLinear
 
 Base = Callable[..., torch.Tensor]
@@ -122,6 +124,22 @@ class ParallelReadout(Slot):
         features = self.readout.A.shape[1]
         out = base(x[..., :-features], *args, **kwargs)
         return out + self.readout(x[..., -features:]).to(out.dtype)
+
+
+class Attend(Slot):
+    """Says which linear attention an attention module uses; attention/interface.py asks for it.
+
+    Args:
+        kernel: the linear attention.
+    """
+
+    def __init__(self, kernel: KernelAttention):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, base: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The original's signature: the module itself calls the attention function."""
+        return base(*args, **kwargs)
 
 
 class Retrained(Slot):

@@ -83,6 +83,10 @@ class PatchContext:
         )
         return FeatureStage(FeatureMap(COMPONENTS[part.component](**part.component_params), projection), **options)
 
+    def feature_maps(self, part: Part, dim: int, slots: list[str]) -> list[FeatureMap]:
+        """One feature map of `part` per slot name."""
+        return [self.stage(part, dim, slot).feature_map for slot in slots]
+
     def input_statistics(self, path: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of what a LayerNorm hands on, from its bias and weight alone; fp32, CPU."""
         norm = module_at(self.model, path, what, nn.LayerNorm)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
@@ -33,14 +33,13 @@ SHOWN = 6  # tensors named in a message; a wrong base model misfits in hundreds
 def measurements(model: nn.Module, family: ModelFamily) -> dict[str, str | int]:
     """What decides the shapes of an adapter: the architecture and its sizes."""
     layers = family.layer_paths(model)
-    expansion = module_at(model, f"{layers[0]}.{family.ffn_in}", "the FFN expansion", nn.Linear)
-    assert isinstance(expansion, nn.Linear)
-    return {
-        "model_type": family.name,
-        "layers": len(layers),
-        "hidden_size": expansion.in_features,
-        "ffn_size": expansion.out_features,
-    }
+    expansion = module_at(model, f"{layers[0]}.{family.ffn_in}", "the FFN expansion")
+    found: dict[str, str | int] = {"model_type": family.name, "layers": len(layers)}
+    if isinstance(expansion, nn.Linear):
+        return found | {"hidden_size": expansion.in_features, "ffn_size": expansion.out_features}
+    # A family whose FFN is built otherwise; such a model takes no part that would depend on its size.
+    config: Any = model.config
+    return found | {"hidden_size": config.hidden_size, "heads": config.num_attention_heads}
 
 
 def check_measurements(config: SNNKConfig, found: Mapping[str, str | int]) -> None:

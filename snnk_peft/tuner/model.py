@@ -14,11 +14,12 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
+from snnk_peft.attention import NAME as ATTENTION
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.families.base import ModelFamily, module_at
-from snnk_peft.layers.slots import Retrained, Slot
+from snnk_peft.layers.slots import Attend, Retrained, Slot
 from snnk_peft.patchers import PATCHERS
 from snnk_peft.patchers.base import Patch, PatchContext
 from snnk_peft.registry import did_you_mean
@@ -111,7 +112,8 @@ class SNNKModel(BaseTuner):
         check_weights(peft_config, model, slots, saved)
         self._slots = slots
         peft_config.target_modules = tuple(sorted(slots))
-        peft_config.modules_to_save = saved
+        # An empty list stays one: null would mean the classifier when the adapter is loaded.
+        peft_config.modules_to_save = [] if saved is None and peft_config.modules_to_save is not None else saved
         peft_config.made_for = found
 
     @staticmethod
@@ -142,6 +144,29 @@ class SNNKModel(BaseTuner):
         layer.set_adapter(self.active_adapters, inference_mode=peft_config.inference_mode)
         if layer is not target:
             setattr(parent, target_name, layer)
+        if any(isinstance(slot, Attend) for slot in layer.slots_of(adapter_name)):
+            self._use_attention_interface()
+
+    def _use_attention_interface(self) -> None:
+        """Switch the model to the attention function that asks the slots; softmax layers stay softmax layers."""
+        if self.model.config._attn_implementation != ATTENTION:
+            self.model.snnk_attention_before = self.model.config._attn_implementation
+            self.model.set_attn_implementation(ATTENTION)
+        if self.model.config._attn_implementation != ATTENTION:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} keeps its attention implementation "
+                f"{self.model.config._attn_implementation!r} and would ignore an AttentionPart"
+            )
+
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = super()._unload_and_optionally_merge(*args, **kwargs)
+        before = getattr(model, "snnk_attention_before", None)
+        if before is not None:
+            model.set_attn_implementation(before)
+            del model.snnk_attention_before
+            for module in model.modules():
+                vars(module).pop("snnk_owner", None)
+        return model
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         setattr(parent, child_name, new_module)
