@@ -14,8 +14,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
-    GPT2Config,
-    GPT2Model,
+    GPTNeoXConfig,
+    GPTNeoXModel,
     RobertaConfig,
     RobertaModel,
     ViTConfig,
@@ -25,6 +25,7 @@ from transformers import (
 from snnk_peft import (
     FAMILIES,
     AdapterPart,
+    AttentionPart,
     FFNPart,
     PoolerPart,
     SNNKConfig,
@@ -281,9 +282,10 @@ def test_wrapped_models():
 
 
 def test_models_of_no_known_family():
-    gpt2 = GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20))
-    message = refused(gpt2, SNNKConfig(adapter={}), UnsupportedError)
-    assert "unknown model family 'gpt2'" in message
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = GPTNeoXModel(GPTNeoXConfig(vocab_size=20, **sizes))
+    message = refused(model, SNNKConfig(adapter={}), UnsupportedError)
+    assert "unknown model family 'gpt_neox'" in message
     assert "register_family" in message
     assert all(name in message for name in FAMILIES)
     with pytest.raises(UnsupportedError, match=r"Linear has no config.model_type"):
@@ -319,6 +321,7 @@ FULL = {
     "adapter": AdapterPart("cos", "gaussian", 4, [0, 1], placement="parallel", init="paper", scaling=2.0),
     "pooler": PoolerPart("arccos", num_features=4, component_params={"order": 2}),
     "ffn": FFNPart(layers="top-1", num_features=4, linear_path=True),
+    "attention": AttentionPart(layers=[0], num_features=4, per_head=True, near_field=2),
     "seed": 3,
     "modules_to_save": ["classifier"],
     "task_type": "SEQ_CLS",

@@ -24,7 +24,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from snnk_peft import FAMILIES, AdapterPart, FFNPart, PoolerPart, SNNKConfig, get_snnk_model
+from snnk_peft import FAMILIES, AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.slots import Retrained
 from snnk_peft.tuner.slot_layer import SlotLayer
@@ -52,6 +52,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "ffn": {"ffn": FFNPart(num_features=6, layers=[1])},
     "ffn-drawn": {"ffn": FFNPart("relu", "orf", 6, linear_path=True, train_contraction=True)},
     "pooler": {"pooler": PoolerPart(num_features=6)},
+    "attention": {"attention": AttentionPart(num_features=6, near_field=2)},
     "everything": {
         "adapter": AdapterPart(num_features=4, placement="parallel"),
         "ffn": FFNPart(num_features=6, layers="top-1"),
@@ -108,7 +109,7 @@ CASES = [(f, p) for f, p in itertools.product(FAMILIES.names(), PARTS) if f in S
 
 
 def test_every_family_is_tested():
-    assert set(SIZES) == set(FAMILIES.names())
+    assert set(SIZES) | {"gpt2", "llama"} == set(FAMILIES.names())  # decoders: test_attention.py
     assert len(CASES) > 40
 
 
@@ -131,7 +132,7 @@ def test_patch_train_save_load(family, part, task_type, tmp_path):
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
         n for n, p in other.named_parameters() if p.requires_grad
     ]
-    if "ffn" not in config.parts() and "pooler" not in config.parts():
+    if set(config.parts()) == {"adapter"}:
         # Adapters start as the identity, bitwise where they stand behind a module. The parallel one hands the
         # contraction a part of a wider tensor, which matrix kernels may sum in another order.
         exact = {"rtol": 0, "atol": 0} if part != "parallel" else {}

@@ -55,6 +55,7 @@ class MethodSection:
     name: str = setting("snnk", "how the model is adapted", choices=METHODS)
     adapter: dict[str, Any] | None = setting(None, "fields of snnk_peft.AdapterPart (method snnk)")
     ffn: dict[str, Any] | None = setting(None, "fields of snnk_peft.FFNPart (method snnk)")
+    attention: dict[str, Any] | None = setting(None, "fields of snnk_peft.AttentionPart (method snnk)")
     pooler: dict[str, Any] | str = setting(
         "frozen", "frozen, dense (trained as it is), or fields of snnk_peft.PoolerPart"
     )
@@ -66,7 +67,7 @@ class MethodSection:
     def __post_init__(self) -> None:
         """`method.name=lora` on a file that describes SNNK parts means LoRA without them; the record must say so."""
         if self.name != "snnk":
-            self.adapter = self.ffn = None
+            self.adapter = self.ffn = self.attention = None
         if self.name == "full":
             self.pooler = "dense"
 
@@ -92,6 +93,7 @@ class MethodSection:
         return SNNKConfig(
             adapter=self.adapter,  # type: ignore[arg-type]
             ffn=self.ffn,  # type: ignore[arg-type]
+            attention=self.attention,  # type: ignore[arg-type]
             pooler=self.pooler if isinstance(self.pooler, dict) else None,  # type: ignore[arg-type]
             save_projection=self.save_projection,
             task_type="SEQ_CLS",
