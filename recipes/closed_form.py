@@ -1,7 +1,7 @@
 """A classification head without backpropagation: closed form against a trained head, on the same frozen features.
 
-    python recipes/closed_form.py --task stsb --data path/to/glue
-    python recipes/closed_form.py --task mrpc --data path/to/glue --num-features 1024
+    python recipes/closed_form.py --task stsb --data path/to/glue --output runs/closed_form/stsb.json
+    python recipes/closed_form.py --task mrpc --data path/to/glue --output runs/closed_form/mrpc.json
 
 The pooler becomes Φ(x)A with random features and is bundled with the classifier, so the head is one matrix W̄ that reads
 Φ of the frozen encoder's [CLS] vector. `fit_closed_form` finds it in one pass (ridge regression, one-hot targets for
