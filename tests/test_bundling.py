@@ -36,7 +36,7 @@ from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections import PROJECTIONS
-from tests.tiny_models import CLASSIFIERS, TEXT, inputs_for, tiny, trained
+from tests.tiny_models import CLASSIFIERS, TEXT, inputs_for, same, tiny, trained
 
 PARTS = {
     "houlsby": {"adapter": AdapterPart(num_features=8)},
@@ -213,12 +213,12 @@ def test_copies_state_dicts_and_pickles():
     small = bundle(patched("bert", PARTS["everything"]))
     inputs = inputs_for(small)
     expected = small(**inputs).logits
-    assert torch.equal(copy.deepcopy(small)(**inputs).logits, expected)
-    assert torch.equal(pickle.loads(pickle.dumps(small))(**inputs).logits, expected)
+    assert same(copy.deepcopy(small)(**inputs).logits, expected)
+    assert same(pickle.loads(pickle.dumps(small))(**inputs).logits, expected)
     twin = type(small)(small.config).eval()
     assert not torch.equal(twin(**inputs).logits, expected)
     twin.load_state_dict(small.state_dict())
-    assert torch.equal(twin(**inputs).logits, expected)
+    assert same(twin(**inputs).logits, expected)
 
 
 def test_compiles_in_one_graph():
@@ -324,7 +324,7 @@ def test_a_users_own_family(tmp_path):
     assert "the package that defines" in (tmp_path / "README.md").read_text()
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     inputs = inputs_for(small)
-    assert torch.equal(again(**inputs).logits, small(**inputs).logits)
+    assert same(again(**inputs).logits, small(**inputs).logits)
     assert again.config.model_type == "snnk_mine"
 
 
@@ -375,7 +375,7 @@ def test_every_member_works_in_a_model(component, projection, tmp_path, monkeypa
     assert relative_error(small(**inputs).logits, model(**inputs).logits) < 1e-5
     small.save_pretrained(tmp_path)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert torch.equal(again(**inputs).logits, small(**inputs).logits)
+    assert same(again(**inputs).logits, small(**inputs).logits)
     file = tmp_path / "modeling_snnk_bundle.py"
     assert "from snnk_peft" not in file.read_text()
     spec = importlib.util.spec_from_file_location(f"alone_{component}_{projection}", file)
@@ -384,7 +384,7 @@ def test_every_member_works_in_a_model(component, projection, tmp_path, monkeypa
     spec.loader.exec_module(alone)
     config = getattr(alone, type(small.config).__name__).from_pretrained(tmp_path)
     rebuilt = getattr(alone, type(small).__name__).from_pretrained(tmp_path, config=config)
-    assert torch.equal(rebuilt(**inputs).logits, small(**inputs).logits)
+    assert same(rebuilt(**inputs).logits, small(**inputs).logits)
 
 
 def test_name_collisions_are_found(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from snnk_peft.bundling.code_file import assemble
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, advance
 from snnk_peft.projections.base import Learned, Projection, slot_generator
-from tests.tiny_models import inputs_for, tiny, trained
+from tests.tiny_models import inputs_for, same, tiny, trained
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("free", {}),
@@ -222,8 +222,8 @@ def test_copies_and_checkpoints_are_bitwise(name, params, tmp_path):
     assert rebuilt.state_dict().keys() == w.state_dict().keys()
     rebuilt.load_state_dict(state(w))
     copied = copy.deepcopy(w)
-    for same in (other, rebuilt, copied):
-        assert torch.equal(same.materialize(), w.materialize())
+    for again in (other, rebuilt, copied):
+        assert torch.equal(again.materialize(), w.materialize())
     with torch.no_grad():
         for value in copied.state_dict().values():
             value.zero_()
@@ -497,7 +497,7 @@ def draw_of(w: Projection) -> list[torch.Tensor]:
     return [getattr(w, name).clone() for name in w.draw_buffers(slot_generator(0))]
 
 
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+def identical(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -505,16 +505,16 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 def test_advance_draws_every_k_steps(name, params):
     w = make(name, params, redraw_every=3)
     model = nn.Sequential(nn.ModuleDict({"map": FeatureMap(COMPONENTS["relu"](), w)}), nn.Linear(2, 2))
-    assert same(draw_of(w), draw_of(make(name, params)))  # the first draw is the one of a matrix that keeps it
+    assert identical(draw_of(w), draw_of(make(name, params)))  # the first draw is the one of a matrix that keeps it
     rng = torch.get_rng_state()
     learned = {key: value.detach().clone() for key, value in w.named_parameters()}
     seen = [draw_of(w)]
     for step in range(1, 10):
         advance(model)
         assert int(w.steps) == step
-        assert same(seen[-1], draw_of(w)) == (step % 3 != 0)
+        assert identical(seen[-1], draw_of(w)) == (step % 3 != 0)
         seen.append(draw_of(w))
-    assert all(not same(seen[i], seen[j]) for i in (0, 3, 6, 9) for j in (0, 3, 6, 9) if i != j)
+    assert all(not identical(seen[i], seen[j]) for i in (0, 3, 6, 9) for j in (0, 3, 6, 9) if i != j)
     model.eval()
     before = state(w)
     for _ in range(5):
@@ -578,7 +578,7 @@ def test_two_places_draw_differently_and_sharing_counts_once():
     for _ in range(2):
         advance(model)
     assert int(first.steps) == 2
-    assert not same(draw_of(first), draw_of(second))
+    assert not identical(draw_of(first), draw_of(second))
 
 
 def test_without_redraw_every_nothing_is_counted():
@@ -659,12 +659,12 @@ def test_in_an_adapter(name, tmp_path):
         expected = model(**batch).logits
     model.save_pretrained(tmp_path)
     with torch.no_grad():
-        assert torch.equal(peft.PeftModel.from_pretrained(tiny("bert"), tmp_path).eval()(**batch).logits, expected)
+        assert same(peft.PeftModel.from_pretrained(tiny("bert"), tmp_path).eval()(**batch).logits, expected)
         small = bundle(model)
         torch.testing.assert_close(small(**batch).logits, expected, rtol=1e-4, atol=1e-5)
         small.save_pretrained(tmp_path / "bundle")
         again = type(small).from_pretrained(tmp_path / "bundle")
-        assert torch.equal(again(**batch).logits, small(**batch).logits)
+        assert same(again(**batch).logits, small(**batch).logits)
 
 
 def test_in_a_whitened_ffn():

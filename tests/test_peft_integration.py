@@ -28,6 +28,7 @@ from snnk_peft import FAMILIES, AdapterPart, AttentionPart, FFNPart, PoolerPart,
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.slots import Retrained
 from snnk_peft.tuner.slot_layer import SlotLayer
+from tests.tiny_models import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
@@ -128,7 +129,7 @@ def test_patch_train_save_load(family, part, task_type, tmp_path):
     other = peft.get_peft_model(copy.deepcopy(base), copy.deepcopy(config)).eval()
     assert type(model) is type(other)
     assert type(model) is (peft.PeftModelForSequenceClassification if task_type else peft.PeftModel)
-    assert torch.equal(output(model, batch), output(other, batch))
+    assert same(output(model, batch), output(other, batch))
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
         n for n, p in other.named_parameters() if p.requires_grad
     ]
@@ -152,8 +153,8 @@ def test_patch_train_save_load(family, part, task_type, tmp_path):
     expected = output(model, batch)
     assert not torch.equal(expected, reference)
     with model.disable_adapter():
-        assert torch.equal(output(model, batch), reference)
-    assert torch.equal(output(model, batch), expected)
+        assert same(output(model, batch), reference)
+    assert same(output(model, batch), expected)
 
     # the file holds the new tensors and nothing of the base model
     model.save_pretrained(tmp_path)
@@ -173,7 +174,7 @@ def test_patch_train_save_load(family, part, task_type, tmp_path):
     transformers_model = copy.deepcopy(base)
     transformers_model.load_adapter(str(tmp_path))
     for again in (*loaded, transformers_model):
-        assert torch.equal(output(again, batch), expected)
+        assert same(output(again, batch), expected)
     assert [n for n, p in loaded[2].named_parameters() if p.requires_grad] == [
         n for n, p in model.named_parameters() if p.requires_grad
     ]
@@ -191,8 +192,8 @@ def test_bare_encoders(family, part, tmp_path):
     expected = output(model, batch)
     assert not torch.equal(expected, reference)
     model.save_pretrained(tmp_path)
-    assert torch.equal(output(peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), batch), expected)
-    assert torch.equal(output(model.unload(), batch), reference)
+    assert same(output(peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), batch), expected)
+    assert same(output(model.unload(), batch), reference)
 
 
 @pytest.mark.parametrize("part", list(PARTS))
@@ -217,13 +218,13 @@ def test_the_distilbert_head_beside_its_pooler():
 def test_modules_to_save_by_hand(tmp_path):
     nothing = get_snnk_model(build("bert"), SNNKConfig(**PARTS["houlsby"], modules_to_save=[]))
     assert all(".snnk_slots." in name for name, p in nothing.named_parameters() if p.requires_grad)
-    assert torch.equal(output(perturb(nothing).unload(), inputs("bert")), output(build("bert"), inputs("bert")))
+    assert same(output(perturb(nothing).unload(), inputs("bert")), output(build("bert"), inputs("bert")))
     model = perturb(
         get_snnk_model(build("bert"), SNNKConfig(**PARTS["houlsby"], modules_to_save=["pooler.dense", "classifier"]))
     )
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(build("bert"), tmp_path)
-    assert torch.equal(output(loaded, inputs("bert")), output(model, inputs("bert")))
+    assert same(output(loaded, inputs("bert")), output(model, inputs("bert")))
     assert "base_model.model.bert.pooler.dense.weight" in load_file(tmp_path / "adapter_model.safetensors")
 
 
@@ -263,14 +264,14 @@ class TestSeveralAdapters:
             assert trained
             assert all(f".{name}." in n for n in trained)
         with three.disable_adapter():
-            assert torch.equal(output(three, inputs("bert")), base)
+            assert same(output(three, inputs("bert")), base)
 
     def test_each_is_saved_and_loaded_alone(self, three, tmp_path):
         found = self.outputs(three)
         three.save_pretrained(tmp_path)
         for name, expected in found.items():
             alone = peft.PeftModel.from_pretrained(build("bert"), tmp_path / name)
-            assert torch.equal(output(alone, inputs("bert")), expected)
+            assert same(output(alone, inputs("bert")), expected)
         again = peft.PeftModel.from_pretrained(build("bert"), tmp_path / "third", adapter_name="third")
         for name in ("second", "first"):
             result = again.load_adapter(tmp_path / name, adapter_name=name)
@@ -284,7 +285,7 @@ class TestSeveralAdapters:
             transformers_model.load_adapter(str(tmp_path / name), adapter_name=name)
         for name, expected in found.items():
             transformers_model.set_adapter(name)
-            assert torch.equal(output(transformers_model, inputs("bert")), expected)
+            assert same(output(transformers_model, inputs("bert")), expected)
 
     @pytest.mark.parametrize("active", ["first", "second", "third"])
     @pytest.mark.parametrize("deleted", ["first", "second", "third"])
@@ -298,7 +299,7 @@ class TestSeveralAdapters:
         assert not any(f".{deleted}." in name for name in three.state_dict())
         now = three.active_adapter if isinstance(three.active_adapter, str) else three.active_adapter[0]
         assert now == (active if active != deleted else rest[0])
-        assert torch.equal(output(three, inputs("bert")), found[now])
+        assert same(output(three, inputs("bert")), found[now])
         status = three.get_model_status()
         assert "irregular" not in (status.active_adapters, status.requires_grad)
         for name, value in self.outputs(three).items():
@@ -309,7 +310,7 @@ class TestSeveralAdapters:
         for name in ("first", "second", "third"):
             three.delete_adapter(name)
         # PeftModel itself cannot run without an adapter
-        assert torch.equal(output(three.base_model.model, inputs("bert")), output(build("bert"), inputs("bert")))
+        assert same(output(three.base_model.model, inputs("bert")), output(build("bert"), inputs("bert")))
 
     def test_two_at_once(self):
         """A replacement and adapters around it compose, in any order of activation."""
@@ -350,7 +351,7 @@ class TestSeveralAdapters:
         with pytest.raises((ConfigError, UnsupportedError), match=message):
             model.add_adapter("second", SNNKConfig(**second))
         assert list(model.peft_config) == ["first"]
-        assert torch.equal(output(model, inputs("roberta")), before)
+        assert same(output(model, inputs("roberta")), before)
 
     def test_a_config_that_does_not_fit_leaves_the_others_alone(self, three):
         before = {key: value.clone() for key, value in three.state_dict().items()}
@@ -388,7 +389,7 @@ def refused_everywhere(base: nn.Module, folder: Path, message: str) -> None:
             load()
         assert not wrappers(base)
         assert base.state_dict().keys() == keys
-        assert torch.equal(output(base, batch), reference)
+        assert same(output(base, batch), reference)
 
 
 class TestBadCheckpoints:
@@ -410,7 +411,7 @@ class TestBadCheckpoints:
             peft.PeftModel.from_pretrained(build("bert"), tmp_path, low_cpu_mem_usage=True),
             transformers_model,
         ):
-            assert torch.equal(output(again, inputs("bert")), expected)
+            assert same(output(again, inputs("bert")), expected)
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -476,7 +477,7 @@ class TestBadCheckpoints:
         model = patched("bert", part, save_projection=False)
         full = patched("bert", part)
         expected = output(model, inputs("bert"))
-        assert torch.equal(output(full, inputs("bert")), expected)
+        assert same(output(full, inputs("bert")), expected)
         model.save_pretrained(tmp_path)
         tensors = load_file(tmp_path / "adapter_model.safetensors")
         assert not [key for key in tensors if key.endswith("projection.weight")]
@@ -488,7 +489,7 @@ class TestBadCheckpoints:
             peft.PeftModel.from_pretrained(build("bert"), tmp_path, low_cpu_mem_usage=True),
             transformers_model,
         ):
-            assert torch.equal(output(again, inputs("bert")), expected)
+            assert same(output(again, inputs("bert")), expected)
 
         def change(tensors):
             key = next(k for k in tensors if k.endswith("checksum"))
@@ -524,10 +525,10 @@ def test_auto_peft_model(tmp_path):
     model = perturb(get_snnk_model(base, SNNKConfig(**PARTS["everything"], task_type="SEQ_CLS")))
     model.save_pretrained(tmp_path / "adapter")
     loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter")
-    assert torch.equal(output(loaded, inputs("bert")), output(model, inputs("bert")))
+    assert same(output(loaded, inputs("bert")), output(model, inputs("bert")))
     # transformers' own Auto class finds the base model behind an adapter folder
     direct = AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter").eval()
-    assert torch.equal(output(direct, inputs("bert")), output(model, inputs("bert")))
+    assert same(output(direct, inputs("bert")), output(model, inputs("bert")))
     config = peft.PeftConfig.from_pretrained(tmp_path / "adapter")
     assert config.base_model_name_or_path == str(tmp_path / "base")
 
@@ -541,7 +542,7 @@ def test_inject_adapter_in_model(part):
     state = {k.removeprefix("base_model.model."): v for k, v in peft.get_peft_model_state_dict(wrapped).items()}
     result = peft.set_peft_model_state_dict(injected, state)
     assert not result.unexpected_keys
-    assert torch.equal(output(injected.eval(), inputs("bert")), output(wrapped, inputs("bert")))
+    assert same(output(injected.eval(), inputs("bert")), output(wrapped, inputs("bert")))
 
 
 def test_add_adapter_of_transformers():
@@ -555,9 +556,9 @@ def test_add_adapter_of_transformers():
     perturb(model)
     changed = output(model, inputs("bert"))
     model.disable_adapters()
-    assert torch.equal(output(model, inputs("bert")), output(build("bert"), inputs("bert")))
+    assert same(output(model, inputs("bert")), output(build("bert"), inputs("bert")))
     model.enable_adapters()
-    assert torch.equal(output(model, inputs("bert")), changed)
+    assert same(output(model, inputs("bert")), changed)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -667,9 +668,9 @@ def test_models_in_other_dtypes(dtype, part, tmp_path):
     reference = perturb(get_snnk_model(build("bert"), SNNKConfig(**PARTS[part])))
     torch.testing.assert_close(out.float(), output(reference, batch), rtol=0.1, atol=0.15)
     with model.disable_adapter():
-        assert torch.equal(output(model, batch), output(base, batch))
+        assert same(output(model, batch), output(base, batch))
     model.save_pretrained(tmp_path)
-    assert torch.equal(output(peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), batch), out)
+    assert same(output(peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path), batch), out)
     lean = get_snnk_model(copy.deepcopy(base), SNNKConfig(**PARTS[part])).to(dtype)
     assert output(lean, batch).dtype == dtype
 
@@ -710,7 +711,7 @@ class TestUnloading:
         assert type(unloaded) is type(base)
         assert not [m for m in unloaded.modules() if isinstance(m, SlotLayer)]
         if options:
-            assert torch.equal(output(unloaded, batch), output(base, batch))
+            assert same(output(unloaded, batch), output(base, batch))
             assert unloaded.state_dict().keys() == base.state_dict().keys()
         again = get_snnk_model(unloaded, SNNKConfig(**PARTS["houlsby"], modules_to_save=[]))
         assert again.get_model_status().num_adapter_layers == 4
@@ -723,7 +724,7 @@ class TestUnloading:
                 merge()
         with pytest.raises(ConfigError, match="nothing to unmerge"):
             model.unmerge_adapter()
-        assert torch.equal(output(model, inputs("bert")), before)
+        assert same(output(model, inputs("bert")), before)
 
 
 def test_deepcopy_and_pickle(tmp_path):
@@ -731,10 +732,10 @@ def test_deepcopy_and_pickle(tmp_path):
     copied = copy.deepcopy(model)
     torch.save(model, tmp_path / "model.pt")
     for other in (copied, torch.load(tmp_path / "model.pt", weights_only=False)):
-        assert torch.equal(output(other, inputs("bert")), output(model, inputs("bert")))
+        assert same(output(other, inputs("bert")), output(model, inputs("bert")))
     before = output(model, inputs("bert"))
     perturb(copied)
-    assert torch.equal(output(model, inputs("bert")), before)
+    assert same(output(model, inputs("bert")), before)
 
 
 def test_training_mode_follows_the_model():
@@ -745,7 +746,7 @@ def test_training_mode_follows_the_model():
     assert not torch.equal(first, second)  # dropout of the base model is on
     model.eval()
     assert not any(module.training for module in model.modules())
-    assert torch.equal(output(model, inputs("bert")), output(model, inputs("bert")))
+    assert same(output(model, inputs("bert")), output(model, inputs("bert")))
     evaluated = get_snnk_model(build("bert").eval(), SNNKConfig(**PARTS["everything"]))
     slots = [m for m in evaluated.modules() if isinstance(m, SlotLayer)]
     assert slots
@@ -796,4 +797,4 @@ def test_real_minilm(minilm_dir, tmp_path):
     perturb(model)
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(base, tmp_path)
-    assert torch.equal(output(again, batch), output(model, batch))
+    assert same(output(again, batch), output(model, batch))

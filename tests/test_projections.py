@@ -24,7 +24,7 @@ from snnk_peft.functional.fourier_sphere import fourier_indices, riesz_energy, s
 from snnk_peft.functional.random_directions import simplex
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections.base import Projection, Structured, slot_generator
-from tests.tiny_models import inputs_for, tiny, trained
+from tests.tiny_models import inputs_for, same, tiny, trained
 
 F64 = torch.float64
 STRUCTURED: list[tuple[str, dict[str, Any]]] = [
@@ -297,7 +297,7 @@ def test_a_bundle_with_a_fast_matrix_reloads(tmp_path, save):
     small.save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     inputs = inputs_for(small)
-    assert torch.equal(loaded(**inputs).logits, small(**inputs).logits)
+    assert same(loaded(**inputs).logits, small(**inputs).logits)
 
 
 def test_one_code_file_can_hold_every_member():
