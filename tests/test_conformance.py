@@ -181,6 +181,7 @@ class TestEveryPair:
     ):
         phi = self.build(component, component_params, projection, projection_params)
         x = torch.randn(4, 3, 6) / 4
+        given = x.clone()
         assert phi.dim == 6
         out = phi(x)
         assert out.shape == (4, 3, phi.feature_dim)
@@ -190,6 +191,7 @@ class TestEveryPair:
         for features in (phi.phi(x), phi.psi(x)):
             assert isinstance(features, Features)
             assert features.dense().shape == out.shape
+        assert torch.equal(x, given)  # work in place, but not on what was given
         assert phi.kernel(x[:, None], x[:, :, None]).shape == (4, 3, 3)
 
     def test_outputs_do_not_depend_on_the_rest_of_the_batch(

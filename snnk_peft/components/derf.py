@@ -27,7 +27,7 @@ from snnk_peft.functional.exponential import (
     check_kernel,
     exact_kernel,
     half_square,
-    log_features,
+    log_factor,
     masked_mean,
     mean_square_of_sums,
     optimal_a,
@@ -112,10 +112,10 @@ class Derf(Component):
             z = projection(mapped * (1 - 4 * a).sqrt())
             # Σ_l a_l ω_l² of every row.
             quadratic = a @ projection.materialize().to(mapped).square().mT
-            logarithm = log_features(z, mapped, "softmax", a, quadratic)
+            factor = log_factor(mapped, "softmax", a)
             if self.kernel_name == "gaussian":
-                logarithm = logarithm - half_square(x)
-            return Features(*stabilised(logarithm, projection.amplitudes(signed=second), x.dtype))
+                factor = factor - half_square(x)
+            return Features(*stabilised(z + quadratic, factor, projection.amplitudes(signed=second), x.dtype))
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """e^{x·y} or e^{−‖x−y‖²/2}."""

@@ -49,10 +49,9 @@ class Geomrf(Component):
             wide_x = wide(x)
             powers = projection.materialize().to(wide_x)
             mass = torch.lgamma(powers + 1) + powers * math.log1p(-p) + math.log(p)
-            logarithm = projection(log_abs(wide_x)) - mass.sum(-1) / 2
-            if self.kernel_name == "gaussian":
-                logarithm = logarithm - half_square(x)
-            values, scale = stabilised(logarithm, projection.amplitudes(signed=second), wide_x.dtype)
+            exponents = projection(log_abs(wide_x)) - mass.sum(-1) / 2
+            factor = -half_square(x) if self.kernel_name == "gaussian" else 0.0
+            values, scale = stabilised(exponents, factor, projection.amplitudes(signed=second), wide_x.dtype)
             return Features((values * sign_of_powers(x, projection)).to(x.dtype), scale)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

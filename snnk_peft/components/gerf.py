@@ -15,7 +15,7 @@ import torch
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_features, stabilised
+from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_factor, stabilised
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
@@ -59,8 +59,9 @@ class Gerf(Component):
         with full_precision(x):
             z = projection(wide(x)) * (1 - 4 * self.A) ** 0.5
             quadratic = self.A * projection.squared_row_norms().to(z.dtype)
-            logarithm = log_features(z, x, self.kernel_name, self.A, quadratic, self.s)
-            values, scale = stabilised(logarithm, projection.amplitudes(signed=second), z.dtype)
+            exponents = z + quadratic if self.s == 1 else quadratic + torch.zeros_like(z)
+            factor = log_factor(x, self.kernel_name, self.A, self.s)
+            values, scale = stabilised(exponents, factor, projection.amplitudes(signed=second), z.dtype)
             if self.s == -1:
                 values = torch.cat((values * torch.cos(z), values * torch.sin(z)), -1)
             return Features(values.to(x.dtype), scale)

@@ -20,7 +20,7 @@ from torch import nn
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.exponential import check_kernel, exact_kernel, half_square, log_features
+from snnk_peft.functional.exponential import check_kernel, exact_kernel, half_square, log_factor
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection, slot_generator
 
@@ -74,7 +74,7 @@ class Hrf(Component):
         """See `Component.tower`."""
         with full_precision(x):
             z = projection(wide(x))
-            positive = log_features(z, x, self.kernel_name)
+            positive = z + log_factor(x, self.kernel_name)
             # Softmax: cosines and sines times e^{‖x‖²/2}. Both bases share one scale per vector.
             growth = half_square(x) if self.kernel_name == "softmax" else torch.zeros_like(half_square(x))
             top = torch.maximum(positive.detach().amax(-1, keepdim=True), growth.detach())

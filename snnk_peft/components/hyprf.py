@@ -12,7 +12,7 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
-from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_features, stabilised
+from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_factor, stabilised
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
@@ -46,8 +46,8 @@ class Hyprf(Component):
         """See `Component.tower`."""
         with full_precision(x):
             z = projection(wide(x))
-            logarithm = log_features(torch.cat((z, -z), -1), x, self.kernel_name)
-            return Features(*stabilised(logarithm, projection.amplitudes(second, copies=2), x.dtype))
+            both, factor = torch.cat((z, -z), -1), log_factor(x, self.kernel_name)
+            return Features(*stabilised(both, factor, projection.amplitudes(second, copies=2), x.dtype))
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """e^{x·y} or e^{−‖x−y‖²/2}."""

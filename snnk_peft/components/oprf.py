@@ -18,7 +18,7 @@ from snnk_peft.components.base import Component, Features
 from snnk_peft.functional.exponential import (
     check_kernel,
     exact_kernel,
-    log_features,
+    log_factor,
     mean_square_of_sums,
     optimal_a,
     stabilised,
@@ -67,8 +67,8 @@ class Oprf(Component):
             z = projection(wide(x))
             a = optimal_a(statistics.get("mean_square", self.mean_square).to(z), x.shape[-1])
             quadratic = a * projection.squared_row_norms().to(z.dtype)
-            logarithm = log_features(z * (1 - 4 * a).sqrt(), x, self.kernel_name, a, quadratic)
-            return Features(*stabilised(logarithm, projection.amplitudes(signed=second), x.dtype))
+            exponents, factor = z * (1 - 4 * a).sqrt() + quadratic, log_factor(x, self.kernel_name, a)
+            return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """e^{x·y} or e^{−‖x−y‖²/2}."""

@@ -48,10 +48,10 @@ class Poisrf(Component):
         """See `Component.tower`."""
         with full_precision(x):
             rate = float(projection.params["rate"])
-            logarithm = projection(log_abs(wide(x)) - math.log(rate) / 2) + rate * projection.dim / 2
+            exponents, factor = projection(log_abs(wide(x)) - math.log(rate) / 2), rate * projection.dim / 2
             if self.kernel_name == "gaussian":
-                logarithm = logarithm - half_square(x)
-            values, scale = stabilised(logarithm, projection.amplitudes(signed=second), logarithm.dtype)
+                factor = factor - half_square(x)
+            values, scale = stabilised(exponents, factor, projection.amplitudes(signed=second), exponents.dtype)
             return Features((values * sign_of_powers(x, projection)).to(x.dtype), scale)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

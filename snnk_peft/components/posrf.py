@@ -13,7 +13,7 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
-from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_features, stabilised
+from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_factor, stabilised
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
@@ -42,8 +42,8 @@ class Posrf(Component):
     ) -> Features:
         """See `Component.tower`."""
         with full_precision(x):
-            logarithm = log_features(projection(wide(x)), x, self.kernel_name)
-            return Features(*stabilised(logarithm, projection.amplitudes(signed=second), x.dtype))
+            factor = log_factor(x, self.kernel_name)
+            return Features(*stabilised(projection(wide(x)), factor, projection.amplitudes(signed=second), x.dtype))
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """e^{x·y} or e^{−‖x−y‖²/2}."""

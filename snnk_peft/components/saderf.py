@@ -22,7 +22,7 @@ from snnk_peft.functional.exponential import (
     check_kernel,
     exact_kernel,
     half_square,
-    log_features,
+    log_factor,
     masked_mean,
     mean_square_of_sums,
     optimal_a,
@@ -91,10 +91,10 @@ class Saderf(Component):
             z = projection(balanced)
             a = self._a(statistics, z, x.shape[-1])
             quadratic = a * projection.squared_row_norms().to(z.dtype)
-            logarithm = log_features(z * (1 - 4 * a).sqrt(), balanced, "softmax", a, quadratic)
+            exponents, factor = z * (1 - 4 * a).sqrt() + quadratic, log_factor(balanced, "softmax", a)
             if self.kernel_name == "gaussian":
-                logarithm = logarithm - half_square(x)
-            return Features(*stabilised(logarithm, projection.amplitudes(signed=second), x.dtype))
+                factor = factor - half_square(x)
+            return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
 
     def _a(self, statistics: Mapping[str, torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
         if self.A is not None:

@@ -38,43 +38,54 @@ def exact_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:
 
 
 def half_square(x: Tensor) -> Tensor:
-    """‖x‖²/2, (..., 1)."""
-    return wide(x).square().sum(-1, keepdim=True) / 2
+    """‖x‖²/2, (..., 1); through the norm, which needs no temporary of the size of x."""
+    return torch.linalg.vector_norm(wide(x), dim=-1, keepdim=True).square() / 2
 
 
-def log_features(
-    z: Tensor, x: Tensor, kernel: str, a: Tensor | float = 0.0, quadratic: Tensor | float = 0.0, sign: int = 1
-) -> Tensor:
-    """The logarithm of f, for s = 1; for s = −1 the part of it that is not the angle.
+def log_factor(x: Tensor, kernel: str, a: Tensor | float = 0.0, sign: int = 1) -> Tensor:
+    """The logarithm of what all features of a vector have in common, (1−4a)^{d/4} e^{−s‖x‖²/2}: (..., 1).
 
     Args:
-        z: B ω·x, (..., m); ignored for sign −1.
         x: the vectors, (..., d).
-        kernel: "softmax" or "gaussian".
+        kernel: "softmax", or "gaussian" for another factor e^{−‖x‖²/2}.
         a: the parameter, a number, (..., 1), or one per coordinate (..., d).
-        quadratic: Σ_l a_l ω_l² per row, (m,) or (..., m).
         sign: s.
     """
     d = x.shape[-1]
-    factor = 1 - 4 * torch.as_tensor(a, dtype=wide(x).dtype, device=x.device)
+    square = half_square(x)
+    common = square * (-sign - (1 if kernel == "gaussian" else 0))
+    if isinstance(a, float) and a == 0:
+        return common
+    factor = 1 - 4 * torch.as_tensor(a, dtype=square.dtype, device=x.device)
     if factor.dim() > 0 and factor.shape[-1] == d and d > 1:
-        normaliser = factor.log().sum(-1, keepdim=True) / 4
-    else:
-        normaliser = factor.log() * (d / 4)
-    exponent = (z if sign > 0 else 0.0) + quadratic + normaliser - sign * half_square(x)
-    return exponent - half_square(x) if kernel == "gaussian" else exponent
+        return common + factor.log().sum(-1, keepdim=True) / 4
+    return common + factor.log() * (d / 4)
 
 
-def stabilised(logarithm: Tensor, amplitudes: Tensor | float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """exp(logarithm) · amplitudes as values in [−1, 1] and the logarithm of their common factor per vector.
+def stabilised(
+    exponents: Tensor, factor: Tensor | float, amplitudes: Tensor | float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Features amplitudes · exp(exponents + factor), split so that nothing overflows.
+
+    Args:
+        exponents: what differs between the features of a vector, ω·x and the like, (..., m); overwritten.
+        factor: from `log_factor`, (..., 1).
+        amplitudes: one number, or one per feature (m,).
+        dtype: of the values.
 
     Returns:
-        values (..., m) in `dtype`, log_scale (..., 1) in at least fp32.
+        values (..., m) in [−1, 1] and the logarithm of their common factor per vector (..., 1) in at least fp32.
     """
-    top = logarithm.detach().amax(-1, keepdim=True)
+    top = exponents.detach().amax(-1, keepdim=True)
     # An infinite maximum (overflowing input) must come out as it is, not as NaN.
     top = torch.where(top.isfinite(), top, 0.0)
-    return ((logarithm - top).exp() * amplitudes).to(dtype), top
+    # In place: fresh memory of this size costs as much as the exponential.
+    values, scale = exponents.sub_(top).exp_(), top + factor
+    if isinstance(amplitudes, Tensor):
+        values = values * amplitudes
+    else:
+        scale = scale + math.log(amplitudes)
+    return values.to(dtype), scale
 
 
 def optimal_a(mean_square: Tensor, dim: int) -> Tensor:

@@ -38,13 +38,17 @@ class AttentionState(NamedTuple):
     log_scale: Tensor
 
 
-def common_scale(values: Tensor, log_scale: Tensor | None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def common_scale(
+    values: Tensor, log_scale: Tensor | None, mask: Tensor | None = None, *, overwrite: bool = False
+) -> tuple[Tensor, Tensor]:
     """Features of keys with one scale per batch entry and head.
 
     Args:
         values: (B, G, N, m).
         log_scale: broadcastable to (B, G, N, 1), the features are values · exp(log_scale); None for 0.
         mask: (B, N) bool; masked keys become 0 and do not count for the scale.
+        overwrite: whether `values` may be used for the result where no gradient is needed: fresh memory of this size
+            costs more than the product.
 
     Returns:
         Features (B, G, N, m) in at least fp32, and the logarithm of the factor taken out of them, (B, G, 1).
@@ -60,7 +64,10 @@ def common_scale(values: Tensor, log_scale: Tensor | None, mask: Tensor | None =
         log_scale = log_scale.masked_fill(~keep, float("-inf"))
     top = log_scale.detach().amax(-2)
     top = torch.where(top.isfinite(), top, 0.0)
-    return values * (log_scale - top.unsqueeze(-2)).exp(), top
+    factor = (log_scale - top.unsqueeze(-2)).exp()
+    if not overwrite or (torch.is_grad_enabled() and (values.requires_grad or factor.requires_grad)):
+        return values * factor, top
+    return values.mul_(factor), top
 
 
 def _grouped(q: Tensor, groups: int) -> Tensor:
@@ -71,7 +78,7 @@ def _grouped(q: Tensor, groups: int) -> Tensor:
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Where no key counts, both are 0 and so is the result."""
     empty = denominator == 0
-    return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, denominator))
+    return numerator * torch.where(empty, 0.0, torch.where(empty, 1.0, denominator).reciprocal())
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

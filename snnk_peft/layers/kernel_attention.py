@@ -119,7 +119,7 @@ class KernelAttention(nn.Module):
             raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
         root = scaling**0.5
         phi, psi = self.features(q * root, k * root, mask, causal)
-        keys, top = common_scale(psi.values, psi.log_scale, mask)
+        keys, top = common_scale(psi.values, psi.log_scale, mask, overwrite=True)
         if not causal:
             far = linear_attention(phi, keys, v, mask)
         else:
