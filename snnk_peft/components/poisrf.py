@@ -48,9 +48,8 @@ class Poisrf(Component):
         """See `Component.tower`."""
         with full_precision(x):
             rate = float(projection.params["rate"])
-            exponents, factor = projection(log_abs(wide(x)) - math.log(rate) / 2), rate * projection.dim / 2
-            if self.kernel_name == "gaussian":
-                factor = factor - half_square(x)
+            exponents = projection(log_abs(wide(x)) - math.log(rate) / 2)
+            factor = rate * projection.dim / 2 - (half_square(x) if self.kernel_name == "gaussian" else 0.0)
             values, scale = stabilised(exponents, factor, projection.amplitudes(signed=second), exponents.dtype)
             return Features((values * sign_of_powers(x, projection)).to(x.dtype), scale)
 

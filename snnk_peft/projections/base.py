@@ -258,7 +258,7 @@ class Projection(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x Wᵀ + c for x (..., dim); result (..., num_features) in the dtype of x, a new tensor: callers overwrite it."""
+        """x Wᵀ + c for x (..., dim); result (..., num_features) in the dtype of x; callers may overwrite it."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.materialize().to(x.dtype), bias)
 
