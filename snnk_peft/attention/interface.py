@@ -19,6 +19,7 @@ from snnk_peft.errors import UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 NAME = "snnk_peft"
+CACHE_LAYER = "snnk_cache_layer"  # attribute of keys: the cache layer that they went through (attention/cache.py)
 
 
 def padding_mask(
@@ -85,6 +86,10 @@ def kernel_attention_forward(
             "padding mask (batch, keys). Masks and biases per pair of tokens need softmax attention"
         )
     kernel = active_kernel(module)
+    recurrent = getattr(key, CACHE_LAYER, None)
+    if recurrent is not None:  # the keys come from a RecurrentCache, which holds sums over those before them
+        out = recurrent.attend(kernel, query, key, value, attention_mask, causal=causal, scaling=scaling)
+        return out.transpose(1, 2).contiguous(), None
     if kernel is None:
         mask = pairwise_mask(attention_mask, query, key, causal)
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=False, **kwargs)

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from snnk_peft.attention.cache import use_recurrent_cache
 from snnk_peft.attention.interface import NAME
-from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, Spec
+from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, FINISHERS, Spec
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
 
@@ -35,3 +36,4 @@ def _attention(spec: Spec, present: Any) -> nn.Module:
 
 BUILDERS["attention"] = _attention
 ADDITIONS.add("attention")
+FINISHERS["attention"] = use_recurrent_cache

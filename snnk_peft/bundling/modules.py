@@ -122,6 +122,8 @@ BUILDERS: dict[str, Callable[[Spec, nn.Module], nn.Module]] = {
 
 # Kinds that are put where the original model has nothing.
 ADDITIONS: set[str] = set()
+# Kind -> what is done to the whole model that has one.
+FINISHERS: dict[str, Callable[[Any], None]] = {}
 
 
 def build_module(spec: Spec, present: nn.Module) -> nn.Module:
@@ -195,6 +197,8 @@ class BundledModel:
                     f"{name} keeps attention {self.config._attn_implementation!r}, so its linear attention would be "
                     f"ignored; expected {wanted!r}. Use transformers 5 and the classes of this bundle"
                 )
+        for kind in {spec["kind"] for spec in plan["modules"].values()} & set(FINISHERS):
+            FINISHERS[kind](self)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

@@ -30,7 +30,8 @@ class AttentionState(NamedTuple):
     Attributes:
         values: S (B, G, m, D) in at least fp32.
         normaliser: z (B, G, m).
-        log_scale: (B, G, 1), the true sums are S and z times exp(log_scale).
+        log_scale: (B, G, 1), the true sums are S and z times exp(log_scale). −∞ where no key counted so far: zeros
+            have no scale, and a finite one would make later, smaller keys vanish beside it.
     """
 
     values: Tensor
@@ -124,7 +125,7 @@ def causal_linear_attention(
         mask: (B, L) bool, True where a key counts.
         chunk: tokens per chunk.
         state: sums over earlier keys, to continue from.
-        log_scale: (B, G, 1), the factor taken out of k (from `common_scale`); None for 0.
+        log_scale: (B, G, 1), the factor taken out of k (from `common_scale`), −∞ where no key counts; None for 0.
 
     Returns:
         (B, H, L, D) in the dtype of v, and the state behind the last key.
@@ -165,8 +166,9 @@ def causal_linear_attention(
 def _same_scale(k: Tensor, log_scale: Tensor, state: AttentionState) -> tuple[Tensor, Tensor, AttentionState]:
     """New keys and old sums brought to the larger of their scales."""
     top = torch.maximum(log_scale, state.log_scale)
-    old = (state.log_scale - top).exp()
-    k = k * (log_scale - top).exp().unsqueeze(-1)
+    shift = torch.where(top.isfinite(), top, 0.0)  # −∞ on both sides: nothing to bring to a scale
+    old = (state.log_scale - shift).exp()
+    k = k * (log_scale - shift).exp().unsqueeze(-1)
     return k, top, AttentionState(state.values * old.unsqueeze(-1), state.normaliser * old, top)
 
 

@@ -140,8 +140,14 @@ class KernelAttention(nn.Module):
             # The queries are the last positions: put zeros in front, which see only what comes before them.
             q = nn.functional.pad(q, (0, 0, k.shape[-2] - q.shape[-2], 0))
         near = banded_softmax_attention(q, k, v, self.near_field, mask, causal=causal, scaling=scaling)
-        weights = nn.functional.softplus(self.blend.float())[:, None, :, None, None].to(far.dtype)
-        return weights[0] * near[:, :, -far.shape[2] :] + weights[1] * far
+        return self.blended([near[:, :, -far.shape[2] :], far])
+
+    def blended(self, fields: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Σ_f w_f · field f, each field (B, H, L, D): the near field first, if there is one."""
+        if self.blend is None:
+            return fields[0]
+        weights = nn.functional.softplus(self.blend.float())[:, None, :, None, None].to(fields[0].dtype)
+        return torch.stack([weight * field for weight, field in zip(weights, fields, strict=True)]).sum(0)
 
 
 def stacked(parts: Sequence[Features]) -> Features:

@@ -15,6 +15,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from snnk_peft.attention import NAME as ATTENTION
+from snnk_peft.attention.cache import release_recurrent_cache, use_recurrent_cache
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
@@ -157,6 +158,7 @@ class SNNKModel(BaseTuner):
                 f"{type(self.model).__name__} keeps its attention implementation "
                 f"{self.model.config._attn_implementation!r} and would ignore an AttentionPart"
             )
+        use_recurrent_cache(self.model)
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = super()._unload_and_optionally_merge(*args, **kwargs)
@@ -164,6 +166,7 @@ class SNNKModel(BaseTuner):
         if before is not None:
             model.set_attn_implementation(before)
             del model.snnk_attention_before
+            release_recurrent_cache(model)
             for module in model.modules():
                 vars(module).pop("snnk_owner", None)
         return model

@@ -1,0 +1,126 @@
+"""KernelAttention token by token: what it remembers of all earlier tokens has a size that does not grow with them.
+
+    S_i = S_{i-1} + ψ(k_i) v_iᵀ,  z_i = z_{i-1} + ψ(k_i),  out_i = φ(q_i) S_i / φ(q_i) z_i   (Katharopoulos et al. 2020)
+
+and, with a near field of width w, the last w − 1 keys and values as they are (FMMformer). Shapes: q (B, H, L, d),
+k (B, G, L, d) and v (B, G, L, D) for L new tokens, any number of them. Memory per example: G·m·(D + 1) numbers for the
+sums, in at least fp32, and G·(w − 1)·(d + D) for the band. Cost per token: that of the feature map, and m·D per head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snnk_peft.components.base import Features
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.linear_attention import CHUNK, AttentionState, causal_linear_attention, common_scale
+from snnk_peft.functional.near_field import banded_softmax_attention
+from snnk_peft.layers.kernel_attention import KernelAttention
+
+
+class Band(NamedTuple):
+    """The tokens that the next query's near field still sees.
+
+    Attributes:
+        keys: (B, G, t, d), t < width.
+        values: (B, G, t, D).
+        counts: (B, t) bool, False for padding.
+    """
+
+    keys: Tensor
+    values: Tensor
+    counts: Tensor
+
+
+class KernelState(NamedTuple):
+    """What a KernelAttention remembers of all earlier tokens.
+
+    Attributes:
+        sums: S and z of every feature map that is summed over.
+        band: for the near field; None without one.
+    """
+
+    sums: tuple[AttentionState, ...]
+    band: Band | None
+
+
+def continue_attention(
+    kernel: KernelAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    state: KernelState | None = None,
+    *,
+    scaling: float | None = None,
+) -> tuple[Tensor, KernelState]:
+    """Causal attention of new tokens to each other and to all earlier ones.
+
+    Args:
+        kernel: the layer's attention.
+        q: queries of the new tokens, (B, H, L, d).
+        k: their keys, (B, G, L, d).
+        v: their values, (B, G, L, D).
+        mask: (B, L) bool, True where a new key counts.
+        state: what the call before returned; None at the start.
+        scaling: factor on q·k; None for d^-½.
+
+    Returns:
+        (B, H, L, D), equal to the last L rows of the kernel's causal attention over all tokens, and the new state. Its
+        tensors own their memory, so that they keep nothing else alive.
+
+    Raises:
+        ConfigError: a scaling that is not positive.
+        UnsupportedError: a component that adapts to all tokens of an example.
+    """
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if scaling <= 0:
+        raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
+    root = scaling**0.5
+    fields, band = [], None
+    if kernel.near_field is not None:
+        near, band = _near_field(kernel.near_field, q, k, v, mask, None if state is None else state.band, scaling)
+        fields.append(near)
+    sums = []
+    for term, (phi, psi) in enumerate(_term_features(kernel, q * root, k * root, mask)):
+        far, behind = _far_field(phi, psi, v, mask, None if state is None else state.sums[term])
+        fields.append(far)
+        sums.append(behind)
+    return kernel.blended(fields), KernelState(tuple(sums), band)
+
+
+def _term_features(kernel: KernelAttention, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[Tensor, Features]]:
+    """(φ(q), ψ(k)) of every feature map that is summed over."""
+    return [kernel.features(q, k, mask, True)]
+
+
+def _far_field(
+    phi: Tensor, psi: Features, v: Tensor, mask: Tensor | None, before: AttentionState | None
+) -> tuple[Tensor, AttentionState]:
+    keys, top = common_scale(psi.values, psi.log_scale, mask)
+    if mask is not None:
+        # Padding alone has no scale: with a finite one it would outweigh real keys whose features are small.
+        top = torch.where(mask.any(-1)[:, None, None], top, float("-inf"))
+    out, behind = causal_linear_attention(
+        phi, keys, v, mask, chunk=min(CHUNK, phi.shape[-2]), state=before, log_scale=top
+    )
+    return out, AttentionState(*(tensor.clone() for tensor in behind))
+
+
+def _near_field(
+    width: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, before: Band | None, scaling: float
+) -> tuple[Tensor, Band]:
+    length = q.shape[-2]
+    counts = torch.ones(k.shape[0], length, dtype=torch.bool, device=k.device) if mask is None else mask
+    if before is not None:
+        k, v = torch.cat((before.keys, k), -2), torch.cat((before.values, v), -2)
+        counts = torch.cat((before.counts, counts), -1)
+        # A band needs as many queries as keys: zeros in front, whose results are cut off.
+        q = torch.nn.functional.pad(q, (0, 0, k.shape[-2] - length, 0))
+    near = banded_softmax_attention(q, k, v, width, counts, causal=True, scaling=scaling)
+    first = max(0, k.shape[-2] - (width - 1))
+    band = Band(k[:, :, first:].clone(), v[:, :, first:].clone(), counts[:, first:].clone())
+    return near[:, :, -length:], band
