@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from snnk_peft import bundle
 from snnk_peft.attention import RecurrentCache
-from snnk_peft.attention.cache import RecurrentByDefault, RecurrentLayer
+from snnk_peft.attention.cache import RecurrentByDefault
+from snnk_peft.attention.recurrent_layer import RecurrentLayer
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import build_feature_map

@@ -25,6 +25,16 @@ def learning_curve(rows: Sequence[Mapping[str, Any]], file: Path, title: str) ->
     _store(figure, file)
 
 
+def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], file: Path, title: str, unit: str) -> None:
+    """Losses of the same unit over optimizer steps: one line of (step, loss) per name."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else None, label=name)
+    axes.set(xlabel="optimizer step", ylabel=unit, title=title)
+    axes.legend(frameon=False)
+    _store(figure, file)
+
+
 def score_bars(table: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, title: str) -> None:
     """Grouped bars: one group per row of `table`, one bar (mean, standard deviation) per method."""
     methods = list(dict.fromkeys(method for cells in table.values() for method in cells))
