@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTENT = {"bundle", "metrics.json", "learning_curve.png"}
 WINDOW, BATCH = 256, 16  # bytes, sequences per step
 HELD_OUT = 64  # windows that the loss is measured on
-PREFIXES, DECODED = (512, 8192), 48  # tokens already in the cache, tokens timed
+PREFIXES, DECODED = (512, 8192), 32  # tokens already in the cache, tokens timed
 SAMPLE = 200  # tokens
 
 

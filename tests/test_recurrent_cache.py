@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import subprocess
 import sys
@@ -384,3 +385,38 @@ def test_bidirectional_layers_are_refused(llama):
     llama.get_base_model().model.layers[0].self_attn.base_layer.is_causal = False
     with pytest.raises(UnsupportedError, match="needs causal attention"):
         llama(input_ids=left_padded()["input_ids"], past_key_values=cache)
+
+
+# --- the recipe -----------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_trains_bundles_and_generates(root, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
+    pytest.importorskip("matplotlib", reason="pip install snnk-peft[recipes]")
+    monkeypatch.syspath_prepend(str(root / "recipes"))
+    import tiny_llama
+
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
+    out = tmp_path / "run"
+    tiny_llama.main(["--text", str(text), "--steps", "5", "--output", str(out), "--near-field", "4"])
+    figures = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+    assert figures["bits_per_byte"]["after"] < figures["bits_per_byte"]["before"] - 1
+    assert figures["reload_parity_error"] < 1e-5
+    assert figures["cache"] == "RecurrentCache"
+    assert figures["sample"].startswith("Return the ")
+    sizes = {name: [row["cache_bytes"] for row in rows.values()] for name, rows in figures["decoding"].items()}
+    assert sizes["recurrent"][0] == sizes["recurrent"][1] < sizes["growing"][0] < sizes["growing"][1]
+    assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"text.txt", "run"}
+    for arguments, messages in (
+        (["--output", str(out), "--steps", "0"], ["replace it with --overwrite", "--steps is 0"]),
+        (["--output", str(tmp_path), "--overwrite"], ["holds other things"]),
+        (["--output", str(tmp_path / "new"), "--text", str(tmp_path / "none")], ["cannot be read"]),
+        ([], ["--output is missing"]),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            tiny_llama.main(arguments)
+        assert stopped.value.code == 2
+        errors = capsys.readouterr().err
+        assert all(message in errors for message in messages)

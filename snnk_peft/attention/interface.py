@@ -68,7 +68,7 @@ def kernel_attention_forward(
     Args:
         module: the attention module; says whether it is causal and which KernelAttention is in use.
         query: queries.
-        key: keys.
+        key: keys; from a RecurrentCache they are those of the new tokens, and carry the layer of the cache.
         value: values.
         attention_mask: (B, N) bool from `padding_mask`, or None.
         dropout: for softmax layers.
