@@ -100,7 +100,7 @@ def _term_features(kernel: KernelAttention, q: Tensor, k: Tensor, mask: Tensor |
 def _far_field(
     phi: Tensor, psi: Features, v: Tensor, mask: Tensor | None, before: AttentionState | None
 ) -> tuple[Tensor, AttentionState]:
-    keys, top = common_scale(psi.values, psi.log_scale, mask)
+    keys, top = common_scale(psi.values, psi.log_scale, mask, overwrite=True)
     if mask is not None:
         # Padding alone has no scale: with a finite one it would outweigh real keys whose features are small.
         top = torch.where(mask.any(-1)[:, None, None], top, float("-inf"))
