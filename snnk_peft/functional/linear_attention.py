@@ -78,8 +78,7 @@ def _grouped(q: Tensor, groups: int) -> Tensor:
 
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Where no key counts, both are 0 and so is the result."""
-    empty = denominator == 0
-    return numerator * torch.where(empty, 0.0, torch.where(empty, 1.0, denominator).reciprocal())
+    return numerator / torch.where(denominator == 0, 1.0, denominator)
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
