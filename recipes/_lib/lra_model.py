@@ -97,7 +97,8 @@ def build_classifier(
         encoder.requires_grad_(True)  # PEFT froze what it did not add
     if model.positions == "sinusoidal":
         with torch.no_grad():
-            positions.copy_(sinusoids(*positions.shape))
+            # As large as learned positions are at first, or they would drown the words (the sinusoids' rms is 1/√2).
+            positions.copy_(sinusoids(*positions.shape) * (config.initializer_range * math.sqrt(2)))
         positions.requires_grad_(False)
     return LongRangeClassifier(encoder, model.dim, model.hidden_dim, task, model.pooling, model.dropout)
 

@@ -39,7 +39,13 @@ class LongRangeModel:
     heads: int = setting(2, "attention heads; must divide dim", low=1)
     layers: int = setting(2, "encoder layers", low=1)
     dropout: float = setting(0.1, "on embeddings, blocks and the pooled vector", low=0, high=0.9)
-    attention_dropout: float = setting(0.1, "on softmax weights (linear attention has none)", low=0, high=0.9)
+    attention_dropout: float = setting(
+        0.1,
+        "on softmax weights (linear attention has none); on a CPU anything above 0 keeps torch from its fused kernel, "
+        "and memory grows with the square of the length",
+        low=0,
+        high=0.9,
+    )
     pooling: str = setting(
         "mean", "over unpadded tokens, or the output at a token put in front", choices=("mean", "cls")
     )
@@ -55,7 +61,7 @@ class AttentionMethod:
     """What computes attention."""
 
     attention: dict[str, Any] | str = setting(
-        SOFTMAX, "softmax (exact, torch's fused kernel), or the fields of snnk_peft.AttentionPart"
+        SOFTMAX, "softmax (exact, torch's scaled_dot_product_attention), or the fields of snnk_peft.AttentionPart"
     )
 
     def check(self) -> list[str]:

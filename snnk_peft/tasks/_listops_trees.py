@@ -57,7 +57,9 @@ def draw_expressions(
         tokens: (length,) uint8 ids of `WORDS`; value: 0 to 9.
     """
     levels = _shapes(rng, trees, max_depth, max_args)
-    lengths = sum(np.bincount(level.tree, 1 + (level.arguments > 0), minlength=trees) for level in levels).astype(int)
+    lengths = np.zeros(trees, int)
+    for level in levels:
+        lengths += np.bincount(level.tree, 1 + (level.arguments > 0), minlength=trees).astype(int)
     kept = (lengths >= min_length) & (lengths <= max_length)
     levels, lengths = _only(levels, kept), lengths[kept]
     if not len(lengths):

@@ -6,7 +6,7 @@ Other than a `TaskSpec`, it brings its own tokens: symbols, bytes or pixels, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,8 +54,8 @@ class SequenceTask(Scored):
 
     Args:
         name: registry key.
-        read: reads one split: (folder or archive, or None; split; how many examples are wanted, or None for all) ->
-            Sequences. A reader may return more than are wanted. It raises ConfigError, with every fault it found.
+        read: (folder or archive, or None; split -> how many examples are wanted, None for all) -> split -> Sequences.
+            A reader may return more examples than are wanted. It raises ConfigError, with every fault it found.
         vocab_size: number of token ids, 0 (padding) included.
         max_length: tokens per document in the published task.
         label_names: class names in the order of the integer ids.
@@ -67,7 +67,7 @@ class SequenceTask(Scored):
     """
 
     name: str
-    read: Callable[[Path | None, str, int | None], Sequences]
+    read: Callable[[Path | None, Mapping[str, int | None]], dict[str, Sequences]]
     vocab_size: int
     max_length: int
     label_names: tuple[str, ...]
@@ -83,7 +83,7 @@ class SequenceTask(Scored):
         *,
         splits: Sequence[str] | None = None,
         max_length: int | None = None,
-        max_samples: dict[str, int | None] | None = None,
+        max_samples: Mapping[str, int | None] | None = None,
         seed: int = 0,
     ) -> dict[str, Sequences]:
         """Read the splits.
@@ -112,10 +112,15 @@ class SequenceTask(Scored):
             faults.append(f"data_dir {path} does not exist; expected the official files of task {self.name!r}")
         if faults:
             raise ConfigError(faults)
-        result = {}
-        for split in self.splits if splits is None else splits:
-            limit = limits.get(split)
-            rows = self.read(path, split, limit)
-            subset = rows.subset(limit, seed if split == "train" else _SUBSET_SEED)
-            result[split] = subset.cut(self.max_length if max_length is None else max_length)
-        return result
+        wanted = {split: limits.get(split) for split in (self.splits if splits is None else splits)}
+        found = self.read(path, wanted)
+        length = self.max_length if max_length is None else max_length
+        return {
+            split: found[split].subset(limit, seed if split == "train" else _SUBSET_SEED).cut(length)
+            for split, limit in wanted.items()
+        }
+
+
+def byte_tokens(values: bytes, max_length: int) -> np.ndarray:
+    """(length,) uint16: the first `max_length` bytes, each plus 1, because 0 is padding."""
+    return np.frombuffer(values[:max_length], np.uint8).astype(np.uint16) + 1

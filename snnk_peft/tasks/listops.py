@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,8 @@ FILES = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "bas
 SIZES = {"test": 2000, "validation": 2000, "train": 96000}
 # Trees drawn at a time; it is part of what determines the data.
 BATCH = 8192
+# Batches without a new expression after which the bounds are taken to be impossible.
+PATIENCE = 20
 _IDS = {word: index for index, word in enumerate(WORDS) if index}
 _LAYOUT = TsvLayout(text=("Source",), label="Target", labels=tuple(map(str, range(10))))
 
@@ -42,7 +43,7 @@ def expressions(
         max_args: most arguments of an operator, at least 2.
 
     Raises:
-        ConfigError: bounds that contradict each other, or that no tree of a hundred batches meets.
+        ConfigError: bounds that contradict each other, or that no tree of twenty batches meets.
     """
     if not (1 <= min_length <= max_length and max_depth >= 1 and max_args >= 2 and seed >= 0):
         raise ConfigError(
@@ -52,7 +53,7 @@ def expressions(
     rng = np.random.default_rng(seed)
     seen: set[bytes] = set()
     fruitless = 0
-    while fruitless < 100:
+    while fruitless < PATIENCE:
         fruitless += 1
         for tokens, value in draw_expressions(rng, BATCH, min_length, max_length, max_depth, max_args):
             key = tokens.tobytes()
@@ -62,7 +63,7 @@ def expressions(
                 yield tokens, value
     raise ConfigError(
         f"{len(seen)} different ListOps expressions of {min_length} to {max_length} tokens (max_depth={max_depth}, "
-        f"max_args={max_args}) were found, and no further one in {100 * BATCH} trees; widen the bounds"
+        f"max_args={max_args}) were found, and no further one in {PATIENCE * BATCH} trees; widen the bounds"
     )
 
 
@@ -89,44 +90,40 @@ def write_listops(folder: str | Path, sizes: dict[str, int] | None = None, seed:
         os.replace(temporary, target)
 
 
-def read_listops(path: Path | None, split: str, wanted: int | None) -> Sequences:
-    """One split from files, or generated; of the generated training data only as many as are wanted."""
-    if path is None:
-        count = SIZES["train"] if wanted is None else min(wanted, SIZES["train"])
-        drawn = _generated(count if split == "train" else 0)
-        first = {"test": 0, "validation": SIZES["test"], "train": SIZES["test"] + SIZES["validation"]}[split]
-        rows = drawn[first : first + (count if split == "train" else SIZES[split])]
-        return Sequences(([tokens for tokens, _ in rows],), np.array([value for _, value in rows]))
-    file = path / FILES[split]
+def read_listops(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
+    """The splits from files, or generated; of the generated training data only as many as are wanted."""
+    return generated(wanted) if path is None else {split: read_file(path / FILES[split]) for split in wanted}
+
+
+def generated(wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
+    """Test, validation and training expressions from one stream, so that fewer of the latter are its beginning."""
+    stream, result = expressions(), {}
+    for split, size in SIZES.items():
+        limit = wanted.get(split)
+        if split == "train":
+            size = 0 if split not in wanted else size if limit is None else min(limit, size)
+        rows = list(itertools.islice(stream, size))
+        result[split] = Sequences(([tokens for tokens, _ in rows],), np.array([value for _, value in rows], int))
+    return {split: result[split] for split in wanted}
+
+
+def read_file(file: Path) -> Sequences:
+    """One official file; ConfigError with the lines that are not ListOps."""
     if not file.is_file():
         raise ConfigError(f"{file} does not exist; expected {', '.join(FILES.values())} (see write_listops)")
-    rows_of_file = read_tsv(file, _LAYOUT)
+    rows = read_tsv(file, _LAYOUT)
     tokens, faults = [], []
-    for number, source in zip(rows_of_file.idx, rows_of_file.texts[0], strict=True):
+    for number, source in zip(rows.idx, rows.texts[0], strict=True):
         words = source.replace("(", " ").replace(")", " ").split()
-        try:
+        unknown = [word for word in words if word not in _IDS]
+        if unknown or not words:
+            what = f"unknown word {unknown[0]!r}" if unknown else "Source is empty"
+            faults.append(f"{file}, line {number + 2}: {what}; expected words of {' '.join(_IDS)}")
+        else:
             tokens.append(np.array([_IDS[word] for word in words], np.uint8))
-        except KeyError as error:
-            faults.append(f"{file}, line {number + 2}: unknown word {error.args[0]!r}; expected {' '.join(_IDS)}")
-            continue
-        if not words:
-            faults.append(f"{file}, line {number + 2}: Source is empty; expected an expression")
     if faults:
         raise ConfigError(faults[:MAX_FAULTS])
-    return Sequences((tokens,), np.array(rows_of_file.labels))
-
-
-@lru_cache(maxsize=1)
-def _stream() -> tuple[Iterator[tuple[np.ndarray, int]], list[tuple[np.ndarray, int]]]:
-    return expressions(), []
-
-
-def _generated(train: int) -> list[tuple[np.ndarray, int]]:
-    """Test, validation and at least `train` training expressions: always a beginning of the same list."""
-    stream, drawn = _stream()
-    missing = SIZES["test"] + SIZES["validation"] + train - len(drawn)
-    drawn.extend(itertools.islice(stream, max(0, missing)))
-    return drawn
+    return Sequences((tokens,), np.array(rows.labels))
 
 
 LISTOPS = SequenceTask(

@@ -7,7 +7,8 @@ train (2500 of 25000).
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,51 +16,42 @@ import numpy as np
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences, SequenceTask
 from snnk_peft.tasks._folders import read_files
+from snnk_peft.tasks._sequences import byte_tokens
+from snnk_peft.tasks._tsv import MAX_FAULTS
 
 CLASSES = ("neg", "pos")
 MAX_LENGTH = 4000
 HELD_OUT_EVERY = 10
 
 
-def byte_tokens(text: bytes, max_length: int) -> np.ndarray:
-    """(length,) uint16: the first `max_length` bytes, each plus 1, because 0 is padding."""
-    return np.frombuffer(text[:max_length], np.uint8).astype(np.uint16) + 1
-
-
-def read_imdb(path: Path | None, split: str, wanted: int | None) -> Sequences:
-    """One split of the official files."""
+def read_imdb(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
+    """The splits of the official files; the archive is unpacked once, in memory."""
     assert path is not None
-    part = "test" if split == "test" else "train"
-    tokens, labels, faults = [], [], []
-    seen = [0, 0]
-    for name, label, text in _reviews(path):
-        if not name.startswith(part):
-            continue
-        seen[label] += 1
+    pattern = r"(?P<part>train|test)/(?P<kind>neg|pos)/\d+_\d+\.txt"
+    rows: dict[str, tuple[list[np.ndarray], list[int]]] = {split: ([], []) for split in ("train", "validation", "test")}
+    seen: Counter[str] = Counter()
+    faults = []
+    for match, text in read_files(path, pattern, "aclImdb/{train,test}/{neg,pos}/*.txt"):
+        part, kind = match["part"], match["kind"]
+        seen[f"{part}/{kind}"] += 1
         if not text:
-            faults.append(f"{path}: {name} is empty; expected a review")
-        if split == "test" or (seen[label] % HELD_OUT_EVERY == 0) == (split == "validation"):
-            tokens.append(byte_tokens(text, MAX_LENGTH))
-            labels.append(label)
+            faults.append(f"{path}: {match[0]} is empty; expected a review")
+        held_out = part == "train" and seen[f"{part}/{kind}"] % HELD_OUT_EVERY == 0
+        tokens, labels = rows["validation" if held_out else part]
+        tokens.append(byte_tokens(text, MAX_LENGTH))
+        labels.append(CLASSES.index(kind))
+    needed = {split: "train" if split == "validation" else split for split in wanted}
     faults += [
         f"{path} has no review {part}/{kind}/*.txt; expected the official folder aclImdb"
-        for kind, count in zip(CLASSES, seen, strict=True)
-        if not count
+        for part in sorted(set(needed.values()))
+        for kind in CLASSES
+        if not seen[f"{part}/{kind}"]
     ]
-    if not faults and not labels:
-        faults.append(f"{path}: {sum(seen)} reviews leave none for the {split} split; expected at least 10 per class")
+    if "validation" in wanted and not faults and not rows["validation"][1]:
+        faults.append(f"{path}: fewer than {HELD_OUT_EVERY} training reviews per class leave none for validation")
     if faults:
-        raise ConfigError(faults[:10])
-    return Sequences((tokens,), np.array(labels))
-
-
-@lru_cache(maxsize=1)
-def _reviews(path: Path) -> list[tuple[str, int, bytes]]:
-    """All labelled reviews (name, label, text): an archive is unpacked once for its three splits."""
-    files = read_files(
-        path, r"(?P<name>(?:train|test)/(?P<kind>neg|pos)/\d+_\d+\.txt)", "aclImdb/{train,test}/{neg,pos}/*.txt"
-    )
-    return [(match["name"], CLASSES.index(match["kind"]), text) for match, text in files]
+        raise ConfigError(faults[:MAX_FAULTS])
+    return {split: Sequences((rows[split][0],), np.array(rows[split][1])) for split in wanted}
 
 
 LRA_TEXT = SequenceTask(
