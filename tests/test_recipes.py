@@ -382,7 +382,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Any:
             return train_step(*arguments)
 
         counter = {"done": 0}
-        monkeypatch.setattr(finetune, "train_step", dying)
+        monkeypatch.setattr(training, "train_step", dying)
 
     return arrange
 
