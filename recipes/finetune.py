@@ -14,21 +14,21 @@ import argparse
 import dataclasses
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import torch
-from _lib.checkpoint import discard_newer, load_checkpoint, load_model, prune, save_checkpoint
+from _lib.checkpoint import discard_newer, load_checkpoint, load_model
 from _lib.config import describe, dump_yaml, load_config
-from _lib.data import Examples, calibration_batches, epoch_plan, steps_per_epoch
-from _lib.evaluation import DivergedError, evaluation_splits, score
-from _lib.loop import FiniteWatch, RunState, learning_rate, make_optimizer, train_step
+from _lib.data import Examples, calibration_batches, steps_per_epoch
+from _lib.evaluation import evaluation_splits
+from _lib.loop import RunState, learning_rate, make_optimizer
 from _lib.models import build_model, load_pretrained, load_tokenizer, parameter_counts, resolve_model
 from _lib.results import save_models, write_report
-from _lib.run_folder import SIGTERM_EXIT, StopSignal, check_folder, choose_checkpoint, claim_folder
+from _lib.run_folder import StopSignal, check_folder, choose_checkpoint, claim_folder
 from _lib.settings import FinetuneConfig
 from _lib.terminal import quiet
 from _lib.tracking import Tracker
+from _lib.training import Training
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
@@ -129,84 +129,37 @@ def finetune(config: FinetuneConfig, command: str, resume: bool, checkpoint: str
         for name in discard_newer(start) if start is not None else []:
             print(f"discarded {name}, which is newer than {start.name}")
     tracker = Tracker(folder, total, state.step, config.output.tensorboard, accelerator.is_main_process)
-    watch = FiniteWatch(accelerator, allow_infinite_norm=train.mixed_precision == "fp16")
     tracker.say(
         f"{config.task}, {config.method.name}: {len(examples)} examples, {per_epoch} steps per epoch, {total} in all; "
         f"{counts['trainable']:,} of {counts['total']:,} parameters trained"
         + (f"; continuing after step {state.step}" if start is not None else "")
     )
 
-    def due(step: int) -> bool:
-        every = per_epoch if train.eval_every == "epoch" else int(train.eval_every)
-        return step % every == 0 or step == total
-
-    def save() -> Path:
-        watch.check()
-        saved = {"step": state.step, "identity": identity, "run": dataclasses.asdict(state)}
-        saved["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-        return save_checkpoint(folder / "checkpoints", bare, plain_optimizer, saved, accelerator)
-
-    def evaluate() -> bool:
-        """Score the model and keep the checkpoint; False if a SIGTERM came first."""
-        metrics = score(model, task, splits, train.eval_batch_size, accelerator, stop.received)
-        if metrics is None:
-            return False
-        state.evaluated_step = state.step
-        state.evaluations_without_gain += 1
-        # The first of equal scores wins.
-        if state.best is None or metrics["score"] > state.best["score"]:
-            state.best = {"score": metrics["score"], "step": state.step, "metrics": metrics}
-            state.evaluations_without_gain = 0
-        tracker.log(state.step, {"epoch": state.step / per_epoch, **metrics})
-        tracker.say(f"step {state.step}/{total}  " + "  ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
-        save()
-        if accelerator.is_main_process:
-            prune(folder / "checkpoints", train.keep_checkpoints, f"step-{state.best['step']:07d}")
-        return True
-
-    def stopped() -> int:
-        where = save()
-        tracker.say(f"SIGTERM: saved {where.name}; continue with:\n  {command}")
-        return SIGTERM_EXIT
-
     # --- training ----------------------------------------------------------------------------------------------------
-    patience = train.early_stop_patience or float("inf")
-    plan: list[list[list[int]]] = []
-    try:
-        with tracker:
-            if state.step and due(state.step) and state.evaluated_step < state.step and not evaluate():
-                return stopped()
-            while state.step < total and state.evaluations_without_gain < patience:
-                started = time.perf_counter()
-                epoch, position = divmod(state.step, per_epoch)
-                if not plan or position == 0:
-                    plan = epoch_plan(examples.lengths, batch_size, train, epoch)
-                rate = learning_rate(train, state.step, total)
-                values = train_step(accelerator, model, optimizer, examples, plan[position], rate, train.max_grad_norm)
-                state.step += 1
-                watch.add(state.step, rate, values)
-                if state.step % train.log_every == 0 or due(state.step):
-                    loss = watch.mean_loss()
-                    row = {"epoch": state.step / per_epoch, "loss": loss, "learning_rate": rate}
-                    tracker.log(state.step, {**row, "grad_norm": watch.norm})
-                    tracker.progress(state.step, f"loss {loss:.4f}")
-                state.train_seconds += time.perf_counter() - started
-                at_check = world == 1 or state.step % train.log_every == 0
-                if at_check and stop.agreed(accelerator):
-                    return stopped()
-                if due(state.step):
-                    if not evaluate():
-                        return stopped()
-                elif train.save_every_steps and state.step % train.save_every_steps == 0:
-                    save()
-                    if accelerator.is_main_process:
-                        best = None if state.best is None else f"step-{state.best['step']:07d}"
-                        prune(folder / "checkpoints", train.keep_checkpoints, best)
-    except DivergedError as error:
-        last = choose_checkpoint(folder / "checkpoints", None)
-        kept = "no checkpoint had been written yet" if last is None else f"the last good checkpoint is kept: {last}"
-        print(f"error: training diverged: {error}; {kept}. Try a lower train.learning_rate.", file=sys.stderr)
-        return 1
+    training = Training(
+        train=train,
+        task=task,
+        folder=folder,
+        accelerator=accelerator,
+        model=model,
+        bare=bare,
+        optimizer=optimizer,
+        plain_optimizer=plain_optimizer,
+        examples=examples,
+        splits=splits,
+        identity=identity,
+        per_epoch=per_epoch,
+        total=total,
+        eval_every=per_epoch if train.eval_every == "epoch" else int(train.eval_every),
+        rate=lambda now: learning_rate(train, now.step, total),
+        state=state,
+        tracker=tracker,
+        stop=stop,
+        command=command,
+    )
+    code = training.run()
+    if code != 0:
+        return code
 
     # --- results: the best checkpoint, not the last ------------------------------------------------------------------
     assert state.best is not None

@@ -69,13 +69,19 @@ def collect(runs: Path, out: Path) -> int:
     return changed
 
 
-def read_table(out: Path) -> Table:
-    """All stored reports, tasks and methods in a fixed order."""
+def read_reports(out: Path, sweep: str) -> Table:
+    """All stored reports by task and method; `sweep` is the program that makes them."""
     table: defaultdict[str, defaultdict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(out.glob("*/*/seed*.json")):
         table[file.parts[-3]][file.parts[-2]].append(read_json(file))
     if not table:
-        raise ConfigError(f"no */*/seed*.json in {out} and no finished run; run recipes/sweep_glue.py first")
+        raise ConfigError(f"no */*/seed*.json in {out} and no finished run; run {sweep} first")
+    return {task: dict(row) for task, row in table.items()}
+
+
+def read_table(out: Path) -> Table:
+    """All stored reports, tasks and methods in a fixed order."""
+    table = read_reports(out, "recipes/sweep_glue.py")
     tasks = sorted(table, key=lambda task: max(r["examples"]["train"] for rs in table[task].values() for r in rs))
     return {task: {method: table[task][method] for method in sorted(table[task], key=rank)} for task in tasks}
 
@@ -134,11 +140,11 @@ def render(table: Table) -> str:
             "same dev set, which flatters every method a little. Mean ± standard deviation (number of seeds).",
             f"The average is over the tasks that all methods ran: {', '.join(common) or 'none'}.",
             "",
-            *_grid(["method", *tasks, "average", "trained parameters"], [*rows, sizes]),
+            *grid(["method", *tasks, "average", "trained parameters"], [*rows, sizes]),
             "",
             f"Seconds per epoch of training on {devices}; wall time of the quickest seed:",
             "",
-            *_grid(["method", *tasks], times),
+            *grid(["method", *tasks], times),
             "",
             "![scores](scores.png)",
             "",
@@ -150,7 +156,8 @@ def _train(row: dict[str, list[dict[str, Any]]]) -> int:
     return max(report["examples"]["train"] for cell in row.values() for report in cell)
 
 
-def _grid(header: list[str], rows: list[list[str]]) -> list[str]:
+def grid(header: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a Markdown table; all columns but the first are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
 

@@ -39,6 +39,7 @@ import finetune
 import sweep_glue
 import table_glue
 from _lib import checkpoint as checkpoints
+from _lib import training
 from _lib.config import describe, load_config
 from _lib.data import Examples, epoch_plan, share, steps_per_epoch
 from _lib.evaluation import DivergedError
@@ -381,7 +382,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Any:
             return train_step(*arguments)
 
         counter = {"done": 0}
-        monkeypatch.setattr(finetune, "train_step", dying)
+        monkeypatch.setattr(training, "train_step", dying)
 
     return arrange
 
@@ -518,7 +519,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = ("train.learning_rate=10", "train.max_grad_norm=null", "train.warmup_ratio=0")
-    real = finetune.train_step
+    real = training.train_step
 
     def poisoned(accelerator: Any, model: torch.nn.Module, *rest: Any) -> torch.Tensor:
         values = real(accelerator, model, *rest)
@@ -529,7 +530,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
         return values
 
     counter = {"done": 0}
-    monkeypatch.setattr(finetune, "train_step", poisoned)
+    monkeypatch.setattr(training, "train_step", poisoned)
     assert finetune.main(settings(world, tmp_path / "run", *changes, "train.save_every_steps=5")) == 1
     error = capsys.readouterr().err
     assert "the loss is nan at step 7 (learning rate 10)" in error

@@ -15,23 +15,48 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from _lib.settings import FinetuneConfig, TrainSection
+from _lib.settings import FinetuneConfig, StepSettings
 from snnk_peft.errors import ConfigError
 
 _MEGABATCH = 50  # batches sorted together: long enough to find similar lengths, short enough to keep the order random
 
 
-class Examples:
+class ExampleSet:
+    """Examples that can be drawn in batches.
+
+    Attributes:
+        labels: (n,) int64 class indices, or float32 targets.
+        lengths: tokens per example.
+    """
+
+    labels: torch.Tensor
+    lengths: list[int]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """Model inputs of the chosen examples, padded to the longest, and their labels."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """A digest of all tokens and labels: equal if and only if training would see the same data."""
+        raise NotImplementedError
+
+    def by_length(self, batch_size: int) -> Iterator[list[int]]:
+        """Batches of indices, longest first: the evaluation order with the least padding."""
+        order = sorted(range(len(self)), key=lambda index: -self.lengths[index])
+        for start in range(0, len(order), batch_size):
+            yield order[start : start + batch_size]
+
+
+class Examples(ExampleSet):
     """Tokenised sentences or sentence pairs with their labels.
 
     Args:
         rows: a `datasets.Dataset` with the columns sentence1, optionally sentence2, and label.
         tokenizer: a transformers tokenizer.
         max_length: tokens per example; longer ones are cut.
-
-    Attributes:
-        labels: (n,) int64 class indices, or float32 targets.
-        lengths: tokens per example.
     """
 
     def __init__(self, rows: Any, tokenizer: PreTrainedTokenizerBase, max_length: int):
@@ -47,9 +72,6 @@ class Examples:
         self.lengths = [len(ids) for ids in self.columns["input_ids"]]
         self._pad = {"input_ids": tokenizer.pad_token_id or 0, "token_type_ids": tokenizer.pad_token_type_id}
         self._left = tokenizer.padding_side == "left"
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """Model inputs of the chosen examples: input_ids, attention_mask, ... (batch, longest) and labels (batch,)."""
@@ -67,12 +89,6 @@ class Examples:
         inputs["labels"] = self.labels[list(indices)].to(device)
         return inputs
 
-    def by_length(self, batch_size: int) -> Iterator[list[int]]:
-        """Batches of indices, longest first: the evaluation order with the least padding."""
-        order = sorted(range(len(self)), key=lambda index: -self.lengths[index])
-        for start in range(0, len(order), batch_size):
-            yield order[start : start + batch_size]
-
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: equal if and only if training would see the same data."""
         digest = hashlib.sha256(self.labels.numpy().tobytes())
@@ -83,7 +99,7 @@ class Examples:
         return digest.hexdigest()
 
 
-def epoch_plan(lengths: Sequence[int], batch_size: int, train: TrainSection, epoch: int) -> list[list[list[int]]]:
+def epoch_plan(lengths: Sequence[int], batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:
     """The optimizer steps of one epoch; a step is a list of batches of indices, and every example occurs once.
 
     Args:

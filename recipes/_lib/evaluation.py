@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from _lib.data import Examples, share
+from _lib.data import ExampleSet, share
 
 
 class DivergedError(ArithmeticError):
@@ -25,7 +25,7 @@ def evaluation_splits(task: Any, dataset: Mapping[str, Any], limit: int | None) 
 @torch.no_grad()
 def predict(
     model: torch.nn.Module,
-    examples: Examples,
+    examples: ExampleSet,
     batch_size: int,
     accelerator: Any,
     stopped: Callable[[], bool] = lambda: False,
@@ -68,7 +68,7 @@ def predict(
 def score(
     model: torch.nn.Module,
     task: Any,
-    splits: Mapping[str, Examples],
+    splits: Mapping[str, ExampleSet],
     batch_size: int,
     accelerator: Any,
     stopped: Callable[[], bool] = lambda: False,

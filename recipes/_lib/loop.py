@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from _lib.data import Examples, share
+from _lib.data import ExampleSet, share
 from _lib.evaluation import DivergedError
-from _lib.settings import TrainSection
+from _lib.settings import StepSettings, TrainSection
 from snnk_peft.feature_map import advance
 
 
@@ -26,6 +26,7 @@ class RunState:
         best: score, metrics, step and epoch of the best evaluation.
         evaluations_without_gain: since the best one.
         train_seconds: time spent training, without evaluations.
+        cpu_seconds: processor time of the optimizer steps, over all threads of the process.
     """
 
     step: int = 0
@@ -33,6 +34,7 @@ class RunState:
     best: dict[str, Any] | None = None
     evaluations_without_gain: int = 0
     train_seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 def learning_rate(train: TrainSection, step: int, total: int) -> float:
@@ -45,21 +47,21 @@ def learning_rate(train: TrainSection, step: int, total: int) -> float:
     return train.learning_rate * (total - step) / (total - warmup)
 
 
-def make_optimizer(model: torch.nn.Module, train: TrainSection) -> torch.optim.AdamW:
+def make_optimizer(model: torch.nn.Module, train: StepSettings, beta2: float = 0.999) -> torch.optim.AdamW:
     """AdamW over the trained parameters; vectors (biases, norms, gates) are not decayed."""
     trained = [value for value in model.parameters() if value.requires_grad]
     groups = [
         {"params": [value for value in trained if value.dim() >= 2], "weight_decay": train.weight_decay},
         {"params": [value for value in trained if value.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.learning_rate)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.learning_rate, betas=(0.9, beta2))
 
 
 def train_step(
     accelerator: Any,
     model: torch.nn.Module,
     optimizer: Any,
-    examples: Examples,
+    examples: ExampleSet,
     batches: Sequence[Sequence[int]],
     rate: float,
     max_grad_norm: float | None,

@@ -35,7 +35,9 @@ def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], file: Path, t
     _store(figure, file)
 
 
-def score_bars(table: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, title: str) -> None:
+def score_bars(
+    table: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, title: str, ylabel: str = "dev score"
+) -> None:
     """Grouped bars: one group per row of `table`, one bar (mean, standard deviation) per method."""
     methods = list(dict.fromkeys(method for cells in table.values() for method in cells))
     width = 0.8 / max(1, len(methods))
@@ -46,7 +48,7 @@ def score_bars(table: Mapping[str, Mapping[str, tuple[float, float]]], file: Pat
         means, deviations = [cell[0] for _, cell in present], [cell[1] for _, cell in present]
         axes.bar(places, means, width, yerr=deviations, capsize=2, label=method)
     axes.set_xticks(range(len(table)), list(table))
-    axes.set(ylabel="dev score", title=title)
+    axes.set(ylabel=ylabel, title=title)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     _store(figure, file)
 

@@ -102,29 +102,35 @@ class MethodSection:
 
 
 @dataclass
-class TrainSection:
-    """The optimisation. The paper: AdamW, lr 1e-3, batch 64, constant after 6 % warm-up."""
+class StepSettings:
+    """What every training loop must know about a step and about what happens between steps."""
 
-    epochs: int = setting(3, "passes over the training data", low=1)
     batch_size: int = setting(32, "examples per process and forward pass", low=1)
     eval_batch_size: int = setting(64, "examples per forward pass of an evaluation", low=1)
     gradient_accumulation: int = setting(1, "forward passes per optimizer step", low=1)
     learning_rate: float = setting(1e-3, "peak learning rate of AdamW", above=0, high=10)
     weight_decay: float = setting(0.01, "decoupled weight decay of matrices (vectors have none)", low=0, high=10)
-    warmup_ratio: float = setting(0.06, "part of all steps in which the rate rises linearly", low=0, high=1)
-    schedule: str = setting(
-        "constant_with_warmup", "the rate after warm-up", choices=("constant_with_warmup", "linear")
-    )
     max_grad_norm: float | None = setting(1.0, "gradients longer than this are shortened; null: never", above=0)
     mixed_precision: str = setting("no", "number format of the forward pass", choices=("no", "bf16", "fp16"))
     seed: int = setting(0, "of initialisation, data order, dropout and random features", low=0, high=2**31 - 1)
     early_stop_patience: int | None = setting(None, "stop after this many evaluations without a better score", low=1)
-    eval_every: int | str = setting("epoch", "'epoch', or a number of optimizer steps", low=1)
     save_every_steps: int | None = setting(None, "also save between evaluations, every so many steps", low=1)
     keep_checkpoints: int = setting(1, "newest checkpoints kept besides the best", low=1)
     group_by_length: bool = setting(True, "batches of similar length: less padding, same data per epoch")
     log_every: int = setting(10, "optimizer steps per line of log.jsonl", low=1)
     device: str = setting("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
+
+
+@dataclass
+class TrainSection(StepSettings):
+    """The optimisation. The paper: AdamW, lr 1e-3, batch 64, constant after 6 % warm-up."""
+
+    epochs: int = setting(3, "passes over the training data", low=1)
+    warmup_ratio: float = setting(0.06, "part of all steps in which the rate rises linearly", low=0, high=1)
+    schedule: str = setting(
+        "constant_with_warmup", "the rate after warm-up", choices=("constant_with_warmup", "linear")
+    )
+    eval_every: int | str = setting("epoch", "'epoch', or a number of optimizer steps", low=1)
 
     def check(self) -> list[str]:
         """Values that depend on each other or on the machine."""

@@ -72,13 +72,21 @@ class Tracker:
             for name, value in row.items():
                 self._events.add_scalar(name, value, step)
 
-    def progress(self, step: int, text: str) -> None:
-        """Advance to `step`; `text` is the newest loss. Without a terminal, a line every 20 seconds."""
+    def progress(self, step: int, text: str, total: float | None = None) -> None:
+        """Advance to `step`; `text` is the newest loss. Without a terminal, a line every 20 seconds.
+
+        Args:
+            step: optimizer steps done.
+            text: shown beside the bar.
+            total: a new estimate of the steps of the whole run.
+        """
         if not self._active:
             return
         self._done = step
+        if total is not None:
+            self._total = round(total)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=text)
+            self._bar.update(self._task, completed=step, total=self._total, description=text)
             return
         now = time.monotonic()
         if now - self._printed >= 20:

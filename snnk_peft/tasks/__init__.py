@@ -3,7 +3,8 @@
 A task is plain data (`TaskSpec`): where columns and labels stand on the Hub and in the official files, which metrics
 are computed and which of them selects a checkpoint. Importing this package and reading the registry need nothing beyond
 numpy; `datasets`, `evaluate`, scikit-learn and scipy (the `recipes` extra) are imported when data are loaded or a
-metric is computed.
+metric is computed. Tasks of long token sequences (`SequenceTask`) bring their own tokens and stand in
+`LONG_RANGE_TASKS`.
 
 Example:
     >>> from snnk_peft.tasks import TASKS
@@ -14,9 +15,11 @@ Example:
 """
 
 from snnk_peft.registry import Registry
+from snnk_peft.tasks._sequences import Sequences, SequenceTask
 from snnk_peft.tasks._tsv import TsvLayout
 from snnk_peft.tasks.base import TaskSpec
 
 TASKS: Registry[TaskSpec] = Registry("task", __name__)
+LONG_RANGE_TASKS: Registry[SequenceTask] = Registry("long-range task", __name__)
 
-__all__ = ["TASKS", "TaskSpec", "TsvLayout"]
+__all__ = ["LONG_RANGE_TASKS", "TASKS", "SequenceTask", "Sequences", "TaskSpec", "TsvLayout"]

@@ -6,10 +6,10 @@ columns: `sentence1`, for pairs also `sentence2`, then `label` and `idx`. Label 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,16 +17,16 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks._extras import require
 from snnk_peft.tasks._loading import load_folder, load_hub
+from snnk_peft.tasks._scoring import Scored
 from snnk_peft.tasks._tsv import TsvLayout
-from snnk_peft.tasks.metrics import METRICS, load_metric
+from snnk_peft.tasks.metrics import METRICS
 
 if TYPE_CHECKING:
     import datasets
-    import evaluate
 
 
 @dataclass(frozen=True)
-class TaskSpec:
+class TaskSpec(Scored):
     """One data set with its labels and metrics.
 
     Args:
@@ -81,31 +81,6 @@ class TaskSpec:
         """("sentence1",) or ("sentence1", "sentence2")."""
         return ("sentence1", "sentence2")[: len(self.hub_columns)]
 
-    @property
-    def validation_splits(self) -> tuple[str, ...]:
-        """All splits but train."""
-        return self.splits[1:]
-
-    @property
-    def num_labels(self) -> int:
-        """Width of the model's output: number of classes, 1 for regression."""
-        return 1 if self.label_names is None else len(self.label_names)
-
-    @property
-    def problem_type(self) -> str:
-        """As in a transformers model config: "regression" or "single_label_classification"."""
-        return "regression" if self.label_names is None else "single_label_classification"
-
-    @property
-    def id2label(self) -> dict[int, str] | None:
-        """Class id -> name, for a model config; None for regression."""
-        return None if self.label_names is None else dict(enumerate(self.label_names))
-
-    @property
-    def label2id(self) -> dict[str, int] | None:
-        """Class name -> id, for a model config; None for regression."""
-        return None if self.label_names is None else {name: i for i, name in enumerate(self.label_names)}
-
     def load(
         self,
         data_dir: str | Path | None = None,
@@ -153,75 +128,3 @@ class TaskSpec:
             chosen = np.random.default_rng(seed).choice(len(found["train"]), max_train_samples, replace=False)
             found["train"] = found["train"].select(np.sort(chosen).tolist())
         return require("datasets").DatasetDict(found)
-
-    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        """All metrics of this task on one split, and `score`, the one to select a checkpoint by.
-
-        Args:
-            predictions: array or tensor. Classification: logits (examples, num_labels) or class ids (examples,).
-                Regression: (examples,) or (examples, 1).
-            references: true labels, (examples,).
-
-        Returns:
-            One float per metric plus `score`; larger is better.
-
-        Raises:
-            ConfigError: wrong shapes, NaN, or class ids out of range.
-        """
-        predicted, true = _to_numpy(predictions), _to_numpy(references)
-        if self.label_names is not None and predicted.shape == (len(true), self.num_labels):
-            if np.isnan(predicted).any():
-                raise ConfigError(f"task {self.name!r}: logits contain NaN; expected numbers (did training diverge?)")
-            predicted = predicted.argmax(-1)
-        elif predicted.shape == (len(true), 1):
-            predicted = predicted[:, 0]
-        if true.ndim != 1 or not len(true) or predicted.shape != true.shape:
-            wide = "" if self.label_names is None else f" or logits (examples, {self.num_labels})"
-            raise ConfigError(
-                f"task {self.name!r}: predictions {np.shape(predictions)}, references {true.shape}; expected at least "
-                f"one example, both (examples,){wide}"
-            )
-        faults = [
-            fault
-            for fault in (self._fault("predictions", predicted), self._fault("references", true))
-            if fault is not None
-        ]
-        if faults:
-            raise ConfigError(faults)
-        result = {name: METRICS[name](predicted, true) for name in self.metrics}
-        return {**result, "score": float(np.mean([result[name] for name in self.primary or self.metrics]))}
-
-    def _fault(self, what: str, values: np.ndarray) -> str | None:
-        if self.label_names is None:
-            bad, expected = ~np.isfinite(values), "finite numbers"
-        else:
-            bad, expected = ~np.isin(values, np.arange(self.num_labels)), f"class ids 0 to {self.num_labels - 1}"
-        if not bad.any():
-            return None
-        at = int(bad.argmax())
-        return f"task {self.name!r}: {what}[{at}] is {values[at]} ({int(bad.sum())} such); expected {expected}"
-
-    def summarize(self, results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """One dict from the `compute` results of several validation splits: their mean, and each under "split/metric".
-
-        Args:
-            results: split name -> result of `compute`. With one split, its result is returned unchanged.
-        """
-        if not results:
-            raise ConfigError(f"task {self.name!r}: no results to summarize; expected {self.validation_splits}")
-        each = list(results.values())
-        if len(each) == 1:
-            return dict(each[0])
-        means = {key: float(np.mean([result[key] for result in each])) for key in each[0]}
-        return {**means, **{f"{split}/{key}": v for split, result in results.items() for key, v in result.items()}}
-
-    def metric(self, **kwargs: Any) -> evaluate.CombinedEvaluations:
-        """This task's metrics as one `evaluate` object (offline); `kwargs` go to each `evaluate.Metric`."""
-        return require("evaluate").combine([load_metric(name, **kwargs) for name in self.metrics])
-
-
-def _to_numpy(values: Any) -> np.ndarray:
-    """Array of numbers from a list, array or tensor (on any device, bfloat16 included)."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().double()
-    return np.asarray(values)

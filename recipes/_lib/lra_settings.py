@@ -1,0 +1,157 @@
+"""The settings of recipes/train_lra.py, section by section."""
+
+# `setting` returns a dataclasses.field, which is what a dataclass default may be.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+from _lib.config import setting
+from _lib.settings import StepSettings
+from snnk_peft.config import AttentionPart, SNNKConfig
+from snnk_peft.errors import ConfigError
+from snnk_peft.registry import did_you_mean
+from snnk_peft.tasks import LONG_RANGE_TASKS
+
+SOFTMAX = "softmax"
+
+
+@dataclass
+class LongRangeData:
+    """What is read, and how much of it."""
+
+    dir: str | None = setting(None, "folder with the official files; null generates the data (listops only)")
+    max_length: int | None = setting(None, "tokens per document, longer ones are cut; null: the task's own", low=4)
+    max_train_samples: int | None = setting(None, "train on a subset drawn with train.seed", low=1)
+    max_validation_samples: int | None = setting(None, "choose the checkpoint on a fixed random subset", low=1)
+    max_test_samples: int | None = setting(None, "report accuracy on a fixed random subset", low=1)
+
+
+@dataclass
+class LongRangeModel:
+    """The encoder, made from scratch. The sizes are those of Spectraformer, Table 5."""
+
+    dim: int = setting(64, "width of the residual stream", low=1)
+    hidden_dim: int = setting(128, "width of the feed-forward blocks and of the head's hidden layer", low=1)
+    heads: int = setting(2, "attention heads; must divide dim", low=1)
+    layers: int = setting(2, "encoder layers", low=1)
+    dropout: float = setting(0.1, "on embeddings, blocks and the pooled vector", low=0, high=0.9)
+    attention_dropout: float = setting(
+        0.1,
+        "on softmax weights (linear attention has none); on a CPU anything above 0 keeps torch from its fused kernel, "
+        "and memory grows with the square of the length",
+        low=0,
+        high=0.9,
+    )
+    pooling: str = setting(
+        "mean", "over unpadded tokens, or the output at a token put in front", choices=("mean", "cls")
+    )
+    positions: str = setting("learned", "position embedding", choices=("learned", "sinusoidal"))
+
+    def check(self) -> list[str]:
+        """Heads of equal width."""
+        return [f"heads is {self.heads}, which does not divide dim {self.dim}"] if self.dim % self.heads else []
+
+
+@dataclass
+class AttentionMethod:
+    """What computes attention."""
+
+    attention: dict[str, Any] | str = setting(
+        SOFTMAX, "softmax (exact, torch's scaled_dot_product_attention), or the fields of snnk_peft.AttentionPart"
+    )
+
+    def check(self) -> list[str]:
+        """Faults of the AttentionPart itself."""
+        if isinstance(self.attention, str) and self.attention != SOFTMAX:
+            hint = did_you_mean("value", self.attention, [SOFTMAX])
+            return [f"attention: {hint}, or the fields of an AttentionPart, such as {{component: posrf}}"]
+        try:
+            self.snnk_config(seed=0)
+        except ConfigError as error:
+            return error.faults
+        return []
+
+    def label(self) -> str:
+        """A short name for titles and tables: softmax, or component-projection."""
+        if isinstance(self.attention, str):
+            return self.attention
+        part = AttentionPart(**self.attention)
+        return f"{part.component}-{part.projection}"
+
+    def snnk_config(self, seed: int) -> SNNKConfig | None:
+        """The SNNKConfig described here, or None for softmax."""
+        if isinstance(self.attention, str):
+            return None
+        return SNNKConfig(attention=self.attention, seed=seed)  # type: ignore[arg-type]
+
+
+@dataclass
+class LongRangeTrain(StepSettings):
+    """The optimisation, counted in optimizer steps."""
+
+    steps: int = setting(50000, "optimizer steps, at most", low=1)
+    max_cpu_minutes: float | None = setting(
+        None,
+        "end after so much processor time of training steps, over all threads; evaluations are not counted",
+        above=0,
+    )
+    warmup_steps: int = setting(1000, "steps in which the rate rises linearly", low=0)
+    schedule: str = setting(
+        "linear",
+        "the rate after warm-up: constant; linear or cosine fall to 0 at the end of the run (with max_cpu_minutes the "
+        "rate then follows the processor time, so that two runs are not alike bit for bit); rsqrt is "
+        "learning_rate / sqrt(max(step, warmup_steps)) throughout, as in Long Range Arena",
+        choices=("constant", "linear", "cosine", "rsqrt"),
+    )
+    beta2: float = setting(0.999, "decay of AdamW's second moment", above=0, high=0.99999)
+    eval_every: int = setting(500, "optimizer steps between evaluations", low=1)
+
+
+@dataclass
+class LongRangeOutput:
+    """Where the run folder goes and what is put there."""
+
+    dir: str = setting(MISSING, "the run folder")
+    tensorboard: bool = setting(False, "write TensorBoard events to tensorboard/")
+
+
+@dataclass
+class LongRangeConfig:
+    """Everything recipes/train_lra.py reads."""
+
+    output: LongRangeOutput
+    task: str = setting(MISSING, "a name of snnk_peft.tasks.LONG_RANGE_TASKS")
+    data: LongRangeData = field(default_factory=LongRangeData)
+    model: LongRangeModel = field(default_factory=LongRangeModel)
+    method: AttentionMethod = field(default_factory=AttentionMethod)
+    train: LongRangeTrain = field(default_factory=LongRangeTrain)
+
+    def check(self) -> list[str]:
+        """The task must exist."""
+        fault = LONG_RANGE_TASKS.fault(self.task)
+        return [] if fault is None else [f"task: {fault}"]
+
+
+def learning_rate(train: LongRangeTrain, step: int, fraction: float) -> float:
+    """Rate of optimizer step number `step` (from 0).
+
+    Args:
+        train: the settings.
+        step: optimizer steps done.
+        fraction: of the run, 0 to 1; it equals step / steps without a budget of processor time.
+    """
+    warmup, peak = train.warmup_steps, train.learning_rate
+    if train.schedule == "rsqrt":
+        return peak * min(1.0, (step + 1) / max(1, warmup)) / math.sqrt(max(step + 1, warmup, 1))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if train.schedule == "constant":
+        return peak
+    # The fall begins where warm-up ends, if the run is that long.
+    start = min(1.0, warmup / train.steps)
+    left = min(1.0, (1.0 - fraction) / (1.0 - start)) if start < 1 else 0.0
+    return peak * left if train.schedule == "linear" else peak * (1 - math.cos(math.pi * left)) / 2

@@ -1,0 +1,145 @@
+"""Render the Long Range Arena table from the runs' metrics.json files, and keep those files next to it.
+
+    python recipes/table_lra.py                                  (runs/lra -> model_cards/lra)
+    python recipes/table_lra.py --runs path/to/sweep --out path/to/folder
+
+Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and
+OUT/accuracy.png from all files in OUT. Without runs, the page is rendered again from the stored files alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _lib.files import write_text
+from _lib.plots import score_bars
+from table_glue import ROOT, Table, collect, grid, read_reports, spread
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks import LONG_RANGE_TASKS
+
+# What a reader must know before comparing two numbers: settings that a table may mix.
+CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "longest document": lambda report: f"{report['longest_sequence']:,} tokens",
+    "trained on": lambda report: f"{report['examples']['train']:,} examples",
+    "checkpoint chosen on": lambda report: f"{report['examples']['validation']:,}",
+    "tested on": lambda report: f"{report['examples']['test']:,}",
+    "budget": lambda report: _budget(report["config"]["train"]),
+    "batch": lambda report: str(
+        report["config"]["train"]["batch_size"] * report["config"]["train"]["gradient_accumulation"]
+    ),
+    "learning rate": lambda report: f"{report['config']['train']['learning_rate']:g}",
+    "schedule": lambda report: report["config"]["train"]["schedule"],
+    "number format": lambda report: {"no": "fp32"}.get(
+        report["config"]["train"]["mixed_precision"], report["config"]["train"]["mixed_precision"]
+    ),
+    "layers × width": lambda report: f"{report['config']['model']['layers']} × {report['config']['model']['dim']}",
+    "threads": lambda report: str(report["environment"]["torch_threads"]),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line; 0 done, 2 nothing to render."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/lra", help="folder of recipes/sweep_lra.py")
+    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/lra", help="where files and page go")
+    arguments = parser.parse_args(argv)
+    try:
+        copied = collect(arguments.runs, arguments.out)
+        table = read_reports(arguments.out, "recipes/sweep_lra.py")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    write_text(arguments.out / "README.md", render(table))
+    bars = {task: {name: spread(cell, "accuracy") for name, cell in row.items()} for task, row in table.items()}
+    score_bars(bars, arguments.out / "accuracy.png", "Long Range Arena", "test accuracy")
+    print(f"{copied} new or changed reports; wrote {arguments.out / 'README.md'} and accuracy.png")
+    return 0
+
+
+def render(table: Table) -> str:
+    """The Markdown page."""
+    lines = [
+        "# Long Range Arena, trained from scratch",
+        "",
+        "Rendered by `recipes/table_lra.py` from the JSON files beside this page; every file holds the settings and",
+        "the environment of its run. Test accuracy in percent of the checkpoint that is best on validation data;",
+        "mean ± standard deviation over seeds. Times and steps are those of training, without evaluations. Peak memory",
+        "is that of the process (on a GPU: of its tensors): with the data loaded, before training → at the end.",
+        "",
+    ]
+    for task, row in table.items():
+        lines += [f"## {task}", "", *caveats([report for cell in row.values() for report in cell]), ""]
+        header = [
+            "attention",
+            "seeds",
+            "accuracy",
+            "steps",
+            "s per step",
+            "CPU min",
+            "wall min",
+            "memory MB",
+            "parameters",
+        ]
+        lines += [*grid(header, [_row(name, cell) for name, cell in row.items()]), ""]
+    return "\n".join([*lines, "![accuracy](accuracy.png)", ""])
+
+
+def caveats(reports: list[dict[str, Any]]) -> list[str]:
+    """How far the runs are from the published task and from each other, as computed from their settings."""
+    shared, differing = [], []
+    for name, describe in CAVEATS.items():
+        found = sorted({describe(report) for report in reports})
+        (shared if len(found) == 1 else differing).append(f"{name} {' / '.join(found)}")
+    labels = LONG_RANGE_TASKS[reports[0]["task"]].label_names
+    text = [f"Chance is {100 / len(labels):.0f} %. All runs: {'; '.join(shared)}."]
+    if differing:
+        text.append(f"**The runs differ in: {'; '.join(differing)}: compare with care.**")
+    seeds = min(
+        len({report["seed"] for report in reports if report["method"] == m}) for m in {r["method"] for r in reports}
+    )
+    if seeds < 3:
+        text.append("With fewer than three seeds per method, small differences mean nothing.")
+    short = [report for report in reports if report["stopped_early"]]
+    if short:
+        planned = max(report["config"]["train"]["steps"] for report in short)
+        text.append(
+            f"{len(short)} of {len(reports)} runs ended before the {planned:,} steps of their recipe: this compares "
+            "methods under a budget and says little about their limits."
+        )
+    full = LONG_RANGE_TASKS[reports[0]["task"]].max_length
+    if max(report["config"]["data"]["max_length"] or full for report in reports) < full:
+        text.append(f"Documents are cut below the published {full:,} tokens.")
+    return text
+
+
+def _budget(train: dict[str, Any]) -> str:
+    limit = f"{train['steps']:,} steps"
+    return limit if train["max_cpu_minutes"] is None else f"{train['max_cpu_minutes']:g} CPU minutes (at most {limit})"
+
+
+def _row(name: str, cell: list[dict[str, Any]]) -> list[str]:
+    def mean(key: str) -> float:
+        return spread(cell, key)[0]
+
+    accuracy, deviation = spread(cell, "accuracy")
+    megabytes = [mean(key) / 1e6 for key in ("peak_memory_bytes_before_training", "peak_memory_bytes")]
+    return [
+        name,
+        str(len(cell)),
+        f"{100 * accuracy:.1f}" + (f" ± {100 * deviation:.1f}" if len(cell) > 1 else ""),
+        f"{mean('steps'):,.0f}",
+        f"{mean('seconds_per_step'):.3g}",
+        f"{mean('train_cpu_seconds') / 60:.1f}",
+        f"{mean('train_seconds') / 60:.1f}",
+        f"{megabytes[0]:,.0f} → {megabytes[1]:,.0f}",
+        f"{mean('total_parameters'):,.0f}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

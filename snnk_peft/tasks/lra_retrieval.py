@@ -1,0 +1,62 @@
+"""Do two papers cite each other? Byte-level ACL Anthology pairs, 4000 bytes each ("Retrieval" of LRA).
+
+Files: new_aan_pairs.{train,eval,test}.tsv without a header; columns label (0 or 1, possibly 0.0 or 1.0), id1, id2,
+text1, text2. A token is a byte of the UTF-8 text plus 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences, SequenceTask, TsvLayout
+from snnk_peft.tasks._sequences import byte_tokens
+from snnk_peft.tasks._tsv import MAX_FAULTS, read_tsv
+
+FILES = {split: f"new_aan_pairs.{name}.tsv" for split, name in (("train",) * 2, ("validation", "eval"), ("test",) * 2)}
+MAX_LENGTH = 4000
+_LAYOUT = TsvLayout(
+    text=("text1", "text2"), label="label", label_range=(0.0, 1.0), header=("label", "id1", "id2", "text1", "text2")
+)
+
+
+def read_pairs(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
+    """The splits of the official files."""
+    assert path is not None
+    missing = [str(path / FILES[split]) for split in wanted if not (path / FILES[split]).is_file()]
+    if missing:
+        raise ConfigError([f"{file} does not exist; expected {', '.join(FILES.values())}" for file in missing])
+    return {split: _read(path / FILES[split]) for split in wanted}
+
+
+def _read(file: Path) -> Sequences:
+    rows = read_tsv(file, _LAYOUT)
+    faults = [
+        f"{file}, line {number + 1}: label is {label}; expected 0 or 1"
+        for number, label in zip(rows.idx, rows.labels, strict=True)
+        if label not in (0, 1)
+    ]
+    faults += [
+        f"{file}, line {number + 1}: {name} is empty; expected a text"
+        for name, column in zip(_LAYOUT.text, rows.texts, strict=True)
+        for number, text in zip(rows.idx, column, strict=True)
+        if not text
+    ]
+    if faults:
+        raise ConfigError(faults[:MAX_FAULTS])
+    first, second = ([byte_tokens(text.encode(), MAX_LENGTH) for text in column] for column in rows.texts)
+    return Sequences((first, second), np.array(rows.labels).astype(int))
+
+
+LRA_RETRIEVAL = SequenceTask(
+    name="lra_retrieval",
+    read=read_pairs,
+    vocab_size=257,
+    max_length=MAX_LENGTH,
+    label_names=("unrelated", "citing"),
+    documents=2,
+)
+LONG_RANGE_TASKS.register(LRA_RETRIEVAL.name, LRA_RETRIEVAL)

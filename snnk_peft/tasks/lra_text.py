@@ -1,0 +1,60 @@
+"""Byte-level IMDb reviews, cut to 4000 bytes: is a review positive? (Maas et al. 2011; "Text" of LRA).
+
+Files: aclImdb/{train,test}/{neg,pos}/<number>_<stars>.txt, in a folder or in the archive aclImdb*.tar.*. A token is a
+byte of the UTF-8 text plus 1. There is no official validation split: every tenth review of each class is held out of
+train (2500 of 25000).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences, SequenceTask
+from snnk_peft.tasks._folders import read_files
+from snnk_peft.tasks._sequences import byte_tokens
+from snnk_peft.tasks._tsv import MAX_FAULTS
+
+CLASSES = ("neg", "pos")
+MAX_LENGTH = 4000
+HELD_OUT_EVERY = 10
+
+
+def read_imdb(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
+    """The splits of the official files; the archive is unpacked once, in memory."""
+    assert path is not None
+    pattern = r"(?P<part>train|test)/(?P<kind>neg|pos)/\d+_\d+\.txt"
+    rows: dict[str, tuple[list[np.ndarray], list[int]]] = {split: ([], []) for split in ("train", "validation", "test")}
+    seen: Counter[str] = Counter()
+    faults = []
+    for match, text in read_files(path, pattern, "aclImdb/{train,test}/{neg,pos}/*.txt"):
+        part, kind = match["part"], match["kind"]
+        seen[f"{part}/{kind}"] += 1
+        if not text:
+            faults.append(f"{path}: {match[0]} is empty; expected a review")
+        held_out = part == "train" and seen[f"{part}/{kind}"] % HELD_OUT_EVERY == 0
+        tokens, labels = rows["validation" if held_out else part]
+        tokens.append(byte_tokens(text, MAX_LENGTH))
+        labels.append(CLASSES.index(kind))
+    needed = {split: "train" if split == "validation" else split for split in wanted}
+    faults += [
+        f"{path} has no review {part}/{kind}/*.txt; expected the official folder aclImdb"
+        for part in sorted(set(needed.values()))
+        for kind in CLASSES
+        if not seen[f"{part}/{kind}"]
+    ]
+    if "validation" in wanted and not faults and not rows["validation"][1]:
+        faults.append(f"{path}: fewer than {HELD_OUT_EVERY} training reviews per class leave none for validation")
+    if faults:
+        raise ConfigError(faults[:MAX_FAULTS])
+    return {split: Sequences((rows[split][0],), np.array(rows[split][1])) for split in wanted}
+
+
+LRA_TEXT = SequenceTask(
+    name="lra_text", read=read_imdb, vocab_size=257, max_length=MAX_LENGTH, label_names=("negative", "positive")
+)
+LONG_RANGE_TASKS.register(LRA_TEXT.name, LRA_TEXT)
