@@ -200,6 +200,11 @@ class FFNPart(Part):
         return super().faults(part) + self.choice_fault(part, "init", ("nystrom", "paper", "random"))
 
 
+# What the entries of `AttentionPart.sum_of` may say.
+TERM_FIELDS = ["component", "projection", "num_features", "component_params", "projection_params"]
+TERM_FIELDS += ["per_head", "separate_maps"]
+
+
 @dataclass
 class AttentionPart(Part):
     """Softmax attention becomes linear attention over feature maps: Φ(q)·Φ(k) instead of e^{q·k} (Spectraformer).
@@ -207,15 +212,32 @@ class AttentionPart(Part):
     Cost and memory grow linearly with the length of the input. `disable_adapter` gives softmax back.
 
     Args:
+        num_features: rows of W. Left at the default: 64, or the number nearest to it that the projection can have (for
+            "identity", the classical linear attention with component "elu", the dimension of a head).
         per_head: a matrix W for every key head instead of one per layer.
+        separate_maps: queries and keys have a matrix each. Both start as the same draw, hence at the kernel of a shared
+            one, and learn apart: for learned projections only.
         near_field: width of an exact softmax band around the diagonal that is blended in with learned weights
             (FMMformer), or None for none. Costs near_field products per token.
+        sum_of: further feature maps (the lecture's rank-r attention): attention is Σ_r w_r · att_r over this part's own
+            map and one for each entry, w_r > 0 learned per head, equal at the start. An entry is a dict of any of
+            component, projection, num_features, component_params, projection_params, per_head and separate_maps; what
+            it leaves out is as in this part; naming a component puts its params back to the defaults, naming a
+            projection its params and num_features. Every entry costs as much as an attention of its own, and has its
+            own draw.
+
+    Example:
+        >>> part = AttentionPart(projection="gmm", sum_of=[{"component": "elu", "num_features": 16}])
+        >>> [(term.component, term.projection, term.num_features) for term in part.terms()]
+        [('posrf', 'gmm', 64), ('elu', 'gmm', 16)]
     """
 
     component: str = "posrf"
     num_features: int = 64
     per_head: bool = False
+    separate_maps: bool = False
     near_field: int | None = None
+    sum_of: list[dict[str, Any]] = field(default_factory=list)
 
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
@@ -225,7 +247,50 @@ class AttentionPart(Part):
             found.append(f"{part}.near_field is {width!r}; expected an integer >= 1, or None")
         if self.projection == "landmark":
             found.append(f"{part}.projection is 'landmark'; attention replaces no pretrained weight to take rows from")
+        for name in ("per_head", "separate_maps"):
+            if not isinstance(getattr(self, name), bool):
+                found.append(f"{part}.{name} is {getattr(self, name)!r}; expected True or False")
+        found += self._separation_faults(part)
+        wrong = self._sum_faults(part)
+        if not wrong:
+            wrong = [f for i, term in enumerate(self.terms()[1:]) for f in term.faults(f"{part}.sum_of[{i}]")]
+        return found + wrong
+
+    def _separation_faults(self, part: str) -> list[str]:
+        from snnk_peft.projections import PROJECTIONS
+
+        if not self.separate_maps or self.projection not in PROJECTIONS or PROJECTIONS[self.projection].trainable:
+            return []
+        learned = ", ".join(name for name in PROJECTIONS if PROJECTIONS[name].trainable)
+        return [
+            f"{part}.separate_maps is True with projection {self.projection!r}, which is not learned: two copies of a "
+            "draw would stay equal, and two independent draws estimate no kernel; use separate_maps=False or one of "
+            f"the learned projections, {learned}"
+        ]
+
+    def _sum_faults(self, part: str) -> list[str]:
+        if not isinstance(self.sum_of, (list, tuple)):
+            return [f"{part}.sum_of is {self.sum_of!r}; expected a list of dicts, one for each further feature map"]
+        found = []
+        for i, entry in enumerate(self.sum_of):
+            if not isinstance(entry, Mapping):
+                found.append(f"{part}.sum_of[{i}] is {entry!r}; expected a dict such as {{'component': 'elu'}}")
+                continue
+            found += [
+                f"{part}.sum_of[{i}].{did_you_mean('field', k, TERM_FIELDS)}" for k in entry if k not in TERM_FIELDS
+            ]
         return found
+
+    def terms(self) -> list[AttentionPart]:
+        """One part per feature map of the sum: this one, then those of `sum_of` with what they leave out filled in."""
+        own = dataclasses.replace(self, sum_of=[], near_field=None, layers="all")
+        result = [own]
+        for entry in self.sum_of:
+            other: dict[str, Any] = {"component_params": {}} if "component" in entry else {}
+            if "projection" in entry:
+                other |= {"projection_params": {}, "num_features": AttentionPart.num_features}
+            result.append(dataclasses.replace(own, **{**other, **entry}))
+        return result
 
 
 PARTS: dict[str, type[Part]] = {

@@ -24,6 +24,7 @@ from tests.tiny_models import inputs_for, same, tiny, trained
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("free", {}),
     ("free", {"init": "orf"}),
+    ("free", {"bias": True}),
     ("gmm", {}),
     ("gmm", {"components": 1, "covariance": "full"}),
     ("gmm", {"components": 3, "covariance": "full"}),

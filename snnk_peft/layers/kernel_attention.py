@@ -27,6 +27,7 @@ from snnk_peft.functional.linear_attention import (
     linear_attention,
 )
 from snnk_peft.functional.near_field import banded_softmax_attention
+from snnk_peft.functional.precision import wide
 from snnk_peft.layers.attention_term import AttentionTerm
 
 
@@ -121,7 +122,7 @@ class KernelAttention(nn.Module):
         """Σ_f w_f · field f, each field (B, H, L, D): the near field first, if there is one, then the terms."""
         if self.blend is None:
             return fields[0]
-        weights = nn.functional.softplus(self.blend.float())[:, None, :, None, None].to(fields[0].dtype)
+        weights = nn.functional.softplus(wide(self.blend))[:, None, :, None, None].to(fields[0].dtype)
         return torch.stack([weight * field for weight, field in zip(weights, fields, strict=True)]).sum(0)
 
 
