@@ -145,9 +145,11 @@ def test_product_with_the_matrix_after_training(name, params):
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     dense = w.materialize()
     assert dense.shape == (21, 6)
-    torch.testing.assert_close(w(x), x @ dense.T, rtol=1e-12, atol=1e-12)
+    added = torch.zeros(21, dtype=torch.float64) if w.bias is None else w.bias
+    assert bool(added.any()) == bool(params.get("bias"))
+    torch.testing.assert_close(w(x), x @ dense.T + added, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(w.squared_row_norms(), dense.square().sum(1))
-    expected = nn.functional.layer_norm(x, (6,)) * 0.5 @ dense.T
+    expected = nn.functional.layer_norm(x, (6,)) * 0.5 @ dense.T + added
     torch.testing.assert_close(w.normalized(x, 0.5), expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(w.feature_weights.sum(), torch.ones((), dtype=torch.float64))
     assert (w.trainable, w.redrawable, w.unbiased) == (True, False, False)
