@@ -13,8 +13,8 @@ import pytest
 PACKAGE = "snnk_peft"
 
 # From the bottom up; a unit imports from units below its own line. Additions to DESIGN part 2: components may use
-# functional (exact kernels); config reads the registries that it checks names against (inside functions, so that
-# importing it stays light); bundling writes the model card of what it saves. Some units are files, some folders.
+# functional (exact kernels); parts read the registries that they check names against (inside functions, so that
+# importing them stays light); bundling writes the model card of what it saves. Some units are files, some folders.
 LAYERS: list[set[str]] = [
     {"errors"},
     {"registry"},
@@ -22,6 +22,7 @@ LAYERS: list[set[str]] = [
     {"projections"},
     {"components"},
     {"feature_map"},
+    {"parts"},
     {"config"},
     {"calibration"},  # solvers: tensors in, tensors out
     {"layers"},
@@ -173,6 +174,6 @@ def test_importing_config_needs_no_module_of_torch_beyond_peft(root):
         "import snnk_peft.config; print(*sorted(m for m in set(sys.modules) - before))"
     )
     added = python(code, root).split()
-    assert {"snnk_peft.config", "snnk_peft.errors", "snnk_peft.registry"} <= set(added)
+    assert {"snnk_peft.config", "snnk_peft.parts", "snnk_peft.errors", "snnk_peft.registry"} <= set(added)
     assert not [m for m in added if m.split(".")[0] in ("torch", "transformers")]
     assert not [m for m in added if m.startswith(("snnk_peft.components", "snnk_peft.projections"))]

@@ -90,7 +90,7 @@ class TestFeatureStage:
         [
             (component, projection)
             for component, projection in itertools.product(COMPONENTS.names(), PROJECTIONS.names())
-            if COMPONENTS[component].distribution == PROJECTIONS[projection].distribution
+            if COMPONENTS[component].fits(PROJECTIONS[projection])
             and (component not in ("urf", "cos") or PROJECTIONS[projection].uniform)
         ],
     )

@@ -24,6 +24,7 @@ from tests.tiny_models import inputs_for, same, tiny, trained
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("free", {}),
     ("free", {"init": "orf"}),
+    ("free", {"bias": True}),
     ("gmm", {}),
     ("gmm", {"components": 1, "covariance": "full"}),
     ("gmm", {"components": 3, "covariance": "full"}),
@@ -144,9 +145,11 @@ def test_product_with_the_matrix_after_training(name, params):
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     dense = w.materialize()
     assert dense.shape == (21, 6)
-    torch.testing.assert_close(w(x), x @ dense.T, rtol=1e-12, atol=1e-12)
+    added = torch.zeros(21, dtype=torch.float64) if w.bias is None else w.bias
+    assert bool(added.any()) == bool(params.get("bias"))
+    torch.testing.assert_close(w(x), x @ dense.T + added, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(w.squared_row_norms(), dense.square().sum(1))
-    expected = nn.functional.layer_norm(x, (6,)) * 0.5 @ dense.T
+    expected = nn.functional.layer_norm(x, (6,)) * 0.5 @ dense.T + added
     torch.testing.assert_close(w.normalized(x, 0.5), expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(w.feature_weights.sum(), torch.ones((), dtype=torch.float64))
     assert (w.trainable, w.redrawable, w.unbiased) == (True, False, False)
@@ -181,7 +184,9 @@ def test_learns_a_target_kernel(name, params):
     target = torch.exp(-((x - y) * scale).square().sum(-1) / 2) * torch.cos((x - y)[:, 0])
     w = make(name, params, 6, 64)
     optimizer = torch.optim.Adam(w.parameters(), lr=0.02)
-    before = {key: value.detach().clone() for key, value in w.named_parameters()}
+    # A function of x − y cannot see what is added to both.
+    learned = {key: value for key, value in w.named_parameters() if key != "bias"}
+    before = {key: value.detach().clone() for key, value in learned.items()}
     errors = []
     for step in range(60):
         loss = (cosine_kernel(w, x, y) - target).square().mean()
@@ -189,13 +194,26 @@ def test_learns_a_target_kernel(name, params):
         optimizer.zero_grad()
         loss.backward()
         if step == 3:
-            for key, parameter in w.named_parameters():
+            for key, parameter in learned.items():
                 assert parameter.grad is not None, key
                 # a parameter with a whole row of zeros would be dead weight
                 assert bool(parameter.grad.any()), key
         optimizer.step()
     assert errors[-1] < 0.75 * errors[0]
-    assert all(not torch.equal(before[key], value) for key, value in w.named_parameters())
+    assert all(not torch.equal(before[key], value) for key, value in learned.items())
+
+
+def test_a_learned_bias_starts_at_zero_and_moves():
+    w, plain = make("free", {"bias": True}), make("free", {})
+    x = torch.randn(50, 6)
+    assert torch.equal(w(x), plain(x))
+    wanted = plain(x).detach() + torch.linspace(-1, 1, 20)
+    optimizer = torch.optim.Adam(w.parameters(), lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        (w(x) - wanted).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(w.bias.detach(), torch.linspace(-1, 1, 20), rtol=0, atol=0.02)
 
 
 @cases

@@ -86,7 +86,8 @@ def stage_specs(specs: Iterable[Any]) -> Iterable[dict[str, Any]]:
         if isinstance(spec, Mapping):
             if "stage" in spec:
                 yield spec["stage"]
-            yield from spec.get("stages", [])
+            for term in spec.get("terms", []):
+                yield from [*term["stages"], *(term["key_stages"] or [])]
             yield from stage_specs([spec.get("module"), *spec.get("modules", [])])
 
 

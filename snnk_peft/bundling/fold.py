@@ -23,6 +23,7 @@ from snnk_peft.bundling.modules import Beside, BundledAdapter, Leading
 from snnk_peft.bundling.report import Folded
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families.base import ModelFamily, unwrap
+from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import (
@@ -147,14 +148,12 @@ def _keep_attention(plan: FoldPlan, path: str, place: Place) -> None:
         return
     place.slots.remove(attend)
     plan.additions[f"{path}.snnk_kernel"] = attend.kernel
-    maps = attend.kernel.maps()
     kept = "softmax attention" if attend.kernel.near_field is None else "softmax attention over all tokens"
-    stage = FeatureStage(maps[0])
     plan.folded.append(
         Folded(
             paths=[path],
             before=kept,
-            after=f"linear attention, {describe(stage)}{' per head' if len(maps) > 1 else ''}",
+            after=f"linear attention, {' + '.join(map(describe, attend.kernel.terms))}",
             bytes_before=0,
             bytes_after=stored_bytes(attend.kernel, plan.dtype),
         )
@@ -269,6 +268,10 @@ def describe(module: nn.Module) -> str:
         extra = " and the input" if spec["append_input"] else ""
         stored = "" if spec["save"] else " (seed only)"
         return f"{spec['num_features']} {spec['component']} features{extra}{stored}"
+    if isinstance(module, AttentionTerm):
+        features = describe(FeatureStage(module.pairs()[0][0]))
+        apart = "" if module.key_maps is None else ", queries and keys apart"
+        return f"{features}{' per head' if len(module.feature_maps) > 1 else ''}{apart}"
     if isinstance(module, BundledAdapter):
         return f"adapter ({describe(module.stage)})"
     if isinstance(module, Beside):

@@ -190,7 +190,9 @@ class BundledModel:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install_plan(self, plan["modules"])  # type: ignore[arg-type]
         # transformers does not write the choice of the attention function to config.json.
-        for wanted in {spec["attention_implementation"] for spec in plan["modules"].values() if "stages" in spec}:
+        for wanted in {
+            spec["attention_implementation"] for spec in plan["modules"].values() if spec["kind"] == "attention"
+        }:
             self.set_attn_implementation(wanted)  # type: ignore[attr-defined]
             if self.config._attn_implementation != wanted:
                 raise ConfigError(

@@ -39,7 +39,7 @@ class Component(nn.Module):
     """Base class of the component functions.
 
     Attributes:
-        distribution: what the rows of W must be drawn from for `kernel` to hold.
+        distribution: what the rows of W must be drawn from for `kernel` to hold; see `fits`.
         positive: whether features (of uniformly weighted rows) are never negative, so that attention weights are not.
         adapts: whether `statistics` gives something.
         formula: φ(x) in a line, for tables.
@@ -74,6 +74,20 @@ class Component(nn.Module):
     def elementwise(cls) -> bool:
         """Whether the features are one function of each projection; closed forms for layers (Nyström) need that."""
         return cls.function is not Component.function
+
+    @classmethod
+    def has_kernel(cls) -> bool:
+        """Whether the features estimate a known kernel; if not, they are just a map, as a rule a learned one."""
+        return cls.kernel is not Component.kernel
+
+    @classmethod
+    def fits(cls, projection: Projection | type[Projection]) -> bool:
+        """Whether the rows of a matrix are of the kind that the features need.
+
+        Random features need their distribution. A function of each projection alone means something over rows that are
+        no sample too ("none"), though no kernel is estimated then.
+        """
+        return projection.distribution == cls.distribution or (projection.distribution == "none" and cls.elementwise())
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
         """The elementwise f on z = ω·x, any shape."""

@@ -51,7 +51,7 @@ class FeatureMap(nn.Module):
 
     Args:
         component: the function f.
-        projection: the matrix W. Its `distribution` must be the one the component needs.
+        projection: the matrix W. The component must fit it, see `Component.fits`.
 
     Raises:
         ConfigError: the pair does not fit; the message names the valid partners.
@@ -59,7 +59,7 @@ class FeatureMap(nn.Module):
 
     def __init__(self, component: Component, projection: Projection):
         super().__init__()
-        if component.distribution != projection.distribution:
+        if not component.fits(projection):
             raise ConfigError(distribution_fault(type(component), type(projection)))
         component.prepare(projection)
         self.component = component
@@ -101,17 +101,18 @@ class FeatureMap(nn.Module):
 
 def distribution_fault(component: type[Component], projection: type[Projection]) -> str:
     """The message for a pair whose distributions differ; it names the valid partners."""
-    partners = [name for name in PROJECTIONS if PROJECTIONS[name].distribution == component.distribution]
+    partners = [name for name in PROJECTIONS if component.fits(PROJECTIONS[name])]
+    drawn = "'s rows are no sample" if projection.distribution == "none" else f" draws {projection.distribution!r}"
     return (
         f"component {component.__name__} needs rows drawn from {component.distribution!r}, but projection "
-        f"{projection.__name__} draws {projection.distribution!r}; valid projections: {', '.join(partners)}"
+        f"{projection.__name__}{drawn}; valid projections: {', '.join(partners)}"
     )
 
 
 def pair_faults(component: str, projection: str) -> list[str]:
     """Messages for two names whose distributions differ."""
     cls, matrix = COMPONENTS[component], PROJECTIONS[projection]
-    return [] if cls.distribution == matrix.distribution else [distribution_fault(cls, matrix)]
+    return [] if cls.fits(matrix) else [distribution_fault(cls, matrix)]
 
 
 def advance(model: nn.Module) -> None:

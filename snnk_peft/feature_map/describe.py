@@ -13,17 +13,23 @@ from typing import Any
 import torch
 
 from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, build_feature_map
 from snnk_peft.projections import PROJECTIONS
+from snnk_peft.projections.base import Projection
 
 _PAIRS = 64
 
 
 def partners(component: str) -> list[str]:
-    """The projections whose rows have the distribution that a component needs."""
-    wanted = COMPONENTS[component].distribution
-    return [name for name in PROJECTIONS.names() if PROJECTIONS[name].distribution == wanted]
+    """The projections whose rows are of the kind that a component needs."""
+    return [name for name in PROJECTIONS.names() if COMPONENTS[component].fits(PROJECTIONS[name])]
+
+
+def estimates_a_kernel(component: Component | type[Component], projection: Projection | type[Projection]) -> bool:
+    """Whether products of the features are an average over rows that stand for a distribution."""
+    return component.has_kernel() and projection.distribution != "none"
 
 
 @torch.no_grad()
@@ -50,10 +56,15 @@ def measured_error(
         component_params: as in `build_feature_map`.
         projection_params: as in `build_feature_map`.
 
+    Raises:
+        ConfigError: a pair that estimates no kernel.
+
     Returns:
         "kernel": root mean square of the exact kernel; "variance": mean over pairs of the variance over seeds; "bias":
         root mean square over pairs of the mean error; "relative_error": root mean square error over "kernel".
     """
+    if not estimates_a_kernel(COMPONENTS[component], PROJECTIONS[projection]):
+        raise ConfigError(f"{component!r} over {projection!r} estimates no kernel: there is no error to measure")
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(2, _PAIRS, dim, generator=generator, dtype=torch.float64)
     x, y = vectors / vectors.norm(dim=-1, keepdim=True) * length
@@ -86,7 +97,6 @@ def describe(component: str, projection: str, dim: int, num_features: int, *, le
     """A page about one pair: formulas, kernel, sizes, costs and what was measured."""
     feature_map = build_feature_map(component, projection, dim, num_features)
     f, w = feature_map.component, feature_map.projection
-    measured = measured_error(component, projection, dim, num_features, length=length)
     lines = [
         f"{component} over {projection}: dim {dim}, {num_features} rows, {feature_map.feature_dim} features",
         "",
@@ -97,11 +107,20 @@ def describe(component: str, projection: str, dim: int, num_features: int, *, le
         f"memory      {stored_numbers(feature_map):,} numbers stored; a dense W has {dim * num_features:,}",
         f"properties  {', '.join(properties(feature_map))}",
         "",
+        *_measured_lines(component, projection, dim, num_features, length),
+    ]
+    return "\n".join(lines)
+
+
+def _measured_lines(component: str, projection: str, dim: int, num_features: int, length: float) -> list[str]:
+    if not estimates_a_kernel(COMPONENTS[component], PROJECTIONS[projection]):
+        return ["there is no kernel to measure against: the map means what training makes of it"]
+    measured = measured_error(component, projection, dim, num_features, length=length)
+    return [
         f"measured on {_PAIRS} random pairs of length {length:g}, 20 draws:",
         f"            kernel {measured['kernel']:.4g} (root mean square), variance {measured['variance']:.3g}, "
         f"mean error {measured['bias']:.3g}, relative error {100 * measured['relative_error']:.2f} %",
     ]
-    return "\n".join(lines)
 
 
 def stored_numbers(feature_map: FeatureMap) -> int:
@@ -113,13 +132,21 @@ def properties(feature_map: FeatureMap) -> list[str]:
     """What can be said of the pair in a word each."""
     f, w = feature_map.component, feature_map.projection
     return [
-        "unbiased" if w.unbiased else "not unbiased (deterministic, or rows only nearly of the right distribution)",
+        _bias(f, w),
         "positive features" if f.positive and w.uniform else "signed features",
         *(["adapts to the data"] if f.adapts else []),
         *(["trainable"] if w.trainable or any(True for _ in f.parameters()) else []),
         *([] if w.uniform else ["unequal feature weights"]),
         *(["fast transform"] if w.fast else []),
     ]
+
+
+def _bias(component: Component, projection: Projection) -> str:
+    if not estimates_a_kernel(component, projection):
+        return "estimates no kernel"
+    if projection.unbiased:
+        return "unbiased"
+    return "not unbiased (deterministic, or rows only nearly of the right distribution)"
 
 
 def component_table() -> str:

@@ -1,15 +1,16 @@
 """KernelAttention: softmax attention replaced by linear attention over feature maps, with an optional near field.
 
-    out = Σ_j φ(q_i)·ψ(k_j) v_j / Σ_j φ(q_i)·ψ(k_j)            (functional/linear_attention.py)
-    out = w₁ · softmax over the band + w₂ · the above           (FMMformer; w₁, w₂ > 0 learned per head)
+    term r   Σ_j φ_r(q_i)·ψ_r(k_j) v_j / Σ_j φ_r(q_i)·ψ_r(k_j)      (functional/linear_attention.py)
+    out      term 1, or Σ_r w_r · term r                            (the lecture's rank-r attention)
+    out      w₀ · softmax over the band + Σ_r w_r · term r          (FMMformer)
 
-The temperature is split: queries and keys are both multiplied by √scaling, so that a softmax component estimates
-e^{scaling · q·k}. Shapes: q (B, H, L, d), k and v (B, G, N, d), H a multiple of G; mask (B, N) -> (B, H, L, D).
+All w > 0 are learned per head, w = softplus(blend). The temperature is split: queries and keys are both multiplied by
+√scaling, so that a softmax component estimates e^{scaling · q·k}. Shapes: q (B, H, L, d), k and v (B, G, N, d), H a
+multiple of G; mask (B, N) -> (B, H, L, D). Cost: that of each term, and of the band.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from snnk_peft.components.base import Features
-from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.linear_attention import (
     AttentionState,
@@ -26,70 +27,57 @@ from snnk_peft.functional.linear_attention import (
     linear_attention,
 )
 from snnk_peft.functional.near_field import banded_softmax_attention
+from snnk_peft.functional.precision import wide
+from snnk_peft.layers.attention_term import AttentionTerm
 
 
 class KernelAttention(nn.Module):
     """Linear attention of one layer.
 
     Args:
-        feature_maps: one for all heads, or one per key head (the query heads of a group share that of their keys).
+        terms: what is summed, one term or more. A list of feature maps, one or one per key head, is one term.
         num_heads: H, number of query heads.
         near_field: width of the exact band (1 is the diagonal alone), or None for no band.
+
+    Attributes:
+        blend: softplus⁻¹ of the weights, (fields, H), the near field first; None where there is one field only. At the
+            start near and far field count the same, and so do all terms.
     """
 
-    def __init__(self, feature_maps: Sequence[FeatureMap], num_heads: int, *, near_field: int | None = None):
+    def __init__(
+        self,
+        terms: Sequence[AttentionTerm] | Sequence[FeatureMap],
+        num_heads: int,
+        *,
+        near_field: int | None = None,
+    ):
         super().__init__()
-        self.feature_maps = nn.ModuleList(feature_maps)
+        given = [term for term in terms if isinstance(term, AttentionTerm)]
+        maps = [feature_map for feature_map in terms if isinstance(feature_map, FeatureMap)]
+        self.terms = nn.ModuleList(given or [AttentionTerm(maps)])
         self.near_field, self.num_heads = near_field, num_heads
-        # softplus(log(e^{½} − 1)) = ½: both fields count the same at the start.
-        start = math.log(math.expm1(0.5))
-        self.blend = None if near_field is None else nn.Parameter(torch.full((2, num_heads), start))
+        far = [1 / len(self.terms)] * len(self.terms)
+        weights = torch.tensor(far if near_field is None else [0.5, *(weight / 2 for weight in far)])
+        blend = weights.expm1().log()[:, None].repeat(1, num_heads)
+        self.blend = nn.Parameter(blend) if len(weights) > 1 else None
 
     def maps(self) -> list[FeatureMap]:
-        """The feature maps, one or one per key head."""
-        return [cast(FeatureMap, feature_map) for feature_map in self.feature_maps]
+        """Every feature map: of all terms, of all heads, of queries and of keys."""
+        return [module for module in self.modules() if isinstance(module, FeatureMap)]
 
     def features(
-        self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool
+        self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, term: int = 0
     ) -> tuple[torch.Tensor, Features]:
-        """Features of scaled queries (their own scale left out) and keys.
+        """Features of scaled queries (their own scale left out) and keys; see `AttentionTerm`.
 
-        Raises:
-            UnsupportedError: a component that adapts to all tokens of an example, in causal attention.
+        Args:
+            q: (B, H, L, d), multiplied by √scaling.
+            k: (B, G, N, d), likewise.
+            mask: (B, N) bool, True where a key counts.
+            causal: whether attention is causal.
+            term: which term's.
         """
-        groups = k.shape[1]
-        queries = q.unflatten(1, (groups, -1)).flatten(2, 3)
-        statistics = self._statistics(queries, k, mask, causal)
-        maps = self.maps()
-        if len(maps) == 1:
-            phi, psi = maps[0].phi(queries, statistics), maps[0].psi(k, statistics)
-        else:
-            per_head = [
-                (
-                    feature_map.phi(queries[:, head], {key: value[:, head] for key, value in statistics.items()}),
-                    feature_map.psi(k[:, head], {key: value[:, head] for key, value in statistics.items()}),
-                )
-                for head, feature_map in enumerate(maps)
-            ]
-            phi, psi = (stacked([pair[side] for pair in per_head]) for side in (0, 1))
-        return phi.values.unflatten(2, (-1, q.shape[2])).flatten(1, 2), psi
-
-    def _statistics(
-        self, queries: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool
-    ) -> dict[str, torch.Tensor]:
-        component = self.maps()[0].component
-        if not component.adapts:
-            return {}
-        if causal:
-            raise UnsupportedError(
-                f"component {type(component).__name__} computes its parameters from all tokens of an example; causal "
-                "attention would see the future; use a component that does not, such as 'posrf'"
-            )
-        key_mask = None if mask is None else mask[:, None, :].expand(-1, k.shape[1], -1)
-        query_mask = None
-        if mask is not None and queries.shape[2] % mask.shape[1] == 0:
-            query_mask = mask[:, None, :].repeat(1, k.shape[1], queries.shape[2] // mask.shape[1])
-        return component.statistics(queries, k, query_mask, key_mask)
+        return cast(AttentionTerm, self.terms[term])(q, k, mask, causal)
 
     def forward(
         self,
@@ -118,40 +106,45 @@ class KernelAttention(nn.Module):
         if scaling <= 0:
             raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
         root = scaling**0.5
-        phi, psi = self.features(q * root, k * root, mask, causal)
-        keys, top = common_scale(psi.values, psi.log_scale, mask, overwrite=True)
-        if not causal:
-            far = linear_attention(phi, keys, v, mask)
-        else:
-            before, state = k.shape[-2] - q.shape[-2], None
-            if before:
-                state = AttentionState(
-                    torch.einsum("bgnm,bgnd->bgmd", keys[:, :, :before], v[:, :, :before].to(keys.dtype)),
-                    keys[:, :, :before].sum(-2),
-                    top,
-                )
-            own = None if mask is None else mask[:, before:]
-            far, _ = causal_linear_attention(
-                phi, keys[:, :, before:], v[:, :, before:], own, state=state, log_scale=top
-            )
-        if self.near_field is None or self.blend is None:
-            return far
-        if q.shape[-2] != k.shape[-2]:
+        fields = []
+        if self.near_field is not None:
             # The queries are the last positions: put zeros in front, which see only what comes before them.
-            q = nn.functional.pad(q, (0, 0, k.shape[-2] - q.shape[-2], 0))
-        near = banded_softmax_attention(q, k, v, self.near_field, mask, causal=causal, scaling=scaling)
-        return self.blended([near[:, :, -far.shape[2] :], far])
+            last = nn.functional.pad(q, (0, 0, k.shape[-2] - q.shape[-2], 0)) if q.shape[-2] != k.shape[-2] else q
+            near = banded_softmax_attention(last, k, v, self.near_field, mask, causal=causal, scaling=scaling)
+            fields.append(near[:, :, -q.shape[-2] :])
+        for term in range(len(self.terms)):
+            phi, psi = self.features(q * root, k * root, mask, causal, term)
+            keys, top = common_scale(psi.values, psi.log_scale, mask, overwrite=True)
+            fields.append(_far_field(phi, keys, v, mask, top, causal))
+        return self.blended(fields)
 
     def blended(self, fields: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Σ_f w_f · field f, each field (B, H, L, D): the near field first, if there is one."""
+        """Σ_f w_f · field f, each field (B, H, L, D): the near field first, if there is one, then the terms."""
         if self.blend is None:
             return fields[0]
-        weights = nn.functional.softplus(self.blend.float())[:, None, :, None, None].to(fields[0].dtype)
-        return torch.stack([weight * field for weight, field in zip(weights, fields, strict=True)]).sum(0)
+        weights = nn.functional.softplus(wide(self.blend))[:, None, :, None, None].to(fields[0].dtype)
+        return sum(
+            (weight * field for weight, field in zip(weights[1:], fields[1:], strict=True)), weights[0] * fields[0]
+        )
 
 
-def stacked(parts: Sequence[Features]) -> Features:
-    """Features of several heads, each (B, N, m), as (B, heads, N, m)."""
-    values = torch.stack([part.values for part in parts], 1)
-    scales = [part.log_scale for part in parts]
-    return Features(values, None if scales[0] is None else torch.stack([s for s in scales if s is not None], 1))
+def _far_field(
+    phi: torch.Tensor,
+    keys: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    top: torch.Tensor,
+    causal: bool,
+) -> torch.Tensor:
+    """Linear attention of all queries, or of the last ones where causal and there are more keys."""
+    if not causal:
+        return linear_attention(phi, keys, v, mask)
+    before, state = keys.shape[-2] - phi.shape[-2], None
+    if before:
+        state = AttentionState(
+            torch.einsum("bgnm,bgnd->bgmd", keys[:, :, :before], v[:, :, :before].to(keys.dtype)),
+            keys[:, :, :before].sum(-2),
+            top,
+        )
+    own = None if mask is None else mask[:, before:]
+    return causal_linear_attention(phi, keys[:, :, before:], v[:, :, before:], own, state=state, log_scale=top)[0]

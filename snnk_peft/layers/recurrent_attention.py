@@ -94,7 +94,7 @@ def continue_attention(
 
 def _term_features(kernel: KernelAttention, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[Tensor, Features]]:
     """(φ(q), ψ(k)) of every feature map that is summed over."""
-    return [kernel.features(q, k, mask, True)]
+    return [kernel.features(q, k, mask, True, term) for term in range(len(kernel.terms))]
 
 
 def _far_field(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
 from snnk_peft.config import AttentionPart, resolve_layers
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import module_at
+from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import Attend, Slot
 from snnk_peft.patchers import PATCHERS
 from snnk_peft.patchers.base import Patch, PatchContext
+from snnk_peft.projections import PROJECTIONS
 
 
 @PATCHERS.register("attention")
@@ -40,6 +43,19 @@ def plan_attention(context: PatchContext, part: AttentionPart) -> list[Patch]:
 
 
 def _attend(context: PatchContext, part: AttentionPart, index: int, dim: int, heads: int, key_heads: int) -> Slot:
-    slot = f"layer.{index}.attention"
-    names = [f"{slot}.{head}" for head in range(key_heads)] if part.per_head else [slot]
-    return Attend(KernelAttention(context.feature_maps(part, dim, names), heads, near_field=part.near_field))
+    terms = []
+    for number, own in enumerate(part.terms()):
+        slot = f"layer.{index}.attention" + (f".term.{number}" if number else "")
+        names = [f"{slot}.{head}" for head in range(key_heads)] if own.per_head else [slot]
+        sized = dataclasses.replace(own, num_features=_rows(own, dim))
+        # Keys of their own start as the same draw, and what is redrawn stays the same for both: same slot names.
+        queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
+        terms.append(AttentionTerm(queries, keys if own.separate_maps else None))
+    return Attend(KernelAttention(terms, heads, near_field=part.near_field))
+
+
+def _rows(part: AttentionPart, dim: int) -> int:
+    """num_features; where it was left at the default, the nearest number that the projection can have."""
+    if part.num_features != AttentionPart.num_features:
+        return part.num_features
+    return PROJECTIONS[part.projection].nearest_size(dim, part.num_features, **part.projection_params)

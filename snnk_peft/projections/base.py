@@ -64,7 +64,8 @@ class Projection(nn.Module):
             draw does not fit the next. The current draw is saved, and how many steps have passed.
 
     Attributes:
-        distribution: what the rows are drawn from ("gaussian", ...); a component states which one it needs.
+        distribution: what the rows are drawn from ("gaussian", ...), or "none" for rows that stand for no
+            distribution; a component states which one it needs.
         unbiased: whether averages over the rows are unbiased for the component's kernel. False for deterministic
             designs, and for rows that are only nearly Gaussian.
         uniform: whether all feature weights are equal.
@@ -417,6 +418,7 @@ class Learned(Projection):
         for name, value in drawn.items():
             self.register_buffer(name, value.to(device))
         for name, value in self.initial(generator).items():
+            self._buffers.pop(name, None)  # a learned bias takes the place of the absent one
             self.register_parameter(name, nn.Parameter(value.to(device, torch.float32)))
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:

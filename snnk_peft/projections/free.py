@@ -2,7 +2,7 @@
 
 W starts as an independent Gaussian draw, or as block-orthogonal Gaussian rows, of which estimates have less variance.
 
-Cost: as gaussian; num_features · dim parameters.
+Cost: as gaussian; num_features · dim parameters, and num_features for a bias.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Free(Learned):
     Args:
         init: "gaussian" (default) starts with independent standard normal entries, "orf" with rows that are orthogonal
             within blocks of `dim` and as long as Gaussian ones. Either way every row is N(0, I).
+        bias: also learn numbers c that are added to Wx, zero at the start (default False).
         **kwargs: as in `Projection`.
     """
 
@@ -30,13 +31,14 @@ class Free(Learned):
 
     resamplable = False
 
-    def __init__(self, dim: int, num_features: int, *, init: str = "gaussian", **kwargs: object):
-        self.init, self.params = init, {"init": init}
+    def __init__(self, dim: int, num_features: int, *, init: str = "gaussian", bias: bool = False, **kwargs: object):
+        self.init, self.with_bias, self.params = init, bias, {"init": init, "bias": bias}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
 
     def argument_faults(self) -> list[str]:
-        """An unknown start."""
-        return super().argument_faults() + choice_faults("free", {"init": (self.init, ("gaussian", "orf"))})
+        """An unknown start, a bias that is neither wanted nor not."""
+        choices = {"init": (self.init, ("gaussian", "orf")), "bias": (self.with_bias, (False, True))}
+        return super().argument_faults() + choice_faults("free", choices)
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """W at the start, (num_features, dim)."""
@@ -51,8 +53,9 @@ class Free(Learned):
         return {}
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """W."""
-        return {"weight": self.draw(generator)}
+        """W, and a bias of zeros if wanted."""
+        bias = {"bias": torch.zeros(self.num_features, device="cpu")} if self.with_bias else {}
+        return {"weight": self.draw(generator), **bias}
 
     def rows(self) -> torch.Tensor:
         """W (num_features, dim), the parameter itself."""

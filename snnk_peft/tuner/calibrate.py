@@ -48,6 +48,9 @@ def calibrate(
 ) -> CalibrationReport:
     """Fit the replaced FFN blocks and pooler of a patched model to the originals.
 
+    Adapters and linear attention hold no readout that stands for a module's output. They stay as they are, and what
+    is fitted sees their effect in its inputs.
+
     Args:
         model: a model from `get_snnk_model` whose active adapter replaces something.
         batches: model-input dicts on any device, as a list, a DataLoader or a function that returns an iterator; read
@@ -89,7 +92,7 @@ def calibrate(
     if not slots:
         faults.append(
             "the model has no active replaced part to calibrate; expected a model from get_snnk_model with ffn= or "
-            "pooler=, with that adapter active"
+            "pooler=, with that adapter active (adapters and linear attention are trained, not calibrated)"
         )
     if not faults:
         total, fitted = _count_batches(batches, held_out)

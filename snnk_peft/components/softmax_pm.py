@@ -1,0 +1,49 @@
+"""Softmax features with both signs (Hedgehog, Zhang et al. 2024): φ(x) = softmax([Wx + b, −(Wx + b)]).
+
+2m features, positive, between 0 and 1, of sum 1: bounded whatever x is, and as spiky as W makes them. They estimate no
+kernel: W and b are meant to be learned, so that Σ_j φ(q)·ψ(k_j) follows the softmax weights of a layer, with maps of
+their own for queries and keys. Over a learned `free` matrix with bias this is the map of attention transfer; over a
+fixed matrix it is a positive map like `elu`, no more.
+
+Cost: the projection and two exponentials per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.projections.base import Projection
+
+
+@COMPONENTS.register("softmax_pm")
+class SoftmaxPm(Component):
+    """softmax over the projections and their negatives. Unequal weights of the rows play no part in it."""
+
+    formula = "softmax([Wx + b, −(Wx + b)])"
+    kernel_formula = "none; W is to be learned"
+    source = "Hedgehog (Zhang et al. 2024)"
+    cost = "two exponentials per row"
+
+    positive = True
+
+    @classmethod
+    def fits(cls, projection: Projection | type[Projection]) -> bool:
+        """Real rows of any origin."""
+        return projection.distribution in ("gaussian", "none")
+
+    def feature_dim(self, num_features: int, dim: int) -> int:
+        """2 · num_features."""
+        return 2 * num_features
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`; the same for both."""
+        with full_precision(x):
+            z = projection(wide(x))
+            return Features(torch.cat((z, -z), -1).softmax(-1).to(x.dtype))
