@@ -72,7 +72,7 @@ def sharpened(family: str):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and any(
-                word in name for word in ("query", "key", "q_lin", "k_lin", "q_proj", "k_proj")
+                word in name for word in ("query", "key", "q_lin", "k_lin", "q_proj", "k_proj", "Wqkv")
             ):
                 parameter.mul_(4)
     return model
@@ -333,8 +333,8 @@ def test_bad_parts(fields, message):
 
 
 def test_other_parts_do_not_fit_a_gated_decoder():
-    for part in ({"ffn": FFNPart()}, {"adapter": AdapterPart()}):
-        with pytest.raises(UnsupportedError, match="LlamaMLP at"):
+    for part in ({"ffn": FFNPart()}, {"adapter": AdapterPart(placement="parallel")}):
+        with pytest.raises(UnsupportedError, match="is gated"):
             get_snnk_model(causal_model("llama"), SNNKConfig(**part))
 
 

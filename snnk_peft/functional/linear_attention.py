@@ -132,12 +132,13 @@ def causal_linear_attention(
         if state is not None:
             k, log_scale, state = _same_scale(k, log_scale, state)
         q = _grouped(wide(q), groups)
-        padding = -length % chunk
-        if padding:
+        chunks = (length + chunk - 1) // chunk
+        padding = chunks * chunk - length
+        if torch.compiler.is_compiling() or padding:  # a traced graph must not ask for the length
             q, k, values = (torch.nn.functional.pad(t, (0, 0, 0, padding)) for t in (q, k, values))
         # Values get a column of ones: the denominator is one more column of the numerator.
         values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
-        q, k, values = (t.unflatten(-2, (-1, chunk)) for t in (q, k, values))
+        q, k, values = (t.unflatten(-2, (chunks, chunk)) for t in (q, k, values))
         sums = torch.einsum("bgcnm,bgcnd->bgcmd", k, values)
         if state is not None:
             first = torch.cat((state.values, state.normaliser.unsqueeze(-1)), -1)

@@ -21,6 +21,7 @@ from snnk_peft.families import FAMILIES
 from snnk_peft.families.base import ModelFamily, module_at
 from snnk_peft.layers.slots import Attend, Retrained, Slot
 from snnk_peft.patchers import PATCHERS
+from snnk_peft.patchers.attention import check_attention
 from snnk_peft.patchers.base import Patch, PatchContext
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tuner.checkpoint import check_measurements, check_weights, clashes, measurements
@@ -58,6 +59,8 @@ def plan_patches(model: nn.Module, config: SNNKConfig) -> list[Patch]:
     Raises:
         ConfigError, UnsupportedError: every fault of every part in one error.
     """
+    if config.attention is not None and hasattr(model, "config"):
+        check_attention(model)  # says more about an architecture that cannot be supported than that it is unknown
     context = PatchContext(model, family_of(model), config.seed, config.save_projection)
     patches: list[Patch] = []
     faults: list[str] = []
