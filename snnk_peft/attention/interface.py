@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import output_capturing
 
 from snnk_peft.attention.softmax import pairwise_mask, softmax_attention
 from snnk_peft.errors import UnsupportedError
@@ -87,7 +88,7 @@ def kernel_attention_forward(
             "padding mask (batch, keys). Masks and biases per pair of tokens need softmax attention"
         )
     refuse_biases(module, kwargs)
-    weights_wanted = wants_weights(module, kwargs)
+    weights_wanted = wants_weights(kwargs)
     kernel = active_kernel(module)
     if kernel is None:
         return softmax_attention(
@@ -118,10 +119,14 @@ def active_kernel(module: nn.Module) -> KernelAttention | None:
     return None if owner is None else owner()
 
 
-def wants_weights(module: nn.Module, options: dict[str, Any]) -> bool:
-    """Whether the caller asked for attention weights, in the call or in the model's config."""
-    asked = options.get("output_attentions")
-    return bool(getattr(getattr(module, "config", None), "output_attentions", False) if asked is None else asked)
+def wants_weights(options: dict[str, Any]) -> bool:
+    """Whether the caller asked for attention weights.
+
+    Some models keep `output_attentions` from their attention functions (GPT-2), or find it in their config. What
+    transformers is about to collect tells in all cases.
+    """
+    collected = output_capturing._active_collector.get()
+    return bool(options.get("output_attentions")) or "attentions" in (collected or ())
 
 
 def refuse_biases(module: nn.Module, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from snnk_peft.functional.blocks import exporting
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.functional.precision import full_precision, wide
 
@@ -57,8 +58,8 @@ def softmax_attention(
 
 
 def _in_blocks(length: int, window: int) -> bool:
-    """Whether a band is computed in blocks: below, one fused product with a mask is quicker. Tracing must not ask."""
-    return torch.compiler.is_compiling() or length > 8 * window
+    """Whether a band is computed in blocks: below, one fused product with a mask is quicker."""
+    return exporting() or length > 8 * window
 
 
 def softmax_weights(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.blocks import block_count, exporting
 from snnk_peft.functional.precision import full_precision, wide
 
 
@@ -50,10 +51,9 @@ def banded_softmax_attention(
         )
     if faults:
         raise ConfigError(faults)
-    # A comparison would tie a traced graph to some lengths.
-    size = width if torch.compiler.is_compiling() else min(width, length)
+    size = width if exporting() else min(width, length)
     with full_precision(v):
-        groups, blocks = k.shape[1], (length + size - 1) // size
+        groups, blocks = k.shape[1], block_count(length, size)
         queries = wide(q).unflatten(1, (groups, -1)) * scaling
         keys, values = wide(k), wide(v)
         counts = torch.ones(1, length, dtype=torch.bool, device=q.device) if mask is None else mask

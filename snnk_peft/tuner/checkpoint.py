@@ -74,8 +74,9 @@ def check_weights(
         return
     try:
         with safe_open(path, framework="pt") as file:
-            shapes = {key.removeprefix(PREFIX): tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-            checksums = {k.removeprefix(PREFIX): file.get_tensor(k) for k in file.keys() if k.endswith("checksum")}  # noqa: SIM118
+            keys = list(file.keys())
+            shapes = {_place(key): tuple(file.get_slice(key).get_shape()) for key in keys}
+            checksums = {_place(key): file.get_tensor(key) for key in keys if key.endswith("checksum")}
     except SafetensorError as error:
         raise ConfigError(
             f"{path} is truncated or corrupted ({error}); expected a whole safetensors file. Copy or download it again"
@@ -108,6 +109,11 @@ def check_weights(
         raise ConfigError(
             [f"{path} does not fit {type(model).__name__} with this adapter_config.json", *faults[:SHOWN], *more]
         )
+
+
+def _place(key: str) -> str:
+    """A key of the file without PEFT's prefix, and without the wrappers around a module inside a wrapped one."""
+    return key.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 
 def _inside_adapter(name: str) -> bool:

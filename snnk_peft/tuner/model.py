@@ -18,7 +18,7 @@ from snnk_peft.attention import NAME as ATTENTION
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
-from snnk_peft.families.base import ModelFamily, module_at
+from snnk_peft.families.base import ModelFamily, module_at, unwrap
 from snnk_peft.layers.slots import Attend, Retrained, Slot
 from snnk_peft.patchers import PATCHERS
 from snnk_peft.patchers.attention import check_attention
@@ -121,7 +121,7 @@ class SNNKModel(BaseTuner):
 
     @staticmethod
     def _check_target_module_exists(peft_config: Any, key: str) -> bool:
-        return key in peft_config.target_modules
+        return original_path(key) in peft_config.target_modules
 
     def _create_and_replace(
         self,
@@ -137,7 +137,7 @@ class SNNKModel(BaseTuner):
             layer = target
         else:
             layer = SlotLayer(target)
-        for slot in self._slots.pop(current_key):
+        for slot in self._slots.pop(original_path(current_key)):
             layer.add_slot(adapter_name, slot)
         layer.train(layer.base_layer.training)
         place = next(parent.parameters(), None)
@@ -146,7 +146,7 @@ class SNNKModel(BaseTuner):
         layer.move_to(adapter_name, place.device, place.dtype if place.is_floating_point() else None)
         layer.set_adapter(self.active_adapters, inference_mode=peft_config.inference_mode)
         if layer is not target:
-            setattr(parent, target_name, layer)
+            setattr(unwrap(parent), target_name, layer)
         if any(isinstance(slot, Attend) for slot in layer.slots_of(adapter_name)):
             self._use_attention_interface()
 
@@ -163,6 +163,10 @@ class SNNKModel(BaseTuner):
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = super()._unload_and_optionally_merge(*args, **kwargs)
+        for module in list(model.modules()):  # PEFT does not look inside the layers that it takes out
+            for name, child in list(module.named_children()):
+                if isinstance(child, SlotLayer):
+                    setattr(module, name, unwrap(child))
         before = getattr(model, "snnk_attention_before", None)
         if before is not None:
             model.set_attn_implementation(before)
@@ -200,6 +204,11 @@ class SNNKModel(BaseTuner):
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
         return re.sub(rf"\.snnk_slots\.{re.escape(adapter_name)}\.", ".snnk_slots.", key)
+
+
+def original_path(path: str) -> str:
+    """The path of a module in the unpatched model, where modules around it may be wrapped by now."""
+    return path.replace(".base_layer.", ".")
 
 
 def module_names(model: nn.Module) -> set[str]:
