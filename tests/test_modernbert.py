@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import ModernBertConfig, ModernBertForSequenceClassification
 from transformers.masking_utils import sliding_window_bidirectional_mask_function
 
@@ -17,6 +18,7 @@ from snnk_peft.attention.interface import NAME, pairwise_mask
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_models import inputs_for, same, tiny, trained
 
 LOCAL = [1, 2]  # of the tiny model's four layers
@@ -188,6 +190,31 @@ def test_adapters_beside_attention_and_a_pooler():
     learned = {name: p.grad for name, p in changed.named_parameters() if p.requires_grad}
     assert sum("attn.out_drop" in name or ".attn.base_layer.out_drop" in name for name in learned) >= 4
     assert all(grad is not None and grad.isfinite().all() for grad in learned.values())
+
+
+@pytest.mark.parametrize("family", ["modernbert", "vit", "distilbert"])
+def test_an_adapter_inside_exchanged_attention(family, tmp_path):
+    """The adapter's place lies inside the attention module: saved, loaded, joined by a second one, taken out again."""
+    model = tiny(family)
+    inputs = inputs_for(model)
+    exact = model(**inputs).logits
+    config = SNNKConfig(attention=AttentionPart(num_features=8), adapter=AdapterPart(num_features=4))
+    changed = trained(get_snnk_model(model, config)).eval()
+    expected = changed(**inputs).logits
+    changed.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(tiny(family), tmp_path).eval()
+    assert same(again(**inputs).logits, expected)
+    changed.add_adapter("other", SNNKConfig(adapter=AdapterPart(num_features=6), modules_to_save=[]))
+    changed.set_adapter("other")
+    trained(changed).eval()
+    assert not torch.allclose(changed(**inputs).logits, expected, atol=1e-4)
+    changed.set_adapter("default")
+    small = bundle(again)
+    torch.testing.assert_close(small(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    plain = again.unload()
+    assert not [module for module in plain.modules() if isinstance(module, SlotLayer)]
+    assert list(plain.state_dict()) == list(tiny(family).state_dict())
+    assert exact.shape == plain(**inputs).logits.shape
 
 
 @pytest.mark.parametrize(
