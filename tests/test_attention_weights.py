@@ -75,8 +75,8 @@ def test_weights_times_values_are_the_output(causal, near_field, maps):
     ones = torch.ones(2, 4, 9, dtype=torch.float64)
     if layer.blend is not None:
         total = nn.functional.softplus(layer.blend.detach().float()).to(ones).sum(0)
-        far_only = mask[:, None, :] if causal else mask[:, None, :]  # a padded query may see no key of its band
-        torch.testing.assert_close((weights.sum(-1) * far_only), (ones * total[:, None]) * far_only)
+        real = mask[:, None, :]  # a padded query may see no key of its band
+        torch.testing.assert_close(weights.sum(-1) * real, ones * total[:, None] * real)
     else:
         torch.testing.assert_close(weights.sum(-1), ones)
 
@@ -171,7 +171,8 @@ def test_weights_of_the_model_are_those_of_its_kernels():
     for module in model.modules():
         if isinstance(module, KernelAttention):
             module.register_forward_hook(
-                lambda m, a, k, out: seen.append((m, a, k, out)), with_kwargs=True  # noqa: B023
+                lambda m, a, k, out: seen.append((m, a, k, out)),
+                with_kwargs=True,
             )
     with torch.no_grad():
         attentions = model(**inputs, output_attentions=True).attentions

@@ -16,8 +16,10 @@ from snnk_peft import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfi
 from snnk_peft.attention import softmax
 from snnk_peft.attention.interface import NAME, pairwise_mask
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import FAMILIES
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.slots import After
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_models import inputs_for, same, tiny, trained
 
@@ -167,7 +169,9 @@ def test_many_features_approach_softmax():
     inputs = inputs_for(model, tokens=20)
     with torch.no_grad():
         exact = model(**inputs).logits
-        error = [(patched(copy.deepcopy(model), num_features=m)(**inputs).logits - exact).abs().max() for m in (4, 4096)]
+        error = [
+            (patched(copy.deepcopy(model), num_features=m)(**inputs).logits - exact).abs().max() for m in (4, 4096)
+        ]
     assert 0 < error[1] < error[0] / 3
 
 
@@ -192,6 +196,12 @@ def test_adapters_beside_attention_and_a_pooler():
     assert all(grad is not None and grad.isfinite().all() for grad in learned.values())
 
 
+def afters(model) -> list[After]:
+    """The sequential adapters in use."""
+    layers = [module for module in model.modules() if isinstance(module, SlotLayer)]
+    return [slot for layer in layers for slot in layer.active_slots() if isinstance(slot, After)]
+
+
 @pytest.mark.parametrize("family", ["modernbert", "vit", "distilbert"])
 def test_an_adapter_inside_exchanged_attention(family, tmp_path):
     """The adapter's place lies inside the attention module: saved, loaded, joined by a second one, taken out again."""
@@ -206,9 +216,11 @@ def test_an_adapter_inside_exchanged_attention(family, tmp_path):
     assert same(again(**inputs).logits, expected)
     changed.add_adapter("other", SNNKConfig(adapter=AdapterPart(num_features=6), modules_to_save=[]))
     changed.set_adapter("other")
-    trained(changed).eval()
+    assert all(slot.adapter.stage.feature_map.num_features == 6 for slot in afters(changed))
+    assert len(afters(changed)) == 2 * len(FAMILIES[family].layer_paths(model))
     assert not torch.allclose(changed(**inputs).logits, expected, atol=1e-4)
     changed.set_adapter("default")
+    assert same(changed(**inputs).logits, expected)
     small = bundle(again)
     torch.testing.assert_close(small(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
     plain = again.unload()

@@ -62,9 +62,7 @@ def _in_blocks(length: int, window: int) -> bool:
     return exporting() or length > 8 * window
 
 
-def softmax_weights(
-    query: torch.Tensor, key: torch.Tensor, pairs: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def softmax_weights(query: torch.Tensor, key: torch.Tensor, pairs: torch.Tensor | None, scaling: float) -> torch.Tensor:
     """(B, H, L, N) weights from queries (B, H, L, d), keys (B, G, N, d) and who sees whom (B, 1, L, N)."""
     with full_precision(query):
         key = repeat_kv(key, query.shape[1] // key.shape[1])

@@ -6,7 +6,7 @@ import torch
 
 
 def exporting() -> bool:
-    """Whether a graph is being traced for export: it must not ask how long its input is, or it fits that length only."""
+    """Whether a graph is traced for export; if it asks how long its input is, it fits that length only."""
     return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
 
 

@@ -114,7 +114,9 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     names = [path.rpartition(".")[2] for path, _ in [*model.named_modules(), *model.named_parameters()]]
     found = {what: name for name, what in reversed(ADDED_TO_WEIGHTS.items()) if name in names}
     yield from (f"has {what} ({name!r})" for what, name in found.items())
-    if any(hasattr(module, "build_alibi_tensor") or hasattr(module, "build_mpt_alibi_tensor") for module in model.modules()):
+    if any(
+        hasattr(module, "build_alibi_tensor") or hasattr(module, "build_mpt_alibi_tensor") for module in model.modules()
+    ):
         yield "uses ALiBi, a bias per pair of positions"
     elif getattr(config, "alibi", False):
         yield "uses ALiBi, a bias per pair of positions (config.alibi)"

@@ -63,8 +63,8 @@ class PatchContext:
         """
         if self.family.gated:
             raise UnsupportedError(
-                f"{what}: the FFN of {type(self.model).__name__} (family {self.family.name!r}) is gated, two expansions "
-                "multiplied; expected one expansion and an activation"
+                f"{what}: the FFN of {type(self.model).__name__} (family {self.family.name!r}) is gated, two "
+                "expansions multiplied; expected one expansion and an activation"
             )
 
     def generator(self, slot: str) -> torch.Generator:

@@ -25,7 +25,7 @@ from snnk_peft.patchers.attention import check_attention
 from snnk_peft.patchers.base import Patch, PatchContext
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tuner.checkpoint import check_measurements, check_weights, clashes, measurements
-from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 
 def family_of(model: nn.Module) -> ModelFamily:
@@ -123,6 +123,14 @@ class SNNKModel(BaseTuner):
     def _check_target_module_exists(peft_config: Any, key: str) -> bool:
         return original_path(key) in peft_config.target_modules
 
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """As in PEFT, and also at places inside a layer that an earlier adapter wrapped, which PEFT passes over."""
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        for path in list(self._slots):
+            parent, _, name = path.rpartition(".")
+            places = model.get_submodule(path), name, model.get_submodule(parent)
+            self._create_and_replace(self.peft_config[adapter_name], adapter_name, *places, current_key=path)
+
     def _create_and_replace(
         self,
         peft_config: Any,
@@ -204,11 +212,6 @@ class SNNKModel(BaseTuner):
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
         return re.sub(rf"\.snnk_slots\.{re.escape(adapter_name)}\.", ".snnk_slots.", key)
-
-
-def original_path(path: str) -> str:
-    """The path of a module in the unpatched model, where modules around it may be wrapped by now."""
-    return path.replace(".base_layer.", ".")
 
 
 def module_names(model: nn.Module) -> set[str]:

@@ -142,6 +142,11 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         return False
 
 
+def original_path(path: str) -> str:
+    """The path of a module in the unpatched model, where modules around it may be wrapped by now."""
+    return path.replace(".base_layer.", ".")
+
+
 def active_module(module: nn.Module) -> nn.Module:
     """The module in use behind PEFT's wrappers: the trained copy of modules_to_save, or the original."""
     if isinstance(module, ModulesToSaveWrapper):
