@@ -72,7 +72,7 @@ def sharpened(family: str):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and any(
-                word in name for word in ("query", "key", "q_lin", "k_lin", "q_proj", "k_proj")
+                word in name for word in ("query", "key", "q_lin", "k_lin", "q_proj", "k_proj", "Wqkv")
             ):
                 parameter.mul_(4)
     return model
@@ -156,9 +156,15 @@ def test_two_adapters_and_training():
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in learned)
 
 
-def test_compiles_in_one_graph():
-    model = patched(sharpened("bert"), num_features=8)
+@pytest.mark.parametrize("bundled", [False, True])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_compiles_in_one_graph(name, bundled):
+    model = patched(sharpened("bert") if name == "bert" else causal_model(name), num_features=8, near_field=2)
     inputs = inputs_for(model.get_base_model())
+    if name == "llama":
+        inputs["use_cache"] = False
+    if bundled:
+        model = bundle(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)
 
@@ -195,6 +201,18 @@ def test_generation_with_a_cache_equals_generation_without(name, fields):
     both = model.generate(**inputs, max_new_tokens=10, do_sample=False)[1, 5:]
     length = one.shape[1]
     assert torch.equal(one[0], both[:length])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+def test_left_padding_is_truncation(name, fields):
+    model = patched(causal_model(name), **fields)
+    inputs = left_padded()
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        padded = model(**inputs, position_ids=positions).logits[1, 5:]
+        cut = model(input_ids=inputs["input_ids"][1:2, 5:]).logits[0]
+    torch.testing.assert_close(padded, cut, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -333,8 +351,8 @@ def test_bad_parts(fields, message):
 
 
 def test_other_parts_do_not_fit_a_gated_decoder():
-    for part in ({"ffn": FFNPart()}, {"adapter": AdapterPart()}):
-        with pytest.raises(UnsupportedError, match="LlamaMLP at"):
+    for part in ({"ffn": FFNPart()}, {"adapter": AdapterPart(placement="parallel")}):
+        with pytest.raises(UnsupportedError, match="is gated"):
             get_snnk_model(causal_model("llama"), SNNKConfig(**part))
 
 

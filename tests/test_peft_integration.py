@@ -43,6 +43,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "xlm-roberta": TEXT,
     "distilbert": {"dim": DIM, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "vocab_size": VOCAB},
     "electra": {**TEXT, "embedding_size": 8},
+    "modernbert": {
+        **TEXT,
+        **{"num_hidden_layers": 3, "local_attention": 4},
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    },
     "vit": IMAGE,
     "deit": IMAGE,
 }
@@ -103,7 +108,8 @@ def wrappers(model: nn.Module) -> list[str]:
 
 
 def supports(family: str, part: str) -> bool:
-    return FAMILIES[family].pooler is not None or "pooler" not in PARTS[part]
+    gated = FAMILIES[family].gated and part in ("parallel", "ffn", "ffn-drawn", "everything")
+    return not gated and (FAMILIES[family].pooler is not None or "pooler" not in PARTS[part])
 
 
 CASES = [(f, p) for f, p in itertools.product(FAMILIES.names(), PARTS) if f in SIZES and supports(f, p)]

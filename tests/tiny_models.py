@@ -8,9 +8,12 @@ import torch
 import transformers
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 TEXT = {"vocab_size": 100, "max_position_embeddings": 40, **SIZES}
 IMAGE = {"image_size": 8, "patch_size": 4, **SIZES}
 DISTIL = {"vocab_size": 100, "max_position_embeddings": 40, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
+# Layers 0 and 3 see all tokens, 1 and 2 the two neighbours on each side.
+MODERN = {**TEXT, **TOKENS, "num_hidden_layers": 4, "local_attention": 4}
 
 # Family -> (config class, its arguments, sequence or image classifier).
 CLASSIFIERS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -18,6 +21,7 @@ CLASSIFIERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "deit": ("DeiTConfig", IMAGE, "DeiTForImageClassification"),
     "distilbert": ("DistilBertConfig", DISTIL, "DistilBertForSequenceClassification"),
     "electra": ("ElectraConfig", {"embedding_size": 16, **TEXT}, "ElectraForSequenceClassification"),
+    "modernbert": ("ModernBertConfig", MODERN, "ModernBertForSequenceClassification"),
     "roberta": ("RobertaConfig", TEXT, "RobertaForSequenceClassification"),
     "vit": ("ViTConfig", IMAGE, "ViTForImageClassification"),
     "xlm-roberta": ("XLMRobertaConfig", TEXT, "XLMRobertaForSequenceClassification"),

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import output_capturing
 
+from snnk_peft.attention.softmax import pairwise_mask, softmax_attention
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
+
+__all__ = ["NAME", "kernel_attention_forward", "padding_mask", "pairwise_mask"]
 
 NAME = "snnk_peft"
 CACHE_LAYER = "snnk_cache_layer"  # attribute of keys: the cache layer that they went through (attention/cache.py)
@@ -60,8 +63,8 @@ def kernel_attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What a layer calls: q (B, H, L, d), k and v (B, G, N, d) -> (B, L, H, D) and no weights.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a layer calls: q (B, H, L, d), k and v (B, G, N, d) -> (B, L, H, D), and (B, H, L, N) weights if asked for.
 
     Attention dropout (on weights that are never formed) does not exist for linear attention and is ignored there.
 
@@ -74,10 +77,10 @@ def kernel_attention_forward(
         dropout: for softmax layers.
         scaling: factor on q·k.
         is_causal: overrides what the module says.
-        **kwargs: for softmax layers.
+        **kwargs: `output_attentions` asks for the weights; `sliding_window` restricts a softmax layer to a band.
 
     Raises:
-        UnsupportedError: a mask or a bias that linear attention cannot honour.
+        UnsupportedError: a mask or a bias that linear attention cannot honour, or weights of too long an input.
     """
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -85,16 +88,37 @@ def kernel_attention_forward(
             f"{type(module).__name__} received an attention mask of shape {tuple(attention_mask.shape)}; expected the "
             "padding mask (batch, keys). Masks and biases per pair of tokens need softmax attention"
         )
+    refuse_biases(module, kwargs)
+    weights_wanted = wants_weights(kwargs)
     kernel = active_kernel(module)
     recurrent = getattr(key, CACHE_LAYER, None)
     if recurrent is not None:  # the keys come from a RecurrentCache, which holds sums over those before them
+        if weights_wanted:
+            raise UnsupportedError(
+                "attention weights were asked for (output_attentions=True) while generating with a RecurrentCache, "
+                "which keeps no keys that they could belong to; pass "
+                "past_key_values=transformers.DynamicCache(config=model.config), or leave output_attentions out"
+            )
         out = recurrent.attend(kernel, query, key, value, attention_mask, causal=causal, scaling=scaling)
         return out.transpose(1, 2).contiguous(), None
     if kernel is None:
-        mask = pairwise_mask(attention_mask, query, key, causal)
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=False, **kwargs)
+        return softmax_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            causal=causal,
+            window=kwargs.get("sliding_window"),
+            weights_wanted=weights_wanted,
+        )
     out = kernel(query, key, value, attention_mask, causal=causal, scaling=scaling)
-    return out.transpose(1, 2).contiguous(), None
+    weights = None
+    if weights_wanted:
+        weights = kernel.weights(query, key, attention_mask, causal=causal, scaling=scaling)
+    return out.transpose(1, 2).contiguous(), weights
 
 
 def active_kernel(module: nn.Module) -> KernelAttention | None:
@@ -106,21 +130,24 @@ def active_kernel(module: nn.Module) -> KernelAttention | None:
     return None if owner is None else owner()
 
 
-def pairwise_mask(
-    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal: bool
-) -> torch.Tensor | None:
-    """The (B, 1, L, N) mask of softmax attention from a padding mask; rows without a key see all (and mean nothing)."""
-    length, keys = query.shape[2], key.shape[2]
-    pairs = None
-    if causal:
-        pairs = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)[None, None]
-    if mask is not None:
-        padded = mask[:, None, None, :]
-        pairs = padded if pairs is None else pairs & padded
-    if pairs is None:
-        return None
-    pairs = pairs.expand(query.shape[0], 1, length, keys)
-    return pairs | ~pairs.any(-1, keepdim=True)
+def wants_weights(options: dict[str, Any]) -> bool:
+    """Whether the caller asked for attention weights.
+
+    Some models keep `output_attentions` from their attention functions (GPT-2), or find it in their config. What
+    transformers is about to collect tells in all cases.
+    """
+    collected = output_capturing._active_collector.get()
+    return bool(options.get("output_attentions")) or "attentions" in (collected or ())
+
+
+def refuse_biases(module: nn.Module, options: dict[str, Any]) -> None:
+    """UnsupportedError if the model adds something to q·k, or to the sum of the weights."""
+    given = [name for name in ("position_bias", "softcap", "s_aux") if options.get(name) is not None]
+    if given:
+        raise UnsupportedError(
+            f"{type(module).__name__} passes {', '.join(given)} to its attention function; linear attention needs "
+            "weights that depend on query and key alone. Leave `attention` out for this model"
+        )
 
 
 AttentionInterface.register(NAME, kernel_attention_forward)

@@ -39,6 +39,8 @@ class ModelFamily:
         head_output: path of the task head's last Linear where the pooler's dense layer is inside `classifier`; with a
             pooler part this is what is trained in full.
         causal: whether attention is causal.
+        gated: whether the FFN multiplies two expansions (GeGLU, SwiGLU); it is then no expansion and activation that
+            could be replaced or get a neighbour, and `ffn_in` names what holds the gate.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ModelFamily:
     classifier_of_pooler: str | None = None
     head_output: str | None = None
     causal: bool = False
+    gated: bool = False
 
     def path(self, model: nn.Module, template: str) -> str:
         """`template` with "{base}." filled in for this model: the encoder's attribute name, or nothing."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.blocks import block_count, exporting
 from snnk_peft.functional.precision import full_precision, wide
 
 CHUNK = 128  # tokens per chunk of the causal form: the products within a chunk cost CHUNK per token and column
@@ -139,12 +140,13 @@ def causal_linear_attention(
         if state is not None:
             k, log_scale, state = _same_scale(k, log_scale, state)
         q = _grouped(wide(q), groups)
-        padding = -length % chunk
-        if padding:
+        chunks = block_count(length, chunk)
+        padding = chunks * chunk - length
+        if exporting() or padding:
             q, k, values = (torch.nn.functional.pad(t, (0, 0, 0, padding)) for t in (q, k, values))
         # Values get a column of ones: the denominator is one more column of the numerator.
         values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
-        q, k, values = (t.unflatten(-2, (-1, chunk)) for t in (q, k, values))
+        q, k, values = (t.unflatten(-2, (chunks, chunk)) for t in (q, k, values))
         sums = torch.einsum("bgcnm,bgcnd->bgcmd", k, values)
         if state is not None:
             first = torch.cat((state.values, state.normaliser.unsqueeze(-1)), -1)

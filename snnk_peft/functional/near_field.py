@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.blocks import block_count, exporting
 from snnk_peft.functional.precision import full_precision, wide
 
 
@@ -50,17 +51,16 @@ def banded_softmax_attention(
         )
     if faults:
         raise ConfigError(faults)
-    width = min(width, length)
+    size = width if exporting() else min(width, length)
     with full_precision(v):
-        groups, size = k.shape[1], width
+        groups, blocks = k.shape[1], block_count(length, size)
         queries = wide(q).unflatten(1, (groups, -1)) * scaling
         keys, values = wide(k), wide(v)
         counts = torch.ones(1, length, dtype=torch.bool, device=q.device) if mask is None else mask
-        padding = -length % size
-        queries = torch.nn.functional.pad(queries, (0, 0, 0, padding)).unflatten(-2, (-1, size))
-        after = 0 if causal else size
-        keys, values = (_windows(t, size, padding, after) for t in (keys, values))
-        counts = _windows(counts.unsqueeze(-1), size, padding, after).squeeze(-1)
+        queries = torch.nn.functional.pad(queries, (0, 0, 0, blocks * size - length)).unflatten(-2, (blocks, size))
+        neighbours = 1 if causal else 2
+        keys, values = (_windows(t, size, blocks, neighbours) for t in (keys, values))
+        counts = _windows(counts.unsqueeze(-1), size, blocks, neighbours).squeeze(-1)
         position = torch.arange(size, device=q.device)[:, None]
         # Windows start one block before their queries.
         distance = position + size - torch.arange(keys.shape[-2], device=q.device)[None, :]
@@ -76,7 +76,8 @@ def banded_softmax_attention(
         return out.flatten(-3, -2)[..., :length, :].flatten(1, 2).to(v.dtype)
 
 
-def _windows(x: Tensor, size: int, padding: int, after: int) -> Tensor:
-    """(..., L, d) -> (..., blocks, size + size + after, d): each block with the one before (and the one after)."""
-    x = torch.nn.functional.pad(x, (0, 0, size, padding + after))
-    return x.unfold(-2, 2 * size + after, size).transpose(-1, -2)
+def _windows(x: Tensor, size: int, blocks: int, neighbours: int) -> Tensor:
+    """(..., L, d) -> (..., blocks, (1 + neighbours) · size, d): each block with the one before (and the one after)."""
+    total = (blocks + neighbours) * size
+    x = torch.nn.functional.pad(x, (0, 0, size, total - size - x.shape[-2])).unflatten(-2, (blocks + neighbours, size))
+    return torch.cat([x.narrow(-3, start, blocks) for start in range(1 + neighbours)], -2)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from snnk_peft.components.base import Features
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.linear_attention import (
     AttentionState,
@@ -29,6 +29,8 @@ from snnk_peft.functional.linear_attention import (
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.attention_term import AttentionTerm
+
+EXPLICIT = 2048  # keys up to which attention weights are formed on request
 
 
 class KernelAttention(nn.Module):
@@ -126,6 +128,40 @@ class KernelAttention(nn.Module):
         return sum(
             (weight * field for weight, field in zip(weights[1:], fields[1:], strict=True)), weights[0] * fields[0]
         )
+
+    def weights(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        scaling: float | None = None,
+    ) -> torch.Tensor:
+        """The weights (B, H, L, N) that `forward` multiplies values with: what it makes of the unit vectors.
+
+        Rows sum to one, or with a near field to the sum of the two blending weights of a head (one at the start); rows
+        without a key are 0. Weights of features that are not positive can be negative.
+
+        Args:
+            q: queries.
+            k: keys.
+            mask: (B, N) bool, True where a key counts.
+            causal: whether a query sees only keys at or before it.
+            scaling: as in `forward`.
+
+        Raises:
+            UnsupportedError: more than 2048 keys; the weights grow with their square.
+        """
+        count = k.shape[-2]
+        if count > EXPLICIT:
+            raise UnsupportedError(
+                f"attention weights were asked for (output_attentions=True) with {count} keys; linear attention never "
+                f"forms them, and they are formed on request for at most {EXPLICIT}. Give shorter inputs, or leave "
+                "output_attentions out"
+            )
+        units = torch.eye(count, dtype=wide(q).dtype, device=q.device).expand(*k.shape[:2], -1, -1)
+        return self(q, k, units, mask, causal=causal, scaling=scaling).to(q.dtype)
 
 
 def _far_field(

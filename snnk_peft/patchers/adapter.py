@@ -24,12 +24,15 @@ def plan_adapters(context: PatchContext, part: AdapterPart) -> list[Patch]:
     chosen, faults = resolve_layers("adapter.layers", part.layers, len(layers))
     if faults:
         raise ConfigError(faults)
+    parallel = part.placement == "parallel"
+    if parallel:
+        context.refuse_gated_ffn("adapter.placement 'parallel': use 'houlsby' or 'pfeiffer'")
     patches: list[Patch] = []
     for index in chosen:
-        ffn_in = context.linear(f"{layers[index]}.{family.ffn_in}", "the FFN expansion")
         ffn_out = context.linear(f"{layers[index]}.{family.ffn_out}", "the FFN contraction")
         slot = f"layer.{index}.adapter"
-        if part.placement == "parallel":
+        if parallel:
+            ffn_in = context.linear(f"{layers[index]}.{family.ffn_in}", "the FFN expansion")
             patches += _parallel(context, part, layers[index], ffn_in, slot)
             continue
         places = {"ffn": family.ffn_adapter}

@@ -11,7 +11,7 @@ from torch import nn
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.config import Part
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import ModelFamily, module_at
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.layers.feature_stage import FeatureStage
@@ -54,6 +54,18 @@ class PatchContext:
     def linear(self, path: str, what: str) -> nn.Linear:
         """The nn.Linear at `path`, or UnsupportedError."""
         return module_at(self.model, path, what, nn.Linear)  # type: ignore[return-value]
+
+    def refuse_gated_ffn(self, what: str) -> None:
+        """UnsupportedError if the family's FFN is gated.
+
+        Args:
+            what: the part that cannot be used, and what to use instead.
+        """
+        if self.family.gated:
+            raise UnsupportedError(
+                f"{what}: the FFN of {type(self.model).__name__} (family {self.family.name!r}) is gated, two "
+                "expansions multiplied; expected one expansion and an activation"
+            )
 
     def generator(self, slot: str) -> torch.Generator:
         """Randomness for the readout at `slot`."""

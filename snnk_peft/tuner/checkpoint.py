@@ -21,7 +21,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import ModelFamily, module_at
 from snnk_peft.layers.slots import Slot
 from snnk_peft.projections.base import Projection
-from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
@@ -74,8 +74,9 @@ def check_weights(
         return
     try:
         with safe_open(path, framework="pt") as file:
-            shapes = {key.removeprefix(PREFIX): tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-            checksums = {k.removeprefix(PREFIX): file.get_tensor(k) for k in file.keys() if k.endswith("checksum")}  # noqa: SIM118
+            keys = list(file.keys())
+            shapes = {_place(key): tuple(file.get_slice(key).get_shape()) for key in keys}
+            checksums = {_place(key): file.get_tensor(key) for key in keys if key.endswith("checksum")}
     except SafetensorError as error:
         raise ConfigError(
             f"{path} is truncated or corrupted ({error}); expected a whole safetensors file. Copy or download it again"
@@ -110,6 +111,11 @@ def check_weights(
         )
 
 
+def _place(key: str) -> str:
+    """A key of the file without PEFT's prefix, and without the wrappers around a module inside a wrapped one."""
+    return original_path(key.removeprefix(PREFIX))
+
+
 def _inside_adapter(name: str) -> bool:
     return any(mark in f".{name}." for mark in INSIDE)
 
@@ -124,7 +130,7 @@ def clashes(model: nn.Module, places: set[str], saved: list[str] | None) -> list
         places: paths of the modules that get slots.
         saved: the modules that this adapter saves in full.
     """
-    named = dict(model.named_modules())
+    named = {original_path(name): module for name, module in model.named_modules()}
     remedy = "leave one of the two out, or load the adapters into separate copies of the model"
     found = [
         f"{place!r} cannot be changed: another adapter saves it, or a module around it, in full; {remedy}"

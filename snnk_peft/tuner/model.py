@@ -19,13 +19,14 @@ from snnk_peft.attention.cache import release_recurrent_cache, use_recurrent_cac
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
-from snnk_peft.families.base import ModelFamily, module_at
+from snnk_peft.families.base import ModelFamily, module_at, unwrap
 from snnk_peft.layers.slots import Attend, Retrained, Slot
 from snnk_peft.patchers import PATCHERS
+from snnk_peft.patchers.attention import check_attention
 from snnk_peft.patchers.base import Patch, PatchContext
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tuner.checkpoint import check_measurements, check_weights, clashes, measurements
-from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 
 def family_of(model: nn.Module) -> ModelFamily:
@@ -59,6 +60,8 @@ def plan_patches(model: nn.Module, config: SNNKConfig) -> list[Patch]:
     Raises:
         ConfigError, UnsupportedError: every fault of every part in one error.
     """
+    if config.attention is not None and hasattr(model, "config"):
+        check_attention(model)  # says more about an architecture that cannot be supported than that it is unknown
     context = PatchContext(model, family_of(model), config.seed, config.save_projection)
     patches: list[Patch] = []
     faults: list[str] = []
@@ -119,7 +122,15 @@ class SNNKModel(BaseTuner):
 
     @staticmethod
     def _check_target_module_exists(peft_config: Any, key: str) -> bool:
-        return key in peft_config.target_modules
+        return original_path(key) in peft_config.target_modules
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """As in PEFT, and also at places inside a layer that an earlier adapter wrapped, which PEFT passes over."""
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        for path in list(self._slots):
+            parent, _, name = path.rpartition(".")
+            places = model.get_submodule(path), name, model.get_submodule(parent)
+            self._create_and_replace(self.peft_config[adapter_name], adapter_name, *places, current_key=path)
 
     def _create_and_replace(
         self,
@@ -135,7 +146,7 @@ class SNNKModel(BaseTuner):
             layer = target
         else:
             layer = SlotLayer(target)
-        for slot in self._slots.pop(current_key):
+        for slot in self._slots.pop(original_path(current_key)):
             layer.add_slot(adapter_name, slot)
         layer.train(layer.base_layer.training)
         place = next(parent.parameters(), None)
@@ -144,7 +155,7 @@ class SNNKModel(BaseTuner):
         layer.move_to(adapter_name, place.device, place.dtype if place.is_floating_point() else None)
         layer.set_adapter(self.active_adapters, inference_mode=peft_config.inference_mode)
         if layer is not target:
-            setattr(parent, target_name, layer)
+            setattr(unwrap(parent), target_name, layer)
         if any(isinstance(slot, Attend) for slot in layer.slots_of(adapter_name)):
             self._use_attention_interface()
 
@@ -162,6 +173,10 @@ class SNNKModel(BaseTuner):
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = super()._unload_and_optionally_merge(*args, **kwargs)
+        for module in list(model.modules()):  # PEFT does not look inside the layers that it takes out
+            for name, child in list(module.named_children()):
+                if isinstance(child, SlotLayer):
+                    setattr(module, name, unwrap(child))
         before = getattr(model, "snnk_attention_before", None)
         if before is not None:
             model.set_attn_implementation(before)

@@ -58,6 +58,16 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         self.out_features: int | None = shape[0]
         self.in_features: int | None = shape[1]
 
+    def __getattr__(self, name: str) -> Any:
+        """Modules inside the original are found under their original path, where adapters may go as well."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inside = self._modules.get("base_layer")
+            if inside is None or name not in inside._modules:
+                raise
+            return getattr(inside, name)
+
     def add_slot(self, adapter_name: str, slot: Slot) -> None:
         """Put `slot` around what `adapter_name` already does here."""
         if adapter_name not in self.snnk_slots:
@@ -130,6 +140,11 @@ class SlotLayer(nn.Module, BaseTunerLayer):
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """False: the change is not a low-rank addition to a weight."""
         return False
+
+
+def original_path(path: str) -> str:
+    """The path of a module in the unpatched model, where modules around it may be wrapped by now."""
+    return path.replace(".base_layer.", ".")
 
 
 def active_module(module: nn.Module) -> nn.Module:

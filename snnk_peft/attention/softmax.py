@@ -1,0 +1,106 @@
+"""Softmax attention of the layers of a patched model that keep it.
+
+The model's masks are padding masks (see interface.py), so what a softmax layer needs is built here: the causal
+triangle, the band of a local layer, and the weights where somebody asked for them. A band in a model without padding
+of queries is computed in blocks, O(L·w), so that a patched model with local layers is linear in length as a whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from snnk_peft.functional.blocks import exporting
+from snnk_peft.functional.near_field import banded_softmax_attention
+from snnk_peft.functional.precision import full_precision, wide
+
+
+def softmax_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    weights_wanted: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """q (B, H, L, d), k and v (B, G, N, d) -> (B, L, H, D), and the weights (B, H, L, N) or None.
+
+    Args:
+        module: the attention module.
+        query: queries.
+        key: keys.
+        value: values.
+        mask: (B, N) bool, True where a key counts, or None.
+        dropout: rate at which weights are dropped.
+        scaling: factor on q·k; None for d^-½.
+        causal: whether a query sees only keys at or before it.
+        window: a query sees keys at a distance below this, or None for all.
+        weights_wanted: return the weights as well, which costs O(L·N) memory.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if weights_wanted:
+        pairs = pairwise_mask(mask, query, key, causal, window)
+        weights = softmax_weights(query, key, pairs, scaling)
+        dropped = nn.functional.dropout(weights, dropout, training=dropout > 0)
+        out = torch.matmul(dropped, repeat_kv(value, query.shape[1] // value.shape[1]))
+        return out.transpose(1, 2).contiguous(), weights
+    if window is not None and dropout == 0 and query.shape[2] == key.shape[2] and _in_blocks(query.shape[2], window):
+        out = banded_softmax_attention(query, key, value, window, mask, causal=causal, scaling=scaling)
+        return out.transpose(1, 2).contiguous(), None
+    pairs = pairwise_mask(mask, query, key, causal, window)
+    return sdpa_attention_forward(module, query, key, value, pairs, dropout, scaling, is_causal=False)
+
+
+def _in_blocks(length: int, window: int) -> bool:
+    """Whether a band is computed in blocks: below, one fused product with a mask is quicker."""
+    return exporting() or length > 8 * window
+
+
+def softmax_weights(query: torch.Tensor, key: torch.Tensor, pairs: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    """(B, H, L, N) weights from queries (B, H, L, d), keys (B, G, N, d) and who sees whom (B, 1, L, N)."""
+    with full_precision(query):
+        key = repeat_kv(key, query.shape[1] // key.shape[1])
+        scores = torch.matmul(wide(query), wide(key).transpose(-1, -2)) * scaling
+        if pairs is not None:
+            scores = scores.masked_fill(~pairs, float("-inf"))
+        return scores.softmax(-1).to(query.dtype)
+
+
+def pairwise_mask(
+    mask: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    causal: bool,
+    window: int | None = None,
+) -> torch.Tensor | None:
+    """The (B, 1, L, N) mask of softmax attention; rows without a key see all (and mean nothing).
+
+    Args:
+        mask: (B, N) bool, True where a key counts, or None.
+        query: (B, H, L, d), the last L positions.
+        key: (B, G, N, d).
+        causal: whether a query sees only keys at or before it.
+        window: a query sees keys at a distance below this, or None for all.
+    """
+    length, keys = query.shape[2], key.shape[2]
+    pairs = None
+    if causal or window is not None:
+        positions = torch.arange(keys, device=query.device)
+        distance = positions[keys - length :, None] - positions  # how far back a key lies
+        pairs = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        if window is not None:
+            pairs = pairs & (distance.abs() < window)
+        pairs = pairs[None, None]
+    if mask is not None:
+        padded = mask[:, None, None, :]
+        pairs = padded if pairs is None else pairs & padded
+    if pairs is None:
+        return None
+    pairs = pairs.expand(query.shape[0], 1, length, keys)
+    return pairs | ~pairs.any(-1, keepdim=True)
