@@ -117,7 +117,7 @@ class KernelAttention(nn.Module):
         for term in range(len(self.terms)):
             phi, psi = self.features(q * root, k * root, mask, causal, term)
             keys, top = common_scale(psi.values, psi.log_scale, mask, overwrite=True)
-            fields.append(_far_field(phi, keys, v, mask, top, causal))
+            fields.append(_all_at_once(phi, keys, v, mask, top, causal))
         return self.blended(fields)
 
     def blended(self, fields: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -164,7 +164,7 @@ class KernelAttention(nn.Module):
         return self(q, k, units, mask, causal=causal, scaling=scaling).to(q.dtype)
 
 
-def _far_field(
+def _all_at_once(
     phi: torch.Tensor,
     keys: torch.Tensor,
     v: torch.Tensor,

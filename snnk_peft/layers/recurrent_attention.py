@@ -82,11 +82,13 @@ def continue_attention(
     root = scaling**0.5
     fields, band = [], None
     if kernel.near_field is not None:
-        near, band = _near_field(kernel.near_field, q, k, v, mask, None if state is None else state.band, scaling)
+        near, band = _band_behind_state(
+            kernel.near_field, q, k, v, mask, None if state is None else state.band, scaling
+        )
         fields.append(near)
     sums = []
     for term, (phi, psi) in enumerate(_term_features(kernel, q * root, k * root, mask)):
-        far, behind = _far_field(phi, psi, v, mask, None if state is None else state.sums[term])
+        far, behind = _behind_state(phi, psi, v, mask, None if state is None else state.sums[term])
         fields.append(far)
         sums.append(behind)
     return kernel.blended(fields), KernelState(tuple(sums), band)
@@ -97,7 +99,7 @@ def _term_features(kernel: KernelAttention, q: Tensor, k: Tensor, mask: Tensor |
     return [kernel.features(q, k, mask, True, term) for term in range(len(kernel.terms))]
 
 
-def _far_field(
+def _behind_state(
     phi: Tensor, psi: Features, v: Tensor, mask: Tensor | None, before: AttentionState | None
 ) -> tuple[Tensor, AttentionState]:
     keys, top = common_scale(psi.values, psi.log_scale, mask, overwrite=True)
@@ -110,7 +112,7 @@ def _far_field(
     return out, AttentionState(*(tensor.clone() for tensor in behind))
 
 
-def _near_field(
+def _band_behind_state(
     width: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, before: Band | None, scaling: float
 ) -> tuple[Tensor, Band]:
     length = q.shape[-2]
