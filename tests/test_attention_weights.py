@@ -98,7 +98,7 @@ def test_near_field_weights_are_a_blend_of_two_softmaxes():
     near = pairwise_mask(None, q, k, False, 2)
     band = scores.masked_fill(~near, float("-inf")).softmax(-1)
     plain = KernelAttention(layer.maps(), 4)
-    first, second = nn.functional.softplus(layer.blend.detach().float()).double()[:, None, :, None, None]
+    first, second = nn.functional.softplus(layer.blend.detach())[:, None, :, None, None]
     wanted = first * band + second * plain.weights(q, k, scaling=0.25)
     torch.testing.assert_close(layer.weights(q, k, scaling=0.25), wanted, rtol=1e-10, atol=1e-12)
 

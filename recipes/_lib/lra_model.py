@@ -87,8 +87,6 @@ def build_classifier(
         max_position_embeddings=max_length + with_cls,
         type_vocab_size=1,
         pad_token_id=0,
-        # BERT's 0.02 is made for width 768; in a narrow encoder it would leave next to nothing of what attention adds.
-        initializer_range=model.dim**-0.5,
     )
     bert = BertModel(config, add_pooling_layer=False)
     positions = bert.embeddings.position_embeddings.weight
