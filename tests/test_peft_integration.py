@@ -187,8 +187,7 @@ def test_patch_train_save_load(family, part, task_type, tmp_path):
     assert not any(p.requires_grad for p in loaded[0].parameters())
 
 
-@pytest.mark.parametrize("family", list(SIZES))
-@pytest.mark.parametrize("part", ["houlsby", "parallel", "ffn"])
+@pytest.mark.parametrize(("family", "part"), [(f, p) for f, p in CASES if p in ("houlsby", "parallel", "ffn")])
 def test_bare_encoders(family, part, tmp_path):
     base, batch = build(family, bare=True), inputs(family)
     reference = output(base, batch)
