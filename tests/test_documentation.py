@@ -75,6 +75,11 @@ def test_readme_recipe_commands(root, minilm_dir, tmp_path):
         words = shlex.split(line.replace("path/to/glue", str(tmp_path / "glue")))
         if "finetune.py" in line:
             words.append("train.epochs=1")
+        if "train_lra.py" in line:
+            words += ["train.steps=2", "train.warmup_steps=1", "train.batch_size=2"]
+            words += [f"data.max_{split}_samples=4" for split in ("train", "validation", "test")]
+        if "tiny_llama.py" in line:
+            words += ["--steps", "2"]
         done = subprocess.run(
             [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 CONCLUSIONS = {
     "01_quickstart": "The reloaded model gives the same probabilities.",
     "02_feature_maps": "Every pair was measured.",
+    "03_long_sequences": "Every length was measured.",
 }
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 

@@ -6,16 +6,17 @@
 Inputs are (8, 12, 1024, 64): batch, heads, tokens, head dimension. For every component and every projection that fits,
 phi alone and phi with the gradient of its input are timed in turn with the dense gaussian matrix of the same component;
 `ratio` and `gradient_ratio` are the medians of the ratios within one repetition. A pair that looks slower than its
-limit is timed again with more repetitions, alone with the dense one. oprf and saderf, whose parameter comes from all
-tokens, are also timed with posrf. Peak memory is the growth of the resident memory during
-one call. The second table times structured matrices, fast against dense, over sizes. Takes most of an hour; with
-OMP_NUM_THREADS=1 it is undisturbed by a process on another core.
+limit is timed again with more repetitions, alone with the dense one. Stored matrices without biases or unequal weights
+run the same code whatever they were drawn from, so the figures of the first one (`timed_as`) stand for all. oprf and
+saderf, whose parameter comes from all tokens, are also timed with posrf. Peak memory is the growth of the resident
+memory during one call. The second table times structured matrices, fast against dense, over sizes. About half an hour;
+with OMP_NUM_THREADS=1 it is hardly disturbed by a process on another core.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.feature_map.describe import partners
+from snnk_peft.projections.base import Learned, Projection, Structured
 
 STRUCTURED = ("sorf", "rom", "fastfood", "scrf", "pmodel")
 SIZES = (64, 128, 256, 512, 768, 1024, 2048)
 LIMIT, COSTLIER = 1.1, {"oprf": 1.3, "saderf": 1.3}  # their formula costs more: a parameter from all tokens
-AGAIN = 7  # repetitions for a pair that looks slow
+AGAIN = 5  # repetitions for a pair that looks slow
 
 
 def build(component: str, projection: str, dim: int, num_features: int) -> FeatureMap:
@@ -82,6 +84,15 @@ def peak_bytes(run: Callable[[], object]) -> int | None:
     return max(0, int(line.split()[1]) * 1024 - before)
 
 
+def code_path(feature_map: FeatureMap) -> Hashable:
+    """Equal for maps that run the same code on matrices of the same size."""
+    projection = feature_map.projection
+    own = projection.bias is not None or not projection.uniform or projection.fast or isinstance(projection, Learned)
+    if own or not (isinstance(projection, Structured) or type(projection).forward is Projection.forward):
+        return type(projection)
+    return feature_map.num_features
+
+
 def timed(
     make: Callable[[FeatureMap, torch.Tensor], Callable[[], object]],
     maps: dict[str, FeatureMap],
@@ -111,29 +122,37 @@ def measure(component: str, num_features: int, shape: list[int], repetitions: in
     """One row per projection of a component; the first one is the yardstick."""
     # The dense matrix first: the others are measured beside it.
     names = sorted(partners(component), key=lambda name: (name != "gaussian", name))
-    maps = {}
+    found: dict[str, FeatureMap] = {}
     for name in names:
         try:
-            maps[name] = build(component, name, shape[-1], num_features)
+            found[name] = build(component, name, shape[-1], num_features)
         except ConfigError as error:
             print(f"{component} over {name}: {error}")
+    first: dict[Hashable, str] = {}
+    timed_as = {name: first.setdefault(code_path(feature_map), name) for name, feature_map in found.items()}
+    maps = {name: feature_map for name, feature_map in found.items() if timed_as[name] == name}
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     x = x / x.norm(dim=-1, keepdim=True)
     limit = COSTLIER.get(component, LIMIT)
     plain, graded = (timed(make, maps, x, repetitions, limit) for make in (forward, backward))
+    peaks = {
+        name: [(peak_bytes(make(feature_map, x)) or 0) / 2**20 for make in (forward, backward)]
+        for name, feature_map in maps.items()
+    }
     return [
         {
             "component": component,
             "projection": name,
+            "timed_as": timed_as[name],
             "features": feature_map.num_features,
-            "ms": plain[name][0],
-            "ratio": plain[name][1],
-            "gradient_ms": graded[name][0],
-            "gradient_ratio": graded[name][1],
-            "peak_MiB": (peak_bytes(forward(feature_map, x)) or 0) / 2**20,
-            "gradient_peak_MiB": (peak_bytes(backward(feature_map, x)) or 0) / 2**20,
+            "ms": plain[timed_as[name]][0],
+            "ratio": plain[timed_as[name]][1],
+            "gradient_ms": graded[timed_as[name]][0],
+            "gradient_ratio": graded[timed_as[name]][1],
+            "peak_MiB": peaks[timed_as[name]][0],
+            "gradient_peak_MiB": peaks[timed_as[name]][1],
         }
-        for name, feature_map in maps.items()
+        for name, feature_map in found.items()
     ]
 
 
@@ -192,12 +211,13 @@ def main() -> None:
         what: sorted(
             f"{row['component']}-{row['projection']} {row['features']}: {row[what]:.2f}"
             for row in rows
-            if row[what] > COSTLIER.get(row["component"], LIMIT)
+            if row["timed_as"] == row["projection"] and row[what] > COSTLIER.get(row["component"], LIMIT)
         )
         for what in ("ratio", "gradient_ratio")
     }
     figures = {
-        "measured": len(rows),
+        "pairs": len(rows),
+        "timed": sum(row["timed_as"] == row["projection"] for row in rows),
         "slower_than_limit": slow,
         "crossover": sizes,
         "against_posrf": against_posrf,
