@@ -31,8 +31,8 @@ PARTS = {
         "pooler": PoolerPart(num_features=8),
     },
 }
-# Lengths around a block of the near field, whose width is 3; the first is the sample, a whole number of blocks.
-LENGTHS = (12, 13, 5, 30)
+# Around blocks of the near field, whose width is 3; the first is the sample, a whole number of blocks.
+LENGTHS = (12, 13, 2, 30)
 
 
 def bundled(model, parts):
@@ -76,10 +76,12 @@ def test_causal_models(name):
     check(DynamoExporter(), DynamoConfig(dynamic=True), model, samples(model, causal=True))
 
 
-def test_a_sample_as_long_as_a_chunk_of_the_causal_form():
-    model = bundled(causal_model("llama"), {"attention": AttentionPart(num_features=4)})
+@pytest.mark.parametrize("lengths", [(128, 100, 300), (12, 128, 300)], ids=str)
+def test_chunks_of_the_causal_form(lengths):
+    """The sample fills a chunk of 128 tokens, or is shorter than one; others are shorter or longer."""
+    model = bundled(causal_model("llama"), {"attention": AttentionPart(num_features=4, layers="top-1")})
     model.config.use_cache = False
-    given = [inputs_for(model, batch, tokens) for batch, tokens in ((2, 128), (3, 100), (1, 130))]
+    given = [inputs_for(model, batch, tokens) for batch, tokens in zip((2, 3, 1), lengths, strict=True)]
     check(DynamoExporter(), DynamoConfig(dynamic=True), model, given)
 
 
@@ -96,7 +98,7 @@ def test_a_saved_program(tmp_path):
 def test_blocks_leave_room_only_when_exporting(monkeypatch):
     assert [blocks.block_count(length, 3) for length in (1, 3, 4, 6)] == [1, 1, 2, 2]
     monkeypatch.setattr(blocks, "exporting", lambda: True)
-    assert [blocks.block_count(length, 3) for length in (1, 3, 4, 6)] == [1, 2, 2, 3]
+    assert [blocks.block_count(length, 3) for length in (1, 3, 4, 6)] == [2, 3, 3, 4]
 
 
 ONNX = [

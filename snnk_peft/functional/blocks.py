@@ -13,7 +13,7 @@ def exporting() -> bool:
 def block_count(length: int, size: int) -> int:
     """How many blocks of `size` hold `length` tokens.
 
-    When exporting there is room for one token more: a sample whose length is a multiple of `size` would otherwise leave
-    the graph with the condition that all lengths are.
+    When exporting there are always two or more, with room for one token more: a sample of one block would leave the
+    graph with the condition that all inputs have one, and a sample that fills its blocks that all lengths do.
     """
-    return length // size + 1 if exporting() else (length + size - 1) // size
+    return length // size + 2 if exporting() else (length + size - 1) // size

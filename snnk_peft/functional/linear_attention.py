@@ -148,14 +148,12 @@ def causal_linear_attention(
         values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
         q, k, values = (t.unflatten(-2, (chunks, chunk)) for t in (q, k, values))
         sums = torch.einsum("bgcnm,bgcnd->bgcmd", k, values)
-        if state is not None:
-            first = torch.cat((state.values, state.normaliser.unsqueeze(-1)), -1)
-            sums = torch.cat((first.unsqueeze(2), sums), 2).cumsum(2)
-            before, last = sums[:, :, :-1], sums[:, :, -1]
+        if state is None:
+            first = torch.zeros_like(sums[:, :, 0])
         else:
-            sums = sums.cumsum(2)
-            before = torch.cat((torch.zeros_like(sums[:, :, :1]), sums[:, :, :-1]), 2)
-            last = sums[:, :, -1]
+            first = torch.cat((state.values, state.normaliser.unsqueeze(-1)), -1)
+        sums = torch.cat((first.unsqueeze(2), sums), 2).cumsum(2)
+        before, last = sums[:, :, :-1], sums[:, :, -1]
         weights = torch.einsum("bghcim,bgcjm->bghcij", q, k).tril()
         total = torch.einsum("bghcij,bgcjd->bghcid", weights, values)
         total = total + torch.einsum("bghcim,bgcmd->bghcid", q, before)

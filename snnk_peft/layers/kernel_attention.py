@@ -140,7 +140,7 @@ class KernelAttention(nn.Module):
     ) -> torch.Tensor:
         """The weights (B, H, L, N) that `forward` multiplies values with: what it makes of the unit vectors.
 
-        Rows sum to one, or with a near field to the sum of the two blending weights of a head (one at the start); rows
+        Rows sum to one, or with several fields to the sum of a head's blending weights (one at the start); rows
         without a key are 0. Weights of features that are not positive can be negative.
 
         Args:
