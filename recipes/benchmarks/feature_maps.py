@@ -15,13 +15,16 @@ with OMP_NUM_THREADS=1 it is hardly disturbed by a process on another core.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import torch
-from _bench import alternate, parser, ratio, report, resident, show
+from _bench import ROOT, alternate, parser, ratio, report, resident, show
+from _lib.files import write_json
+from _lib.run_folder import environment
 from rich.console import Console
 from rich.progress import track
 
@@ -143,6 +146,7 @@ def measure(component: str, num_features: int, shape: list[int], repetitions: in
         {
             "component": component,
             "projection": name,
+            "wanted": num_features,
             "timed_as": timed_as[name],
             "features": feature_map.num_features,
             "ms": plain[timed_as[name]][0],
@@ -201,10 +205,16 @@ def main() -> None:
     options.add_argument("--features", nargs="+", type=int, default=[64, 128, 256])
     options.add_argument("--shape", nargs=4, type=int, default=[8, 12, 1024, 64], help="batch heads tokens dim")
     arguments = options.parse_args()
-    rows = []
+    # Other components and sizes of an earlier run are kept, and every component is stored when it is done.
+    earlier = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"rows": []}
     jobs = [(component, count) for component in arguments.components for count in arguments.features]
+    asked = set(jobs)
+    rows = [row for row in earlier["rows"] if (row["component"], row["wanted"]) not in asked]
     for component, count in track(jobs, "pairs", console=Console(stderr=True)):
         rows += measure(component, count, arguments.shape, arguments.repetitions)
+        partial = {"unfinished": True, "rows": rows, "environment": environment(ROOT)}
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(arguments.output, partial)
     against_posrf = adapting(arguments.features, arguments.shape)
     sizes = crossover(arguments.repetitions)
     slow = {
