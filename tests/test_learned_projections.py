@@ -697,3 +697,21 @@ def test_in_a_whitened_ffn():
 def test_code_files_can_hold_all_members():
     _, text = assemble([PROJECTIONS[name].__module__ for name in sorted({name for name, _ in CASES})])
     compile(text, "code file", "exec")
+
+
+def test_fastfood_many_vectors_go_through_the_matrix_and_few_through_the_transform(monkeypatch):
+    """Both ways give the same, gradients included; which one is taken depends on the sizes."""
+    w = make("fastfood_learned", {}, 24, 40)
+    x = torch.randn(100, 24)
+    seen = []
+    plain = type(w)._product
+    monkeypatch.setattr(type(w), "_product", lambda self, x: (seen.append(x.shape[0]), plain(self, x))[1])
+    found = {}
+    for name, parts in (("many", [x]), ("few", x.split(10))):
+        w.zero_grad()
+        out = torch.cat([w(part) for part in parts])
+        out.square().sum().backward()
+        found[name] = [out.detach(), *(parameter.grad.clone() for parameter in w.parameters())]
+    assert seen == [24, *[10] * 10]
+    for many, few in zip(found["many"], found["few"], strict=True):
+        torch.testing.assert_close(many, few, rtol=1e-4, atol=1e-4)

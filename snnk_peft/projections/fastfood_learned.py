@@ -9,7 +9,9 @@ bandwidth 1/σ of the papers is part of S. Only χ_d is stored for S and ‖G‖
 drawn anew leaves the lengths of the rows alone. Where dim is no power of two, d is the next one and x is padded with
 zeros, which keeps dot products; numbers that act on the padding only are not stored.
 
-Cost: O(num_features · log d) per vector. About 2 to 4 numbers per row instead of dim; no dense W is kept.
+Cost: O(num_features · log d) per vector. About 2 to 4 numbers per row instead of dim; no dense W is kept. Below d =
+1024 a dense product is quicker (recipes/benchmarks/feature_maps.py), so W is formed in passing where there are more vectors
+than it has columns.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from snnk_peft.functional.blocks import exporting
 from snnk_peft.functional.hadamard import next_power_of_two
 from snnk_peft.functional.hadamard_rotation import fastfood_product
 from snnk_peft.functional.precision import full_precision
 from snnk_peft.functional.random_directions import gaussian_lengths, random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Learned, choice_faults
+
+FAST_FROM = 1024  # d from which the transform is quicker than the dense product
 
 
 @PROJECTIONS.register("fastfood_learned")
@@ -98,9 +103,14 @@ class FastfoodLearned(Learned):
         return rows.flatten(-2)[..., : self.num_features]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x Vᵀ for x (..., dim) by two fast transforms in fp32 or finer; (..., num_features) in the dtype of x."""
+        """x Vᵀ for x (..., dim) in fp32 or finer, by fast transforms or, where quicker, through V; dtype of x."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with full_precision(x):
-            return self._product(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+            # An exported graph is for every number of vectors.
+            if self.order >= FAST_FROM or exporting() or x.numel() <= self.dim**2:
+                return self._product(wide).to(x.dtype)
+            rows = self._product(torch.eye(self.dim, dtype=wide.dtype, device=x.device)).T
+            return nn.functional.linear(wide, rows).to(x.dtype)
 
     def rows(self) -> torch.Tensor:
         """V as a dense (num_features, dim) tensor, computed when asked for."""
