@@ -9,9 +9,9 @@ bandwidth 1/σ of the papers is part of S. Only χ_d is stored for S and ‖G‖
 drawn anew leaves the lengths of the rows alone. Where dim is no power of two, d is the next one and x is padded with
 zeros, which keeps dot products; numbers that act on the padding only are not stored.
 
-Cost: O(num_features · log d) per vector. About 2 to 4 numbers per row instead of dim; no dense W is kept. Below d =
-1024 a dense product is quicker (recipes/benchmarks/feature_maps.py), so W is formed in passing where there are more vectors
-than it has columns.
+Cost: O(num_features · log d) per vector. About 2 to 4 numbers per row instead of dim; no dense W is kept. Below
+d = 1024 a dense product is quicker (recipes/benchmarks/feature_maps.py), so W is formed in passing where there are
+more vectors than it has columns.
 """
 
 from __future__ import annotations
