@@ -121,10 +121,13 @@ def timed(
     return found
 
 
-def measure(component: str, num_features: int, shape: list[int], repetitions: int) -> list[dict[str, Any]]:
+def measure(
+    component: str, num_features: int, shape: list[int], repetitions: int, projections: list[str]
+) -> list[dict[str, Any]]:
     """One row per projection of a component; the first one is the yardstick."""
     # The dense matrix first: the others are measured beside it.
-    names = sorted(partners(component), key=lambda name: (name != "gaussian", name))
+    fitting = sorted(partners(component), key=lambda name: (name != "gaussian", name))
+    names = [name for name in fitting if name in projections or name == fitting[0]]
     found: dict[str, FeatureMap] = {}
     for name in names:
         try:
@@ -202,16 +205,18 @@ def main() -> None:
     """Measure and write."""
     options = parser(__doc__ or "", "feature_maps")
     options.add_argument("--components", nargs="+", default=COMPONENTS.names(), choices=COMPONENTS.names())
+    options.add_argument("--projections", nargs="+", default=PROJECTIONS.names(), choices=PROJECTIONS.names())
     options.add_argument("--features", nargs="+", type=int, default=[64, 128, 256])
     options.add_argument("--shape", nargs=4, type=int, default=[8, 12, 1024, 64], help="batch heads tokens dim")
     arguments = options.parse_args()
-    # Other components and sizes of an earlier run are kept, and every component is stored when it is done.
+    # Other pairs and sizes of an earlier run are kept, and every component is stored when it is done.
     earlier = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"rows": []}
     jobs = [(component, count) for component in arguments.components for count in arguments.features]
-    asked = set(jobs)
-    rows = [row for row in earlier["rows"] if (row["component"], row["wanted"]) not in asked]
+    rows = list(earlier["rows"])
     for component, count in track(jobs, "pairs", console=Console(stderr=True)):
-        rows += measure(component, count, arguments.shape, arguments.repetitions)
+        new = measure(component, count, arguments.shape, arguments.repetitions, arguments.projections)
+        done = {(row["component"], row["projection"], row["wanted"]) for row in new}
+        rows = [row for row in rows if (row["component"], row["projection"], row["wanted"]) not in done] + new
         partial = {"unfinished": True, "rows": rows, "environment": environment(ROOT)}
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(arguments.output, partial)
