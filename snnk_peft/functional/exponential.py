@@ -82,7 +82,7 @@ def stabilised(
     # In place: fresh memory of this size costs as much as the exponential.
     values, scale = exponents.sub_(top).exp_(), top + factor
     if isinstance(amplitudes, Tensor):
-        values = values * amplitudes
+        values = values * amplitudes if values.requires_grad else values.mul_(amplitudes)
     else:
         scale = scale + math.log(amplitudes)
     return values.to(dtype), scale
