@@ -64,10 +64,10 @@ class Oprf(Component):
     ) -> Features:
         """See `Component.tower`."""
         with full_precision(x):
-            z = projection(wide(x))
-            a = optimal_a(statistics.get("mean_square", self.mean_square).to(z), x.shape[-1])
-            quadratic = a * projection.squared_row_norms().to(z.dtype)
-            exponents, factor = z * (1 - 4 * a).sqrt() + quadratic, log_factor(x, self.kernel_name, a)
+            a = optimal_a(statistics.get("mean_square", self.mean_square).to(wide(x)), x.shape[-1])
+            exponents = projection(wide(x) * (1 - 4 * a).sqrt())
+            exponents += a * projection.squared_row_norms().to(exponents.dtype)
+            factor = log_factor(x, self.kernel_name, a)
             return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -88,10 +88,10 @@ class Saderf(Component):
         with full_precision(x):
             balance = statistics.get("balance", self.balance).to(wide(x))
             balanced = wide(x) / balance if second else wide(x) * balance
-            z = projection(balanced)
-            a = self._a(statistics, z, x.shape[-1])
-            quadratic = a * projection.squared_row_norms().to(z.dtype)
-            exponents, factor = z * (1 - 4 * a).sqrt() + quadratic, log_factor(balanced, "softmax", a)
+            a = self._a(statistics, balanced, x.shape[-1])
+            exponents = projection(balanced * (1 - 4 * a).sqrt())
+            exponents += a * projection.squared_row_norms().to(exponents.dtype)
+            factor = log_factor(balanced, "softmax", a)
             if self.kernel_name == "gaussian":
                 factor = factor - half_square(x)
             return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
