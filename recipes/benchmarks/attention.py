@@ -1,0 +1,235 @@
+"""Linear attention against torch's scaled_dot_product_attention: time, memory, decoding, Spectraformer's pairs.
+
+    python recipes/benchmarks/attention.py
+    python recipes/benchmarks/attention.py --sections forward causal --device cuda --dtype bfloat16
+
+12 heads of 64, one sequence, positive features over an orthogonal matrix (posrf, orf) with 64 rows; the two attentions
+are timed in turn. `forward` and `causal` time inference, `training` forward and backward, `memory` the growth of a
+fresh process, `decoding` one token of a two-layer Llama after prefixes of two lengths, `pairs` a training step of the
+Long Range Arena's Text model (length 4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax. Other
+sections of an earlier run are kept in the file. About a quarter of an hour on two quiet cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from _bench import alternate, parser, peak_growth, ratio, report
+from _lib.lra_model import build_classifier
+from _lib.lra_settings import AttentionMethod, LongRangeModel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, get_snnk_model
+from snnk_peft.attention import RecurrentCache
+from snnk_peft.feature_map import advance
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.tasks import LONG_RANGE_TASKS
+
+HEADS, DIM, FEATURES = 12, 64, 64
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+MEMORY_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+PREFIXES = (512, 8192)
+COMPONENTS = ("posrf", "oprf", "saderf")  # Spectraformer, Table 2
+PROJECTIONS = ("orf", "sorf", "qmc", "sgq", "mm", "fastfood_learned")
+Run = Callable[[], object]
+Rows = list[dict[str, Any]]
+
+
+def tensors(length: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Queries, keys and values (1, HEADS, length, DIM)."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, HEADS, length, DIM, generator=generator).to(device, dtype) for _ in range(3)]
+
+
+def linear() -> KernelAttention:
+    """The attention that is measured."""
+    return KernelAttention([build_feature_map("posrf", "orf", DIM, FEATURES)], HEADS)
+
+
+def candidates(length: int, causal: bool, gradient: bool, device: str, dtype: torch.dtype) -> dict[str, Run]:
+    """Both attentions on the same tensors, as functions."""
+    inputs, kernel = tensors(length, device, dtype), linear().to(device)
+    functions = {
+        "linear": lambda q, k, v: kernel(q, k, v, causal=causal),
+        "softmax": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal),
+    }
+
+    def call(function: Callable[..., torch.Tensor]) -> object:
+        if not gradient:
+            with torch.no_grad():
+                function(*inputs)
+        else:
+            leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+            function(*leaves).sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return None
+
+    return {name: partial(call, function) for name, function in functions.items()}
+
+
+def speed(section: str, repetitions: int, device: str, dtype: torch.dtype) -> Rows:
+    """Milliseconds and the speed-up over softmax, by length."""
+    rows = []
+    for length in LENGTHS:
+        runs = candidates(length, section == "causal", section == "training", device, dtype)
+        seconds = alternate(runs, repetitions, warmup=1)
+        own = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+        faster = ratio(seconds["softmax"], seconds["linear"])
+        rows.append(
+            {"section": section, "length": length, **{f"{k}_ms": v for k, v in own.items()}, "speed_up": faster}
+        )
+    return rows
+
+
+def prepare(length: int) -> Run:
+    """For a fresh process: everything but the attention itself."""
+    kernel, inputs = linear(), tensors(length)
+    with torch.no_grad():
+        kernel(*tensors(64))
+
+    def run() -> object:
+        with torch.no_grad():
+            return kernel(*inputs)
+
+    return run
+
+
+def memory() -> tuple[Rows, float]:
+    """Peak growth by length, and the exponent of the power law that fits it best up to 32,768."""
+    rows = []
+    for length in MEMORY_LENGTHS:
+        rows.append({"length": length, "linear_MiB": peak_growth(prepare, length) / 2**20})
+    points = [(math.log(row["length"]), math.log(row["linear_MiB"])) for row in rows if row["length"] <= 32768]
+    x, y = (statistics.mean(values) for values in zip(*points, strict=True))
+    slope = sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+    return rows, slope
+
+
+def tiny_llama(linear_attention: bool) -> Any:
+    """Two layers of the measured heads, random weights, room for the longest prefix."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=HEADS * DIM,
+        intermediate_size=HEADS * DIM,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        max_position_embeddings=2 * max(PREFIXES),
+    )
+    model = LlamaForCausalLM(config).eval()
+    part = AttentionPart(projection="orf", num_features=FEATURES)
+    return get_snnk_model(model, SNNKConfig(attention=part)).eval() if linear_attention else model
+
+
+def decoding(repetitions: int) -> Rows:
+    """Milliseconds per token behind a short and a long prefix, and the bytes of the cache."""
+    rows, tokens = [], 16
+    for name in ("linear", "softmax"):
+        model = tiny_llama(name == "linear")
+        runs: dict[str, Run] = {}
+        caches = {}
+        for prefix in PREFIXES:
+            cache = RecurrentCache(model) if name == "linear" else DynamicCache(config=model.config)
+            prompt = torch.randint(256, (1, prefix), generator=torch.Generator().manual_seed(0))
+            with torch.no_grad():
+                model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+            def step(cache: Any = cache, model: Any = model) -> object:
+                with torch.no_grad():
+                    for _ in range(tokens):
+                        model(input_ids=torch.tensor([[7]]), past_key_values=cache, use_cache=True)
+                return None
+
+            runs[str(prefix)], caches[prefix] = step, cache
+        seconds = alternate(runs, 4 * repetitions, warmup=2)
+        for prefix in PREFIXES:
+            kept = caches[prefix]
+            size = kept.nbytes if name == "linear" else sum(t.nbytes for x in kept.layers for t in (x.keys, x.values))
+            ms = 1e3 * statistics.median(seconds[str(prefix)]) / tokens
+            slower = ratio(seconds[str(prefix)], seconds[str(PREFIXES[0])])
+            rows.append({"attention": name, "prefix": prefix, "ms_per_token": ms, "time_ratio": slower, "bytes": size})
+    return rows
+
+
+def training_step(attention: dict[str, Any] | str) -> Run:
+    """A step of the Text model of the Long Range Arena: forward, backward, AdamW."""
+    torch.manual_seed(0)
+    task = LONG_RANGE_TASKS["lra_text"]
+    # Without dropout of weights, which linear attention does not have, softmax may use its fused kernel.
+    sizes = LongRangeModel(attention_dropout=0.0)
+    model = build_classifier(task, sizes, AttentionMethod(attention), 4000, seed=0).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    ids = torch.randint(1, task.vocab_size, (2, 1, 4000), generator=torch.Generator().manual_seed(0))
+    mask, labels = torch.ones_like(ids), torch.tensor([0, 1])
+
+    def run() -> object:
+        model(ids, mask, labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        advance(model)
+        return None
+
+    return run
+
+
+def pairs(repetitions: int) -> Rows:
+    """Seconds and peak memory of a training step of every pair, and both relative to softmax."""
+    methods: dict[str, dict[str, Any] | str] = {"softmax": "softmax"}
+    for component, projection in itertools.product(COMPONENTS, PROJECTIONS):
+        features = 2 * 32 + 1 if projection == "sgq" else 128  # sgq has 2d + 1 nodes, no other number
+        methods[f"{component}-{projection}"] = {
+            "component": component,
+            "projection": projection,
+            "num_features": features,
+        }
+    seconds = alternate({name: training_step(method) for name, method in methods.items()}, repetitions, warmup=1)
+    peaks = {name: peak_growth(training_step, method) / 2**20 for name, method in methods.items()}
+    return [
+        {
+            "pair": name,
+            "seconds_per_step": statistics.median(seconds[name]),
+            "time_of_softmax": ratio(seconds[name], seconds["softmax"]),
+            "time_of_posrf_mm": ratio(seconds[name], seconds["posrf-mm"]),
+            "peak_MiB": peaks[name],
+            "memory_of_softmax": peaks[name] / peaks["softmax"],
+        }
+        for name in methods
+    ]
+
+
+def main() -> None:
+    """Measure and write."""
+    sections = ("forward", "causal", "training", "memory", "decoding", "pairs")
+    options = parser(__doc__ or "", "attention")
+    options.add_argument("--sections", nargs="+", default=sections, choices=sections, help="what to measure")
+    options.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of forward, causal and training")
+    options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="likewise")
+    arguments = options.parse_args()
+    figures: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    for section in arguments.sections:
+        extra = {}
+        if section == "memory":
+            rows, extra["memory_exponent"] = memory()
+        elif section in ("decoding", "pairs"):
+            rows = (decoding if section == "decoding" else pairs)(arguments.repetitions)
+        else:
+            rows = speed(section, arguments.repetitions, arguments.device, getattr(torch, arguments.dtype))
+        for stale in ("rows", "environment"):
+            figures.pop(stale, None)
+        figures |= {section: rows, **extra}
+        report(figures, rows, arguments.output, section)
+    if "memory_exponent" in figures:
+        print(f"peak memory grows with length to the power {figures['memory_exponent']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
