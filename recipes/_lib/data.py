@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from snnk_peft.errors import ConfigError
 _MEGABATCH = 50  # batches sorted together: long enough to find similar lengths, short enough to keep the order random
 
 
-class ExampleSet:
+class ExampleSet(ABC):
     """Examples that can be drawn in batches.
 
     Attributes:
@@ -35,13 +36,13 @@ class ExampleSet:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @abstractmethod
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """Model inputs of the chosen examples, padded to the longest, and their labels."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: equal if and only if training would see the same data."""
-        raise NotImplementedError
 
     def by_length(self, batch_size: int) -> Iterator[list[int]]:
         """Batches of indices, longest first: the evaluation order with the least padding."""

@@ -73,16 +73,22 @@ def _measure(queue: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -
     import torch
 
     run = work(*arguments)
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if reset.exists():
-        reset.write_text("5")  # the peak starts again from now; that of the imports may have been higher
+    before = resident()
+    grown = peak_bytes(run)
+    queue.put(peak_memory(torch.device("cpu")) - before if grown is None else grown)
+
+
+def peak_bytes(run: Callable[[], object]) -> int | None:
+    """By how much the resident memory rises during one call; None where the system cannot tell (not Linux)."""
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    if not reset.exists():
+        run()
+        return None
+    reset.write_text("5")  # the peak starts again from now; that of the imports may have been higher
     before = resident()
     run()
-    if reset.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        queue.put(int(line.split()[1]) * 1024 - before)
-    else:
-        queue.put(peak_memory(torch.device("cpu")) - before)
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return max(0, int(line.split()[1]) * 1024 - before)
 
 
 def resident() -> int:

@@ -18,11 +18,10 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Hashable
-from pathlib import Path
 from typing import Any
 
 import torch
-from _bench import ROOT, alternate, parser, ratio, report, resident, show
+from _bench import ROOT, alternate, parser, peak_bytes, ratio, report, show
 from _lib.files import write_json
 from _lib.run_folder import environment
 from rich.console import Console
@@ -73,18 +72,6 @@ def backward(feature_map: FeatureMap, x: torch.Tensor) -> Callable[[], object]:
         return None
 
     return run
-
-
-def peak_bytes(run: Callable[[], object]) -> int | None:
-    """By how much the resident memory rises during one call; None where the system cannot tell."""
-    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-    if not reset.exists():
-        return None
-    reset.write_text("5")  # the peak starts again from now
-    before = resident()
-    run()
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return max(0, int(line.split()[1]) * 1024 - before)
 
 
 def code_path(feature_map: FeatureMap) -> Hashable:
