@@ -5,82 +5,43 @@
     torchrun --nproc_per_node 2 recipes/finetune.py ...          (two processes; on GPUs also `accelerate launch`)
 
 Settings are `section.key=value`; `--help` lists them. A run killed at any moment continues with `--resume` and ends
-with the same weights, bit for bit, as one that was never interrupted. SIGTERM saves first (exit code 143).
+with the same weights, bit for bit, as one that was never interrupted (on the same number of threads: another one takes
+sums in another order). SIGTERM saves first (exit code 143).
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import shlex
 import sys
-from pathlib import Path
 
-import torch
-from _lib.checkpoint import discard_newer, load_checkpoint, load_model
-from _lib.config import describe, dump_yaml, load_config
+from _lib.checkpoint import load_model
 from _lib.data import Examples, calibration_batches, steps_per_epoch
 from _lib.evaluation import evaluation_splits
-from _lib.loop import RunState, learning_rate, make_optimizer
+from _lib.launch import ROOT, Request, launch, open_run
+from _lib.loop import learning_rate, make_optimizer
 from _lib.models import build_model, load_pretrained, load_tokenizer, parameter_counts, resolve_model
 from _lib.results import save_models, write_report
-from _lib.run_folder import StopSignal, check_folder, choose_checkpoint, claim_folder
+from _lib.run_folder import StopSignal
 from _lib.settings import FinetuneConfig
-from _lib.terminal import quiet
 from _lib.tracking import Tracker
 from _lib.training import Training
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.tasks import TASKS
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Read the command line; returns the exit code (0 done, 1 diverged, 2 wrong input, 143 stopped by SIGTERM)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="settings (default):\n" + "\n".join(describe(FinetuneConfig)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", help="a YAML file, see recipes/configs")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
-    parser.add_argument("--resume", action="store_true", help="continue the run in output.dir")
-    parser.add_argument("--checkpoint", metavar="NAME", help="with --resume: this checkpoint instead of the newest")
-    parser.add_argument("--overwrite", action="store_true", help="delete the run in output.dir first")
-    arguments = parser.parse_intermixed_args(argv)
-    quiet()
-    try:
-        config = load_config(FinetuneConfig, arguments.config, arguments.overrides)
-        if arguments.checkpoint and not arguments.resume:
-            raise ConfigError("--checkpoint needs --resume")
-        command = shlex.join(["python", "recipes/finetune.py", arguments.config, *arguments.overrides, "--resume"])
-        return finetune(config, command, arguments.resume, arguments.checkpoint, arguments.overwrite)
-    except (ConfigError, UnsupportedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 143 stopped)."""
+    return launch("finetune.py", __doc__, FinetuneConfig, finetune, argv)
 
 
-def finetune(config: FinetuneConfig, command: str, resume: bool, checkpoint: str | None, overwrite: bool) -> int:
+def finetune(request: Request[FinetuneConfig]) -> int:
     """The whole run; returns the exit code."""
     stop = StopSignal()
-    train, folder, task = config.train, Path(config.output.dir), TASKS[config.task]
-    cpu = train.device == "cpu" or not torch.cuda.is_available()
-    if cpu and train.mixed_precision == "fp16":
-        raise ConfigError("train.mixed_precision is fp16, which needs a CUDA device; use bf16 or no")
-    accelerator = Accelerator(cpu=cpu, mixed_precision=train.mixed_precision)
-    world = accelerator.num_processes
-
-    # --- the run folder: refused before any work is done, claimed once data and model are known to be good ----------
-    if accelerator.is_main_process:
-        check_folder(folder, dataclasses.asdict(config), resume, overwrite)
-    accelerator.wait_for_everyone()
-    if resume and (folder / "metrics.json").is_file() and checkpoint is None:
-        accelerator.print(f"{folder} is finished; its results are in {folder / 'metrics.json'}")
+    run = open_run(request)
+    if run.finished:
         return 0
-    start = choose_checkpoint(folder / "checkpoints", checkpoint) if resume else None
+    config, accelerator, folder, start = request.config, run.accelerator, run.folder, run.start
+    train, task, world = config.train, TASKS[config.task], accelerator.num_processes
 
     # --- data: read, checked and tokenised once ----------------------------------------------------------------------
     base_folder = resolve_model(config.model.name_or_path)
@@ -117,17 +78,7 @@ def finetune(config: FinetuneConfig, command: str, resume: bool, checkpoint: str
     batch_size = train.batch_size * world
     per_epoch = steps_per_epoch(len(examples), batch_size, train.gradient_accumulation)
     total = train.epochs * per_epoch
-    state = RunState()
-    if start is not None:
-        saved = load_checkpoint(start, bare, plain_optimizer, identity, accelerator.process_index)
-        state = RunState(**saved["run"])
-        if accelerator.scaler is not None:
-            accelerator.scaler.load_state_dict(saved["scaler"])
-    accelerator.wait_for_everyone()  # all processes have read it
-    if accelerator.is_main_process:
-        claim_folder(folder, dump_yaml(config), ROOT, resume)
-        for name in discard_newer(start) if start is not None else []:
-            print(f"discarded {name}, which is newer than {start.name}")
+    state = run.restore(bare, plain_optimizer, identity)
     tracker = Tracker(folder, total, state.step, config.output.tensorboard, accelerator.is_main_process)
     tracker.say(
         f"{config.task}, {config.method.name}: {len(examples)} examples, {per_epoch} steps per epoch, {total} in all; "
@@ -155,7 +106,7 @@ def finetune(config: FinetuneConfig, command: str, resume: bool, checkpoint: str
         state=state,
         tracker=tracker,
         stop=stop,
-        command=command,
+        command=request.command,
     )
     code = training.run()
     if code != 0:

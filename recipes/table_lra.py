@@ -17,11 +17,12 @@ from typing import Any
 
 from _lib.files import write_text
 from _lib.plots import score_bars
-from table_glue import ROOT, Table, collect, grid, read_reports, spread
+from _lib.tables import Table, collect, grid, read_reports, spread
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import LONG_RANGE_TASKS
 
+ROOT = Path(__file__).resolve().parent.parent
 # What a reader must know before comparing two numbers: settings that a table may mix.
 CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
     "longest document": lambda report: f"{report['longest_sequence']:,} tokens",

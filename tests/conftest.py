@@ -32,6 +32,15 @@ def _registries_restored() -> Iterator[None]:
         registry._members = members
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Sums in one order: what this process computes equals, bit for bit, what a process of one thread computes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository root."""

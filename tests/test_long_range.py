@@ -44,6 +44,7 @@ from _lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, 
 from _lib.sequences import SequenceExamples
 from accelerate.state import AcceleratorState
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EASY = {"min_length": 4, "max_length": 24, "max_depth": 3, "max_args": 4}
 
 
@@ -502,8 +503,8 @@ def test_the_published_configurations_are_valid_and_open_with_their_command(file
 
 
 def test_the_methods_of_the_sweep_are_valid() -> None:
-    for attention in sweep_lra.METHODS.values():
-        load_config(LongRangeConfig, {"task": "listops", "output": {"dir": "x"}}, [f"method.attention={attention}"])
+    for changes in sweep_lra.METHODS.values():
+        load_config(LongRangeConfig, {"task": "listops", "output": {"dir": "x"}}, changes)
 
 
 @pytest.mark.slow
@@ -518,7 +519,7 @@ def test_a_sweep_runs_skips_and_feeds_the_table(
     ]
     assert sweep_lra.main(arguments) == 0
     assert sweep_lra.main(arguments) == 0
-    assert capfd.readouterr().out.count("is finished") == 1
+    assert capfd.readouterr().out.count("1 runs, 1 finished; 0 runs left") == 1
     assert table_lra.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
     page = (tmp_path / "cards/README.md").read_text()
     assert "| posrf_orf | 1 |" in page

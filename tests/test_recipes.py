@@ -45,6 +45,7 @@ from _lib.data import Examples, epoch_plan, share, steps_per_epoch
 from _lib.evaluation import DivergedError
 from _lib.loop import FiniteWatch, learning_rate, make_optimizer, train_step
 from _lib.settings import FinetuneConfig, TrainSection
+from _lib.sweep import Run, time_left
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
@@ -59,6 +60,7 @@ def recipe(name: str) -> ModuleType:
     return module
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 evaluate, bundle = recipe("evaluate"), recipe("bundle")
 
 
@@ -131,10 +133,9 @@ def assert_same_tensors(first: Path, second: Path) -> None:
             assert torch.equal(value, theirs[key]), key
 
 
-@pytest.fixture(scope="session")
-def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def finished(one_thread: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of full fine-tuning (dropout active): the reference of the resume tests."""
-    torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("runs") / "straight"
     assert finetune.main(settings(world, out)) == 0
     return out
@@ -389,7 +390,13 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("step", [5, 11, 20])
 def test_resume_is_exact_in_the_middle_of_an_epoch(
-    world: Path, tmp_path: Path, finished: Path, interrupt: Any, monkeypatch: pytest.MonkeyPatch, step: int
+    world: Path,
+    tmp_path: Path,
+    finished: Path,
+    interrupt: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    step: int,
 ) -> None:
     arguments = settings(world, tmp_path / "run")
     interrupt(step)
@@ -399,6 +406,7 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(
     monkeypatch.undo()
     torch.manual_seed(999)  # what the interrupted process left behind must not matter
     assert finetune.main([*arguments, "--resume"]) == 0
+    assert "threads" not in capsys.readouterr().out
     assert_same_tensors(tmp_path / "run", finished)
     first, second = (json.loads((run / "metrics.json").read_text()) for run in (tmp_path / "run", finished))
     assert first["metrics"] == second["metrics"]
@@ -474,6 +482,24 @@ def test_resume_refuses_what_it_cannot_continue(
     assert "--checkpoint needs --resume" in capsys.readouterr().err
     assert finetune.main([*arguments, "--resume", "--checkpoint", "step-0000099"]) == 2
     assert "no such checkpoint" in capsys.readouterr().err
+
+
+def test_resume_on_other_threads_says_that_bits_may_differ(
+    world: Path, tmp_path: Path, interrupt: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = settings(world, tmp_path / "run", "train.epochs=1")
+    interrupt(5)
+    with pytest.raises(Interrupted):
+        finetune.main(arguments)
+    monkeypatch.undo()
+    torch.set_num_threads(2)
+    try:
+        assert finetune.main([*arguments, "--resume"]) == 0
+    finally:
+        torch.set_num_threads(1)
+    output = capsys.readouterr().out
+    assert "saved with 1 threads, continued with 2" in output
+    assert "OMP_NUM_THREADS=1" in output
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "manifest"])
@@ -749,11 +775,9 @@ def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
 
 def test_the_time_left_is_estimated_from_like_runs() -> None:
     seconds = {"rte/lora_r8/seed0": 60.0, "rte/lora_r8/seed1": 120.0, "rte/snnk_relu16/seed0": 600.0}
-    runs = [sweep_glue.Run("rte", "lora_r8", 2), sweep_glue.Run("rte", "linear_probe", 0)]
-    assert sweep_glue.time_left(runs, seconds) == "2 runs left, about 6 min"
-    assert "1 runs of tasks that have not been timed" in sweep_glue.time_left(
-        [sweep_glue.Run("sst2", "lora_r8", 0)], seconds
-    )
+    runs = [Run("rte", "lora_r8", 2), Run("rte", "linear_probe", 0)]
+    assert time_left(runs, seconds) == "2 runs left, about 6 min"
+    assert "1 runs of tasks that have not been timed" in time_left([Run("sst2", "lora_r8", 0)], seconds)
 
 
 @pytest.mark.slow

@@ -158,6 +158,7 @@ class Training:
         saved = {
             "step": self.state.step,
             "identity": dict(self.identity),
+            "torch_threads": torch.get_num_threads(),
             "run": dataclasses.asdict(self.state),
             "scaler": None if scaler is None else scaler.state_dict(),
         }

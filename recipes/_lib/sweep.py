@@ -1,0 +1,163 @@
+"""Many runs of one recipe, one after another: finished ones are skipped, interrupted ones resumed, the rest timed."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from _lib.files import read_json, write_json
+
+RECIPES = Path(__file__).resolve().parents[1]
+
+
+class Run(NamedTuple):
+    """One point of the grid."""
+
+    task: str
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Folder below OUT."""
+        return f"{self.task}/{self.method}/seed{self.seed}"
+
+
+class Sweep(NamedTuple):
+    """What is swept.
+
+    Args:
+        program: the recipe's file in recipes/.
+        config: its settings file for a task, with `{task}`.
+        methods: settings of each method.
+        overrides: settings of every run.
+        configs: folder of the settings files.
+        out: folder of all runs.
+    """
+
+    program: str
+    config: str
+    methods: Mapping[str, Sequence[str]]
+    overrides: Sequence[str]
+    configs: Path
+    out: Path
+
+
+def main(
+    description: str | None,
+    program: str,
+    config: str,
+    folder: str,
+    tasks: Sequence[str],
+    methods: Mapping[str, Sequence[str]],
+    argv: list[str] | None,
+) -> int:
+    """Read the command line of a sweep and run what is missing.
+
+    Args:
+        description: the text of `--help`.
+        program: as in Sweep.
+        config: as in Sweep.
+        folder: the name below recipes/configs and, if `--out` does not say otherwise, below runs.
+        tasks: run unless `--tasks` says otherwise.
+        methods: settings of each method.
+        argv: the arguments, or None for those of this process.
+
+    Returns:
+        0 if everything is finished, 1 if something failed, 143 if stopped by SIGTERM.
+    """
+    configs, out = RECIPES / "configs" / folder, Path("runs") / folder
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for every run")
+    parser.add_argument("--out", type=Path, default=out, help=f"folder of all runs ({out})")
+    parser.add_argument("--configs", type=Path, default=configs, help=f"folder of {config.format(task='<task>')}")
+    parser.add_argument("--tasks", nargs="+", default=tasks, metavar="TASK", help=f"default: {' '.join(tasks)}")
+    parser.add_argument(
+        "--methods", nargs="+", default=list(methods), choices=methods, metavar="METHOD", help=" ".join(methods)
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse cannot mix options that take lists with positionals; settings are recognised by their "=".
+    misplaced = [text for text in rest if "=" not in text or text.startswith("-")]
+    if misplaced:
+        parser.error(f"unknown arguments {misplaced}; settings are written section.key=value")
+    files = [arguments.configs / config.format(task=task) for task in arguments.tasks]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        parser.error(f"no settings file {missing[0]}; see --configs")
+    # Seeds outermost: the first pass already fills every cell of the table.
+    runs = [
+        Run(task, method, seed)
+        for seed, task, method in itertools.product(arguments.seeds, arguments.tasks, arguments.methods)
+    ]
+    overrides = [*arguments.overrides, *rest]
+    return sweep(Sweep(program, config, methods, overrides, arguments.configs, arguments.out), runs)
+
+
+def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
+    """Run everything that has no metrics.json; returns 1 if something failed, 143 if stopped by SIGTERM."""
+    grid.out.mkdir(parents=True, exist_ok=True)
+    record = grid.out / "seconds.json"
+    seconds: dict[str, float] = read_json(record) if record.is_file() else {}
+    pending = [run for run in runs if not (grid.out / run.name / "metrics.json").is_file()]
+    print(f"{len(runs)} runs, {len(runs) - len(pending)} finished; {time_left(pending, seconds)}", flush=True)
+    failed: list[str] = []
+    for number, run in enumerate(pending):
+        folder = grid.out / run.name
+        resume = ["--resume"] if (folder / "config.yaml").is_file() else []
+        print(f"[{number + 1}/{len(pending)}] {run.name}{' (resumed)' if resume else ''}", flush=True)
+        command = [
+            *(sys.executable, str(RECIPES / grid.program), str(grid.configs / grid.config.format(task=run.task))),
+            *(*grid.methods[run.method], f"train.seed={run.seed}", *grid.overrides, f"output.dir={folder}", *resume),
+        ]
+        started = time.monotonic()
+        code = execute(command)
+        if code in (143, -signal.SIGTERM):
+            print("stopped; start the same command again to continue")
+            return 143
+        if code != 0:
+            failed.append(f"{run.name} (exit code {code})")
+            continue
+        seconds[run.name] = round(seconds.get(run.name, 0.0) + time.monotonic() - started, 1)
+        write_json(record, seconds)
+        print(time_left(pending[number + 1 :], seconds), flush=True)
+    if failed:
+        print("failed: " + ", ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def execute(command: list[str]) -> int:
+    """Run a command to its end; a SIGTERM to this process is passed on, so that the run saves itself."""
+    process = subprocess.Popen(command)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        process.terminate()
+
+    before = signal.signal(signal.SIGTERM, forward)
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def time_left(pending: Sequence[Run], seconds: Mapping[str, float]) -> str:
+    """An estimate from finished runs of the same task and method, or else of the same task."""
+    total, unknown = 0.0, 0
+    for run in pending:
+        same = [value for name, value in seconds.items() if name.startswith(f"{run.task}/{run.method}/")]
+        near = same or [value for name, value in seconds.items() if name.startswith(f"{run.task}/")]
+        if near:
+            total += statistics.mean(near)
+        else:
+            unknown += 1
+    text = f"{len(pending)} runs left, about {total / 60:.0f} min"
+    return text + (f" and {unknown} runs of tasks that have not been timed yet" if unknown else "")

@@ -1,0 +1,48 @@
+"""Tables from many runs: their metrics.json files are copied, read by task and method, and set as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from _lib.files import read_json, write_json
+from snnk_peft.errors import ConfigError
+
+Table = dict[str, dict[str, list[dict[str, Any]]]]  # task -> method -> one report per seed
+
+
+def collect(runs: Path, out: Path) -> int:
+    """Copy the reports of finished runs; returns how many were new or changed."""
+    changed = 0
+    for file in sorted(runs.glob("*/*/seed*/metrics.json")):
+        task, method, seed = file.relative_to(runs).parts[:3]
+        target, report = out / task / method / f"{seed}.json", read_json(file)
+        if not target.is_file() or read_json(target) != report:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_json(target, report)
+            changed += 1
+    return changed
+
+
+def read_reports(out: Path, sweep: str) -> Table:
+    """All stored reports by task and method; `sweep` is the program that makes them."""
+    table: defaultdict[str, defaultdict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for file in sorted(out.glob("*/*/seed*.json")):
+        table[file.parts[-3]][file.parts[-2]].append(read_json(file))
+    if not table:
+        raise ConfigError(f"no */*/seed*.json in {out} and no finished run; run {sweep} first")
+    return {task: dict(row) for task, row in table.items()}
+
+
+def spread(reports: list[dict[str, Any]], key: str) -> tuple[float, float]:
+    """Mean and standard deviation (n - 1; 0 for one seed) over seeds."""
+    values = [report[key] for report in reports]
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def grid(header: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a Markdown table; all columns but the first are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
