@@ -7,12 +7,8 @@ import torch
 
 from snnk_peft import build_feature_map
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.linear_attention import (
-    causal_linear_attention,
-    common_scale,
-    linear_attention,
-    quadratic_attention,
-)
+from snnk_peft.functional.causal_attention import causal_linear_attention
+from snnk_peft.functional.linear_attention import common_scale, linear_attention, quadratic_attention
 from snnk_peft.functional.near_field import banded_softmax_attention
 
 F64 = torch.float64
@@ -95,16 +91,24 @@ def test_causal_forms_agree(chunk, masked):
     mask = lengths_mask() if masked else None
     scaled, top = common_scale(psi.values, psi.log_scale, mask)
     expected, _ = quadratic_attention(phi, scaled, v, mask, causal=True)
-    out, state = causal_linear_attention(phi, scaled, v, mask, chunk=chunk, log_scale=top)
+    out, state = causal_linear_attention(phi, psi.values, v, mask, chunk=chunk, log_scale=psi.log_scale)
     torch.testing.assert_close(out, expected, **CLOSE)
     torch.testing.assert_close(state.normaliser, scaled.sum(-2), **CLOSE)
+    torch.testing.assert_close(state.log_scale, top, **CLOSE)
+    plain, _ = causal_linear_attention(phi, scaled, v, mask, chunk=chunk)
+    torch.testing.assert_close(plain, expected, **CLOSE)
     steps, remembered = [], None
     for i in range(q.shape[-2]):
         at = slice(i, i + 1)
         one = None if mask is None else mask[:, at]
-        key, scale = common_scale(psi.values[:, :, at], psi.log_scale[:, :, at], one)
         step, remembered = causal_linear_attention(
-            phi[:, :, at], key, v[:, :, at], one, chunk=1, state=remembered, log_scale=scale
+            phi[:, :, at],
+            psi.values[:, :, at],
+            v[:, :, at],
+            one,
+            chunk=1,
+            state=remembered,
+            log_scale=psi.log_scale[:, :, at],
         )
         steps.append(step)
     torch.testing.assert_close(torch.cat(steps, 2), expected, **CLOSE)
@@ -114,23 +118,57 @@ def test_causal_forms_agree(chunk, masked):
 def test_prefill_in_pieces():
     q, k, v = heads(50)
     phi, psi = features(q, k)
-    scaled, top = common_scale(psi.values, psi.log_scale)
-    expected, _ = causal_linear_attention(phi, scaled, v, log_scale=top)
+    expected, _ = causal_linear_attention(phi, psi.values, v, log_scale=psi.log_scale)
     state, parts = None, []
     for piece in (slice(0, 7), slice(7, 40), slice(40, 50)):
-        key, scale = common_scale(psi.values[:, :, piece], psi.log_scale[:, :, piece])
         part, state = causal_linear_attention(
-            phi[:, :, piece], key, v[:, :, piece], chunk=16, state=state, log_scale=scale
+            *(t[:, :, piece] for t in (phi, psi.values, v)),
+            chunk=16,
+            state=state,
+            log_scale=psi.log_scale[:, :, piece],
         )
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 2), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
+@pytest.mark.parametrize("pieces", [[(0, 60)], [(0, 1), (1, 30), (30, 60)]])
+def test_large_keys_do_not_erase_the_rows_before_them(order, pieces):
+    """Keys whose scales span e^1800: each row is what it would be if the sequence ended with it."""
+    length = 60
+    q, k, v = heads(length)
+    phi, psi = features(q, k)
+    scale = torch.linspace(-900, 900, length, dtype=F64)
+    scale = {"rising": scale, "falling": scale.flip(0), "mixed": scale[torch.randperm(length)]}[order][:, None]
+    scale = (psi.log_scale + scale).requires_grad_()
+    mask = torch.ones(3, length, dtype=torch.bool)
+    mask[1, :9], mask[2, 20:29] = False, False
+    state, parts = None, []
+    for begin, end in pieces:
+        part, state = causal_linear_attention(
+            *(t[:, :, begin:end].float() for t in (phi, psi.values, v)),
+            mask[:, begin:end],
+            chunk=16,
+            state=state,
+            log_scale=scale[:, :, begin:end].float(),
+        )
+        parts.append(part)
+    out = torch.cat(parts, 2)
+    expected = []
+    for i in range(length):
+        keys, _ = common_scale(psi.values[:, :, : i + 1], scale[:, :, : i + 1], mask[:, : i + 1])
+        expected.append(linear_attention(phi[:, :, i : i + 1], keys, v[:, :, : i + 1]))
+    torch.testing.assert_close(out.double(), torch.cat(expected, 2), rtol=1e-4, atol=1e-4)
+    assert (out[0].abs().amax(-1) > 1e-3).all()
+    (gradient,) = torch.autograd.grad(out.sum(), scale)
+    assert gradient.isfinite().all()
 
 
 def test_no_gradient_from_the_future():
     q, k, v = heads(12)
     v.requires_grad_()
     phi, psi = features(q, k)
-    out, _ = causal_linear_attention(phi, common_scale(psi.values, psi.log_scale)[0], v, chunk=5)
+    out, _ = causal_linear_attention(phi, psi.values, v, chunk=5, log_scale=psi.log_scale)
     out[:, :, 6].sum().backward()
     assert v.grad[:, :, :7].abs().min() > 0
     assert not v.grad[:, :, 7:].any()
@@ -142,7 +180,8 @@ def test_gradients():
     def run(q, k, v):
         phi, psi = features(q, k, m=4)
         scaled, _ = common_scale(psi.values, psi.log_scale)
-        return linear_attention(phi, scaled, v), causal_linear_attention(phi, scaled, v, chunk=2)[0]
+        causal, _ = causal_linear_attention(phi, psi.values, v, chunk=2, log_scale=psi.log_scale)
+        return linear_attention(phi, scaled, v), causal
 
     q, k, v = (t[:1].clone().requires_grad_() for t in (q, k, v))
     assert torch.autograd.gradcheck(run, (q, k, v))
@@ -178,12 +217,10 @@ def test_compiles_in_one_graph(causal):
     fm = build_feature_map("posrf", "orf", 6, 16)
 
     def run(q, k, v, mask):
-        psi = fm.psi(k)
-        scaled, top = common_scale(psi.values, psi.log_scale, mask)
-        phi = fm.phi(q).values
+        phi, psi = fm.phi(q).values, fm.psi(k)
         if causal:
-            return causal_linear_attention(phi, scaled, v, mask, log_scale=top, chunk=8)[0]
-        return linear_attention(phi, scaled, v, mask)
+            return causal_linear_attention(phi, psi.values, v, mask, log_scale=psi.log_scale, chunk=8)[0]
+        return linear_attention(phi, common_scale(psi.values, psi.log_scale, mask)[0], v, mask)
 
     mask = lengths_mask(20)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")

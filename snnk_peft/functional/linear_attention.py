@@ -2,10 +2,9 @@
 
     out_i = Σ_j φ(q_i)·ψ(k_j) v_j / Σ_j φ(q_i)·ψ(k_j)  =  φ(q_i) S / φ(q_i) z,     S = Σ_j ψ(k_j) v_jᵀ,  z = Σ_j ψ(k_j)
 
-(Katharopoulos et al. 2020; FAVOR+; the lecture.) In the causal form the sums run over j <= i. Shapes: q (B, H, L, m),
+(Katharopoulos et al. 2020; FAVOR+; the lecture.) The causal form is in `causal_attention.py`. Shapes: q (B, H, L, m),
 k (B, G, N, m), v (B, G, N, D) -> (B, H, L, D), with H a multiple of G (grouped-query attention); a mask (B, N) is True
-where a key counts. Cost O((L + N) m D) per head; memory O(L (m + D)), in the causal form too, because prefixes are kept
-per chunk only.
+where a key counts. Cost O((L + N) m D) per head; memory O(L (m + D)).
 
 What enters are features, not queries and keys: masks act on ψ(k), since ψ(0) is not zero. A factor common to the
 features of one query cancels; of the keys only one number per batch entry and head may be taken out (`common_scale`):
@@ -14,30 +13,10 @@ A query whose keys are all masked gives 0."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.blocks import block_count, exporting
 from snnk_peft.functional.precision import full_precision, wide
-
-CHUNK = 128  # tokens per chunk of the causal form: the products within a chunk cost CHUNK per token and column
-
-
-class AttentionState(NamedTuple):
-    """What a recurrent step remembers of all keys so far; its size does not depend on how many there were.
-
-    Attributes:
-        values: S (B, G, m, D) in at least fp32.
-        normaliser: z (B, G, m).
-        log_scale: (B, G, 1), the true sums are S and z times exp(log_scale). −∞ where no key counted so far: zeros
-            have no scale, and a finite one would make later, smaller keys vanish beside it.
-    """
-
-    values: Tensor
-    normaliser: Tensor
-    log_scale: Tensor
 
 
 def common_scale(
@@ -53,7 +32,8 @@ def common_scale(
             costs more than the product.
 
     Returns:
-        Features (B, G, N, m) in at least fp32, and the logarithm of the factor taken out of them, (B, G, 1).
+        Features (B, G, N, m) in at least fp32, and the logarithm of the factor taken out of them, (B, G, 1): 0
+        without `log_scale`, else −∞ where no key counts.
     """
     values = wide(values)
     if mask is not None:
@@ -65,19 +45,18 @@ def common_scale(
     if mask is not None:
         log_scale = log_scale.masked_fill(~keep, float("-inf"))
     top = log_scale.detach().amax(-2)
-    top = torch.where(top.isfinite(), top, 0.0)
-    factor = (log_scale - top.unsqueeze(-2)).exp()
+    factor = (log_scale - torch.where(top.isfinite(), top, 0.0).unsqueeze(-2)).exp()
     if not overwrite or (torch.is_grad_enabled() and (values.requires_grad or factor.requires_grad)):
         return values * factor, top
     return values.mul_(factor), top
 
 
-def _grouped(q: Tensor, groups: int) -> Tensor:
+def grouped(q: Tensor, groups: int) -> Tensor:
     """(B, H, L, m) -> (B, G, H/G, L, m)."""
     return q.unflatten(1, (groups, q.shape[1] // groups))
 
 
-def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Where no key counts, both are 0 and so is the result."""
     return numerator / torch.where(denominator == 0, 1.0, denominator)
 
@@ -95,80 +74,13 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         (B, H, L, D), in the dtype of v.
     """
     with full_precision(v):
-        q, k, values = _grouped(wide(q), k.shape[1]), wide(k), wide(v)
+        q, k, values = grouped(wide(q), k.shape[1]), wide(k), wide(v)
         if mask is not None:
             k = k.masked_fill(~mask[:, None, :, None], 0.0)
         S = torch.einsum("bgnm,bgnd->bgmd", k, values)
         numerator = torch.einsum("bghlm,bgmd->bghld", q, S)
         denominator = torch.einsum("bghlm,bgm->bghl", q, k.sum(-2)).unsqueeze(-1)
-        return _divide(numerator, denominator).flatten(1, 2).to(v.dtype)
-
-
-def causal_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    *,
-    chunk: int = CHUNK,
-    state: AttentionState | None = None,
-    log_scale: Tensor | None = None,
-) -> tuple[Tensor, AttentionState]:
-    """Query i attends to keys 0..i, and to all keys in `state` before them.
-
-    Within a chunk the weights are formed and cut to the lower triangle; what lies before it enters through S and z.
-
-    Args:
-        q: (B, H, L, m).
-        k: (B, G, L, m), with one scale per head.
-        v: (B, G, L, D).
-        mask: (B, L) bool, True where a key counts.
-        chunk: tokens per chunk.
-        state: sums over earlier keys, to continue from.
-        log_scale: (B, G, 1), the factor taken out of k (from `common_scale`), −∞ where no key counts; None for 0.
-
-    Returns:
-        (B, H, L, D) in the dtype of v, and the state behind the last key.
-    """
-    with full_precision(v):
-        groups, length = k.shape[1], k.shape[-2]
-        k, values = wide(k), wide(v)
-        if mask is not None:
-            k = k.masked_fill(~mask[:, None, :, None], 0.0)
-        if log_scale is None:
-            log_scale = k.new_zeros(*k.shape[:2], 1)
-        if state is not None:
-            k, log_scale, state = _same_scale(k, log_scale, state)
-        q = _grouped(wide(q), groups)
-        chunks = block_count(length, chunk)
-        padding = chunks * chunk - length
-        if exporting() or padding:
-            q, k, values = (torch.nn.functional.pad(t, (0, 0, 0, padding)) for t in (q, k, values))
-        # Values get a column of ones: the denominator is one more column of the numerator.
-        values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
-        q, k, values = (t.unflatten(-2, (chunks, chunk)) for t in (q, k, values))
-        sums = torch.einsum("bgcnm,bgcnd->bgcmd", k, values)
-        if state is None:
-            first = torch.zeros_like(sums[:, :, 0])
-        else:
-            first = torch.cat((state.values, state.normaliser.unsqueeze(-1)), -1)
-        sums = torch.cat((first.unsqueeze(2), sums), 2).cumsum(2)
-        before, last = sums[:, :, :-1], sums[:, :, -1]
-        weights = torch.einsum("bghcim,bgcjm->bghcij", q, k).tril()
-        total = torch.einsum("bghcij,bgcjd->bghcid", weights, values)
-        total = total + torch.einsum("bghcim,bgcmd->bghcid", q, before)
-        total = total.flatten(-3, -2)[..., :length, :]
-        out = _divide(total[..., :-1], total[..., -1:]).flatten(1, 2).to(v.dtype)
-        return out, AttentionState(last[..., :-1], last[..., -1], log_scale)
-
-
-def _same_scale(k: Tensor, log_scale: Tensor, state: AttentionState) -> tuple[Tensor, Tensor, AttentionState]:
-    """New keys and old sums brought to the larger of their scales."""
-    top = torch.maximum(log_scale, state.log_scale)
-    shift = torch.where(top.isfinite(), top, 0.0)  # −∞ on both sides: nothing to bring to a scale
-    old = (state.log_scale - shift).exp()
-    k = k * (log_scale - shift).exp().unsqueeze(-1)
-    return k, top, AttentionState(state.values * old.unsqueeze(-1), state.normaliser * old, top)
+        return divide(numerator, denominator).flatten(1, 2).to(v.dtype)
 
 
 def quadratic_attention(
@@ -180,12 +92,12 @@ def quadratic_attention(
         (B, H, L, D) and the weights (B, H, L, N), whose rows sum to 1 (or are 0 where no key counts).
     """
     with full_precision(v):
-        q, k, values = _grouped(wide(q), k.shape[1]), wide(k), wide(v)
+        q, k, values = grouped(wide(q), k.shape[1]), wide(k), wide(v)
         weights = torch.einsum("bghlm,bgnm->bghln", q, k)
         if mask is not None:
             weights = weights * mask[:, None, None, None, :]
         if causal:
             weights = weights.tril(k.shape[-2] - q.shape[-2])
-        weights = _divide(weights, weights.sum(-1, keepdim=True))
+        weights = divide(weights, weights.sum(-1, keepdim=True))
         out = torch.einsum("bghln,bgnd->bghld", weights, values)
         return out.flatten(1, 2).to(v.dtype), weights.flatten(1, 2)

@@ -20,12 +20,8 @@ from torch import nn
 from snnk_peft.components.base import Features
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import FeatureMap
-from snnk_peft.functional.linear_attention import (
-    AttentionState,
-    causal_linear_attention,
-    common_scale,
-    linear_attention,
-)
+from snnk_peft.functional.causal_attention import AttentionState, causal_linear_attention
+from snnk_peft.functional.linear_attention import common_scale, linear_attention
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.attention_term import AttentionTerm
@@ -116,8 +112,11 @@ class KernelAttention(nn.Module):
             fields.append(near[:, :, -q.shape[-2] :])
         for term in range(len(self.terms)):
             phi, psi = self.features(q * root, k * root, mask, causal, term)
-            keys, top = common_scale(psi.values, psi.log_scale, mask, overwrite=True)
-            fields.append(_all_at_once(phi, keys, v, mask, top, causal))
+            if causal:
+                fields.append(_causal(phi, psi, v, mask))
+            else:
+                keys, _ = common_scale(psi.values, psi.log_scale, mask, overwrite=True)
+                fields.append(linear_attention(phi, keys, v, mask))
         return self.blended(fields)
 
     def blended(self, fields: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -164,23 +163,16 @@ class KernelAttention(nn.Module):
         return self(q, k, units, mask, causal=causal, scaling=scaling).to(q.dtype)
 
 
-def _all_at_once(
-    phi: torch.Tensor,
-    keys: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    top: torch.Tensor,
-    causal: bool,
-) -> torch.Tensor:
-    """Linear attention of all queries, or of the last ones where causal and there are more keys."""
-    if not causal:
-        return linear_attention(phi, keys, v, mask)
-    before, state = keys.shape[-2] - phi.shape[-2], None
+def _causal(phi: torch.Tensor, psi: Features, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Causal linear attention of all queries, or of the last ones where there are more keys."""
+    keys, scale, state = psi.values, psi.log_scale, None
+    before = keys.shape[-2] - phi.shape[-2]
     if before:
+        earlier = None if mask is None else mask[:, :before]
+        sums, top = common_scale(keys[:, :, :before], None if scale is None else scale[..., :before, :], earlier)
         state = AttentionState(
-            torch.einsum("bgnm,bgnd->bgmd", keys[:, :, :before], v[:, :, :before].to(keys.dtype)),
-            keys[:, :, :before].sum(-2),
-            top,
+            torch.einsum("bgnm,bgnd->bgmd", sums, v[:, :, :before].to(sums.dtype)), sums.sum(-2), top
         )
-    own = None if mask is None else mask[:, before:]
-    return causal_linear_attention(phi, keys[:, :, before:], v[:, :, before:], own, state=state, log_scale=top)[0]
+        keys, v, mask = keys[:, :, before:], v[:, :, before:], None if mask is None else mask[:, before:]
+        scale = None if scale is None else scale[..., before:, :]
+    return causal_linear_attention(phi, keys, v, mask, state=state, log_scale=scale)[0]

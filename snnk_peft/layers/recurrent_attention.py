@@ -16,7 +16,7 @@ from torch import Tensor
 
 from snnk_peft.components.base import Features
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.linear_attention import CHUNK, AttentionState, causal_linear_attention, common_scale
+from snnk_peft.functional.causal_attention import CHUNK, AttentionState, causal_linear_attention
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
 
@@ -102,12 +102,8 @@ def _term_features(kernel: KernelAttention, q: Tensor, k: Tensor, mask: Tensor |
 def _behind_state(
     phi: Tensor, psi: Features, v: Tensor, mask: Tensor | None, before: AttentionState | None
 ) -> tuple[Tensor, AttentionState]:
-    keys, top = common_scale(psi.values, psi.log_scale, mask, overwrite=True)
-    if mask is not None:
-        # Padding alone has no scale: with a finite one it would outweigh real keys whose features are small.
-        top = torch.where(mask.any(-1)[:, None, None], top, float("-inf"))
     out, behind = causal_linear_attention(
-        phi, keys, v, mask, chunk=min(CHUNK, phi.shape[-2]), state=before, log_scale=top
+        phi, psi.values, v, mask, chunk=min(CHUNK, phi.shape[-2]), state=before, log_scale=psi.log_scale
     )
     return out, AttentionState(*(tensor.clone() for tensor in behind))
 
