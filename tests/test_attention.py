@@ -228,6 +228,28 @@ def test_causal_attention_sees_no_future(name):
     assert not torch.allclose(first[:, 8:], second[:, 8:])
 
 
+def test_causal_rows_survive_large_keys_behind_them():
+    """At many times the norms of BERT, the scales of two keys of a sequence are hundreds apart in the exponent."""
+    kernel = KernelAttention([build_feature_map("posrf", "orf", 8, 32)], 2)
+    q, k, v = torch.randn(3, 1, 2, 20, 8).unbind()
+    for sizes in (torch.linspace(1, 30, 20), torch.linspace(30, 1, 20)):
+        keys = k * sizes[:, None]
+        out = kernel(q, keys, v, causal=True)
+        torch.testing.assert_close(out[:, :, 0], v[:, :, 0])
+        for end in (5, 12):
+            torch.testing.assert_close(
+                out[:, :, :end], kernel(q[:, :, :end], keys[:, :, :end], v[:, :, :end], causal=True)
+            )
+        mask = (torch.arange(20) >= 6)[None]
+        whole = kernel(q, keys, v, mask, causal=True)
+        for first in (3, 6, 9):  # more keys than queries; the keys before them padding or not
+            torch.testing.assert_close(
+                kernel(q[:, :, first:], keys, v, mask, causal=True)[:, :, 6 - min(first, 6) :],
+                whole[:, :, max(first, 6) :],
+            )
+            assert (whole[:, :, 6:].abs().amax(-1) > 1e-3).all()
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_causal_attention_approaches_softmax(name):
     model = causal_model(name, wide=False)
