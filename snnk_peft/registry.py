@@ -57,7 +57,7 @@ class Registry(Generic[T]):
         self._discovered = True
         package = importlib.import_module(self._package)
         for module in pkgutil.iter_modules(package.__path__):
-            if not module.name.startswith("_") and module.name != "base":
+            if not module.name.startswith(("_", "base")):
                 importlib.import_module(f"{self._package}.{module.name}")
 
     def names(self) -> list[str]:

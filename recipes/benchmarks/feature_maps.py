@@ -31,7 +31,9 @@ from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.feature_map.describe import partners
-from snnk_peft.projections.base import Learned, Projection, Structured
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_learned import Learned
+from snnk_peft.projections.base_structured import Structured
 
 STRUCTURED = ("sorf", "rom", "fastfood", "scrf", "pmodel")
 SIZES = (64, 128, 256, 512, 768, 1024, 2048)

@@ -18,7 +18,6 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
-from snnk_peft.functional.precision import full_precision
 
 
 def slot_generator(seed: int, slot: str = "", number: int = 0) -> torch.Generator:
@@ -129,7 +128,7 @@ class Projection(nn.Module):
         self.build()
         if redraw_every is not None:
             self.params = {**self.params, "redraw_every": redraw_every}
-            self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=_construction_device()))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=construction_device()))
 
     def _redraw_faults(self) -> list[str]:
         every, name = self.redraw_every, type(self).__name__.lower()
@@ -302,155 +301,7 @@ class Projection(nn.Module):
         return f"dim={self.dim}, num_features={self.num_features}, seed={self.seed}, slot={self.slot!r}"
 
 
-class Structured(Projection):
-    """A matrix that is made of few numbers and can be applied by a fast transform instead of a dense product.
-
-    A member draws its factors and says how they act on vectors; what is kept, the factors or the dense W, follows
-    from `fast`. Both hold the same matrix for the same seed.
-
-    Args:
-        fast: True keeps the factors and applies them; no dense W is stored. False stores W and multiplies with it.
-            None (default) takes whichever is quicker at these sizes: fast from min(dim, num_features) >= `fast_from`
-            on. Decided once, at construction, and recorded in `params`.
-        **kwargs: as in `Projection`.
-
-    Attributes:
-        fast_from: the size from which the fast transform wins on a CPU.
-    """
-
-    fast_from: int
-
-    def __init__(self, dim: int, num_features: int, *, fast: bool | None = None, **kwargs: Any):
-        self._wanted_fast = fast
-        super().__init__(dim, num_features, **kwargs)
-
-    def argument_faults(self) -> list[str]:
-        """Whether `fast` is a yes, a no or nothing."""
-        name = type(self).__name__.lower()
-        return super().argument_faults() + choice_faults(name, {"fast": (self._wanted_fast, (None, True, False))})
-
-    def settle(self) -> list[str]:
-        """Resolve `fast`."""
-        wanted = self._wanted_fast
-        self.fast = min(self.dim, self.num_features) >= self.fast_from if wanted is None else wanted
-        self.params = {**self.params, "fast": self.fast}
-        return super().settle()
-
-    def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The factors by name, on the CPU: fp32, or int64 for indices."""
-        raise TypeError(f"{type(self).__name__} does not define draw_factors(); see Structured")
-
-    def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """x Wᵀ by the fast transform: x (..., dim) -> (..., num_features); all of one dtype, fp32 or finer."""
-        raise TypeError(f"{type(self).__name__} does not define project(); see Structured")
-
-    def dense(self, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """W (num_features, dim) from its factors: here, what the fast transform makes of the unit vectors."""
-        like = next(factor for factor in factors.values() if factor.is_floating_point())
-        return self.project(torch.eye(self.dim, dtype=like.dtype, device=like.device), factors).T.contiguous()
-
-    def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """W in fp64, from factors in fp32."""
-        return self.dense(as_dtype(self.draw_factors(generator), torch.float64))
-
-    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The factors if fast, else W."""
-        return self.draw_factors(generator) if self.fast else super().draw_buffers(generator)
-
-    def blank(self) -> dict[str, torch.Tensor]:
-        """Undefined tensors of the right shapes; drawing a few factors is the short way to know them."""
-        if not self.fast:
-            return super().blank()
-        drawn = self.draw_factors(slot_generator(self.seed, self.slot))
-        return {name: torch.empty(factor.shape, dtype=factor.dtype) for name, factor in drawn.items()}
-
-    def factors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The stored factors, numbers in `dtype`."""
-        return as_dtype({name: getattr(self, name) for name in self._drawn}, dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x Wᵀ for x (..., dim); result (..., num_features) in the dtype of x, computed in fp32 or finer."""
-        if not self.fast:
-            return super().forward(x)
-        if x.numel() == 0:  # Fourier transforms refuse an empty batch
-            return x[..., :1].expand(*x.shape[:-1], self.num_features)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with full_precision(x):
-            return self.project(x.to(wide), self.factors(wide)).to(x.dtype)
-
-    def materialize(self) -> torch.Tensor:
-        """W as a dense (num_features, dim) tensor; formed anew on each call if fast."""
-        if not self.fast:
-            return super().materialize()
-        wide = torch.promote_types(self.dtype, torch.float32)
-        with full_precision(self.state_tensors()[0]):
-            return self.dense(self.factors(wide)).to(self.dtype)
-
-
-def as_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Floating-point tensors in `dtype`, indices as they are."""
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
-
-
-class Learned(Projection):
-    """Base class of the matrices that are trained: W is a function of parameters and, mostly, of saved noise.
-
-    At the start W is a draw from N(0, I), so that a model begins with the kernel that it would have without learning.
-    After that the kernel is what training made of it, hence `unbiased` is False and W must be saved. The noise does not
-    change unless `redraw_every` says so. W is computed in every forward pass, in train and eval from the same numbers.
-
-    A member defines `initial` and `rows`; the noise is N(0, I) unless it overrides `draw` or `draw_buffers`.
-    One object serves one matrix: for kernels per head use one per head, for one that the heads of a layer share, one
-    that all of them call.
-    """
-
-    unbiased = False
-    redrawable = False
-    trainable = True
-
-    noise: torch.Tensor
-
-    def build(self) -> None:
-        """Register the noise as buffers and the initial values as parameters."""
-        generator, device = slot_generator(self.seed, self.slot), _construction_device()
-        drawn = self.draw_buffers(generator)
-        self._drawn = tuple(drawn)
-        for name, value in drawn.items():
-            self.register_buffer(name, value.to(device))
-        for name, value in self.initial(generator).items():
-            self._buffers.pop(name, None)  # a learned bias takes the place of the absent one
-            self.register_parameter(name, nn.Parameter(value.to(device, torch.float32)))
-
-    def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """The noise that W is made of, and W at the start: (num_features, dim) standard normal numbers."""
-        return torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)
-
-    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The noise; see `Projection.draw_buffers`."""
-        return {"noise": self.draw(generator).to("cpu", torch.float32)}
-
-    def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Values, on the CPU and rounded to fp32, that the learned parameters start with, by name."""
-        raise TypeError(f"{type(self).__name__} does not define initial(); see Learned")
-
-    def rows(self) -> torch.Tensor:
-        """W (num_features, dim) from noise and parameters, differentiable in the latter."""
-        raise TypeError(f"{type(self).__name__} does not define rows(); see Learned")
-
-    def materialize(self) -> torch.Tensor:
-        """W as a dense (num_features, dim) tensor, differentiable in the learned parameters."""
-        with full_precision(self.state_tensors()[0]):
-            return self.rows()
-
-    def state_tensors(self) -> list[torch.Tensor]:
-        """Parameters and noise."""
-        return [
-            *(parameter.detach() for parameter in self.parameters()),
-            *(getattr(self, name) for name in self._drawn),
-        ]
-
-
-def _construction_device() -> str:
+def construction_device() -> str:
     """Where new tensors belong: the CPU, unless a loader builds shapes only and brings the values afterwards."""
     return "meta" if torch.get_default_device().type == "meta" else "cpu"
 

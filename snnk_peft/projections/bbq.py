@@ -19,7 +19,8 @@ import torch
 
 from snnk_peft.functional.low_discrepancy import MAX_SOBOL_DIM, sobol
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned, choice_faults
+from snnk_peft.projections.base import choice_faults
+from snnk_peft.projections.base_learned import Learned
 
 
 @PROJECTIONS.register("bbq")

@@ -22,7 +22,7 @@ from snnk_peft.functional.hadamard import next_power_of_two
 from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, fastfood_product
 from snnk_peft.functional.random_directions import gaussian_lengths, random_signs
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Structured
+from snnk_peft.projections.base_structured import Structured
 
 
 @PROJECTIONS.register("fastfood")

@@ -25,7 +25,8 @@ from snnk_peft.functional.hadamard_rotation import fastfood_product
 from snnk_peft.functional.precision import full_precision
 from snnk_peft.functional.random_directions import gaussian_lengths, random_signs
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned, choice_faults
+from snnk_peft.projections.base import choice_faults
+from snnk_peft.projections.base_learned import Learned
 
 FAST_FROM = 1024  # d from which the transform is quicker than the dense product
 

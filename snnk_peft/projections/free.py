@@ -11,7 +11,8 @@ import torch
 
 from snnk_peft.functional.random_directions import gaussian_lengths, haar
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned, choice_faults
+from snnk_peft.projections.base import choice_faults
+from snnk_peft.projections.base_learned import Learned
 
 
 @PROJECTIONS.register("free")

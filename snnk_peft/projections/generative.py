@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned
+from snnk_peft.projections.base_learned import Learned
 
 GENERATOR_DEPTH = 4
 EPSILON_ROWS = 1e-5

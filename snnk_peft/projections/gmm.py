@@ -24,7 +24,8 @@ from __future__ import annotations
 import torch
 
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned, choice_faults
+from snnk_peft.projections.base import choice_faults
+from snnk_peft.projections.base_learned import Learned
 
 
 @PROJECTIONS.register("gmm")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Learned
+from snnk_peft.projections.base_learned import Learned
 
 
 @PROJECTIONS.register("inn")

@@ -27,7 +27,8 @@ from snnk_peft.functional.circulant import (
     toeplitz_product,
 )
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Structured, choice_faults
+from snnk_peft.projections.base import choice_faults
+from snnk_peft.projections.base_structured import Structured
 
 # structure -> numbers per block (as a function of dim), product, dense form
 PMODEL_STRUCTURES = {

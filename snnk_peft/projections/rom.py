@@ -30,7 +30,8 @@ from snnk_peft.functional.hadamard import next_power_of_two, walsh_hadamard
 from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, hadamard_rotation
 from snnk_peft.functional.random_directions import random_signs
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Structured, choice_faults
+from snnk_peft.projections.base import choice_faults
+from snnk_peft.projections.base_structured import Structured
 
 
 @PROJECTIONS.register("rom")

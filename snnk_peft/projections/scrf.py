@@ -17,7 +17,7 @@ import torch
 from snnk_peft.functional.circulant import FOURIER_FAST_FROM, circulant_matrix, circulant_product
 from snnk_peft.functional.random_directions import random_signs
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Structured
+from snnk_peft.projections.base_structured import Structured
 
 
 @PROJECTIONS.register("scrf")

@@ -1,0 +1,70 @@
+"""Weight matrices that are trained: W is a function of parameters and, mostly, of saved noise.
+
+Shapes: W is (num_features, dim), the noise has the shape that the member draws. At the start W is a draw from N(0, I).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from snnk_peft.functional.precision import full_precision
+from snnk_peft.projections.base import Projection, construction_device, slot_generator
+
+
+class Learned(Projection):
+    """Base class of the matrices that are trained: W is a function of parameters and, mostly, of saved noise.
+
+    At the start W is a draw from N(0, I), so that a model begins with the kernel that it would have without learning.
+    After that the kernel is what training made of it, hence `unbiased` is False and W must be saved. The noise does not
+    change unless `redraw_every` says so. W is computed in every forward pass, in train and eval from the same numbers.
+
+    A member defines `initial` and `rows`; the noise is N(0, I) unless it overrides `draw` or `draw_buffers`.
+    One object serves one matrix: for kernels per head use one per head, for one that the heads of a layer share, one
+    that all of them call.
+    """
+
+    unbiased = False
+    redrawable = False
+    trainable = True
+
+    noise: torch.Tensor
+
+    def build(self) -> None:
+        """Register the noise as buffers and the initial values as parameters."""
+        generator, device = slot_generator(self.seed, self.slot), construction_device()
+        drawn = self.draw_buffers(generator)
+        self._drawn = tuple(drawn)
+        for name, value in drawn.items():
+            self.register_buffer(name, value.to(device))
+        for name, value in self.initial(generator).items():
+            self._buffers.pop(name, None)  # a learned bias takes the place of the absent one
+            self.register_parameter(name, nn.Parameter(value.to(device, torch.float32)))
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """The noise that W is made of, and W at the start: (num_features, dim) standard normal numbers."""
+        return torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)
+
+    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """The noise; see `Projection.draw_buffers`."""
+        return {"noise": self.draw(generator).to("cpu", torch.float32)}
+
+    def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Values, on the CPU and rounded to fp32, that the learned parameters start with, by name."""
+        raise TypeError(f"{type(self).__name__} does not define initial(); see Learned")
+
+    def rows(self) -> torch.Tensor:
+        """W (num_features, dim) from noise and parameters, differentiable in the latter."""
+        raise TypeError(f"{type(self).__name__} does not define rows(); see Learned")
+
+    def materialize(self) -> torch.Tensor:
+        """W as a dense (num_features, dim) tensor, differentiable in the learned parameters."""
+        with full_precision(self.state_tensors()[0]):
+            return self.rows()
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Parameters and noise."""
+        return [
+            *(parameter.detach() for parameter in self.parameters()),
+            *(getattr(self, name) for name in self._drawn),
+        ]

@@ -1,0 +1,104 @@
+"""Weight matrices with a fast transform: the factors of W are kept and applied, or W itself, whichever is quicker.
+
+Shapes: W is (num_features, dim), x is (..., dim), the result (..., num_features). Both forms are the same matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from snnk_peft.functional.precision import full_precision
+from snnk_peft.projections.base import Projection, choice_faults, slot_generator
+
+
+class Structured(Projection):
+    """A matrix that is made of few numbers and can be applied by a fast transform instead of a dense product.
+
+    A member draws its factors and says how they act on vectors; what is kept, the factors or the dense W, follows
+    from `fast`. Both hold the same matrix for the same seed.
+
+    Args:
+        fast: True keeps the factors and applies them; no dense W is stored. False stores W and multiplies with it.
+            None (default) takes whichever is quicker at these sizes: fast from min(dim, num_features) >= `fast_from`
+            on. Decided once, at construction, and recorded in `params`.
+        **kwargs: as in `Projection`.
+
+    Attributes:
+        fast_from: the size from which the fast transform wins on a CPU.
+    """
+
+    fast_from: int
+
+    def __init__(self, dim: int, num_features: int, *, fast: bool | None = None, **kwargs: Any):
+        self._wanted_fast = fast
+        super().__init__(dim, num_features, **kwargs)
+
+    def argument_faults(self) -> list[str]:
+        """Whether `fast` is a yes, a no or nothing."""
+        name = type(self).__name__.lower()
+        return super().argument_faults() + choice_faults(name, {"fast": (self._wanted_fast, (None, True, False))})
+
+    def settle(self) -> list[str]:
+        """Resolve `fast`."""
+        wanted = self._wanted_fast
+        self.fast = min(self.dim, self.num_features) >= self.fast_from if wanted is None else wanted
+        self.params = {**self.params, "fast": self.fast}
+        return super().settle()
+
+    def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """The factors by name, on the CPU: fp32, or int64 for indices."""
+        raise TypeError(f"{type(self).__name__} does not define draw_factors(); see Structured")
+
+    def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """x Wᵀ by the fast transform: x (..., dim) -> (..., num_features); all of one dtype, fp32 or finer."""
+        raise TypeError(f"{type(self).__name__} does not define project(); see Structured")
+
+    def dense(self, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """W (num_features, dim) from its factors: here, what the fast transform makes of the unit vectors."""
+        like = next(factor for factor in factors.values() if factor.is_floating_point())
+        return self.project(torch.eye(self.dim, dtype=like.dtype, device=like.device), factors).T.contiguous()
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """W in fp64, from factors in fp32."""
+        return self.dense(as_dtype(self.draw_factors(generator), torch.float64))
+
+    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """The factors if fast, else W."""
+        return self.draw_factors(generator) if self.fast else super().draw_buffers(generator)
+
+    def blank(self) -> dict[str, torch.Tensor]:
+        """Undefined tensors of the right shapes; drawing a few factors is the short way to know them."""
+        if not self.fast:
+            return super().blank()
+        drawn = self.draw_factors(slot_generator(self.seed, self.slot))
+        return {name: torch.empty(factor.shape, dtype=factor.dtype) for name, factor in drawn.items()}
+
+    def factors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The stored factors, numbers in `dtype`."""
+        return as_dtype({name: getattr(self, name) for name in self._drawn}, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x Wᵀ for x (..., dim); result (..., num_features) in the dtype of x, computed in fp32 or finer."""
+        if not self.fast:
+            return super().forward(x)
+        if x.numel() == 0:  # Fourier transforms refuse an empty batch
+            return x[..., :1].expand(*x.shape[:-1], self.num_features)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with full_precision(x):
+            return self.project(x.to(wide), self.factors(wide)).to(x.dtype)
+
+    def materialize(self) -> torch.Tensor:
+        """W as a dense (num_features, dim) tensor; formed anew on each call if fast."""
+        if not self.fast:
+            return super().materialize()
+        wide = torch.promote_types(self.dtype, torch.float32)
+        with full_precision(self.state_tensors()[0]):
+            return self.dense(self.factors(wide)).to(self.dtype)
+
+
+def as_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Floating-point tensors in `dtype`, indices as they are."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
