@@ -209,6 +209,13 @@ class BundledModel:
         return original._can_set_attn_implementation()  # type: ignore[attr-defined]
 
     @classmethod
+    def get_init_context(cls, *args: Any, **kwargs: Any) -> list[Any]:
+        """As in transformers, without initial values: loading is strict, so that every tensor comes from the file."""
+        from transformers.initialization import no_init_weights
+
+        return [*super().get_init_context(*args, **kwargs), no_init_weights()]  # type: ignore[misc]
+
+    @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """As in transformers, and strict.
 
