@@ -1,0 +1,130 @@
+"""Render the README's table of measured results from the committed metrics.json files.
+
+    python recipes/table_results.py            (prints the table)
+    python recipes/table_results.py --write    (puts it into README.md, between its two marks)
+
+Every number is read from recipes/benchmarks/results/ and model_cards/; a file that is absent is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from _lib.files import read_json, write_text
+from _lib.tables import grid, read_reports, spread
+
+from snnk_peft.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- results: begin (python recipes/table_results.py) -->", "<!-- results: end -->"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print or write the table; 0 done, 2 a file is missing or README.md lacks the marks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="replace the table in README.md")
+    arguments = parser.parse_args(argv)
+    try:
+        table = render(ROOT)
+        if arguments.write:
+            readme = ROOT / "README.md"
+            write_text(readme, replaced(readme.read_text(encoding="utf-8"), table))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table)
+    return 0
+
+
+def replaced(text: str, table: str) -> str:
+    """`text` with the table between the marks.
+
+    Raises:
+        ConfigError: the marks are not there.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"README.md has no lines {BEGIN!r} and {END!r}; put them where the table belongs")
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+def render(root: Path) -> str:
+    """The Markdown table."""
+
+    def benchmark(name: str) -> dict[str, Any]:
+        return read_json(root / f"recipes/benchmarks/results/{name}/metrics.json")
+
+    step, attention = benchmark("adapter_step"), benchmark("attention")
+    teacher, *converted = benchmark("convert_sst2")["rows"]
+    best = [converted[0], converted[-1]]
+    speed = {
+        kind: {row["length"]: row["speed_up"] for row in attention[kind]} for kind in ("forward", "training", "causal")
+    }
+    decoding = {row["attention"]: row for row in attention["decoding"]}  # the longer prefix comes last
+    kept = [decoding[name]["bytes"] / 1e6 for name in ("linear", "softmax")]
+    rows = [
+        [
+            "training step of adapters, MiniLM, 32 × 128 tokens",
+            f"{step['step_time_ratio']:.2f} × the time and {step['peak_memory_ratio']:.2f} × the memory of LoRA with as "
+            "many parameters",
+            "`benchmarks/adapter_step.py`",
+        ],
+        ["GLUE dev average, MiniLM, 3 epochs, 1 to 3 seeds", glue(root), "`table_glue.py`"],
+        *(
+            [
+                f"SST-2 classifier converted without labels ({row['model']})",
+                f"accuracy {100 * row['accuracy']:.1f} (original {100 * teacher['accuracy']:.1f}) at "
+                f"{row['speed-up']:.2f} × the speed, after {row['conversion seconds']:.0f} s",
+                "`benchmarks/convert_sst2.py`",
+            ]
+            for row in best
+        ],
+        [
+            "linear attention against torch's fused softmax attention, 12 heads of 64, 64 features",
+            f"{speed['forward'][4096]:.1f} × faster at 4,096 tokens, {speed['forward'][8192]:.1f} × at 8,192; with "
+            f"gradients {speed['training'][4096]:.1f} × at 4,096; causal {speed['causal'][8192]:.1f} × at 8,192",
+            "`benchmarks/attention.py`",
+        ],
+        [
+            "a token behind 8,192 others, two-layer Llama",
+            f"{decoding['linear']['ms_per_token']:.1f} ms and a cache of {kept[0]:.1f} MB, at any length; softmax "
+            f"{decoding['softmax']['ms_per_token']:.1f} ms and {kept[1]:.0f} MB",
+            "`benchmarks/attention.py`",
+        ],
+        ["Long Range Arena, test accuracy after 15 CPU minutes each", long_range(root), "`table_lra.py`"],
+    ]
+    return "\n".join(grid(["what", "result", "measured by recipes/"], rows)).replace("---:", "---")
+
+
+def glue(root: Path) -> str:
+    """Average over the tasks that every shown method ran."""
+    table = read_reports(root / "model_cards/glue", "recipes/sweep_glue.py")
+    names = {
+        "snnk_relu16": "Houlsby adapters",
+        "snnk_relu32_parallel": "parallel adapters",
+        "lora_r8": "LoRA",
+        "linear_probe": "linear probe",
+    }
+    common = [row for row in table.values() if names.keys() <= row.keys()]
+    means = {name: 100 * statistics.mean(spread(row[name], "score")[0] for row in common) for name in names}
+    return f"{len(common)} tasks: " + ", ".join(f"{label} {means[name]:.1f}" for name, label in names.items())
+
+
+def long_range(root: Path) -> str:
+    """Softmax and the best linear attention of each task."""
+    parts = []
+    for task, row in sorted(read_reports(root / "model_cards/lra", "recipes/sweep_lra.py").items()):
+        scores = {name: 100 * spread(cell, "accuracy")[0] for name, cell in row.items()}
+        softmax = scores.pop("softmax")
+        best = max(scores, key=lambda name: scores[name])
+        parts.append(f"{task}: softmax {softmax:.1f}, best of {len(scores)} linear ones ({best}) {scores[best]:.1f}")
+    return "; ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
