@@ -37,6 +37,7 @@ sys.path.append(str(RECIPES))
 import sweep_lra
 import table_lra
 import train_lra
+import write_listops as write_listops_recipe
 from _lib import checkpoint as checkpoints
 from _lib.config import load_config
 from _lib.lra_model import build_classifier
@@ -505,6 +506,24 @@ def test_the_published_configurations_are_valid_and_open_with_their_command(file
 def test_the_methods_of_the_sweep_are_valid() -> None:
     for changes in sweep_lra.METHODS.values():
         load_config(LongRangeConfig, {"task": "listops", "output": {"dir": "x"}}, changes)
+
+
+def test_the_recipe_that_writes_listops_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--train", "30", "--validation", "5", "--test", "6", "--min-length", "20", "--max-length", "60"]
+    assert write_listops_recipe.main(["--output", str(tmp_path / "short"), *sizes]) == 0
+    rows = LONG_RANGE_TASKS["listops"].load(tmp_path / "short")
+    assert {name: len(part.labels) for name, part in rows.items()} == {"train": 30, "validation": 5, "test": 6}
+    assert all(20 <= len(tokens) <= 60 for part in rows.values() for tokens in part.tokens[0])
+    before = (tmp_path / "short/basic_train.tsv").read_bytes()
+    assert write_listops_recipe.main(["--output", str(tmp_path / "short"), *sizes]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert write_listops_recipe.main(["--output", str(tmp_path / "again"), *sizes]) == 0
+    assert (tmp_path / "again/basic_train.tsv").read_bytes() == before
+    assert write_listops_recipe.main(["--output", str(tmp_path / "none"), "--train", "0", "--test", "-1"]) == 2
+    error = capsys.readouterr().err
+    assert "--train is 0" in error
+    assert "--test is -1" in error
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.slow

@@ -20,12 +20,11 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Component, Features
+from snnk_peft.components.base import Features
+from snnk_peft.components.base_exponential import Exponential
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.balancing import balancing_maps, second_moment
 from snnk_peft.functional.exponential import (
-    check_kernel,
-    exact_kernel,
     half_square,
     log_factor,
     masked_mean,
@@ -40,7 +39,7 @@ DERF_MODES = ("symmetric", "asymmetric")
 
 
 @COMPONENTS.register("derf")
-class Derf(Component):
+class Derf(Exponential):
     """gerf in the coordinates of the data.
 
     Args:
@@ -49,7 +48,6 @@ class Derf(Component):
     """
 
     formula = "m^-½ D exp(ωᵀAω + ωᵀBx + xᵀCx)"
-    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
     source = "Likhosherstov et al. 2023; Spectraformer"
     cost = "one exponential per row, dim² per vector, eigenvectors per head"
 
@@ -59,11 +57,10 @@ class Derf(Component):
     a: torch.Tensor
 
     def __init__(self, mode: str = "symmetric", kernel: str = "softmax"):
-        super().__init__()
+        super().__init__(kernel)
         if mode not in DERF_MODES:
             raise ConfigError(f"derf mode is {mode!r}; expected one of {', '.join(DERF_MODES)}")
-        self.mode, self.kernel_name = mode, check_kernel(kernel)
-        self.params = {"mode": mode, "kernel": kernel}
+        self.mode, self.params = mode, {"mode": mode, **self.params}
 
     def prepare(self, projection: Projection) -> None:
         """Make room for the maps, the identity until calibrated."""
@@ -116,7 +113,3 @@ class Derf(Component):
             if self.kernel_name == "gaussian":
                 factor = factor - half_square(x)
             return Features(*stabilised(z + quadratic, factor, projection.amplitudes(signed=second), x.dtype))
-
-    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """e^{x·y} or e^{−‖x−y‖²/2}."""
-        return exact_kernel(x, y, self.kernel_name)

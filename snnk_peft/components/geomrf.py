@@ -14,15 +14,16 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Component, Features
-from snnk_peft.functional.exponential import check_kernel, exact_kernel, half_square, stabilised
+from snnk_peft.components.base import Features
+from snnk_peft.components.base_exponential import Exponential
+from snnk_peft.functional.exponential import half_square, stabilised
 from snnk_peft.functional.integer_powers import log_abs, sign_of_powers
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("geomrf")
-class Geomrf(Component):
+class Geomrf(Exponential):
     """Π_l x_l^{ω_l} / √(ω_l! P(ω_l)), ω geometric.
 
     Args:
@@ -30,15 +31,10 @@ class Geomrf(Component):
     """
 
     formula = "m^-½ Π x_l^{ω_l} (ω_l! P(ω_l))^-½, ω geometric"
-    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
     source = "Likhosherstov et al. 2022; Spectraformer"
     cost = "a second product with W, one exponential per row"
 
     distribution = "geometric"
-
-    def __init__(self, kernel: str = "softmax"):
-        super().__init__()
-        self.kernel_name, self.params = check_kernel(kernel), {"kernel": kernel}
 
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
@@ -53,7 +49,3 @@ class Geomrf(Component):
             factor = -half_square(x) if self.kernel_name == "gaussian" else 0.0
             values, scale = stabilised(exponents, factor, projection.amplitudes(signed=second), wide_x.dtype)
             return Features((values * sign_of_powers(x, projection)).to(x.dtype), scale)
-
-    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """e^{x·y} or e^{−‖x−y‖²/2}."""
-        return exact_kernel(x, y, self.kernel_name)

@@ -13,15 +13,16 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Component, Features
+from snnk_peft.components.base import Features
+from snnk_peft.components.base_exponential import Exponential
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_factor, stabilised
+from snnk_peft.functional.exponential import log_factor, stabilised
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("gerf")
-class Gerf(Component):
+class Gerf(Exponential):
     """D exp(A‖ω‖² + B ω·x + C‖x‖²).
 
     Args:
@@ -31,12 +32,11 @@ class Gerf(Component):
     """
 
     formula = "m^-½ D exp(A‖ω‖² + B ω·x + C‖x‖²)"
-    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
     source = "Likhosherstov et al. 2022; Spectraformer"
     cost = "one exponential per row"
 
     def __init__(self, A: float = -0.03, s: int = 1, kernel: str = "softmax"):
-        super().__init__()
+        super().__init__(kernel)
         faults = []
         if isinstance(A, bool) or not isinstance(A, (int, float)) or not A < 0.125:
             faults.append(f"gerf A is {A!r}; expected a number below 0.125, where the variance becomes infinite")
@@ -44,9 +44,8 @@ class Gerf(Component):
             faults.append(f"gerf s is {s!r}; expected 1 or -1")
         if faults:
             raise ConfigError(faults)
-        self.A, self.s, self.kernel_name = A, s, check_kernel(kernel)
-        self.positive = s == 1
-        self.params = {"A": A, "s": s, "kernel": kernel}
+        self.A, self.s, self.positive = A, s, s == 1
+        self.params = {"A": A, "s": s, **self.params}
 
     def feature_dim(self, num_features: int, dim: int) -> int:
         """One per row, or two for s = −1."""
@@ -65,7 +64,3 @@ class Gerf(Component):
             if self.s == -1:
                 values = torch.cat((values * torch.cos(z), values * torch.sin(z)), -1)
             return Features(values.to(x.dtype), scale)
-
-    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """e^{x·y} or e^{−‖x−y‖²/2}."""
-        return exact_kernel(x, y, self.kernel_name)

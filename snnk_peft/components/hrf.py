@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Component, Features
+from snnk_peft.components.base import Features
+from snnk_peft.components.base_exponential import Exponential
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.exponential import check_kernel, exact_kernel, half_square, log_factor
+from snnk_peft.functional.exponential import half_square, log_factor
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection, slot_generator
 
@@ -28,7 +29,7 @@ HRF_MODES = ("angular", "learned")
 
 
 @COMPONENTS.register("hrf")
-class Hrf(Component):
+class Hrf(Exponential):
     """λ · positive + (1 − λ) · trigonometric.
 
     Args:
@@ -38,14 +39,13 @@ class Hrf(Component):
     """
 
     formula = "√λ posrf and √(1−λ) trigrf, λ from the angle or learned"
-    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
     source = "Choromanski et al. 2022; Spectraformer"
     cost = "three transcendental functions per row, times n + 1"
 
     directions: torch.Tensor | None
 
     def __init__(self, mode: str = "angular", directions: int = 4, kernel: str = "softmax"):
-        super().__init__()
+        super().__init__(kernel)
         faults = []
         if mode not in HRF_MODES:
             faults.append(f"hrf mode is {mode!r}; expected one of {', '.join(HRF_MODES)}")
@@ -53,8 +53,8 @@ class Hrf(Component):
             faults.append(f"hrf directions is {directions!r}; expected an integer >= 1")
         if faults:
             raise ConfigError(faults)
-        self.mode, self.count, self.kernel_name = mode, directions, check_kernel(kernel)
-        self.params = {"mode": mode, "directions": directions, "kernel": kernel}
+        self.mode, self.count = mode, directions
+        self.params = {"mode": mode, "directions": directions, **self.params}
         self.register_buffer("directions", None)
         self.logit = nn.Parameter(torch.zeros(())) if mode == "learned" else None
 
@@ -93,10 +93,6 @@ class Hrf(Component):
         signs = torch.where(x @ self.directions.to(x.dtype).T >= 0, 1.0, -1.0).to(x.dtype) * self.count**-0.5
         parts = [trig, _outer(trig, signs), pos, _outer(pos, -signs if second else signs)]
         return torch.cat(parts, -1) * 0.5**0.5
-
-    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """e^{x·y} or e^{−‖x−y‖²/2}."""
-        return exact_kernel(x, y, self.kernel_name)
 
 
 def _outer(features: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:

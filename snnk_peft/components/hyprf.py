@@ -11,14 +11,15 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Component, Features
-from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_factor, stabilised
+from snnk_peft.components.base import Features
+from snnk_peft.components.base_exponential import Exponential
+from snnk_peft.functional.exponential import log_factor, stabilised
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("hyprf")
-class Hyprf(Component):
+class Hyprf(Exponential):
     """[exp(ω·x − ‖x‖²/2), exp(−ω·x − ‖x‖²/2)].
 
     Args:
@@ -26,15 +27,10 @@ class Hyprf(Component):
     """
 
     formula = "(2m)^-½ e^{−‖x‖²/2} [e^{ω·x}, e^{−ω·x}]"
-    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
     source = "FAVOR+ (Choromanski 2021); Spectraformer"
     cost = "two exponentials per row"
 
     positive = True
-
-    def __init__(self, kernel: str = "softmax"):
-        super().__init__()
-        self.kernel_name, self.params = check_kernel(kernel), {"kernel": kernel}
 
     def feature_dim(self, num_features: int, dim: int) -> int:
         """Two per row."""
@@ -48,7 +44,3 @@ class Hyprf(Component):
             z = projection(wide(x))
             both, factor = torch.cat((z, -z), -1), log_factor(x, self.kernel_name)
             return Features(*stabilised(both, factor, projection.amplitudes(second, copies=2), x.dtype))
-
-    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """e^{x·y} or e^{−‖x−y‖²/2}."""
-        return exact_kernel(x, y, self.kernel_name)

@@ -14,10 +14,9 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Component, Features
+from snnk_peft.components.base import Features
+from snnk_peft.components.base_exponential import Exponential
 from snnk_peft.functional.exponential import (
-    check_kernel,
-    exact_kernel,
     log_factor,
     mean_square_of_sums,
     optimal_a,
@@ -28,7 +27,7 @@ from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("oprf")
-class Oprf(Component):
+class Oprf(Exponential):
     """gerf with A from the data.
 
     Args:
@@ -36,7 +35,6 @@ class Oprf(Component):
     """
 
     formula = "gerf with the A of least variance for the data"
-    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
     source = "Likhosherstov et al. 2022; Spectraformer Eq. 35"
     cost = "one exponential per row, means over the tokens"
 
@@ -44,8 +42,7 @@ class Oprf(Component):
     mean_square: torch.Tensor
 
     def __init__(self, kernel: str = "softmax"):
-        super().__init__()
-        self.kernel_name, self.params = check_kernel(kernel), {"kernel": kernel}
+        super().__init__(kernel)
         self.register_buffer("mean_square", torch.zeros(()))
 
     def statistics(
@@ -69,7 +66,3 @@ class Oprf(Component):
             exponents += a * projection.squared_row_norms().to(exponents.dtype)
             factor = log_factor(x, self.kernel_name, a)
             return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
-
-    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """e^{x·y} or e^{−‖x−y‖²/2}."""
-        return exact_kernel(x, y, self.kernel_name)

@@ -16,15 +16,16 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Component, Features
-from snnk_peft.functional.exponential import check_kernel, exact_kernel, half_square, stabilised
+from snnk_peft.components.base import Features
+from snnk_peft.components.base_exponential import Exponential
+from snnk_peft.functional.exponential import half_square, stabilised
 from snnk_peft.functional.integer_powers import log_abs, sign_of_powers
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("poisrf")
-class Poisrf(Component):
+class Poisrf(Exponential):
     """Π_l x_l^{ω_l}, ω Poisson.
 
     Args:
@@ -32,15 +33,10 @@ class Poisrf(Component):
     """
 
     formula = "m^-½ e^{λd/2} Π x_l^{ω_l} λ^{−ω_l/2}, ω Poisson(λ)"
-    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
     source = "Likhosherstov et al. 2022; Spectraformer"
     cost = "a second product with W, one exponential per row"
 
     distribution = "poisson"
-
-    def __init__(self, kernel: str = "softmax"):
-        super().__init__()
-        self.kernel_name, self.params = check_kernel(kernel), {"kernel": kernel}
 
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
@@ -52,7 +48,3 @@ class Poisrf(Component):
             factor = rate * projection.dim / 2 - (half_square(x) if self.kernel_name == "gaussian" else 0.0)
             values, scale = stabilised(exponents, factor, projection.amplitudes(signed=second), exponents.dtype)
             return Features((values * sign_of_powers(x, projection)).to(x.dtype), scale)
-
-    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """e^{x·y} or e^{−‖x−y‖²/2}."""
-        return exact_kernel(x, y, self.kernel_name)

@@ -12,14 +12,15 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Component, Features
-from snnk_peft.functional.exponential import check_kernel, exact_kernel, log_factor, stabilised
+from snnk_peft.components.base import Features
+from snnk_peft.components.base_exponential import Exponential
+from snnk_peft.functional.exponential import log_factor, stabilised
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("posrf")
-class Posrf(Component):
+class Posrf(Exponential):
     """exp(ω·x − ‖x‖²/2).
 
     Args:
@@ -27,15 +28,10 @@ class Posrf(Component):
     """
 
     formula = "m^-½ exp(ω·x − ‖x‖²/2)"
-    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
     source = "FAVOR+ (Choromanski 2021); Spectraformer Eq. 32"
     cost = "one exponential per row"
 
     positive = True
-
-    def __init__(self, kernel: str = "softmax"):
-        super().__init__()
-        self.kernel_name, self.params = check_kernel(kernel), {"kernel": kernel}
 
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
@@ -44,7 +40,3 @@ class Posrf(Component):
         with full_precision(x):
             factor = log_factor(x, self.kernel_name)
             return Features(*stabilised(projection(wide(x)), factor, projection.amplitudes(signed=second), x.dtype))
-
-    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """e^{x·y} or e^{−‖x−y‖²/2}."""
-        return exact_kernel(x, y, self.kernel_name)

@@ -16,11 +16,10 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Component, Features
+from snnk_peft.components.base import Features
+from snnk_peft.components.base_exponential import Exponential
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import (
-    check_kernel,
-    exact_kernel,
     half_square,
     log_factor,
     masked_mean,
@@ -33,7 +32,7 @@ from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("saderf")
-class Saderf(Component):
+class Saderf(Exponential):
     """gerf on diagonally balanced vectors.
 
     Args:
@@ -42,7 +41,6 @@ class Saderf(Component):
     """
 
     formula = "oprf on Ψx and Ψ⁻¹y, Ψ diagonal"
-    kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
     source = "Likhosherstov et al. 2023; Spectraformer"
     cost = "one exponential per row, means over the tokens"
 
@@ -51,11 +49,10 @@ class Saderf(Component):
     balance: torch.Tensor
 
     def __init__(self, kernel: str = "softmax", A: float | None = None):
-        super().__init__()
+        super().__init__(kernel)
         if A is not None and not A < 0.125:
             raise ConfigError(f"saderf A is {A!r}; expected a number below 0.125, or None for the best one")
-        self.kernel_name, self.A = check_kernel(kernel), A
-        self.params = {"kernel": kernel, "A": A}
+        self.A, self.params = A, {"A": A, **self.params}
         self.register_buffer("mean_square", torch.zeros(()))
 
     def prepare(self, projection: Projection) -> None:
@@ -100,7 +97,3 @@ class Saderf(Component):
         if self.A is not None:
             return torch.as_tensor(self.A, dtype=like.dtype, device=like.device)
         return optimal_a(statistics.get("mean_square", self.mean_square).to(like), dim)
-
-    def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """e^{x·y} or e^{−‖x−y‖²/2}."""
-        return exact_kernel(x, y, self.kernel_name)
