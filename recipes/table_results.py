@@ -61,41 +61,39 @@ def render(root: Path) -> str:
 
     step, attention = benchmark("adapter_step"), benchmark("attention")
     teacher, *converted = benchmark("convert_sst2")["rows"]
-    best = [converted[0], converted[-1]]
     speed = {
         kind: {row["length"]: row["speed_up"] for row in attention[kind]} for kind in ("forward", "training", "causal")
     }
     decoding = {row["attention"]: row for row in attention["decoding"]}  # the longer prefix comes last
     kept = [decoding[name]["bytes"] / 1e6 for name in ("linear", "softmax")]
+    adapters = (
+        f"{step['step_time_ratio']:.2f} × the time and {step['peak_memory_ratio']:.2f} × the memory of LoRA "
+        "with as many parameters"
+    )
+    conversions = [
+        [
+            f"SST-2 classifier converted without labels ({row['model']})",
+            f"accuracy {100 * row['accuracy']:.1f} (original {100 * teacher['accuracy']:.1f}) at "
+            f"{row['speed-up']:.2f} × the speed, after {row['conversion seconds']:.0f} s",
+            "`benchmarks/convert_sst2.py`",
+        ]
+        for row in (converted[0], converted[-1])
+    ]
+    faster = (
+        f"{speed['forward'][4096]:.1f} × faster at 4,096 tokens, {speed['forward'][8192]:.1f} × at 8,192; with "
+        f"gradients {speed['training'][4096]:.1f} × at 4,096; causal {speed['causal'][8192]:.1f} × at 8,192"
+    )
+    token = (
+        f"{decoding['linear']['ms_per_token']:.1f} ms and a cache of {kept[0]:.1f} MB, at any length; softmax "
+        f"{decoding['softmax']['ms_per_token']:.1f} ms and {kept[1]:.0f} MB"
+    )
+    heads = "linear attention against torch's fused softmax attention, 12 heads of 64, 64 features"
     rows = [
-        [
-            "training step of adapters, MiniLM, 32 × 128 tokens",
-            f"{step['step_time_ratio']:.2f} × the time and {step['peak_memory_ratio']:.2f} × the memory of LoRA with as "
-            "many parameters",
-            "`benchmarks/adapter_step.py`",
-        ],
+        ["training step of adapters, MiniLM, 32 × 128 tokens", adapters, "`benchmarks/adapter_step.py`"],
         ["GLUE dev average, MiniLM, 3 epochs, 1 to 3 seeds", glue(root), "`table_glue.py`"],
-        *(
-            [
-                f"SST-2 classifier converted without labels ({row['model']})",
-                f"accuracy {100 * row['accuracy']:.1f} (original {100 * teacher['accuracy']:.1f}) at "
-                f"{row['speed-up']:.2f} × the speed, after {row['conversion seconds']:.0f} s",
-                "`benchmarks/convert_sst2.py`",
-            ]
-            for row in best
-        ],
-        [
-            "linear attention against torch's fused softmax attention, 12 heads of 64, 64 features",
-            f"{speed['forward'][4096]:.1f} × faster at 4,096 tokens, {speed['forward'][8192]:.1f} × at 8,192; with "
-            f"gradients {speed['training'][4096]:.1f} × at 4,096; causal {speed['causal'][8192]:.1f} × at 8,192",
-            "`benchmarks/attention.py`",
-        ],
-        [
-            "a token behind 8,192 others, two-layer Llama",
-            f"{decoding['linear']['ms_per_token']:.1f} ms and a cache of {kept[0]:.1f} MB, at any length; softmax "
-            f"{decoding['softmax']['ms_per_token']:.1f} ms and {kept[1]:.0f} MB",
-            "`benchmarks/attention.py`",
-        ],
+        *conversions,
+        [heads, faster, "`benchmarks/attention.py`"],
+        ["a token behind 8,192 others, two-layer Llama", token, "`benchmarks/attention.py`"],
         ["Long Range Arena, test accuracy after 15 CPU minutes each", long_range(root), "`table_lra.py`"],
     ]
     return "\n".join(grid(["what", "result", "measured by recipes/"], rows)).replace("---:", "---")
