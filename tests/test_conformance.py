@@ -563,7 +563,7 @@ def test_features_with_a_scale():
 
 
 def member_files(package) -> list[str]:
-    return [m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "base" and not m.name.startswith("_")]
+    return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith(("_", "base"))]
 
 
 @pytest.mark.parametrize(
