@@ -80,7 +80,7 @@ def render(table: Table) -> str:
             "seeds",
             "accuracy",
             "steps",
-            "s per step",
+            "CPU s per step",
             "CPU min",
             "wall min",
             "memory MB",
@@ -114,7 +114,7 @@ def caveats(reports: list[dict[str, Any]]) -> list[str]:
         )
     full = LONG_RANGE_TASKS[reports[0]["task"]].max_length
     if max(report["config"]["data"]["max_length"] or full for report in reports) < full:
-        text.append(f"Documents are cut below the published {full:,} tokens.")
+        text.append(f"Documents are kept shorter than the published {full:,} tokens.")
     return text
 
 
@@ -134,7 +134,7 @@ def _row(name: str, cell: list[dict[str, Any]]) -> list[str]:
         str(len(cell)),
         f"{100 * accuracy:.1f}" + (f" ± {100 * deviation:.1f}" if len(cell) > 1 else ""),
         f"{mean('steps'):,.0f}",
-        f"{mean('seconds_per_step'):.3g}",
+        f"{mean('cpu_seconds_per_step'):.3g}",
         f"{mean('train_cpu_seconds') / 60:.1f}",
         f"{mean('train_seconds') / 60:.1f}",
         f"{megabytes[0]:,.0f} → {megabytes[1]:,.0f}",

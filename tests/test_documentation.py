@@ -80,6 +80,8 @@ def test_readme_recipe_commands(root, minilm_dir, tmp_path):
             words += [f"data.max_{split}_samples=4" for split in ("train", "validation", "test")]
         if "tiny_llama.py" in line:
             words += ["--steps", "2"]
+        if "write_listops.py" in line:
+            words += ["--train", "60", "--validation", "5", "--test", "5"]
         done = subprocess.run(
             [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
@@ -93,3 +95,17 @@ def test_readme_tables_are_the_generated_ones(root):
     begin = "<!-- feature maps: begin (python -m snnk_peft.feature_map table) -->\n"
     shown = text.split(begin)[1].split("\n<!-- feature maps: end -->")[0]
     assert shown == f"{component_table()}\n\n{projection_table()}", "paste what the command prints"
+
+
+def test_readme_results_are_the_measured_ones(root, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(root / "recipes"))
+    table_results = importlib.import_module("table_results")
+    text = (root / "README.md").read_text()
+    assert table_results.replaced(text, table_results.render(root)) == text, "run recipes/table_results.py --write"
+    assert "benchmarks/attention.py" in table_results.render(root)
+    other = text.replace("× faster at 4,096 tokens", "× slower at 4,096 tokens")
+    assert table_results.replaced(other, table_results.render(root)) == text
+    with pytest.raises(table_results.ConfigError, match="has no lines"):
+        table_results.replaced("no marks", "table")
+    with pytest.raises(table_results.ConfigError, match="cannot be read"):
+        table_results.render(tmp_path)

@@ -548,7 +548,7 @@ def report(method: str, seed: int, accuracy: float, **train: Any) -> dict[str, A
     config = load_config(LongRangeConfig, {"task": "lra_text", "data": {"max_length": 1000}, "output": {"dir": "x"}})
     return {
         **{"task": "lra_text", "method": method, "seed": seed, "accuracy": accuracy, "steps": 300},
-        **{"stopped_early": True, "train_seconds": 1000.0, "train_cpu_seconds": 900.0, "seconds_per_step": 3.1234},
+        **{"stopped_early": True, "train_seconds": 1000.0, "train_cpu_seconds": 900.0, "cpu_seconds_per_step": 3.1234},
         **{"peak_memory_bytes": 2_000_000_000, "peak_memory_bytes_before_training": 500_000_000},
         **{"total_parameters": 123456, "longest_sequence": 1000, "environment": {"torch_threads": 1}},
         "examples": {"train": 22500, "validation": 500, "test": 1000},
@@ -580,7 +580,7 @@ def test_the_table_says_what_its_numbers_are_worth(tmp_path: Path) -> None:
     assert "differ in: learning rate 0.0005 / 0.001" in page
     assert "fewer than three seeds" in page
     assert "3 of 3 runs ended before the 50,000 steps" in page
-    assert "cut below the published 4,000 tokens" in page
+    assert "shorter than the published 4,000 tokens" in page
     assert (tmp_path / "cards/accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert table_lra.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
     assert (tmp_path / "cards/README.md").read_text() == page
