@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from snnk_peft.functional.blocks import block_count, exporting
-from snnk_peft.functional.linear_attention import divide, grouped
+from snnk_peft.functional.linear_attention import divide, finite, grouped
 from snnk_peft.functional.precision import full_precision, wide
 
 CHUNK = 128  # tokens per chunk: the products within a chunk cost CHUNK per token and column
@@ -95,11 +95,11 @@ def causal_linear_attention(
             scales = scales.unflatten(-1, (chunks, chunk))
             begin = k.new_full((*batch, 1), float("-inf")) if state is None else state.log_scale
             tops, across = _prefix_scales(begin, scales)
-            rows = _finite(torch.maximum(_running_maximum(scales.detach()), tops[..., :-1, None]))
+            rows = finite(torch.maximum(_running_maximum(scales.detach()), tops[..., :-1, None]))
             later = k.new_full((chunk, chunk), float("-inf")).triu(1)
             within = (scales.unsqueeze(-2) - rows.unsqueeze(-1)).add_(later).exp_().unsqueeze(2)
             total = torch.einsum("bghcij,bgcjd->bghcid", _product(weights, within), values)
-            own = (scales - _finite(scales.detach().amax(-1, keepdim=True))).exp().unsqueeze(-1)
+            own = (scales - finite(scales.detach().amax(-1, keepdim=True))).exp().unsqueeze(-1)
             sums = torch.cat((first, torch.einsum("bgcnm,bgcnd->bgcmd", k, _product(values, own))), 2)
             sums = torch.einsum("bgxy,bgymd->bgxmd", across, sums)
             prefix = torch.einsum("bghcim,bgcmd->bghcid", q, sums[:, :, :-1])
@@ -132,7 +132,7 @@ def _prefix_scales(begin: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     seen = own.new_ones(own.shape[-1], own.shape[-1]).tril() > 0
     own = own.unsqueeze(-2).masked_fill(~seen, float("-inf"))
     tops = own.amax(-1)
-    return tops, (own - _finite(tops).unsqueeze(-1)).exp()
+    return tops, (own - finite(tops).unsqueeze(-1)).exp()
 
 
 def _running_maximum(scales: Tensor) -> Tensor:
@@ -143,8 +143,3 @@ def _running_maximum(scales: Tensor) -> Tensor:
         earlier = torch.nn.functional.pad(scales[..., :-shift], (shift, 0), value=float("-inf"))
         scales, shift = torch.maximum(scales, earlier), 2 * shift
     return scales
-
-
-def _finite(log_scale: Tensor) -> Tensor:
-    """0 for −∞: zeros may have any scale."""
-    return torch.where(log_scale.isfinite(), log_scale, 0.0)

@@ -45,10 +45,15 @@ def common_scale(
     if mask is not None:
         log_scale = log_scale.masked_fill(~keep, float("-inf"))
     top = log_scale.detach().amax(-2)
-    factor = (log_scale - torch.where(top.isfinite(), top, 0.0).unsqueeze(-2)).exp()
+    factor = (log_scale - finite(top).unsqueeze(-2)).exp()
     if not overwrite or (torch.is_grad_enabled() and (values.requires_grad or factor.requires_grad)):
         return values * factor, top
     return values.mul_(factor), top
+
+
+def finite(log_scale: Tensor) -> Tensor:
+    """0 for −∞: zeros may have any scale."""
+    return torch.where(log_scale.isfinite(), log_scale, 0.0)
 
 
 def grouped(q: Tensor, groups: int) -> Tensor:
