@@ -84,7 +84,9 @@ def test_weights_times_values_are_the_output(causal, near_field, maps):
 @pytest.mark.parametrize("causal", [False, True])
 def test_weights_are_the_quadratic_form(causal):
     layer, (q, k, v) = kernel(), tensors()
-    phi, psi = layer.features(q * 0.5, k * 0.5, None, causal)
+    (term,) = layer.terms
+    statistics = term.statistics(q, k, None, causal=causal, root=0.5)
+    phi, psi = term.queries(q * 0.5, k.shape[1], statistics), term.keys(k * 0.5, statistics)
     keys, _ = common_scale(psi.values, psi.log_scale)
     _, wanted = quadratic_attention(phi, keys, v, causal=causal)
     given = layer.weights(q, k, causal=causal, scaling=0.25)

@@ -2,7 +2,66 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+
+BLOCK = 2**19  # numbers in a block of features: a few such blocks fit in the cache of a processor
+FEWEST = 256  # tokens in a block at least
+
+
+def block_tokens(x: torch.Tensor, columns: int) -> int | None:
+    """How many tokens to take at a time, or None for all: in a graph that is traced, and on an accelerator.
+
+    Args:
+        x: (B, H, L, d).
+        columns: numbers per token and head of what is made from a block.
+    """
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or exporting()
+    if traced or x.device.type != "cpu":
+        return None
+    return max(FEWEST, BLOCK // (x.shape[0] * x.shape[1] * columns) // FEWEST * FEWEST)
+
+
+def split_tokens(size: int | None, *tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The blocks of tensors (B, H, L, d) and masks (B, L) side by side; None stays None.
+
+    Args:
+        size: tokens per block, or None for one block.
+        *tensors: what is cut; the first is not None.
+    """
+    first = tensors[0]
+    if size is None or first is None or first.shape[-2] <= size:
+        yield tensors
+        return
+    count = -(-first.shape[-2] // size)
+    # split, and not slices: the gradient of each slice would be as long as the whole.
+    pieces = [[None] * count if t is None else t.split(size, -2 if t.dim() == 4 else -1) for t in tensors]
+    yield from zip(*pieces, strict=True)
+
+
+def joined(blocks: Iterator[torch.Tensor], size: int | None, length: int) -> torch.Tensor:
+    """Blocks of tokens (B, H, l, D), one after the other, as one tensor (B, H, length, D).
+
+    Without gradients each is written to its place as it comes: the memory of one block then serves the next.
+
+    Args:
+        blocks: they are made as they are asked for.
+        size: l, or None for one block.
+        length: of all together.
+    """
+    first = next(blocks)
+    if size is None or length <= size:
+        return first
+    if torch.is_grad_enabled():
+        return torch.cat((first, *blocks), -2)
+    out, place = first.new_empty(*first.shape[:-2], length, first.shape[-1]), 0
+    for block in itertools.chain((first,), blocks):
+        out[..., place : place + block.shape[-2], :] = block
+        place += block.shape[-2]
+    return out
 
 
 def exporting() -> bool:

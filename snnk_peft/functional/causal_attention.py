@@ -5,7 +5,8 @@
 (Katharopoulos et al. 2020, Eqs. 16-20.) Within a chunk the weights are formed and cut to the lower triangle; what lies
 before it enters through S = Σ ψ(k_j) v_jᵀ and z = Σ ψ(k_j). Shapes as in `linear_attention.py`: q (B, H, L, m),
 k (B, G, L, m), v (B, G, L, D) -> (B, H, L, D). Time O(L m D + L (m + D) chunk) per head and (L/chunk)² m D for the
-prefixes, which is less up to 10⁵ tokens; memory O(L (m + D)).
+prefixes, which callers keep small by handing over the state from one block of chunks to the next; memory
+O(L (m + D + chunk)).
 
 One scale for all keys, which serves where every query sees every key, would let a large key erase rows before it that
 never see it: at ten times the norms of BERT, s_j spans hundreds. So each row has the scale ρ_i = max_{j<=i} s_j, each
@@ -19,25 +20,10 @@ import torch
 from torch import Tensor
 
 from snnk_peft.functional.blocks import block_count, exporting
-from snnk_peft.functional.linear_attention import divide, finite, grouped
+from snnk_peft.functional.linear_attention import AttentionState, divide, finite, grouped
 from snnk_peft.functional.precision import full_precision, wide
 
-CHUNK = 128  # tokens per chunk: the products within a chunk cost CHUNK per token and column
-
-
-class AttentionState(NamedTuple):
-    """What a recurrent step remembers of all keys so far; its size does not depend on how many there were.
-
-    Attributes:
-        values: S (B, G, m, D) in at least fp32.
-        normaliser: z (B, G, m).
-        log_scale: (B, G, 1), the true sums are S and z times exp(log_scale). −∞ where no key counted so far: zeros
-            have no scale, and a finite one would make later, smaller keys vanish beside it.
-    """
-
-    values: Tensor
-    normaliser: Tensor
-    log_scale: Tensor
+CHUNK = 64  # tokens per chunk: the products within a chunk cost CHUNK per token and column
 
 
 def causal_linear_attention(
@@ -65,50 +51,48 @@ def causal_linear_attention(
         (B, H, L, D) in the dtype of v (0 where no key counts), and the state behind the last key.
     """
     with full_precision(v):
-        length, batch = k.shape[-2], k.shape[:2]
-        q, k, values = grouped(wide(q), k.shape[1]), wide(k), wide(v)
+        length, groups, keys = k.shape[-2], k.shape[1], wide(k)
+        q, values = grouped(wide(q), groups), wide(v)
         if mask is not None:
-            k = k.masked_fill(~mask[:, None, :, None], 0.0)
-        # Values get a column of ones: the denominator is one more column of the numerator.
-        values = torch.cat((values, torch.ones_like(values[..., :1])), -1)
-        if state is None:
-            first = values.new_zeros(*batch, 1, k.shape[-1], values.shape[-1])
-        else:
-            first = torch.cat((state.values, state.normaliser.unsqueeze(-1)), -1).unsqueeze(2)
+            keys = keys.masked_fill(~mask[:, None, :, None], 0.0)
+        scales = None if log_scale is None else log_scale.to(keys.dtype).expand(*k.shape[:-1], 1).squeeze(-1)
+        if scales is not None and mask is not None:
+            scales = scales.masked_fill(~mask[:, None], float("-inf"))
         chunks = block_count(length, chunk)
         padding = chunks * chunk - length
         if exporting() or padding:
-            q, k, values = (torch.nn.functional.pad(t, (0, 0, 0, padding)) for t in (q, k, values))
-        q, k, values = (t.unflatten(-2, (chunks, chunk)) for t in (q, k, values))
-        weights = torch.einsum("bghcim,bgcjm->bghcij", q, k)
-        if log_scale is None:
-            total = torch.einsum("bghcij,bgcjd->bghcid", weights.tril(), values)
-            sums = torch.cat((first, torch.einsum("bgcnm,bgcnd->bgcmd", k, values)), 2).cumsum(2)
-            total = total + torch.einsum("bghcim,bgcmd->bghcid", q, sums[:, :, :-1])
-            scale = k.new_zeros(*batch, 1)
+            q, keys, values = (torch.nn.functional.pad(t, (0, 0, 0, padding)) for t in (q, keys, values))
+            scales = None if scales is None else torch.nn.functional.pad(scales, (0, padding), value=float("-inf"))
+        # Contiguous: what is used in two products would be copied for each.
+        keys, values = (t.contiguous().unflatten(-2, (chunks, chunk)) for t in (keys, values))
+        # The queries of all heads of a group are rows of one matrix, chunk by chunk: (B, G, chunks, H/G · chunk, m).
+        q = q.unflatten(-2, (chunks, chunk)).transpose(2, 3)
+        weights = torch.matmul(q.flatten(3, 4), keys.mT).unflatten(-2, q.shape[3:5])
+        if scales is None:
+            weights = weights.tril()
+            across = keys.new_ones(chunks + 1, chunks + 1).tril().expand(*k.shape[:2], -1, -1)
+            scale = keys.new_zeros(*k.shape[:2], 1)
         else:
-            scales = log_scale.to(k.dtype).expand(*batch, length, 1).squeeze(-1)
-            if mask is not None:
-                scales = scales.masked_fill(~mask[:, None], float("-inf"))
-            if exporting() or padding:
-                scales = torch.nn.functional.pad(scales, (0, padding), value=float("-inf"))
-            scales = scales.unflatten(-1, (chunks, chunk))
-            begin = k.new_full((*batch, 1), float("-inf")) if state is None else state.log_scale
-            tops, across = _prefix_scales(begin, scales)
-            rows = finite(torch.maximum(_running_maximum(scales.detach()), tops[..., :-1, None]))
-            later = k.new_full((chunk, chunk), float("-inf")).triu(1)
-            within = (scales.unsqueeze(-2) - rows.unsqueeze(-1)).add_(later).exp_().unsqueeze(2)
-            total = torch.einsum("bghcij,bgcjd->bghcid", _product(weights, within), values)
-            own = (scales - finite(scales.detach().amax(-1, keepdim=True))).exp().unsqueeze(-1)
-            sums = torch.cat((first, torch.einsum("bgcnm,bgcnd->bgcmd", k, _product(values, own))), 2)
-            sums = torch.einsum("bgxy,bgymd->bgxmd", across, sums)
-            prefix = torch.einsum("bghcim,bgcmd->bghcid", q, sums[:, :, :-1])
-            total = torch.addcmul(total, prefix, (tops[..., :-1, None] - rows).exp()[:, :, None, ..., None])
-            scale = tops[..., -1:]
-        last = sums[:, :, -1]
-        total = total.flatten(-3, -2)[..., :length, :]
-        out = divide(total[..., :-1], total[..., -1:]).flatten(1, 2).to(v.dtype)
-        return out, AttentionState(last[..., :-1], last[..., -1], scale)
+            given = keys.new_full((*k.shape[:2], 1), float("-inf")) if state is None else state.log_scale
+            factors = _factors(given, scales.unflatten(-1, (chunks, chunk)))
+            weights = _product(weights, factors.within.unsqueeze(-3))
+            keys = _product(keys, factors.keys.unsqueeze(-1))
+            q = q * factors.queries.unsqueeze(-2).unsqueeze(-1)
+            across, scale = factors.across, factors.scale
+        weights, q = weights.flatten(3, 4), q.flatten(3, 4)
+        S, z = torch.matmul(keys.mT, values), keys.sum(-2)
+        if state is None:
+            across = across[..., 1:]
+        else:
+            S, z = torch.cat((state.values.unsqueeze(2), S), 2), torch.cat((state.normaliser.unsqueeze(2), z), 2)
+        before, behind = across[..., :-1, :], across[..., -1:, :]
+        shape, S = S.shape[-2:], S.flatten(-2)
+        numerator = torch.matmul(q, torch.matmul(before, S).unflatten(-1, shape))
+        numerator = _sum(torch.matmul(weights, values), numerator)
+        denominator = weights.sum(-1, keepdim=True) + torch.matmul(q, torch.matmul(before, z).unsqueeze(-1))
+        out = divide(numerator, denominator).unflatten(3, (-1, chunk)).transpose(2, 3).flatten(3, 4)
+        S, z = torch.matmul(behind, S).squeeze(2).unflatten(-1, shape), torch.matmul(behind, z).squeeze(2)
+        return out[..., :length, :].flatten(1, 2).to(v.dtype), AttentionState(S, z, scale)
 
 
 def _product(x: Tensor, factor: Tensor) -> Tensor:
@@ -116,23 +100,47 @@ def _product(x: Tensor, factor: Tensor) -> Tensor:
     return x * factor if torch.is_grad_enabled() else x.mul_(factor)
 
 
-def _prefix_scales(begin: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of the prefixes that end before the first chunk, behind it, ..., behind the last one.
+def _sum(x: Tensor, other: Tensor) -> Tensor:
+    """x + other, likewise."""
+    return x + other if torch.is_grad_enabled() else x.add_(other)
 
-    Args:
-        begin: scale of the state, (B, G, 1).
-        scales: of the keys, (B, G, chunks, chunk).
 
-    Returns:
-        The largest scale in each prefix, (B, G, chunks + 1), −∞ where no key counts; and factors
-        (B, G, chunks + 1, chunks + 1), whose row x takes the sums of the state and of each chunk, at their own largest
-        scales, to the sum of prefix x.
+class Factors(NamedTuple):
+    """What the scales of keys multiply weights and sums by; every one is at most 1.
+
+    Attributes:
+        within: e^{s_j − ρ_i}, 0 for j > i: weights within a chunk, (B, G, chunks, chunk, chunk).
+        keys: takes features to the largest scale of their chunk, (B, G, chunks, chunk).
+        queries: takes what a row has from the prefix, at the prefix's scale, to ρ_i; likewise.
+        across: (B, G, chunks + 1, chunks + 1). Row x takes the sums of the state and of each chunk, at their own
+            largest scales, to their sum before chunk x (behind the last chunk in the last row).
+        scale: of that last sum, (B, G, 1), −∞ where no key counts.
     """
-    own = torch.cat((begin.to(scales.dtype), scales.detach().amax(-1)), -1)
+
+    within: Tensor
+    keys: Tensor
+    queries: Tensor
+    across: Tensor
+    scale: Tensor
+
+
+def _factors(given: Tensor, scales: Tensor) -> Factors:
+    """The factors for scales of keys (B, G, chunks, chunk) behind a state of scale `given` (B, G, 1)."""
+    chunk, largest = scales.shape[-1], scales.detach().amax(-1)
+    own = torch.cat((given.to(scales.dtype), largest), -1)
     seen = own.new_ones(own.shape[-1], own.shape[-1]).tril() > 0
     own = own.unsqueeze(-2).masked_fill(~seen, float("-inf"))
     tops = own.amax(-1)
-    return tops, (own - finite(tops).unsqueeze(-1)).exp()
+    prefix = tops[..., :-1, None]
+    rows = finite(torch.maximum(_running_maximum(scales.detach()), prefix))
+    later = scales.new_full((chunk, chunk), float("-inf")).triu(1)
+    return Factors(
+        within=(scales.unsqueeze(-2) - rows.unsqueeze(-1)).add_(later).exp_(),
+        keys=(scales - finite(largest).unsqueeze(-1)).exp(),
+        queries=(prefix - rows).exp(),
+        across=(own - finite(tops).unsqueeze(-1)).exp(),
+        scale=tops[..., -1:],
+    )
 
 
 def _running_maximum(scales: Tensor) -> Tensor:

@@ -13,10 +13,27 @@ A query whose keys are all masked gives 0."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from snnk_peft.functional.precision import full_precision, wide
+
+
+class AttentionState(NamedTuple):
+    """Sums over keys; their size does not depend on how many there were.
+
+    Attributes:
+        values: S (B, G, m, D) in at least fp32.
+        normaliser: z (B, G, m).
+        log_scale: (B, G, 1), the true sums are S and z times exp(log_scale). −∞ where no key counted so far: zeros
+            have no scale, and a finite one would make later, smaller keys vanish beside it.
+    """
+
+    values: Tensor
+    normaliser: Tensor
+    log_scale: Tensor
 
 
 def common_scale(
@@ -66,6 +83,54 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     return numerator / torch.where(denominator == 0, 1.0, denominator)
 
 
+def key_sums(
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    log_scale: Tensor | None = None,
+    state: AttentionState | None = None,
+    overwrite: bool = False,
+) -> AttentionState:
+    """S and z of these keys, and of those in `state`.
+
+    Args:
+        k: features of the keys, (B, G, N, m), but for their scales.
+        v: values, (B, G, N, D).
+        mask: (B, N) bool, True where a key counts.
+        log_scale: broadcastable to (B, G, N, 1): the features are k · exp(log_scale). None for 0.
+        state: sums over other keys, of the same feature map.
+        overwrite: whether `k` may be, see `common_scale`.
+    """
+    with full_precision(v):
+        k, top = common_scale(k, log_scale, mask, overwrite=overwrite)
+        sums, normaliser = torch.einsum("bgnm,bgnd->bgmd", k, wide(v)), k.sum(-2)
+        if state is None:
+            return AttentionState(sums, normaliser, top)
+        both = torch.maximum(state.log_scale, top)
+        old, new = ((scale - finite(both)).exp() for scale in (state.log_scale, top))
+        return AttentionState(
+            torch.addcmul(state.values * old.unsqueeze(-1), sums, new.unsqueeze(-1)),
+            torch.addcmul(state.normaliser * old, normaliser, new),
+            both,
+        )
+
+
+def attend(q: Tensor, state: AttentionState, dtype: torch.dtype) -> Tensor:
+    """Every query attends to every key in `state`: (B, H, L, m) -> (B, H, L, D).
+
+    Args:
+        q: features of the queries; the scale of each may be left out.
+        state: sums over the keys.
+        dtype: of the result.
+    """
+    with full_precision(q):
+        q = grouped(wide(q), state.normaliser.shape[1])
+        numerator = torch.einsum("bghlm,bgmd->bghld", q, state.values)
+        denominator = torch.einsum("bghlm,bgm->bghl", q, state.normaliser).unsqueeze(-1)
+        return divide(numerator, denominator).flatten(1, 2).to(dtype)
+
+
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Every query attends to every key.
 
@@ -78,14 +143,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     Returns:
         (B, H, L, D), in the dtype of v.
     """
-    with full_precision(v):
-        q, k, values = grouped(wide(q), k.shape[1]), wide(k), wide(v)
-        if mask is not None:
-            k = k.masked_fill(~mask[:, None, :, None], 0.0)
-        S = torch.einsum("bgnm,bgnd->bgmd", k, values)
-        numerator = torch.einsum("bghlm,bgmd->bghld", q, S)
-        denominator = torch.einsum("bghlm,bgm->bghl", q, k.sum(-2)).unsqueeze(-1)
-        return divide(numerator, denominator).flatten(1, 2).to(v.dtype)
+    return attend(q, key_sums(k, v, mask), v.dtype)
 
 
 def quadratic_attention(

@@ -1,13 +1,16 @@
-"""The feature maps of one linear attention: which φ the queries of a layer go through, and which ψ its keys.
+"""One linear attention: the feature maps that queries and keys of a layer go through, and the sums over the keys.
 
-    φ, ψ shared by queries and keys (one W), or apart (`key_maps`); one for all heads, or one per key head.
+    out_i = Σ_j φ(q_i)·ψ(k_j) v_j / Σ_j φ(q_i)·ψ(k_j),     over all j, or causal over j <= i
 
-Shapes: q (B, H, L, d), k (B, G, N, d), H a multiple of G -> φ(q) (B, H, L, m), ψ(k) (B, G, N, m).
+φ and ψ are shared by queries and keys (one W) or apart (`key_maps`); one for all heads, or one per key head. Shapes:
+q (B, H, L, d), k (B, G, N, d), v (B, G, N, D), H a multiple of G -> (B, H, L, D). On a CPU it goes block by block of
+tokens, so that features stay in the processor's cache and never exist as a whole: fresh memory costs more time than
+what is computed in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -16,10 +19,13 @@ from torch import nn
 from snnk_peft.components.base import Features
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import FeatureMap
+from snnk_peft.functional.blocks import block_tokens, exporting, joined, split_tokens
+from snnk_peft.functional.causal_attention import CHUNK, causal_linear_attention
+from snnk_peft.functional.linear_attention import AttentionState, attend, key_sums
 
 
 class AttentionTerm(nn.Module):
-    """Features of queries and keys.
+    """Linear attention over feature maps.
 
     Args:
         feature_maps: one for all heads, or one per key head (the query heads of a group share that of their keys).
@@ -49,34 +55,101 @@ class AttentionTerm(nn.Module):
         ]
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool
-    ) -> tuple[torch.Tensor, Features]:
-        """Features of scaled queries (their own scale left out) and keys.
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        causal: bool,
+        root: float,
+        state: AttentionState | None = None,
+    ) -> tuple[torch.Tensor, AttentionState]:
+        """(B, H, L, D), and the sums over all keys. Causal: the queries are the last L positions.
 
         Args:
-            q: (B, H, L, d), multiplied by √scaling.
-            k: (B, G, N, d), likewise.
-            mask: (B, N) bool, True where a key counts; for components that adapt to the tokens.
-            causal: whether attention is causal.
+            q: queries.
+            k: keys.
+            v: values.
+            mask: (B, N) bool, True where a key counts.
+            causal: whether a query sees only keys at or before it.
+            root: what queries and keys are multiplied by, the root of the temperature's factor.
+            state: sums over earlier keys, which every query sees.
 
         Raises:
             UnsupportedError: a component that adapts to all tokens of an example, in causal attention.
         """
-        queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-        statistics = self._statistics(queries, k, None if mask is None else (mask, q.shape[2]), causal)
-        pairs = self.pairs()
-        if len(pairs) == 1:
-            phi, psi = pairs[0][0].phi(queries, statistics), pairs[0][1].psi(k, statistics)
-        else:
-            own = [{key: value[:, head] for key, value in statistics.items()} for head in range(len(pairs))]
-            phi = stacked([maps[0].phi(queries[:, head], own[head]) for head, maps in enumerate(pairs)])
-            psi = stacked([maps[1].psi(k[:, head], own[head]) for head, maps in enumerate(pairs)])
-        return phi.values.unflatten(2, (-1, q.shape[2])).flatten(1, 2), psi
+        statistics = self.statistics(q, k, mask, causal=causal, root=root)
+        size, length = block_tokens(q, self.pairs()[0][0].feature_dim), q.shape[-2]
+        before = k.shape[-2] - (length if causal else 0)
+        if before:
+            counts = None if mask is None else mask[:, :before]
+            for keys, values, counted in split_tokens(size, k[:, :, :before], v[:, :, :before], counts):
+                psi = self.keys(keys * root, statistics)
+                state = key_sums(psi.values, values, counted, log_scale=psi.log_scale, state=state, overwrite=True)
 
-    def _statistics(
-        self, queries: torch.Tensor, k: torch.Tensor, mask: tuple[torch.Tensor, int] | None, causal: bool
+        def far() -> Iterator[torch.Tensor]:
+            for (queries,) in split_tokens(size, q):
+                yield attend(self.queries(queries * root, k.shape[1], statistics), cast(AttentionState, state), v.dtype)
+
+        def past() -> Iterator[torch.Tensor]:
+            nonlocal state
+            own = (k[:, :, before:], v[:, :, before:], None if mask is None else mask[:, before:])
+            for queries, keys, values, counted in split_tokens(size, q, *own):
+                psi = self.keys(keys * root, statistics)
+                out, state = causal_linear_attention(
+                    self.queries(queries * root, k.shape[1], statistics),
+                    psi.values,
+                    values,
+                    counted,
+                    chunk=CHUNK if exporting() else min(CHUNK, keys.shape[-2]),
+                    state=state,
+                    log_scale=psi.log_scale,
+                )
+                yield out
+
+        out = joined(past() if causal else far(), size, length)
+        return out, cast(AttentionState, state)
+
+    def queries(
+        self, q: torch.Tensor, heads: int, statistics: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """φ(q), the scale of each query left out: (B, H, L, d) -> (B, H, L, m).
+
+        Args:
+            q: queries, multiplied by the root of the temperature's factor.
+            heads: G, number of key heads.
+            statistics: see `statistics`.
+        """
+        grouped = q.unflatten(1, (heads, -1)).flatten(2, 3)
+        maps = [pair[0] for pair in self.pairs()]
+        if len(maps) == 1:
+            values = maps[0].phi(grouped, statistics).values
+        else:
+            values = torch.stack(
+                [each.phi(grouped[:, i], _of_head(statistics, i)).values for i, each in enumerate(maps)], 1
+            )
+        return values.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+
+    def keys(self, k: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:
+        """ψ(k): (B, G, N, d) -> (B, G, N, m).
+
+        Args:
+            k: keys, multiplied by the root of the temperature's factor.
+            statistics: see `statistics`.
+        """
+        maps = [pair[1] for pair in self.pairs()]
+        if len(maps) == 1:
+            return maps[0].psi(k, statistics)
+        return stacked([each.psi(k[:, i], _of_head(statistics, i)) for i, each in enumerate(maps)])
+
+    def statistics(
+        self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, root: float
     ) -> Mapping[str, torch.Tensor]:
-        """Statistics of each example and key head, over the queries of the head's group."""
+        """What components that adapt to the tokens want to know of each example and key head; arguments as `forward`.
+
+        The queries are those of all heads of the group.
+        """
         component = self.pairs()[0][0].component
         if not component.adapts:
             return {}
@@ -85,13 +158,17 @@ class AttentionTerm(nn.Module):
                 f"component {type(component).__name__} computes its parameters from all tokens of an example; causal "
                 "attention would see the future; use a component that does not, such as 'posrf'"
             )
+        queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
         key_mask = query_mask = None
         if mask is not None:
-            heads = mask[0][:, None, :].expand(-1, k.shape[1], -1)
-            key_mask = heads
-            if mask[1] == k.shape[2]:  # self-attention: what is no key is no query either
-                query_mask = heads.repeat(1, 1, queries.shape[2] // k.shape[2])
-        return component.statistics(queries, k, query_mask, key_mask)
+            key_mask = mask[:, None, :].expand(-1, k.shape[1], -1)
+            if q.shape[2] == k.shape[2]:  # self-attention: what is no key is no query either
+                query_mask = key_mask.repeat(1, 1, queries.shape[2] // k.shape[2])
+        return component.statistics(queries * root, k * root, query_mask, key_mask)
+
+
+def _of_head(statistics: Mapping[str, torch.Tensor] | None, head: int) -> dict[str, torch.Tensor]:
+    return {key: value[:, head] for key, value in (statistics or {}).items()}
 
 
 def stacked(parts: Sequence[Features]) -> Features:

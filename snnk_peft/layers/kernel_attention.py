@@ -12,16 +12,12 @@ multiple of G; mask (B, N) -> (B, H, L, D). Cost: that of each term, and of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import nn
 
-from snnk_peft.components.base import Features
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import FeatureMap
-from snnk_peft.functional.causal_attention import AttentionState, causal_linear_attention
-from snnk_peft.functional.linear_attention import common_scale, linear_attention
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.attention_term import AttentionTerm
@@ -63,20 +59,6 @@ class KernelAttention(nn.Module):
         """Every feature map: of all terms, of all heads, of queries and of keys."""
         return [module for module in self.modules() if isinstance(module, FeatureMap)]
 
-    def features(
-        self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, term: int = 0
-    ) -> tuple[torch.Tensor, Features]:
-        """Features of scaled queries (their own scale left out) and keys; see `AttentionTerm`.
-
-        Args:
-            q: (B, H, L, d), multiplied by √scaling.
-            k: (B, G, N, d), likewise.
-            mask: (B, N) bool, True where a key counts.
-            causal: whether attention is causal.
-            term: which term's.
-        """
-        return cast(AttentionTerm, self.terms[term])(q, k, mask, causal)
-
     def forward(
         self,
         q: torch.Tensor,
@@ -110,13 +92,8 @@ class KernelAttention(nn.Module):
             last = nn.functional.pad(q, (0, 0, k.shape[-2] - q.shape[-2], 0)) if q.shape[-2] != k.shape[-2] else q
             near = banded_softmax_attention(last, k, v, self.near_field, mask, causal=causal, scaling=scaling)
             fields.append(near[:, :, -q.shape[-2] :])
-        for term in range(len(self.terms)):
-            phi, psi = self.features(q * root, k * root, mask, causal, term)
-            if causal:
-                fields.append(_causal(phi, psi, v, mask))
-            else:
-                keys, _ = common_scale(psi.values, psi.log_scale, mask, overwrite=True)
-                fields.append(linear_attention(phi, keys, v, mask))
+        for term in self.terms:
+            fields.append(term(q, k, v, mask, causal=causal, root=root)[0])
         return self.blended(fields)
 
     def blended(self, fields: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -161,18 +138,3 @@ class KernelAttention(nn.Module):
             )
         units = torch.eye(count, dtype=wide(q).dtype, device=q.device).expand(*k.shape[:2], -1, -1)
         return self(q, k, units, mask, causal=causal, scaling=scaling).to(q.dtype)
-
-
-def _causal(phi: torch.Tensor, psi: Features, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Causal linear attention of all queries, or of the last ones where there are more keys."""
-    keys, scale, state = psi.values, psi.log_scale, None
-    before = keys.shape[-2] - phi.shape[-2]
-    if before:
-        earlier = None if mask is None else mask[:, :before]
-        sums, top = common_scale(keys[:, :, :before], None if scale is None else scale[..., :before, :], earlier)
-        state = AttentionState(
-            torch.einsum("bgnm,bgnd->bgmd", sums, v[:, :, :before].to(sums.dtype)), sums.sum(-2), top
-        )
-        keys, v, mask = keys[:, :, before:], v[:, :, before:], None if mask is None else mask[:, before:]
-        scale = None if scale is None else scale[..., before:, :]
-    return causal_linear_attention(phi, keys, v, mask, state=state, log_scale=scale)[0]

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snnk_peft.components.base import Features
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.causal_attention import CHUNK, AttentionState, causal_linear_attention
+from snnk_peft.functional.linear_attention import AttentionState
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
 
@@ -87,25 +86,12 @@ def continue_attention(
         )
         fields.append(near)
     sums = []
-    for term, (phi, psi) in enumerate(_term_features(kernel, q * root, k * root, mask)):
-        far, behind = _behind_state(phi, psi, v, mask, None if state is None else state.sums[term])
+    for number, term in enumerate(kernel.terms):
+        before = None if state is None else state.sums[number]
+        far, behind = term(q, k, v, mask, causal=True, root=root, state=before)
         fields.append(far)
-        sums.append(behind)
+        sums.append(AttentionState(*(tensor.clone() for tensor in behind)))
     return kernel.blended(fields), KernelState(tuple(sums), band)
-
-
-def _term_features(kernel: KernelAttention, q: Tensor, k: Tensor, mask: Tensor | None) -> list[tuple[Tensor, Features]]:
-    """(φ(q), ψ(k)) of every feature map that is summed over."""
-    return [kernel.features(q, k, mask, True, term) for term in range(len(kernel.terms))]
-
-
-def _behind_state(
-    phi: Tensor, psi: Features, v: Tensor, mask: Tensor | None, before: AttentionState | None
-) -> tuple[Tensor, AttentionState]:
-    out, behind = causal_linear_attention(
-        phi, psi.values, v, mask, chunk=min(CHUNK, phi.shape[-2]), state=before, log_scale=psi.log_scale
-    )
-    return out, AttentionState(*(tensor.clone() for tensor in behind))
 
 
 def _band_behind_state(
