@@ -22,6 +22,10 @@ METHODS = {
     "snnk_relu32_parallel": ["method.adapter={component: relu, num_features: 32, placement: parallel}"],
     # The same number again with a learned projection: half the features, and W is trained with A.
     "snnk_relu8_free": ["method.adapter={component: relu, num_features: 8, projection: free}"],
+    # In LoRA's place, with as many numbers: a learned projection beside the query and value projections.
+    "snnk_relu8_query_value": [
+        "method.adapter={component: relu, num_features: 8, projection: free, placement: query_value}"
+    ],
     "lora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16"],
     "linear_probe": ["method.name=linear_probe", "output.save_model=false"],
     "pooler_cos": ["method.adapter=null", "method.pooler={component: cos}"],

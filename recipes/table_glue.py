@@ -26,6 +26,7 @@ ORDER = (
     "snnk_relu16",
     "snnk_cos16",
     "snnk_relu32_parallel",
+    "snnk_relu8_query_value",
     "snnk_relu8_free",
     "lora_r8",
     "linear_probe",

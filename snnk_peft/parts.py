@@ -86,8 +86,9 @@ class AdapterPart(Part):
     """Non-linear adapters y = x + scaling · v ⊙ (Φ(x) Aᵀ) (SNNK paper, Eq. 22, App. D).
 
     Args:
-        placement: "houlsby" (after attention and after the FFN), "pfeiffer" (after the FFN only) or "parallel" (beside
-            the FFN: reads the FFN's input, adds to its output; folds completely when bundled).
+        placement: "houlsby" (after attention and after the FFN), "pfeiffer" (after the FFN only), "parallel" (beside
+            the FFN: reads the FFN's input, adds to its output; folds completely when bundled) or "query_value" (beside
+            the query and value projections, LoRA's place; each becomes one Linear of [Φ(x), x] when bundled).
         init: "default" is what won on GLUE: normalised inputs, A = 0, no gate. "paper" is the paper's form: raw inputs,
             A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) behind a gate.
         gate: whether there is a trainable vector v; None follows `init`.
@@ -105,7 +106,7 @@ class AdapterPart(Part):
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
         found = super().faults(part)
-        found += self.choice_fault(part, "placement", ("houlsby", "pfeiffer", "parallel"))
+        found += self.choice_fault(part, "placement", ("houlsby", "pfeiffer", "parallel", "query_value"))
         found += self.choice_fault(part, "init", ("default", "paper", "random"))
         if self.projection == "landmark":
             found.append(f"{part}.projection is 'landmark'; an adapter replaces no pretrained weight to take rows from")

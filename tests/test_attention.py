@@ -379,6 +379,22 @@ def test_other_parts_do_not_fit_a_gated_decoder():
             get_snnk_model(causal_model("llama"), SNNKConfig(**part))
 
 
+def test_adapters_beside_grouped_queries():
+    """Keys and values have fewer heads than queries: the two adapters of a layer have outputs of different lengths."""
+    base, inputs = causal_model("llama"), left_padded()
+    expected = base(**inputs).logits
+    model = get_snnk_model(base, SNNKConfig(adapter=AdapterPart(placement="query_value")))
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=0, atol=0)
+    shapes = {tuple(p.shape) for n, p in model.named_parameters() if "readout.A" in n}
+    hidden, head = LLAMA.hidden_size, LLAMA.hidden_size // LLAMA.num_attention_heads
+    assert shapes == {(hidden, 16), (head * LLAMA.num_key_value_heads, 16)}
+    assert len({rows for rows, _ in shapes}) == 2
+    trained(model)
+    changed = model(**inputs).logits
+    assert (changed - expected).abs().max() > 1e-3
+    torch.testing.assert_close(bundle(model)(**inputs).logits, changed, rtol=1e-4, atol=1e-5)
+
+
 def test_temperature():
     kernel = KernelAttention([build_feature_map("posrf", "orf", 4, 8)], 2)
     q = torch.randn(1, 2, 3, 4)

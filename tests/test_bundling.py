@@ -42,6 +42,8 @@ PARTS = {
     "houlsby": {"adapter": AdapterPart(num_features=8)},
     "paper": {"adapter": AdapterPart(num_features=8, init="paper", placement="pfeiffer", component="cos")},
     "parallel": {"adapter": AdapterPart(num_features=8, placement="parallel", init="random", scaling=2.0)},
+    "query_value": {"adapter": AdapterPart(num_features=8, placement="query_value", init="random", scaling=2.0)},
+    "query_value paper": {"adapter": AdapterPart("cos", num_features=8, placement="query_value", init="paper")},
     "ffn": {"ffn": FFNPart(num_features=16)},
     "ffn whitened": {
         "ffn": FFNPart(num_features=8, projection="orf", component="relu", linear_path=True, train_contraction=True)
@@ -86,6 +88,8 @@ def test_outputs_agree_and_nothing_of_peft_is_left(family, name):
             pytest.skip(f"{family} has no pooler")
     if FAMILIES[family].gated and ("ffn" in parts or "parallel" in name):
         pytest.skip(f"the FFN of {family} is gated")
+    if FAMILIES[family].query is None and "query_value" in name:
+        pytest.skip(f"{family} has one matrix for queries, keys and values")
     model = patched(family, parts)
     inputs = inputs_for(model.get_base_model())
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -234,9 +234,10 @@ def test_an_adapter_inside_exchanged_attention(family, tmp_path):
     [
         ({"ffn": FFNPart()}, "ffn: leave this part out.* is gated"),
         ({"adapter": AdapterPart(placement="parallel")}, "use 'houlsby' or 'pfeiffer'.* is gated"),
+        ({"adapter": AdapterPart(placement="query_value")}, "has no Linear that makes the query alone; use 'houlsby'"),
     ],
 )
-def test_a_gated_ffn_is_not_replaced(part, message):
+def test_parts_that_have_no_place(part, message):
     with pytest.raises(UnsupportedError, match=message):
         get_snnk_model(tiny("modernbert"), SNNKConfig(**part))
 

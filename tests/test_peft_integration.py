@@ -26,6 +26,7 @@ from transformers import (
 
 from snnk_peft import FAMILIES, AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Retrained
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_models import same
@@ -55,6 +56,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "houlsby": {"adapter": AdapterPart(num_features=4)},
     "pfeiffer": {"adapter": AdapterPart("cos", num_features=4, placement="pfeiffer", init="paper")},
     "parallel": {"adapter": AdapterPart(num_features=4, placement="parallel", init="random", scaling=2.0)},
+    "query_value": {"adapter": AdapterPart(projection="free", num_features=4, placement="query_value")},
     "ffn": {"ffn": FFNPart(num_features=6, layers=[1])},
     "ffn-drawn": {"ffn": FFNPart("relu", "orf", 6, linear_path=True, train_contraction=True)},
     "pooler": {"pooler": PoolerPart(num_features=6)},
@@ -109,7 +111,8 @@ def wrappers(model: nn.Module) -> list[str]:
 
 def supports(family: str, part: str) -> bool:
     gated = FAMILIES[family].gated and part in ("parallel", "ffn", "ffn-drawn", "everything")
-    return not gated and (FAMILIES[family].pooler is not None or "pooler" not in PARTS[part])
+    fused = FAMILIES[family].query is None and part == "query_value"
+    return not gated and not fused and (FAMILIES[family].pooler is not None or "pooler" not in PARTS[part])
 
 
 CASES = [(f, p) for f, p in itertools.product(FAMILIES.names(), PARTS) if f in SIZES and supports(f, p)]
@@ -118,6 +121,23 @@ CASES = [(f, p) for f, p in itertools.product(FAMILIES.names(), PARTS) if f in S
 def test_every_family_is_tested():
     assert set(SIZES) | {"gpt2", "llama"} == set(FAMILIES.names())  # decoders: test_attention.py
     assert len(CASES) > 40
+
+
+@pytest.mark.parametrize("placement", ["houlsby", "parallel", "query_value"])
+def test_learned_rows_take_the_scale_of_their_inputs(placement):
+    """The same function at the start, and rows that an optimizer moves as far as those of LoRA."""
+
+    def stages(projection: str) -> list[FeatureStage]:
+        part = AdapterPart(projection=projection, num_features=4, placement=placement)
+        modules = get_snnk_model(build("bert"), SNNKConfig(adapter=part, seed=5)).modules()
+        return [module for module in modules if isinstance(module, FeatureStage)]
+
+    for drawn, learned in zip(stages("gaussian"), stages("free"), strict=True):
+        rows = learned.feature_map.projection.weight
+        torch.testing.assert_close(rows, drawn.feature_map.projection.weight * DIM**-0.5)
+        assert (drawn.scale, learned.scale) == (DIM**-0.5, 1.0)
+        x = torch.randn(3, DIM)
+        torch.testing.assert_close(learned(x), drawn(x))
 
 
 # --- patching -------------------------------------------------------------------------------------------------------

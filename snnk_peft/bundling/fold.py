@@ -4,6 +4,7 @@
     pooler      Φ -> A -> classifier             becomes  Φ -> W̄  (num_classes × num_features)
     adapter     x + scaling · v ⊙ (Φ(x) Aᵀ)      becomes  x + Φ(x) Mᵀ
     parallel    W₂ h + scaling · v ⊙ (Φ(x) Aᵀ)   becomes  [W₂, M] [h, Φ(x)]
+    query_value W x + scaling · v ⊙ (Φ(x) Aᵀ)    becomes  [M, W] [Φ(x), x]
 
 Nothing is changed here: the result is a table from module paths to new modules, which may contain the originals.
 """
@@ -29,6 +30,7 @@ from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import (
     After,
     Attend,
+    BesideLinear,
     Bypass,
     ParallelActivation,
     ParallelFeatures,
@@ -170,8 +172,14 @@ def _only(path: str, slots: list[Slot], kind: type[Slot]) -> Slot | None:
 
 
 def _followed(path: str, module: nn.Module, slots: list[Slot]) -> nn.Module:
-    """`module` with the sequential adapters of its place behind it."""
-    adapters = []
+    """`module` with the sequential adapters of its place behind it, and what is beside it multiplied in."""
+    adapters: list[nn.Module] = []
+    beside = _only(path, slots, BesideLinear)
+    if isinstance(beside, BesideLinear) and isinstance(module, nn.Linear):
+        slots = [slot for slot in slots if slot is not beside]
+        matrix = beside.readout.matrix().to(module.weight.dtype)
+        joint = plain_linear(torch.cat((matrix, module.weight), 1), module.bias)
+        module = nn.Sequential(beside.stage.simplified().with_input(), joint)
     for slot in slots:
         if not isinstance(slot, After):
             raise UnsupportedError(

@@ -22,6 +22,8 @@ class ModelFamily:
         name: the `model_type` of the transformers config.
         layers: path of the list of Transformer layers.
         attention: in a layer, the module that holds query, key and value projections.
+        query: in a layer, the projection that makes the queries, an nn.Linear of its own, or None.
+        value: likewise for the values.
         attention_adapter: in a layer, the module behind which a sequential adapter of the attention block goes: the
             last one before the residual sum.
         ffn_in: in a layer, the expansion, an nn.Linear.
@@ -53,6 +55,8 @@ class ModelFamily:
     ffn_adapter: str
     ffn_norm: str
     last_norm: str | None = None
+    query: str | None = None
+    value: str | None = None
     pooler: str | None = None
     pooler_activation: str | None = None
     classifier: str | None = "classifier"

@@ -8,6 +8,8 @@ register_family(
         name="distilbert",
         layers="{base}.transformer.layer",
         attention="attention",
+        query="attention.q_lin",
+        value="attention.v_lin",
         attention_adapter="attention.out_lin",
         ffn_in="ffn.lin1",
         activation="ffn.activation",

@@ -8,6 +8,8 @@ register_family(
         name="llama",
         layers="{base}.layers",
         attention="self_attn",
+        query="self_attn.q_proj",
+        value="self_attn.v_proj",
         attention_adapter="self_attn.o_proj",
         ffn_in="mlp.gate_proj",
         activation="mlp.act_fn",

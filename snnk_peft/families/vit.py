@@ -8,6 +8,8 @@ register_family(
         name="vit",
         layers="{base}.layers",
         attention="attention",
+        query="attention.q_proj",
+        value="attention.v_proj",
         attention_adapter="attention.o_proj",
         ffn_in="mlp.fc1",
         activation="mlp.activation_fn",

@@ -8,6 +8,8 @@ register_family(
         name="xlm-roberta",
         layers="{base}.encoder.layer",
         attention="attention.self",
+        query="attention.self.query",
+        value="attention.self.value",
         attention_adapter="attention.output.dropout",
         ffn_in="intermediate.dense",
         activation="intermediate.intermediate_act_fn",

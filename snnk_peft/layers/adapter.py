@@ -24,6 +24,7 @@ class GatedReadout(nn.Module):
             "random": A ~ N(0, 1/feature_dim).
         gate: whether there is a vector v, which starts at 0.
         scaling: constant factor.
+        out_dim: length of the outputs; None for that of the inputs.
         generator: randomness of `init`.
 
     Raises:
@@ -37,6 +38,7 @@ class GatedReadout(nn.Module):
         init: str = "default",
         gate: bool = False,
         scaling: float = 1.0,
+        out_dim: int | None = None,
         generator: torch.Generator | None = None,
     ):
         super().__init__()
@@ -48,24 +50,24 @@ class GatedReadout(nn.Module):
                 "use init='default' without a gate, or init='paper' or 'random' with one"
             )
         self.scaling = scaling
-        dim, features = stage.dim, stage.out_dim
+        dim, features = stage.dim if out_dim is None else out_dim, stage.out_dim
         if init == "default":
             A = torch.zeros(dim, features)
         elif init == "random":
             A = torch.randn(dim, features, generator=generator, device="cpu") * features**-0.5
         else:
-            weight = torch.randn(dim, dim, generator=generator, device="cpu") * dim**-0.5
+            weight = torch.randn(dim, stage.dim, generator=generator, device="cpu") * stage.dim**-0.5
             with torch.no_grad():
                 A = stage.feature_map.psi(weight * stage.scale).dense()
         self.A = nn.Parameter(A)
         self.v = nn.Parameter(torch.zeros(dim)) if gate else None
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """(..., feature_dim) -> (..., dim)."""
+        """(..., feature_dim) -> (..., out_dim)."""
         return nn.functional.linear(features.to(self.A.dtype), self.matrix())
 
     def matrix(self) -> torch.Tensor:
-        """scaling · diag(v) A: the one matrix that everything folds into, (dim, feature_dim).
+        """scaling · diag(v) A: the one matrix that everything folds into, (out_dim, feature_dim).
 
         Gate and scaling act on this small matrix and not on the hidden states, in training as in a bundle.
         """

@@ -10,6 +10,7 @@ so a bundle holds these very modules.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -66,7 +67,10 @@ class FeatureStage(nn.Module):
     def _feature_means(self) -> torch.Tensor:
         """E of each feature for standard normal inputs, (feature_dim,)."""
         projection, component = self.feature_map.projection, self.feature_map.component
-        std = projection.squared_row_norms().sqrt().double().cpu() * abs(self.scale)
+        squares = projection.squared_row_norms()
+        if squares.is_meta:  # a loader brings learned rows, and these means, from the checkpoint
+            return torch.empty(self.feature_map.feature_dim, device="meta")
+        std = squares.sqrt().double().cpu() * abs(self.scale)
         offset = torch.zeros_like(std)
         for added in (projection.bias, component.offsets(projection.num_features)):
             offset = offset if added is None else offset + added.to(std)
@@ -142,6 +146,12 @@ class FeatureStage(nn.Module):
         simple = FeatureStage(FeatureMap(self.feature_map.component, dense), append_input=self.append_input)
         simple.means = None if self.means is None else self.means.clone()
         return simple
+
+    def with_input(self) -> FeatureStage:
+        """[Φ(t(x)) − c, x]: the same features (the very tensors), and the input behind them."""
+        stage = copy.copy(self)
+        stage.append_input = True
+        return stage
 
     def spec(self) -> dict[str, Any]:
         """Plain data from which `FeatureStage.from_spec` builds a stage of the same shape (see bundling/)."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from snnk_peft.functional.residual import residual_linear
 from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -75,6 +76,24 @@ class After(Slot):
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """(..., dim) -> (..., dim)."""
         return self.adapter(base(x, *args, **kwargs))
+
+
+class BesideLinear(Slot):
+    """linear(x) + scaling · v ⊙ (Φ(x) Aᵀ): an adapter beside one Linear, where LoRA puts its two matrices.
+
+    Args:
+        stage: Φ.
+        readout: holds A and v.
+    """
+
+    def __init__(self, stage: FeatureStage, readout: GatedReadout):
+        super().__init__()
+        self.stage, self.readout = stage, readout
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x (..., dim) -> (..., out_dim)."""
+        out = base(x, *args, **kwargs)
+        return residual_linear(out, self.stage(x.to(self.readout.A.dtype)), self.readout.matrix())
 
 
 class ParallelFeatures(Slot):

@@ -232,6 +232,14 @@ class Projection(nn.Module):
         if int(self.steps) % self.redraw_every == 0:
             self.redraw()
 
+    def absorb(self, factor: float) -> bool:
+        """Multiply W by a number where W is parameters; whether that was possible. The rows are then no draw any more.
+
+        Args:
+            factor: the number.
+        """
+        return False
+
     def verify(self, checksum: torch.Tensor) -> None:
         """Refuse a checkpoint whose matrix differs from the one this machine draws from (seed, slot).
 

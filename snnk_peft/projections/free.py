@@ -49,6 +49,12 @@ class Free(Learned):
         rows = torch.cat(blocks)[: self.num_features]
         return rows * gaussian_lengths(self.num_features, self.dim, generator)[:, None]
 
+    @torch.no_grad()
+    def absorb(self, factor: float) -> bool:
+        """See `Projection.absorb`."""
+        self.weight.mul_(factor)
+        return True
+
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """None: what was random at the start is learned."""
         return {}
