@@ -403,8 +403,7 @@ def test_statistics_come_from_each_example_and_head():
     """The parameter of oprf, as the kernel computes it, is that of the head's own tokens."""
     q, k, _, mask = vectors()
     term = AttentionTerm([made("oprf", "orf")])
-    queries = q.unflatten(1, (GROUPS, -1)).flatten(2, 3)
-    found = term._statistics(queries, k, (mask, LENGTH), causal=False)["mean_square"]
+    found = term.statistics(q / 2, k / 2, mask, causal=False, root=2.0)["mean_square"]
     for b, group in itertools.product(range(2), range(GROUPS)):
         kept = int(mask[b].sum())
         x = torch.cat([q[b, h, :kept] for h in (2 * group, 2 * group + 1)])

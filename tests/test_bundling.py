@@ -347,7 +347,9 @@ def test_a_class_of_the_same_name_is_not_confused():
 def test_all_projections_and_components_fit_into_one_code_file():
     members = [*(COMPONENTS[name] for name in COMPONENTS), *(PROJECTIONS[name] for name in PROJECTIONS)]
     assert len(members) > 6
-    imports, text = assemble(["snnk_peft.bundling.modules", *(member.__module__ for member in members)])
+    imports, text = assemble(
+        ["snnk_peft.bundling.modules", "snnk_peft.bundling.attention", *(member.__module__ for member in members)]
+    )
     compile(text, "assembled", "exec")
     roots = {module.split(".")[0] for module, _ in imports}
     assert {"torch", "math"} <= roots

@@ -74,7 +74,7 @@ def causal_linear_attention(
             scale = keys.new_zeros(*k.shape[:2], 1)
         else:
             given = keys.new_full((*k.shape[:2], 1), float("-inf")) if state is None else state.log_scale
-            factors = _factors(given, scales.unflatten(-1, (chunks, chunk)))
+            factors = _scale_factors(given, scales.unflatten(-1, (chunks, chunk)))
             weights = _product(weights, factors.within.unsqueeze(-3))
             keys = _product(keys, factors.keys.unsqueeze(-1))
             q = q * factors.queries.unsqueeze(-2).unsqueeze(-1)
@@ -124,7 +124,7 @@ class Factors(NamedTuple):
     scale: Tensor
 
 
-def _factors(given: Tensor, scales: Tensor) -> Factors:
+def _scale_factors(given: Tensor, scales: Tensor) -> Factors:
     """The factors for scales of keys (B, G, chunks, chunk) behind a state of scale `given` (B, G, 1)."""
     chunk, largest = scales.shape[-1], scales.detach().amax(-1)
     own = torch.cat((given.to(scales.dtype), largest), -1)
