@@ -88,7 +88,8 @@ class AdapterPart(Part):
     Args:
         placement: "houlsby" (after attention and after the FFN), "pfeiffer" (after the FFN only), "parallel" (beside
             the FFN: reads the FFN's input, adds to its output; folds completely when bundled) or "query_value" (beside
-            the query and value projections, LoRA's place; each becomes one Linear of [Φ(x), x] when bundled).
+            the query and value projections, LoRA's place; each becomes one Linear of [Φ(x), x] when bundled; slow to
+            start on some seeds, see model_cards/glue).
         init: "default" is what won on GLUE: normalised inputs, A = 0, no gate. "paper" is the paper's form: raw inputs,
             A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) behind a gate.
         gate: whether there is a trainable vector v; None follows `init`.
