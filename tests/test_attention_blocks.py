@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from snnk_peft import build_feature_map
 from snnk_peft.functional import blocks
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
+from tests.tensor_sizes import LargestTensor
 
 LENGTH = 75
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -92,21 +92,11 @@ def test_prefill_in_blocks_leaves_the_same_state(small_blocks, monkeypatch):
 def test_features_never_exist_whole(causal, small_blocks, monkeypatch):
     """With four features per number of the output, the output is the largest tensor that is made."""
 
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, torch.Tensor):
-                    self.numel = max(self.numel, tensor.numel())
-            return out
-
     attention = KernelAttention([build_feature_map("posrf", "orf", 6, 24)], 4)
     q, k, v = torch.randn(3, 1, 4, 4096, 6)
 
     def largest() -> int:
-        with torch.no_grad(), Largest() as seen:
+        with torch.no_grad(), LargestTensor() as seen:
             attention(q, k, v, causal=causal)
         return seen.numel
 

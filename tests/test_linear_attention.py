@@ -10,6 +10,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.functional.causal_attention import causal_linear_attention
 from snnk_peft.functional.linear_attention import common_scale, linear_attention, quadratic_attention
 from snnk_peft.functional.near_field import banded_softmax_attention
+from tests.tensor_sizes import LargestTensor
 
 F64 = torch.float64
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -257,22 +258,10 @@ def test_band_is_masked_softmax(width, causal, masked):
 
 def test_band_memory_is_linear():
     """The largest tensor of the band grows with L · width and not with L²."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for t in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(t, torch.Tensor):
-                    self.numel = max(self.numel, t.numel())
-            return out
-
     sizes = []
     for length in (256, 1024):
         q, k, v = heads(length)
-        with Largest() as largest:
+        with LargestTensor() as largest:
             banded_softmax_attention(q, k, v, 8, causal=True)
         sizes.append(largest.numel)
     assert sizes[1] <= 4.1 * sizes[0]

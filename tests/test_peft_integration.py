@@ -132,7 +132,9 @@ def test_learned_rows_take_the_scale_of_their_inputs(placement):
         modules = get_snnk_model(build("bert"), SNNKConfig(adapter=part, seed=5)).modules()
         return [module for module in modules if isinstance(module, FeatureStage)]
 
-    for drawn, learned in zip(stages("gaussian"), stages("free"), strict=True):
+    pairs = list(zip(stages("gaussian"), stages("free"), strict=True))
+    assert pairs
+    for drawn, learned in pairs:
         rows = learned.feature_map.projection.weight
         torch.testing.assert_close(rows, drawn.feature_map.projection.weight * DIM**-0.5)
         assert (drawn.scale, learned.scale) == (DIM**-0.5, 1.0)
