@@ -1,5 +1,5 @@
 # make quickstart    adapt, convert, bundle and reload a real BERT on real sentences; results in quickstart/
-# make test          every test
+# make test          every test, on all cores; ends with the ten slowest
 # make lint          ruff (lint and format) and mypy
 # make benchmarks    speed and size; results in recipes/benchmarks/results/
 # make clean         remove the virtual environment, caches and results of quickstart
@@ -7,7 +7,7 @@
 # Each target first makes the virtual environment it needs, once. Settings, all optional:
 #   PYTHON=python3.12                        the interpreter (3.10 or newer)
 #   PIP_ARGS="--index-url https://..."       where pip looks; an index with CPU builds of torch saves gigabytes
-#   ARGS="-k bundle"                         more arguments for pytest or the quickstart
+#   ARGS="-k bundle"                         more arguments for pytest or the quickstart; ARGS="-n 0" is one process
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,7 +28,7 @@ quickstart: $(VENV)/.demo
 	$(BIN)/python recipes/quickstart.py --out quickstart --overwrite $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10 $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .

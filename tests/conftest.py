@@ -1,4 +1,8 @@
-"""Fixtures shared by all tests: where the optional shared data lives, the real MiniLM, tiny models per family."""
+"""What all tests share: one torch thread per process, the real MiniLM, where the optional shared data lives.
+
+`make test` starts one worker per core, so more threads would only wait for each other: the tests took three times the
+processor time. One thread also sums in one order: what a test computes equals, bit for bit, what its children compute.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for every process that a test starts
 
 import pytest
 import torch
@@ -15,6 +20,15 @@ import torch
 from snnk_peft import COMPONENTS, FAMILIES, PROJECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_WORKERS = 8  # each holds torch and transformers, about 0.7 GB
+
+torch.set_num_threads(1)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """How many workers `-n auto` starts: one per processor this process may use, also where a container has fewer."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return min(len(allowed), MOST_WORKERS)
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +44,6 @@ def _registries_restored() -> Iterator[None]:
     yield
     for registry, members in zip(registries, before, strict=True):
         registry._members = members
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Sums in one order: what this process computes equals, bit for bit, what a process of one thread computes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,6 @@ from _lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, 
 from _lib.sequences import SequenceExamples
 from accelerate.state import AcceleratorState
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 EASY = {"min_length": 4, "max_length": 24, "max_depth": 3, "max_args": 4}
 
 

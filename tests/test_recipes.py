@@ -60,7 +60,6 @@ def recipe(name: str) -> ModuleType:
     return module
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 evaluate, bundle = recipe("evaluate"), recipe("bundle")
 
 
@@ -134,7 +133,7 @@ def assert_same_tensors(first: Path, second: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(one_thread: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of full fine-tuning (dropout active): the reference of the resume tests."""
     out = tmp_path_factory.mktemp("runs") / "straight"
     assert finetune.main(settings(world, out)) == 0
