@@ -7,7 +7,10 @@ processor time. One thread also sums in one order: what a test computes equals, 
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,9 +21,12 @@ import pytest
 import torch
 
 from snnk_peft import COMPONENTS, FAMILIES, PROJECTIONS
+from tests import fresh_process
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_WORKERS = 8  # each holds torch and transformers, about 0.7 GB
+
+PATHS = tuple(sys.path)
 
 torch.set_num_threads(1)
 
@@ -29,6 +35,24 @@ def pytest_xdist_auto_num_workers() -> int:
     """How many workers `-n auto` starts: one per processor this process may use, also where a container has fewer."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return min(len(allowed), MOST_WORKERS)
+
+
+def pytest_sessionfinish() -> None:
+    """The server of fresh processes ends with the tests."""
+    fresh_process.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """Warnings of classes that only this process has, from the code file of a bundle, become plain ones.
+
+    The process that prints them imports their module by name, and the whole run ends where it cannot.
+    """
+    category = warning_message.category
+    top = category.__module__.split(".")[0]
+    if top not in sys.stdlib_module_names and PathFinder.find_spec(top, PATHS) is None:
+        warning_message.category = UserWarning
+        warning_message.message = UserWarning(f"{category.__qualname__}: {warning_message.message}")
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from snnk_peft.families import FAMILIES
 from snnk_peft.families.base import ModelFamily
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.layers.kernel_attention import KernelAttention
+from tests.fresh_process import run_python
 from tests.tiny_models import CLASSIFIERS, inputs_for, same, tiny, trained
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 100}
@@ -302,7 +301,7 @@ given = torch.load({str(tmp_path / "expected.pt")!r})
 torch.testing.assert_close(model(**given["inputs"]).logits, given["logits"], rtol=1e-5, atol=1e-6)
 print(model.config._attn_implementation)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = run_python(["-c", program])
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[-1] == NAME
     if name == "llama":

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -30,6 +28,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, advance
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
+from tests.fresh_process import run_python
 from tests.tiny_models import inputs_for, same, tiny, trained
 
 F64 = torch.float64
@@ -492,7 +491,7 @@ for name in {list(MAPS)!r}:
     error = (model(**given["inputs"]).logits - given["logits"]).abs().max() / given["logits"].abs().max()
     print(name, error.item())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = run_python(["-c", program])
     assert done.returncode == 0, done.stderr[-2000:]
     return {"folder": str(folder), **dict(line.split() for line in done.stdout.splitlines())}
 

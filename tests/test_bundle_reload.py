@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, BertToke
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import hub_id, template, write_model_card
+from tests.fresh_process import ForkServer, run_python
 from tests.hub_stand_in import HubStandIn
 from tests.tiny_models import inputs_for, tiny, trained
 
@@ -52,13 +55,12 @@ def saved(tmp_path_factory):
     return top
 
 
-def run(code: str, folder: Path, *, package: bool = True, **environment: str) -> subprocess.CompletedProcess:
-    """Run Python code in a fresh process, in `folder`, with its own caches and no terminal."""
+def run(code: str, folder: Path, *, package: bool = True) -> subprocess.CompletedProcess:
+    """Run Python code in a process of its own from the first import on, in `folder`, with its own caches."""
     env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "HF_ENDPOINT")}
-    env |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    env |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     if package:
         env["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
-    env = {key: value for key, value in {**env, **environment}.items() if value}
     code = code if package else BLOCK + code
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -140,7 +142,7 @@ for load in (
     else:
         raise AssertionError("loaded without its code")
 """
-    done = run(code, saved, package=False)
+    done = run_python(["-c", BLOCK + code], cwd=saved)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -317,11 +319,24 @@ assert pipeline("text-classification", "me/tiny-snnk", **OPTIONS)("the film")[0]
 """
 
 
+@contextlib.contextmanager
+def online(hub: HubStandIn, folder: Path) -> Iterator[ForkServer]:
+    """Fresh processes whose Hub is the stand-in, with an empty cache."""
+    server = ForkServer(
+        HF_ENDPOINT=hub.url,
+        HF_HUB_OFFLINE="",
+        HF_HUB_DISABLE_XET="1",
+        HF_HUB_DISABLE_PROGRESS_BARS="1",
+        HF_HOME=str(folder / "hf"),
+    )
+    yield server
+    server.close()
+
+
 @pytest.mark.slow
 def test_push_to_the_hub_and_load_back(saved, tmp_path):
-    with HubStandIn() as hub:
-        online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "", "HF_HUB_DISABLE_XET": "1"}
-        done = run(PUSH, saved, **online)
+    with HubStandIn() as hub, online(hub, tmp_path) as server:
+        done = server.run(["-c", PUSH], cwd=saved)
         assert done.returncode == 0, done.stderr[-3000:]
         assert hub.commits[0] == "first"
         assert hub.commits[-2:] == ["second", "third"]
@@ -336,7 +351,7 @@ def test_push_to_the_hub_and_load_back(saved, tmp_path):
         assert "- test" in card
         for package in (True, False):
             shutil.copy(saved / "full.pt", tmp_path)
-            start = "import snnk_peft\nOPTIONS = {}" if package else "OPTIONS = {'trust_remote_code': True}"
-            done = run(start + PULL, tmp_path, package=package, **online)
+            start = "import snnk_peft\nOPTIONS = {}" if package else BLOCK + "OPTIONS = {'trust_remote_code': True}"
+            done = server.run(["-c", start + PULL], cwd=tmp_path)
             assert done.returncode == 0, done.stderr[-3000:]
         assert not hub.unknown, hub.unknown

@@ -16,6 +16,7 @@ import pytest
 from glue_files import write_task
 
 import snnk_peft
+from tests.fresh_process import run_python
 
 MODULES = sorted(m.name for m in pkgutil.walk_packages(snnk_peft.__path__, "snnk_peft."))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -47,9 +48,12 @@ def test_every_public_name_is_documented():
 
 
 def test_readme_python_blocks(root, minilm_dir, tmp_path):
-    """All python blocks, in order, as one program of a new user."""
+    """All python blocks, in order, as one program of a new user: in a process of its own, with the threads it takes."""
     program = "\n".join(blocks(root, "python"))
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for expected in ("trainable params", "error before -> after", "estimates", "LABEL_"):
         assert expected in done.stdout
@@ -82,9 +86,7 @@ def test_readme_recipe_commands(root, minilm_dir, tmp_path):
             words += ["--steps", "2"]
         if "write_listops.py" in line:
             words += ["--train", "60", "--validation", "5", "--test", "5"]
-        done = subprocess.run(
-            [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        done = run_python(words[1:], cwd=tmp_path, env=environment)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tarfile
 import time
@@ -30,6 +29,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences
 from snnk_peft.tasks._listops_trees import WORDS, draw_expressions
 from snnk_peft.tasks.listops import FILES, expressions, write_listops
+from tests.fresh_process import FreshProcess, start_python
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
@@ -373,18 +373,12 @@ def settings(data: Path, out: Path, *changes: str) -> list[str]:
     return [str(file), *changes]
 
 
-def spawn(arguments: list[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parent), "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(RECIPES / "train_lra.py"), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def spawn(arguments: list[str]) -> FreshProcess:
+    environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent)}
+    return start_python([str(RECIPES / "train_lra.py"), *arguments], env=environment)
 
 
-def wait_for_checkpoint(run: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_checkpoint(run: Path, process: FreshProcess) -> None:
     deadline = time.monotonic() + 120
     while not checkpoints.list_checkpoints(run / "checkpoints"):
         assert process.poll() is None, process.communicate()[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import After
 from snnk_peft.tuner.slot_layer import SlotLayer
+from tests.fresh_process import run_python
 from tests.tiny_models import inputs_for, same, tiny, trained
 
 LOCAL = [1, 2]  # of the tiny model's four layers
@@ -275,7 +274,7 @@ given = torch.load({str(tmp_path / "expected.pt")!r})
 torch.testing.assert_close(model(**given["inputs"]).logits, given["logits"], rtol=1e-5, atol=1e-5)
 print(model.config._attn_implementation)
 """
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        done = run_python(["-c", program])
         assert done.returncode == 0, done.stderr[-2000:]
         assert done.stdout.split()[-1] == NAME
 

@@ -24,6 +24,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
 from snnk_peft.tasks import stdlib_docs as docs
 from snnk_peft.tasks._docstrings import is_prose, read_module, without, words
+from tests.fresh_process import run_python
 
 Halves = tuple[list[docs.Sentence], list[docs.Sentence]]
 
@@ -115,7 +116,7 @@ def test_the_data_are_the_same_in_every_process_and_nothing_is_imported(halves: 
         "import hashlib, sys; from snnk_peft.tasks.stdlib_docs import load_sentences; before = set(sys.modules); "
         "print(hashlib.sha256(repr(load_sentences()).encode()).hexdigest(), len(set(sys.modules) - before))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = run_python(["-c", program], cwd=ROOT)
     assert done.stdout.split() == [hashlib.sha256(repr(halves).encode()).hexdigest(), "0"]
 
 
@@ -186,7 +187,7 @@ def test_interval_is_scipys(correct: int, total: int) -> None:
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(RECIPE), *options], capture_output=True, text=True, check=False)
+    return run_python([str(RECIPE), *options])
 
 
 def test_bad_options_are_refused_together_and_nothing_is_removed(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
+from tests.fresh_process import FreshProcess, run_python, start_python
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
@@ -105,16 +106,13 @@ def settings(world: Path, out: Path, *changes: str, method: str = "full") -> lis
     return [str(file), *changes]
 
 
-def spawn(arguments: list[str], *, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(RECIPES.parent)}
+
+
+def spawn(arguments: list[str]) -> FreshProcess:
     """recipes/finetune.py as its own process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parent), "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(RECIPES / "finetune.py"), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return start_python([str(RECIPES / "finetune.py"), *arguments], env=environment())
 
 
 def newest(run: Path) -> Path:
@@ -571,7 +569,7 @@ def test_an_infinite_gradient_is_noticed_before_it_is_saved() -> None:
         watch.add(3, 0.1, torch.tensor([0.5, float("inf")]))
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60) -> None:
+def wait_for(condition: Any, process: FreshProcess, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()[0]
@@ -580,9 +578,9 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60
 
 
 @pytest.fixture
-def reaped() -> Iterator[list[subprocess.Popen[str]]]:
+def reaped() -> Iterator[list[FreshProcess]]:
     """Processes put here are killed when the test ends, also when it fails."""
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[FreshProcess] = []
     yield processes
     for process in processes:
         process.kill()
@@ -591,7 +589,7 @@ def reaped() -> Iterator[list[subprocess.Popen[str]]]:
 
 @pytest.mark.slow
 def test_killed_three_times_and_resumed_equals_uninterrupted(
-    world: Path, tmp_path: Path, reaped: list[subprocess.Popen[str]]
+    world: Path, tmp_path: Path, reaped: list[FreshProcess]
 ) -> None:
     long = ("train.epochs=12", "train.save_every_steps=1")
     straight = spawn(settings(world, tmp_path / "straight", *long))
@@ -619,7 +617,7 @@ def test_killed_three_times_and_resumed_equals_uninterrupted(
 
 @pytest.mark.slow
 def test_sigterm_saves_says_how_to_go_on_and_exits_with_143(
-    world: Path, tmp_path: Path, finished: Path, reaped: list[subprocess.Popen[str]]
+    world: Path, tmp_path: Path, finished: Path, reaped: list[FreshProcess]
 ) -> None:
     arguments = settings(world, tmp_path / "run", "train.save_every_steps=1")
     process = spawn(arguments)
@@ -636,7 +634,7 @@ def test_sigterm_saves_says_how_to_go_on_and_exits_with_143(
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(world: Path, tmp_path: Path, reaped: list[subprocess.Popen[str]]) -> None:
+def test_two_processes_train_as_one_does(world: Path, tmp_path: Path) -> None:
     """Half the batch each; without dropout the weights agree with one process up to the order of summation."""
     folder = tmp_path / "bert"
     folder.mkdir()
@@ -647,11 +645,10 @@ def test_two_processes_train_as_one_does(world: Path, tmp_path: Path, reaped: li
     (folder / "config.json").write_text(json.dumps(config))
     same = (f"model.name_or_path={folder}", "train.epochs=2", "train.group_by_length=false")
     assert finetune.main(settings(world, tmp_path / "one", *same)) == 0
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    process = spawn(settings(world, tmp_path / "two", *same, "train.batch_size=4"), launcher=launcher)
-    reaped.append(process)
-    output = process.communicate(timeout=180)[0]
-    assert process.returncode == 0, output
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    arguments = [str(RECIPES / "finetune.py"), *settings(world, tmp_path / "two", *same, "train.batch_size=4")]
+    done = subprocess.run([*launcher, *arguments], env=environment(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert {file.name for file in newest(tmp_path / "two").glob("rng-*")} == {
         f"rng-{rank}.{kind}" for rank in (0, 1) for kind in ("json", "safetensors")
     }
@@ -732,7 +729,7 @@ def test_a_run_and_its_adapter_give_the_same_bundle(
 
 def test_the_recipes_do_not_hide_the_evaluate_package() -> None:
     code = f"import sys; sys.path.insert(0, {str(RECIPES)!r}); import _lib, evaluate; print(evaluate.Metric.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python(["-c", code])
     assert done.stdout == "Metric\n", done.stderr
 
 

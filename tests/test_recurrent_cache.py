@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
+from tests.fresh_process import run_python
 from tests.test_attention import causal_model, left_padded, patched, sharpened
 from tests.tiny_models import trained
 
@@ -320,7 +319,7 @@ for beams in (1, 2):
     assert beams > 1 or torch.equal(made.sequences, given["expected"])
     print(type(made.past_key_values).__name__, *(type(layer).__name__ for layer in made.past_key_values.layers))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = run_python(["-c", program])
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-2:] == ["RecurrentCache DynamicLayer RecurrentLayer"] * 2
 
