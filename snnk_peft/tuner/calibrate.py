@@ -22,7 +22,7 @@ from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.calibration.landmarks import RULES, SecondMoments, choose_landmarks, fit_landmarks
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
 from snnk_peft.errors import ConfigError
-from snnk_peft.families.base import unwrap
+from snnk_peft.families.base import as_linear, unwrap
 from snnk_peft.layers.slots import Replace
 from snnk_peft.projections.landmark import Landmark
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
@@ -211,7 +211,7 @@ class _Target:
         assert slot is not None
         root = model.get_base_model() if isinstance(model, peft.PeftModel) else model
         activation = nn.Identity() if slot.activation is None else unwrap(root.get_submodule(slot.activation))
-        following = None if slot.following is None else active_module(root.get_submodule(slot.following))
+        following = None if slot.following is None else as_linear(active_module(root.get_submodule(slot.following)))
         weight = following.weight.detach() if isinstance(following, nn.Linear) else None
         return cls(layer, slot, activation, weight)
 
@@ -304,7 +304,7 @@ def _select_rows(target: _Target, moments: SecondMoments, rule: str) -> torch.Te
     given = len(moments.mean) - stand_in.out_features
     chosen = choose_landmarks(moments, target.output_weight, projection.num_features, rule=rule, given=given)
     importance = torch.zeros(stand_in.out_features, device=chosen.device).index_fill_(0, chosen, 1.0)
-    linear = target.layer.base_layer
+    linear = as_linear(target.layer.base_layer)
     assert isinstance(linear, nn.Linear)
     return projection.select(linear.weight, linear.bias, importance.to(linear.weight.device))
 
