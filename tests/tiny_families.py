@@ -80,17 +80,25 @@ ELSEWHERE = {
 }
 
 
-def classes(family: str) -> dict[str, str]:
-    """Every model class that an Auto class gives for the family's config -> the name of that Auto class."""
-    config = CONFIG_MAPPING[family]
+def heads(family: str) -> dict[str, str]:
+    """Every model class that an Auto class gives for the family's config -> the name of that Auto class.
+
+    By the names in transformers' tables, which imports no model. AutoModelForDecision is left out: what it gives for a
+    Qwen2Config is a model of another config class.
+    """
     found: dict[str, str] = {}
     for auto in AUTO_CLASSES:
-        if config in auto._model_mapping:
-            members = auto._model_mapping[config]
-            for member in members if isinstance(members, (tuple, list)) else (members,):
-                if member.config_class is config:
-                    found.setdefault(member.__name__, auto.__name__)
+        names = auto._model_mapping._model_mapping.get(family, ())
+        for name in names if isinstance(names, (tuple, list)) else (names,):
+            if auto.__name__ != "AutoModelForDecision":
+                found.setdefault(name, auto.__name__)
     return found | dict.fromkeys(ELSEWHERE.get(family, ()), "AutoModel")
+
+
+def main_head(family: str) -> str:
+    """A classifier, or a head with a projection, or what there is."""
+    kinds = ("SequenceClassification", "ImageClassification", "AudioClassification", "WithProjection", "Model")
+    return next(name for kind in kinds for name in heads(family) if name.endswith(kind))
 
 
 def config_for(family: str, **changes: Any) -> Any:

@@ -1,0 +1,283 @@
+"""Every family and every head: parts do what they say, padding changes nothing, bundles load back through each door."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from snnk_peft import (
+    FAMILIES,
+    AdapterPart,
+    AttentionPart,
+    FFNPart,
+    PoolerPart,
+    SNNKConfig,
+    bundle,
+    get_snnk_model,
+)
+from snnk_peft.attention.interface import NAME
+from snnk_peft.bundling.code_file import FILE_NAME
+from snnk_peft.bundling.probe import probe_inputs
+from snnk_peft.errors import UnsupportedError
+from snnk_peft.tuner.slot_layer import SlotLayer
+from tests.tiny_families import CONFIGS, build, heads, main_head
+from tests.tiny_models import trained
+
+PARTS = {
+    "houlsby": {"adapter": AdapterPart(num_features=4)},
+    "parallel": {"adapter": AdapterPart(num_features=4, placement="parallel")},
+    "query_value": {"adapter": AdapterPart(num_features=4, placement="query_value")},
+    "ffn": {"ffn": FFNPart(num_features=6)},
+    "pooler": {"pooler": PoolerPart(num_features=6)},
+    "attention": {"attention": AttentionPart(num_features=6)},
+}
+GATED = {"parallel": "is gated", "ffn": "is gated"}
+FUSED = {"query_value": "no Linear that makes the query alone"}
+POOLER = {"pooler": "has no pooler"}
+# What a family cannot take, and how it is refused; all else it takes.
+REFUSED: dict[str, dict[str, str]] = {
+    **{name: {**GATED, **POOLER} for name in ("gemma", "llama", "mistral", "olmo2", "qwen2", "qwen3")},
+    **{
+        name: POOLER
+        for family in (
+            ["vit", "deit", "dinov2", "opt", "whisper"],
+            [f for f in CONFIGS if f.startswith(("clip", "sig"))],
+        )
+        for name in family
+    },
+    "phi3": {**GATED, **FUSED, **POOLER},
+    "modernbert": {**GATED, **FUSED},
+    "gpt2": {**FUSED, **POOLER},
+    "gpt_neox": {**FUSED, **POOLER},
+    "esm": {"parallel": "calls its activation as a function", "ffn": "calls its activation as a function"},
+    "mpnet": {"attention": "bias per pair of positions"},
+    "deberta-v2": {"attention": "bias per pair of positions"},
+}
+# Models that hold more than a family describes.
+TWO_SIDED = {
+    "CLIPModel": "text_model",
+    "SiglipModel": "text_model",
+    "WhisperModel": "decoder",
+    "WhisperForCausalLM": "decoder",
+    "WhisperForConditionalGeneration": "decoder",
+}
+HEADS = [(family, head) for family in FAMILIES for head in heads(family) if head not in TWO_SIDED]
+
+
+def takes(family: str, part: str) -> bool:
+    return part not in REFUSED.get(family, {})
+
+
+def patched(model, *names, **options):
+    """The model with parts, all their numbers random."""
+    parts = copy.deepcopy({key: part for name in names for key, part in PARTS[name].items()})
+    return trained(get_snnk_model(model, SNNKConfig(**parts, **options))).eval()
+
+
+def tensors(output) -> dict[str, torch.Tensor]:
+    """The tensors of an output, those of a backbone's feature maps included."""
+    found = {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
+    return found or {str(index): value for index, value in enumerate(output.feature_maps)}
+
+
+def agree(given, wanted, **tolerance) -> None:
+    given, wanted = tensors(given), tensors(wanted)
+    assert wanted
+    for key, value in wanted.items():
+        torch.testing.assert_close(given[key], value, **({"rtol": 1e-4, "atol": 1e-5} | tolerance))
+
+
+def test_every_family_is_here():
+    assert set(CONFIGS) == set(FAMILIES)
+    assert len(HEADS) > 130
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_family_takes_its_parts_and_refuses_the_others(family):
+    """Every slot is called, gradients reach it, disabling gives the original back, the bundle agrees."""
+    base = build(family, main_head(family))
+    inputs = probe_inputs(base)
+    exact = base(**inputs)
+    for name, part in PARTS.items():
+        model = copy.deepcopy(base)
+        if not takes(family, name):
+            with pytest.raises(UnsupportedError, match=REFUSED[family][name]):
+                get_snnk_model(model, SNNKConfig(**copy.deepcopy(part)))
+            continue
+        changed = patched(model, name, modules_to_save=[])
+        layers = [layer for layer in changed.modules() if isinstance(layer, SlotLayer)]
+        called = set()
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda module, args: called.add(module))
+        with torch.enable_grad():
+            output = changed(**inputs)
+            mixed = [(v * torch.linspace(-1, 1, v.numel()).view_as(v)).sum() for v in tensors(output).values()]
+            sum(mixed).backward()
+        assert called == set(layers), f"{name}: some are never called"
+        readouts = [p for layer in layers for key, p in layer.snnk_slots.named_parameters() if key.endswith(".A")]
+        assert (name == "attention") == (not readouts)
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in readouts), f"{name}: no gradient"
+        main = next(iter(tensors(exact)))
+        assert not torch.allclose(output[main], exact[main], atol=1e-4), f"{name}: nothing changed"
+        with changed.disable_adapter():
+            if name == "attention":
+                agree(changed(**inputs), exact)
+            else:
+                agree(changed(**inputs), exact, rtol=0, atol=0)
+        small = bundle(changed)
+        agree(small(**inputs), output)
+        assert small.bundle_report.parity_error < 1e-5
+
+
+@pytest.mark.parametrize("head", TWO_SIDED)
+def test_models_with_two_sides_are_refused(head):
+    family = next(name for name in FAMILIES if head in heads(name))
+    with pytest.raises(UnsupportedError, match=f"{TWO_SIDED[head]}' beside the layers.*Patch the part"):
+        get_snnk_model(build(family, head), SNNKConfig(adapter=AdapterPart(num_features=4)))
+
+
+def test_a_tower_is_patched_alone():
+    """In place: the model around it then has the parts as well."""
+    whole = build("clip", "CLIPModel")
+    tower = whole.vision_model
+    changed = patched(tower, "houlsby", "attention")
+    pixels = probe_inputs(tower)
+    agree(whole.vision_model(**pixels), changed(**pixels))
+    assert any(isinstance(module, SlotLayer) for module in whole.vision_model.modules())
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "changes", "message"),
+    [
+        ("opt", "OPTModel", {"do_layer_norm_before": False}, "config.do_layer_norm_before = False"),
+        ("dinov2", "Dinov2Model", {"use_swiglu_ffn": True}, "config.use_swiglu_ffn = True"),
+    ],
+)
+def test_other_layouts_of_a_family_are_refused(family, head, changes, message):
+    with pytest.raises(UnsupportedError, match=message):
+        get_snnk_model(build(family, head, **changes), SNNKConfig(adapter=AdapterPart(num_features=4)))
+
+
+# --- padding and generation -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "vocab_size" in CONFIGS[f] and f != "whisper"])
+@torch.no_grad()
+def test_padding_changes_nothing(family):
+    """The hidden states of an example's own tokens, whatever stands beside it in the batch."""
+    names = ["houlsby", *(["attention"] if takes(family, "attention") else [])]
+    model = patched(build(family, main_head(family)), *names)
+    inputs = probe_inputs(model.get_base_model())
+    kept = int(inputs["attention_mask"][1].sum())
+    assert kept < inputs["input_ids"].shape[1]
+    hidden = model(**inputs, output_hidden_states=True).hidden_states[-1][1, :kept]
+    alone = model(input_ids=inputs["input_ids"][1:2, :kept], output_hidden_states=True).hidden_states[-1][0]
+    torch.testing.assert_close(hidden, alone, rtol=1e-4, atol=1e-5)
+
+
+GENERATE = [
+    (family, head) for family, head in HEADS if FAMILIES[family].causal and head.endswith(("CausalLM", "LMHeadModel"))
+]
+
+
+@pytest.mark.parametrize(("family", "head"), GENERATE)
+@torch.no_grad()
+def test_generation_with_a_cache_is_generation_without(family, head, tmp_path):
+    """Of the patched model and of its bundle, after a reload; prompts of two lengths, padded on the left."""
+    model = patched(build(family, head), "houlsby", "attention")
+    ids = torch.randint(3, 50, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    slow = model.generate(input_ids=ids, use_cache=False, **options)
+    assert torch.equal(model.generate(input_ids=ids, **options), slow)
+    small = bundle(model)
+    small.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(input_ids=ids, **options), slow)
+
+
+def test_generation_covers_every_causal_family():
+    assert {family for family, _ in GENERATE} == {*CAUSAL} - {"clip_text_model"}
+
+
+# --- every head -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "head"), HEADS)
+@torch.no_grad()
+def test_every_head_bundles_and_loads(family, head, tmp_path):
+    """Through its Auto class with the package, and through the code file's own classes."""
+    model = patched(build(family, head), "houlsby")
+    inputs = probe_inputs(model.get_base_model())
+    wanted = model(**inputs)
+    bundle(model).save_pretrained(tmp_path)
+    auto = getattr(transformers, heads(family)[head])
+    # AutoBackbone asks the Hub even for a folder.
+    loaded = (type(bundle(model)) if head.endswith("Backbone") else auto).from_pretrained(tmp_path)
+    assert type(loaded).__name__ == f"Snnk{head}"
+    agree(loaded(**inputs), wanted)
+    alone = get_class_from_dynamic_module(f"{FILE_NAME.removesuffix('.py')}.Snnk{head}", tmp_path)
+    assert not alone.__module__.startswith("snnk_peft")
+    agree(alone.from_pretrained(tmp_path, config=alone.config_class.from_pretrained(tmp_path))(**inputs), wanted)
+
+
+AFRESH = {
+    "LlamaForSequenceClassification": "AutoModelForSequenceClassification",
+    "Qwen3ForTokenClassification": "AutoModelForTokenClassification",
+    "MistralForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "DeiTForImageClassification": "AutoModelForImageClassification",
+    "CLIPTextModelWithProjection": "AutoModel",
+    "WhisperEncoder": "AutoModel",
+}
+
+
+def test_heads_load_in_a_process_without_the_package(tmp_path):
+    """With linear attention where there is a mask for it to honour; first without the package, then with it."""
+    for head in AFRESH:
+        family = next(name for name in FAMILIES if head in heads(name))
+        model = patched(build(family, head), "houlsby", "attention")
+        inputs = probe_inputs(model.get_base_model())
+        bundle(model).save_pretrained(tmp_path / head)
+        with torch.no_grad():
+            torch.save((inputs, model(**inputs)[0]), tmp_path / head / "expected.pt")
+    program = f"""
+import pathlib, sys, torch, transformers
+def check(**options):
+    for head, auto in {AFRESH!r}.items():
+        folder = pathlib.Path({str(tmp_path)!r}) / head
+        model = getattr(transformers, auto).from_pretrained(folder, **options)
+        inputs, expected = torch.load(folder / "expected.pt")
+        torch.testing.assert_close(model(**inputs)[0], expected, rtol=1e-4, atol=1e-5)
+        assert type(model).__name__ == "Snnk" + head, type(model)
+        assert model.config._attn_implementation == {NAME!r}
+check(trust_remote_code=True)
+assert "snnk_peft" not in sys.modules
+import snnk_peft
+check()
+print("all loaded")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[-2:] == ["all loaded", ""], done.stderr[-3000:]
+
+
+@torch.no_grad()
+def test_adapters_of_new_families_load_back(tmp_path):
+    """The checkpoint of an adapter: Conv1D, shared layers, a part of a config, an encoder alone."""
+    for family in ("gpt2", "albert", "clip", "whisper", "esm"):
+        head = main_head(family)
+        model = patched(build(family, head), *(["houlsby", "attention"] if takes(family, "attention") else ["houlsby"]))
+        model.save_pretrained(tmp_path / family)
+        inputs = probe_inputs(model.get_base_model())
+        agree(PeftModel.from_pretrained(build(family, head), tmp_path / family).eval()(**inputs), model(**inputs))
