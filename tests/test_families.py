@@ -20,6 +20,7 @@ from snnk_peft import (
     PoolerPart,
     SNNKConfig,
     bundle,
+    calibrate,
     check_family,
     get_snnk_model,
 )
@@ -27,6 +28,7 @@ from snnk_peft.attention.interface import NAME
 from snnk_peft.bundling.code_file import FILE_NAME
 from snnk_peft.bundling.probe import probe_inputs
 from snnk_peft.errors import UnsupportedError
+from snnk_peft.tuner.calibrate import _slot_inputs
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_families import CONFIGS, build, heads, main_head
 from tests.tiny_models import trained
@@ -256,3 +258,44 @@ def test_adapters_of_new_families_load_back(tmp_path):
         model.save_pretrained(tmp_path / family)
         inputs = probe_inputs(model.get_base_model())
         agree(PeftModel.from_pretrained(build(family, head), tmp_path / family).eval()(**inputs), model(**inputs))
+
+
+# --- matrices of another kind, layers that run several times --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "runs"), [("gpt2", 1), ("albert", 3), ("opt", 1)])
+def test_calibration_sees_every_run_and_real_tokens_only(family, runs):
+    """As many features as hidden units represent an FFN exactly, whichever way its matrices are stored."""
+    changes = {"albert": {"hidden_act": "relu", "num_hidden_layers": runs}, "gpt2": {"activation_function": "relu"}}
+    model = build(family, main_head(family), **changes.get(family, {}))
+    hidden = 24 if family != "gpt2" else 64
+    inputs = [probe_inputs(model) for _ in range(5)]
+    exact = model(**inputs[0]).logits
+    part = FFNPart("relu", "landmark", num_features=hidden, layers=[0], init="random")
+    changed = get_snnk_model(model, SNNKConfig(ffn=part, modules_to_save=[])).eval()
+    (slot,) = calibrate(changed, inputs, progress=False).slots
+    real = int(inputs[0]["attention_mask"].sum())
+    assert (slot.tokens, slot.held_out_tokens) == (4 * runs * real, runs * real)
+    assert slot.error_after < 1e-6 < 0.1 < slot.error_before
+    agree(bundle(changed)(**inputs[0]), {"logits": exact}, rtol=1e-3, atol=1e-5)
+
+
+def test_inputs_of_later_runs_are_those_of_the_original():
+    """ALBERT's FFN in the original model, seen by hooks, and in the patched one, seen by `calibrate`."""
+    model = build("albert", "AlbertModel", num_hidden_layers=3)
+    inputs, wanted = probe_inputs(model), []
+    ffn = model.encoder.albert_layer_groups[0].albert_layers[0].ffn
+    hook = ffn.register_forward_pre_hook(lambda module, args: wanted.append(args[0]))
+    model(**inputs)
+    hook.remove()
+    changed = get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4, init="random"), modules_to_save=[])).eval()
+    layer = next(m for path, m in changed.named_modules() if path.endswith("albert_layers.0.ffn"))
+    (_, rows), *_ = _slot_inputs(changed, layer, 3, [inputs], Bar())
+    keep = inputs["attention_mask"].bool()
+    torch.testing.assert_close(rows, torch.cat([x[keep] for x in wanted]))
+    assert len(wanted) == 3
+    assert not layer.disable_adapters
+
+
+class Bar:
+    def update(self) -> None: ...
