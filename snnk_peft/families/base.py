@@ -84,7 +84,7 @@ class ModelFamily:
 
     def path(self, model: nn.Module, template: str) -> str:
         """`template` with "{base}." filled in for this model: the encoder's attribute name, or nothing."""
-        prefix = self.encoder or getattr(model, "base_model_prefix", "")
+        prefix = str(self.encoder or getattr(model, "base_model_prefix", ""))
         inside = bool(prefix) and hasattr(model, prefix)
         return template.replace("{base}.", f"{prefix}." if inside else "")
 
@@ -111,18 +111,19 @@ class ModelFamily:
 
     def _check(self, model: nn.Module) -> None:
         what = f"{type(model).__name__} (family {self.name!r})"
-        beside = next((path for path, _ in model.named_modules() if path.rpartition(".")[2] == self.excludes), None)
+        names = [path for path, _ in model.named_modules()] if self.excludes else []
+        beside = next((path for path in names if path.rpartition(".")[2] == self.excludes), None)
         if beside is not None:
             raise UnsupportedError(
                 f"{what} has {beside!r} beside the layers that this family describes, and a part would change only "
                 "one side of it. Patch the part of the model that you mean, itself a transformers model, alone"
             )
-        config = self.config_of(model) if self.expects else None
         for key, value in self.expects.items():
-            if getattr(config, key, value) != value:
+            given = getattr(self.config_of(model), key, value)
+            if given != value:
                 raise UnsupportedError(
-                    f"{what} has config.{key} = {getattr(config, key)!r}, which lays its modules out in another way; "
-                    f"this family describes {value!r}. Describe yours with ModelFamily and register_family"
+                    f"{what} has config.{key} = {given!r}, which lays its modules out in another way; this family "
+                    f"describes {value!r}. Describe yours with ModelFamily and register_family"
                 )
 
 

@@ -153,5 +153,5 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 def _declared(config: Any) -> bool:
     """Whether the family says for the model that it calls attention functions from outside."""
-    model_type = getattr(config, "model_type", None)
+    model_type = str(getattr(config, "model_type", ""))
     return model_type in FAMILIES and FAMILIES[model_type].attention_backend
