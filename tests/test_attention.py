@@ -20,8 +20,6 @@ from transformers import (
 from snnk_peft import AdapterPart, AttentionPart, FFNPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.attention.interface import NAME, padding_mask, pairwise_mask
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.families import FAMILIES
-from snnk_peft.families.base import ModelFamily
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.layers.kernel_attention import KernelAttention
 from tests.fresh_process import run_python
@@ -342,18 +340,6 @@ def test_models_that_ignore_the_switch_are_refused():
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=50
     )
     model = MPNetForSequenceClassification(config)
-    fields = {field: getattr(FAMILIES["bert"], field) for field in ("layers", "ffn_in", "activation", "ffn_out")}
-    FAMILIES.register(
-        "mpnet",
-        ModelFamily(
-            name="mpnet",
-            attention="attention.attn",
-            attention_adapter="attention.dropout",
-            ffn_adapter="output.dropout",
-            ffn_norm="attention.LayerNorm",
-            **fields,
-        ),
-    )
     with pytest.raises(UnsupportedError, match="does not call its attention through"):
         patched(model)
 

@@ -14,8 +14,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
-    GPTNeoXConfig,
-    GPTNeoXModel,
+    GPTJConfig,
+    GPTJModel,
     RobertaConfig,
     RobertaModel,
     ViTConfig,
@@ -282,10 +282,9 @@ def test_wrapped_models():
 
 
 def test_models_of_no_known_family():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    model = GPTNeoXModel(GPTNeoXConfig(vocab_size=20, **sizes))
+    model = GPTJModel(GPTJConfig(vocab_size=20, n_embd=16, n_layer=1, n_head=2, rotary_dim=4))
     message = refused(model, SNNKConfig(adapter={}), UnsupportedError)
-    assert "unknown model family 'gpt_neox'" in message
+    assert "unknown model family 'gptj'" in message
     assert "register_family" in message
     assert all(name in message for name in FAMILIES)
     with pytest.raises(UnsupportedError, match=r"Linear has no config.model_type"):

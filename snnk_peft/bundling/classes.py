@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +131,9 @@ class SavedBundle(BundledModel):
 
 def is_portable(base: type[PreTrainedModel]) -> bool:
     """Whether the class can be imported from transformers alone, as the code file does."""
-    return getattr(transformers, base.__name__, None) is base
+    return (
+        base.__module__.startswith("transformers.") and getattr(import_module(base.__module__), base.__name__) is base
+    )
 
 
 def original_class(cls: type) -> type[PreTrainedModel]:
@@ -147,7 +151,8 @@ class LazyConfig:
 
     def __post_init__(self, **kwargs: Any) -> None:
         """As in transformers."""
-        register_models(type(self))
+        plan = kwargs.get("snnk_plan")
+        register_models(type(self), plan.get("model_class") if isinstance(plan, Mapping) else None)
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,7 +186,8 @@ def bundle_model_class(base: type[PreTrainedModel]) -> type[Any]:
         made.__doc__ = f"{base.__name__} with folded SNNK parts."
         globals()[name] = made
         for auto in auto_classes(base):
-            auto.register(config, made)
+            # Several classes under one Auto class are told apart by config.architectures.
+            auto.register(config, (*_members(auto, config), made))
     if original_class(globals()[name]) is not base:
         raise UnsupportedError(
             f"a bundle class {name} was already made from {original_class(globals()[name])}, another class of the same "
@@ -191,8 +197,8 @@ def bundle_model_class(base: type[PreTrainedModel]) -> type[Any]:
 
 
 def auto_classes(base: type[PreTrainedModel]) -> list[type[_BaseAutoModelClass]]:
-    """The Auto classes that give `base` for its config."""
-    return [auto for auto in AUTO_CLASSES if base in _members(auto, base.config_class)]
+    """The Auto classes that give `base` for its config; AutoModel for a class that transformers has under none."""
+    return [auto for auto in AUTO_CLASSES if base in _members(auto, base.config_class)] or [transformers.AutoModel]
 
 
 def _members(auto: type[_BaseAutoModelClass], config: Any) -> tuple[Any, ...]:
@@ -203,12 +209,23 @@ def _members(auto: type[_BaseAutoModelClass], config: Any) -> tuple[Any, ...]:
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
-def register_models(config: type[Any]) -> None:
-    """Make all model classes of a bundle's config class known to the Auto classes."""
+def register_models(config: type[Any], wanted: str | None = None) -> None:
+    """Make all model classes of a bundle's config class known to the Auto classes.
+
+    Args:
+        config: the class.
+        wanted: name of a bundle class that is made as well, where no Auto class of transformers leads to its original
+            (an encoder that is part of another model, a model with a projection).
+    """
     base = next(cls for cls in config.__mro__ if not issubclass(cls, LazyConfig))
     for auto in AUTO_CLASSES:
         for member in _members(auto, base):
             bundle_model_class(member)
+    if wanted is not None and wanted not in globals() and base.__module__.startswith("transformers."):
+        home = import_module(base.__module__.replace(".configuration_", ".modeling_"))
+        found = getattr(home, wanted.removeprefix("Snnk"), None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is base:
+            bundle_model_class(found)
 
 
 def register_bundles(model_type: str) -> None:

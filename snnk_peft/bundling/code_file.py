@@ -62,7 +62,8 @@ def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapp
     names = ["snnk_peft.bundling.modules", *attention, *sorted({cls.__module__ for cls in used})]
     base_config = base.config_class
     imports, body = assemble(names)
-    imports |= {("transformers", base_config.__name__), ("transformers", base.__name__)}
+    home = "transformers" if hasattr(transformers, base.__name__) else base.__module__
+    imports |= {("transformers", base_config.__name__), (home, base.__name__)}
     lines = [
         HEADER.format(version=__version__, transformers=transformers.__version__),
         "from __future__ import annotations\n",

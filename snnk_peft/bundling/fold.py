@@ -23,7 +23,7 @@ from torch import nn
 from snnk_peft.bundling.modules import Beside, BundledAdapter, Leading
 from snnk_peft.bundling.report import Folded
 from snnk_peft.errors import UnsupportedError
-from snnk_peft.families.base import ModelFamily, unwrap
+from snnk_peft.families.base import ModelFamily, as_linear, unwrap
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -130,7 +130,8 @@ def plan_folds(table: dict[str, Place], family: ModelFamily, layers: list[str], 
     """
     plan = FoldPlan(dtype)
     for layer in layers:
-        _fold_ffn(plan, table, *(f"{layer}.{name}" for name in (family.ffn_in, family.activation, family.ffn_out)))
+        if family.activation is not None:
+            _fold_ffn(plan, table, *(f"{layer}.{name}" for name in (family.ffn_in, family.activation, family.ffn_out)))
     for path, place in table.items():
         if path not in plan.modules and any(isinstance(slot, Replace) for slot in place.slots):
             _fold_pooler(plan, table, path)
@@ -198,18 +199,17 @@ def _fold_ffn(plan: FoldPlan, table: dict[str, Place], path_in: str, path_act: s
     readout = _only(path_out, out.slots, ParallelReadout)
     if replace is None and beside is None:
         return
-    assert isinstance(into.module, nn.Linear)
-    assert isinstance(out.module, nn.Linear)
     new_in: nn.Module = into.module
     new_act: nn.Module = act.module
-    new_out = out.module
+    new_out = as_linear(out.module)
+    assert isinstance(new_out, nn.Linear)
     if isinstance(replace, Replace):
         new_in, new_act = replace.layer.stage.simplified(), nn.Identity()
-        new_out = replace.layer.fold(following=out.module)[1]
+        new_out = replace.layer.fold(following=new_out)[1]
     if isinstance(beside, ParallelFeatures) and isinstance(readout, ParallelReadout):
         new_in = Beside(new_in, beside.stage.simplified())
         if replace is None:
-            new_act = Leading(new_act, into.module.out_features)
+            new_act = Leading(new_act, new_out.in_features)
         matrix = readout.readout.matrix()
         new_out = plain_linear(torch.cat((new_out.weight, matrix.to(new_out.weight.dtype)), 1), new_out.bias)
     rest = [slot for slot in out.slots if slot is not readout]

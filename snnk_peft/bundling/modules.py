@@ -19,7 +19,8 @@ but neither PEFT nor anything else of this package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -169,6 +170,21 @@ def finish_loading(model: nn.Module, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
+@contextlib.contextmanager
+def original_config(config: Any, original: type[Any]) -> Iterator[None]:
+    """`config` passes for one of class `original` inside this context.
+
+    Some heads of transformers make the model inside them with `AutoModel.from_config(config)`, which chooses by the
+    config's class. What is inside a bundle is an original model, in which the bundle then exchanges modules.
+    """
+    bundled = type(config)
+    config.__class__ = original
+    try:
+        yield
+    finally:
+        config.__class__ = bundled
+
+
 class BundledModel:
     """Mixin that makes a transformers model class build itself from the plan in its config.
 
@@ -187,7 +203,8 @@ class BundledModel:
                 f"this bundle is a {plan['model_class']} and cannot be loaded as {name}, because what was folded "
                 "depends on the task head; use the Auto class that matches"
             )
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        with original_config(config, type(self)._original().config_class):
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install_plan(self, plan["modules"])  # type: ignore[arg-type]
         # transformers does not write the choice of the attention function to config.json.
         for wanted in {
@@ -203,10 +220,14 @@ class BundledModel:
             FINISHERS[kind](self)
 
     @classmethod
+    def _original(cls) -> Any:
+        """The transformers class that this one was made from."""
+        return next(base for base in cls.__mro__ if not issubclass(base, BundledModel) and base is not cls)
+
+    @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         # transformers answers by searching the source file of the class; what counts is the original's.
-        original = next(base for base in cls.__mro__ if not issubclass(base, BundledModel) and base is not cls)
-        return original._can_set_attn_implementation()  # type: ignore[attr-defined]
+        return cls._original()._can_set_attn_implementation()
 
     @classmethod
     def get_init_context(cls, *args: Any, **kwargs: Any) -> list[Any]:

@@ -15,13 +15,18 @@ EXAMPLES, TOKENS = 4, 16
 
 
 def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Random inputs for a text or image model, the same for every call; some tokens are padding.
+    """Random inputs for a model of texts, images or mel spectrograms, always the same; some tokens are padding.
 
     Raises:
         UnsupportedError: the model reads something else; `bundle(model, probe=...)` takes inputs for it.
     """
     config, generator = model.config, torch.Generator("cpu").manual_seed(0)
+    if model.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
+        frames = 2 * config.max_source_positions
+        mel = torch.randn(EXAMPLES, config.num_mel_bins, frames, generator=generator, device="cpu")
+        return {"input_features": mel.to(model.device, model.dtype)}
     if model.main_input_name == "pixel_values":
+        config = getattr(config, "vision_config", config)
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
         pixels = torch.randn(EXAMPLES, config.num_channels, height, width, generator=generator, device="cpu")

@@ -6,10 +6,13 @@ or to the model itself if it is the bare encoder. Paths of the `layer` group are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import transformers
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from snnk_peft.errors import UnsupportedError
 
@@ -20,18 +23,20 @@ class ModelFamily:
 
     Args:
         name: the `model_type` of the transformers config.
-        layers: path of the list of Transformer layers.
+        layers: path of the list of Transformer layers; "*" in it stands for every index of a list of lists. A layer
+            that the model runs several times (ALBERT) is one entry here: what is put into it acts in every run.
         attention: in a layer, the module that holds query, key and value projections.
         query: in a layer, the projection that makes the queries, an nn.Linear of its own, or None.
         value: likewise for the values.
         attention_adapter: in a layer, the module behind which a sequential adapter of the attention block goes: the
             last one before the residual sum.
-        ffn_in: in a layer, the expansion, an nn.Linear.
-        activation: in a layer, the activation module behind it.
-        ffn_out: in a layer, the contraction, an nn.Linear.
+        ffn_in: in a layer, the expansion, an nn.Linear or transformers' Conv1D.
+        activation: in a layer, the activation module behind it, or None if the model calls a function there: then the
+            expansion can neither be replaced nor get a neighbour.
+        ffn_out: in a layer, the contraction, an nn.Linear or Conv1D.
         ffn_adapter: in a layer, the module behind which a sequential adapter of the FFN goes.
         ffn_norm: in a layer, the LayerNorm whose output the expansion reads; its bias and weight are the mean and
-            standard deviation of the FFN's inputs.
+            standard deviation of the FFN's inputs. None where nothing reads it: the FFN is gated, or `activation` None.
         last_norm: in the last layer, the LayerNorm whose output the pooler reads, or None if unknown.
         pooler: path of the pooler's dense layer, or None if the architecture has none.
         pooler_activation: path of the activation module behind it, or None if the model calls a function there: then
@@ -43,6 +48,13 @@ class ModelFamily:
         causal: whether attention is causal.
         gated: whether the FFN multiplies two expansions (GeGLU, SwiGLU); it is then no expansion and activation that
             could be replaced or get a neighbour, and `ffn_in` names what holds the gate.
+        encoder: attribute of the task models that holds the encoder, where it is not their `base_model_prefix`.
+        sizes: field of the config that holds the sizes of the layers, where it is not the config itself.
+        excludes: name of a module that is no part of what is described here (CLIP's text model beside the images, a
+            decoder behind the encoder); a model that has one is refused.
+        expects: fields of the config and the values for which the description holds.
+        attention_backend: True where attention is called through transformers' AttentionInterface although the model
+            class does not declare it.
     """
 
     name: str
@@ -50,10 +62,10 @@ class ModelFamily:
     attention: str
     attention_adapter: str
     ffn_in: str
-    activation: str
+    activation: str | None
     ffn_out: str
     ffn_adapter: str
-    ffn_norm: str
+    ffn_norm: str | None
     last_norm: str | None = None
     query: str | None = None
     value: str | None = None
@@ -64,18 +76,55 @@ class ModelFamily:
     head_output: str | None = None
     causal: bool = False
     gated: bool = False
+    encoder: str | None = None
+    sizes: str | None = None
+    excludes: str | None = None
+    expects: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    attention_backend: bool = False
 
     def path(self, model: nn.Module, template: str) -> str:
         """`template` with "{base}." filled in for this model: the encoder's attribute name, or nothing."""
-        prefix = getattr(model, "base_model_prefix", "")
+        prefix = str(self.encoder or getattr(model, "base_model_prefix", ""))
         inside = bool(prefix) and hasattr(model, prefix)
         return template.replace("{base}.", f"{prefix}." if inside else "")
 
     def layer_paths(self, model: nn.Module) -> list[str]:
-        """Paths of the Transformer layers."""
-        path = self.path(model, self.layers)
-        layers = module_at(model, path, f"the layers of family {self.name!r}")
-        return [f"{path}.{index}" for index in range(len(layers))]  # type: ignore[arg-type]
+        """Paths of the Transformer layers.
+
+        Raises:
+            UnsupportedError: no layers where they should be, or a model that this family does not describe.
+        """
+        self._check(model)
+        paths = [""]
+        for part in self.path(model, self.layers).split(".*."):
+            lists = [f"{path}.{part}" if path else part for path in paths]
+            paths = [
+                f"{path}.{index}"
+                for path in lists
+                for index in range(len(module_at(model, path, f"the layers of family {self.name!r}")))  # type: ignore[arg-type]
+            ]
+        return paths
+
+    def config_of(self, model: nn.Module) -> Any:
+        """The config, or the part of it, that holds the sizes of the layers."""
+        return model.config if self.sizes is None else getattr(model.config, self.sizes)
+
+    def _check(self, model: nn.Module) -> None:
+        what = f"{type(model).__name__} (family {self.name!r})"
+        names = [path for path, _ in model.named_modules()] if self.excludes else []
+        beside = next((path for path in names if path.rpartition(".")[2] == self.excludes), None)
+        if beside is not None:
+            raise UnsupportedError(
+                f"{what} has {beside!r} beside the layers that this family describes, and a part would change only "
+                "one side of it. Patch the part of the model that you mean, itself a transformers model, alone"
+            )
+        for key, value in self.expects.items():
+            given = getattr(self.config_of(model), key, value)
+            if given != value:
+                raise UnsupportedError(
+                    f"{what} has config.{key} = {given!r}, which lays its modules out in another way; this family "
+                    f"describes {value!r}. Describe yours with ModelFamily and register_family"
+                )
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -85,6 +134,16 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+def as_linear(module: nn.Module) -> nn.Module:
+    """The module; for transformers' Conv1D, which keeps its weight transposed, an nn.Linear that shares its tensors."""
+    if not isinstance(module, Conv1D):
+        return module
+    linear = nn.Linear(module.nx, module.nf, device="meta")
+    linear.weight = nn.Parameter(module.weight.detach().T, requires_grad=False)
+    linear.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
+    return linear
+
+
 def module_at(model: nn.Module, path: str, what: str, expected: type[nn.Module] = nn.Module) -> nn.Module:
     """The (unwrapped) module at a path.
 
@@ -92,7 +151,7 @@ def module_at(model: nn.Module, path: str, what: str, expected: type[nn.Module] 
         model: the model to look in.
         path: dotted path.
         what: what the module is, for the message.
-        expected: its class.
+        expected: its class; for nn.Linear, `as_linear` of a Conv1D will do.
 
     Raises:
         UnsupportedError: nothing there, or something of another class; names path, classes and version.
@@ -104,6 +163,8 @@ def module_at(model: nn.Module, path: str, what: str, expected: type[nn.Module] 
             f"{what}: no module at {path!r} in {type(model).__name__} (transformers {transformers.__version__}): "
             f"{error}. If the architecture differs, describe it with ModelFamily and register_family"
         ) from error
+    if expected is nn.Linear:
+        module = as_linear(module)
     if not isinstance(module, expected):
         raise UnsupportedError(
             f"{what}: {type(model).__name__} has a {type(module).__name__} at {path!r}; expected {expected.__name__} "

@@ -1,21 +1,8 @@
 """DeiT: laid out as ViT."""
 
-from snnk_peft.families import register_family
-from snnk_peft.families.base import ModelFamily
+import dataclasses
 
-register_family(
-    ModelFamily(
-        name="deit",
-        layers="{base}.layers",
-        attention="attention",
-        query="attention.q_proj",
-        value="attention.v_proj",
-        attention_adapter="attention.o_proj",
-        ffn_in="mlp.fc1",
-        activation="mlp.activation_fn",
-        ffn_out="mlp.fc2",
-        ffn_adapter="mlp.fc2",
-        ffn_norm="layernorm_after",
-        classifier="classifier",
-    )
-)
+from snnk_peft.families import register_family
+from snnk_peft.families.base_layouts import VIT
+
+register_family(dataclasses.replace(VIT, name="deit"))

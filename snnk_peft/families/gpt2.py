@@ -1,4 +1,4 @@
-"""GPT-2: pre-norm decoder with causal attention; its matrices are Conv1D, so of the parts only attention fits."""
+"""GPT-2: pre-norm decoder with causal attention; its matrices are Conv1D, query, key and value are one."""
 
 from snnk_peft.families import register_family
 from snnk_peft.families.base import ModelFamily

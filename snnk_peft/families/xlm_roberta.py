@@ -1,24 +1,8 @@
 """XLM-RoBERTa: laid out as RoBERTa."""
 
-from snnk_peft.families import register_family
-from snnk_peft.families.base import ModelFamily
+import dataclasses
 
-register_family(
-    ModelFamily(
-        name="xlm-roberta",
-        layers="{base}.encoder.layer",
-        attention="attention.self",
-        query="attention.self.query",
-        value="attention.self.value",
-        attention_adapter="attention.output.dropout",
-        ffn_in="intermediate.dense",
-        activation="intermediate.intermediate_act_fn",
-        ffn_out="output.dense",
-        ffn_adapter="output.dropout",
-        ffn_norm="attention.output.LayerNorm",
-        last_norm="output.LayerNorm",
-        pooler="classifier.dense",
-        classifier="classifier",
-        head_output="classifier.out_proj",
-    )
-)
+from snnk_peft.families import register_family
+from snnk_peft.families.base_layouts import ROBERTA
+
+register_family(dataclasses.replace(ROBERTA, name="xlm-roberta"))

@@ -26,7 +26,7 @@ def plan_adapters(context: PatchContext, part: AdapterPart) -> list[Patch]:
         raise ConfigError(faults)
     parallel = part.placement == "parallel"
     if parallel:
-        context.refuse_gated_ffn("adapter.placement 'parallel': use 'houlsby' or 'pfeiffer'")
+        context.require_plain_ffn("adapter.placement 'parallel': use 'houlsby' or 'pfeiffer'")
     patches: list[Patch] = []
     for index in chosen:
         if part.placement == "query_value":

@@ -16,6 +16,7 @@ from torch import nn
 
 from snnk_peft.config import AttentionPart, resolve_layers
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import FAMILIES
 from snnk_peft.families.base import module_at
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -42,7 +43,7 @@ def plan_attention(context: PatchContext, part: AttentionPart) -> list[Patch]:
     check_attention(model)
     paths = [f"{layer}.{family.attention}" for layer in family.layer_paths(model)]
     chosen = choose_layers(part, [_window(module_at(model, path, "the attention")) for path in paths])
-    config: Any = model.config
+    config = family.config_of(model)
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -120,8 +121,7 @@ def check_attention(model: nn.Module) -> None:
         raise UnsupportedError(
             f"AttentionPart: {type(model).__name__} cannot take linear attention, because it {', and '.join(reasons)}. "
             "Linear attention needs weights that depend on query and key alone, called through transformers' "
-            "AttentionInterface (bert, roberta, distilbert, electra, modernbert, vit, deit, gpt2, llama do so); leave "
-            "`attention` out for this model"
+            "AttentionInterface, as most families of snnk_peft have them; leave `attention` out for this model"
         )
 
 
@@ -141,9 +141,17 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield f"adds relative positions to q·k (config.position_embedding_type is {kind!r})"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         yield f"caps q·k softly (config.attn_logit_softcapping is {config.attn_logit_softcapping})"
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    # An encoder taken out of its model keeps the config that speaks of a decoder.
+    decodes = getattr(config, "is_encoder_decoder", False) and "decoder" in names
+    if decodes or getattr(config, "add_cross_attention", False):
         yield "attends from a decoder to an encoder (cross attention)"
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
         yield "does not call its attention through AttentionInterface, so it would ignore the exchange"
-    elif not getattr(model, "_supports_attention_backend", False):
+    elif not (getattr(model, "_supports_attention_backend", False) or _declared(config)):
         yield "declares that it supports no attention functions from outside (_supports_attention_backend is False)"
+
+
+def _declared(config: Any) -> bool:
+    """Whether the family says for the model that it calls attention functions from outside."""
+    model_type = str(getattr(config, "model_type", ""))
+    return model_type in FAMILIES and FAMILIES[model_type].attention_backend

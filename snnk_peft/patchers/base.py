@@ -55,16 +55,21 @@ class PatchContext:
         """The nn.Linear at `path`, or UnsupportedError."""
         return module_at(self.model, path, what, nn.Linear)  # type: ignore[return-value]
 
-    def refuse_gated_ffn(self, what: str) -> None:
-        """UnsupportedError if the family's FFN is gated.
+    def require_plain_ffn(self, what: str) -> None:
+        """UnsupportedError unless the family's FFN is one expansion and an activation module.
 
         Args:
-            what: the part that cannot be used, and what to use instead.
+            what: the part that cannot be used otherwise, and what to use instead.
         """
+        fault = None
         if self.family.gated:
+            fault = "is gated, two expansions multiplied"
+        elif self.family.activation is None:
+            fault = "calls its activation as a function, which no module can take the place of"
+        if fault is not None:
             raise UnsupportedError(
-                f"{what}: the FFN of {type(self.model).__name__} (family {self.family.name!r}) is gated, two "
-                "expansions multiplied; expected one expansion and an activation"
+                f"{what}: the FFN of {type(self.model).__name__} (family {self.family.name!r}) {fault}; expected one "
+                "expansion and an activation"
             )
 
     def generator(self, slot: str) -> torch.Generator:

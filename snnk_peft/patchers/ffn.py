@@ -18,7 +18,7 @@ from snnk_peft.patchers.base import Patch, PatchContext
 @PATCHERS.register("ffn")
 def plan_ffn(context: PatchContext, part: FFNPart) -> list[Patch]:
     """The patches of `part`; ConfigError for layers that the model lacks or more landmarks than rows."""
-    context.refuse_gated_ffn("ffn: leave this part out, or use adapters")
+    context.require_plain_ffn("ffn: leave this part out, or use adapters")
     family = context.family
     layers = family.layer_paths(context.model)
     chosen, faults = resolve_layers("ffn.layers", part.layers, len(layers))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.calibration.landmarks import RULES, SecondMoments, choose_landmarks, fit_landmarks
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
 from snnk_peft.errors import ConfigError
-from snnk_peft.families.base import unwrap
+from snnk_peft.families.base import as_linear, unwrap
 from snnk_peft.layers.slots import Replace
 from snnk_peft.projections.landmark import Landmark
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
@@ -111,8 +112,8 @@ def calibrate(
         passes = sum(_passes(_Target.of(model, slots[name])) for name in order)
         with tqdm(total=passes * total, desc="calibrate", unit="batch", disable=not progress) as bar:
             reports = [
-                _calibrate_slot(model, name, slots[name], batches, landmarks, held_out, ridges, refit, bar)
-                for name in order
+                _calibrate_slot(model, name, slots[name], runs, batches, landmarks, held_out, ridges, refit, bar)
+                for name, runs in order.items()
             ]
     finally:
         for module, training in was_training.items():
@@ -152,8 +153,8 @@ def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     }
 
 
-def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: Batches) -> list[str]:
-    """Slot names in the order in which a forward pass reaches them."""
+def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: Batches) -> dict[str, int]:
+    """Slot names in the order in which a forward pass reaches them, and how often it does (shared layers: several)."""
     order: list[str] = []
     names = {layer: name for name, layer in slots.items()}
     hooks = [
@@ -165,30 +166,60 @@ def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: 
     finally:
         for hook in hooks:
             hook.remove()
-    return list(dict.fromkeys(order))
+    return Counter(order)
 
 
-def _slot_inputs(model: nn.Module, layer: SlotLayer, batches: Batches, bar: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """(batch index, real-token inputs (n, dim)) of a slot, from the stack as it is now; stops each pass there."""
+def _slot_inputs(
+    model: nn.Module, layer: SlotLayer, runs: int, batches: Batches, bar: Any
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(batch index, real-token inputs (n, dim)) of a slot, from the stack as it is now; stops each pass there.
+
+    A layer that runs several times gives the inputs of all runs, with the original in its place: what the stand-in
+    would make of the earlier ones is not known before it is fitted.
+    """
     caught: list[torch.Tensor] = []
 
     def catch(module: nn.Module, args: tuple[Any, ...]) -> None:
         caught.append(args[0])
-        raise _Reached
+        if len(caught) == runs:
+            raise _Reached
 
     hook = layer.register_forward_pre_hook(catch)
     try:
         for index, batch in enumerate(_read(batches)):
             inputs = _inputs(model, batch)
-            with torch.no_grad(), contextlib.suppress(_Reached):
+            with torch.no_grad(), _as_it_was(model, layer, runs), contextlib.suppress(_Reached):
                 model(**inputs)
-            x = caught.pop()
             mask = inputs.get("attention_mask")
-            padded = x.ndim == 3 and isinstance(mask, torch.Tensor) and mask.shape == x.shape[:2]
-            yield index, x[mask.bool()] if padded else x.reshape(-1, x.shape[-1])  # type: ignore[union-attr]
+            yield index, torch.cat([_real_tokens(x, mask) for x in caught])
+            caught.clear()
             bar.update()
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module, layer: SlotLayer, runs: int) -> Iterator[None]:
+    """The original of a layer with several runs, and of the activation behind it, in place of what replaces them."""
+    slot = _replacement(layer)
+    inside: list[SlotLayer] = []
+    if runs > 1 and slot is not None:
+        root: Any = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+        behind = None if slot.activation is None else root.get_submodule(slot.activation)
+        inside = [place for place in (layer, behind) if isinstance(place, SlotLayer)]
+    for place in inside:
+        place._disable_adapters = True
+    try:
+        yield
+    finally:
+        for place in inside:
+            place._disable_adapters = False
+
+
+def _real_tokens(x: torch.Tensor, mask: Any) -> torch.Tensor:
+    """(..., dim) -> (n, dim) without padding, where x has as many rows as the mask has entries."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows[mask.bool().flatten()] if isinstance(mask, torch.Tensor) and mask.numel() == len(rows) else rows
 
 
 def _passes(target: _Target) -> int:
@@ -211,7 +242,7 @@ class _Target:
         assert slot is not None
         root = model.get_base_model() if isinstance(model, peft.PeftModel) else model
         activation = nn.Identity() if slot.activation is None else unwrap(root.get_submodule(slot.activation))
-        following = None if slot.following is None else active_module(root.get_submodule(slot.following))
+        following = None if slot.following is None else as_linear(active_module(root.get_submodule(slot.following)))
         weight = following.weight.detach() if isinstance(following, nn.Linear) else None
         return cls(layer, slot, activation, weight)
 
@@ -237,11 +268,12 @@ class _Target:
 class _Pass:
     """One streaming pass per call: (is it held out?, inputs of the slot)."""
 
-    def __init__(self, model: nn.Module, layer: SlotLayer, batches: Batches, held_out: float, bar: Any):
-        self.model, self.layer, self.batches, self.held_out, self.bar = model, layer, batches, held_out, bar
+    def __init__(self, model: nn.Module, layer: SlotLayer, runs: int, batches: Batches, held_out: float, bar: Any):
+        self.model, self.layer, self.runs, self.batches = model, layer, runs, batches
+        self.held_out, self.bar = held_out, bar
 
     def __iter__(self) -> Iterator[tuple[bool, torch.Tensor]]:
-        for index, x in _slot_inputs(self.model, self.layer, self.batches, self.bar):
+        for index, x in _slot_inputs(self.model, self.layer, self.runs, self.batches, self.bar):
             yield _is_held_out(index, self.held_out), x
 
 
@@ -250,6 +282,7 @@ def _calibrate_slot(
     model: nn.Module,
     name: str,
     layer: SlotLayer,
+    runs: int,
     batches: Batches,
     rule: str,
     held_out: float,
@@ -258,7 +291,7 @@ def _calibrate_slot(
     bar: Any,
 ) -> SlotReport:
     start = time.perf_counter()
-    target, data = _Target.of(model, layer), _Pass(model, layer, batches, held_out, bar)
+    target, data = _Target.of(model, layer), _Pass(model, layer, runs, batches, held_out, bar)
     before = ErrorMeter(target.output_weight)
     if target.landmarks is not None and target.features_are_hidden_units():
         fit, tokens = _fit_hidden_units(target, data, rule, ridges, refit, before)
@@ -304,7 +337,7 @@ def _select_rows(target: _Target, moments: SecondMoments, rule: str) -> torch.Te
     given = len(moments.mean) - stand_in.out_features
     chosen = choose_landmarks(moments, target.output_weight, projection.num_features, rule=rule, given=given)
     importance = torch.zeros(stand_in.out_features, device=chosen.device).index_fill_(0, chosen, 1.0)
-    linear = target.layer.base_layer
+    linear = as_linear(target.layer.base_layer)
     assert isinstance(linear, nn.Linear)
     return projection.select(linear.weight, linear.bias, importance.to(linear.weight.device))
 

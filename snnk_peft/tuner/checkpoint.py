@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
@@ -38,7 +38,7 @@ def measurements(model: nn.Module, family: ModelFamily) -> dict[str, str | int]:
     if isinstance(expansion, nn.Linear):
         return found | {"hidden_size": expansion.in_features, "ffn_size": expansion.out_features}
     # A family whose FFN is built otherwise; such a model takes no part that would depend on its size.
-    config: Any = model.config
+    config = family.config_of(model)
     return found | {"hidden_size": config.hidden_size, "heads": config.num_attention_heads}
 
 

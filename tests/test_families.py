@@ -1,0 +1,301 @@
+"""Every family and every head: parts do what they say, padding changes nothing, bundles load back through each door."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from snnk_peft import (
+    FAMILIES,
+    AdapterPart,
+    AttentionPart,
+    FFNPart,
+    PoolerPart,
+    SNNKConfig,
+    bundle,
+    calibrate,
+    check_family,
+    get_snnk_model,
+)
+from snnk_peft.attention.interface import NAME
+from snnk_peft.bundling.code_file import FILE_NAME
+from snnk_peft.bundling.probe import probe_inputs
+from snnk_peft.errors import UnsupportedError
+from snnk_peft.tuner.calibrate import _slot_inputs
+from snnk_peft.tuner.slot_layer import SlotLayer
+from tests.tiny_families import CONFIGS, build, heads, main_head
+from tests.tiny_models import trained
+
+PARTS = {"houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention"}  # of check_family
+CONFIG = {
+    "houlsby": {"adapter": AdapterPart(num_features=4)},
+    "ffn": {"ffn": FFNPart(num_features=6)},
+    "pooler": {"pooler": PoolerPart(num_features=6)},
+    "attention": {"attention": AttentionPart(num_features=6)},
+}
+GATED = {"parallel": "is gated", "ffn": "is gated"}
+FUSED = {"query_value": "no Linear that makes the query alone"}
+POOLER = {"pooler": "has no pooler"}
+# What a family cannot take, and how it is refused; all else it takes.
+REFUSED: dict[str, dict[str, str]] = {
+    **{name: {**GATED, **POOLER} for name in ("gemma", "llama", "mistral", "olmo2", "qwen2", "qwen3")},
+    **{
+        name: POOLER
+        for family in (
+            ["vit", "deit", "dinov2", "opt", "whisper"],
+            [f for f in CONFIGS if f.startswith(("clip", "sig"))],
+        )
+        for name in family
+    },
+    "phi3": {**GATED, **FUSED, **POOLER},
+    "modernbert": {**GATED, **FUSED},
+    "gpt2": {**FUSED, **POOLER},
+    "gpt_neox": {**FUSED, **POOLER},
+    "esm": {"parallel": "calls its activation as a function", "ffn": "calls its activation as a function"},
+    "mpnet": {"attention": "bias per pair of positions"},
+    "deberta-v2": {"attention": "bias per pair of positions"},
+}
+# Models that hold more than a family describes.
+TWO_SIDED = {
+    "CLIPModel": "text_model",
+    "SiglipModel": "text_model",
+    "WhisperModel": "decoder",
+    "WhisperForCausalLM": "decoder",
+    "WhisperForConditionalGeneration": "decoder",
+}
+HEADS = [(family, head) for family in FAMILIES for head in heads(family) if head not in TWO_SIDED]
+
+
+def takes(family: str, part: str) -> bool:
+    return part not in REFUSED.get(family, {})
+
+
+def patched(model, *names, **options):
+    """The model with parts, all their numbers random."""
+    parts = copy.deepcopy({key: part for name in names for key, part in CONFIG[name].items()})
+    return trained(get_snnk_model(model, SNNKConfig(**parts, **options))).eval()
+
+
+def tensors(output) -> dict[str, torch.Tensor]:
+    """The tensors of an output, those of a backbone's feature maps included."""
+    found = {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
+    return found or {str(index): value for index, value in enumerate(output.feature_maps)}
+
+
+def agree(given, wanted, **tolerance) -> None:
+    given, wanted = tensors(given), tensors(wanted)
+    assert wanted
+    for key, value in wanted.items():
+        torch.testing.assert_close(given[key], value, **({"rtol": 1e-4, "atol": 1e-5} | tolerance))
+
+
+def test_every_family_is_here():
+    assert set(CONFIGS) == set(FAMILIES)
+    assert len(HEADS) > 130
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_takes_its_parts_and_refuses_the_others(family):
+    """Every slot is called, gradients reach it, disabling gives the original back, the bundle agrees."""
+    report = check_family(build(family, main_head(family)))
+    refused = REFUSED.get(family, {})
+    assert set(report.left_out) == set(refused)
+    assert set(report.checked) == PARTS - set(refused)
+    for part, reason in refused.items():
+        assert reason in report.left_out[part]
+
+
+@pytest.mark.parametrize("head", TWO_SIDED)
+def test_models_with_two_sides_are_refused(head):
+    family = next(name for name in FAMILIES if head in heads(name))
+    with pytest.raises(UnsupportedError, match=f"{TWO_SIDED[head]}' beside the layers.*Patch the part"):
+        get_snnk_model(build(family, head), SNNKConfig(adapter=AdapterPart(num_features=4)))
+
+
+def test_a_tower_is_patched_alone():
+    """In place: the model around it then has the parts as well."""
+    whole = build("clip", "CLIPModel")
+    tower = whole.vision_model
+    changed = patched(tower, "houlsby", "attention")
+    pixels = probe_inputs(tower)
+    agree(whole.vision_model(**pixels), changed(**pixels))
+    assert any(isinstance(module, SlotLayer) for module in whole.vision_model.modules())
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "changes", "message"),
+    [
+        ("opt", "OPTModel", {"do_layer_norm_before": False}, "config.do_layer_norm_before = False"),
+        ("dinov2", "Dinov2Model", {"use_swiglu_ffn": True}, "config.use_swiglu_ffn = True"),
+    ],
+)
+def test_other_layouts_of_a_family_are_refused(family, head, changes, message):
+    with pytest.raises(UnsupportedError, match=message):
+        get_snnk_model(build(family, head, **changes), SNNKConfig(adapter=AdapterPart(num_features=4)))
+
+
+# --- padding and generation -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "vocab_size" in CONFIGS[f] and f != "whisper"])
+@torch.no_grad()
+def test_padding_changes_nothing(family):
+    """The hidden states of an example's own tokens, whatever stands beside it in the batch."""
+    names = ["houlsby", *(["attention"] if takes(family, "attention") else [])]
+    model = patched(build(family, main_head(family)), *names)
+    inputs = probe_inputs(model.get_base_model())
+    kept = int(inputs["attention_mask"][1].sum())
+    assert kept < inputs["input_ids"].shape[1]
+    hidden = model(**inputs, output_hidden_states=True).hidden_states[-1][1, :kept]
+    alone = model(input_ids=inputs["input_ids"][1:2, :kept], output_hidden_states=True).hidden_states[-1][0]
+    torch.testing.assert_close(hidden, alone, rtol=1e-4, atol=1e-5)
+
+
+CAUSAL = [family for family in FAMILIES if FAMILIES[family].causal]
+GENERATE = [(family, head) for family, head in HEADS if family in CAUSAL and head.endswith(("CausalLM", "LMHeadModel"))]
+
+
+@pytest.mark.parametrize(("family", "head"), GENERATE)
+@torch.no_grad()
+def test_generation_with_a_cache_is_generation_without(family, head, tmp_path):
+    """Of the patched model and of its bundle, after a reload; prompts of two lengths, padded on the left."""
+    model = patched(build(family, head), "houlsby", "attention")
+    ids = torch.randint(3, 50, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    options = {"min_new_tokens": 5, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    alone = model.generate(input_ids=ids[1:, 2:], use_cache=False, **options)
+    options["attention_mask"] = mask
+    slow = model.generate(input_ids=ids, use_cache=False, **options)
+    assert torch.equal(slow[1, 2:], alone[0])
+    assert torch.equal(model.generate(input_ids=ids, **options), slow)
+    small = bundle(model)
+    small.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(input_ids=ids, **options), slow)
+
+
+def test_generation_covers_every_causal_family():
+    assert {family for family, _ in GENERATE} == {*CAUSAL} - {"clip_text_model"}
+
+
+# --- every head -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "head"), HEADS)
+@torch.no_grad()
+def test_every_head_bundles_and_loads(family, head, tmp_path):
+    """Through its Auto class with the package, and through the code file's own classes."""
+    model = patched(build(family, head), "houlsby")
+    inputs = probe_inputs(model.get_base_model())
+    wanted = model(**inputs)
+    bundle(model).save_pretrained(tmp_path)
+    auto = getattr(transformers, heads(family)[head])
+    # AutoBackbone asks the Hub even for a folder.
+    loaded = (type(bundle(model)) if head.endswith("Backbone") else auto).from_pretrained(tmp_path)
+    assert type(loaded).__name__ == f"Snnk{head}"
+    agree(loaded(**inputs), wanted)
+    alone = get_class_from_dynamic_module(f"{FILE_NAME.removesuffix('.py')}.Snnk{head}", tmp_path)
+    assert not alone.__module__.startswith("snnk_peft")
+    agree(alone.from_pretrained(tmp_path, config=alone.config_class.from_pretrained(tmp_path))(**inputs), wanted)
+
+
+AFRESH = {
+    "LlamaForSequenceClassification": "AutoModelForSequenceClassification",
+    "Qwen3ForTokenClassification": "AutoModelForTokenClassification",
+    "MistralForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "DeiTForImageClassification": "AutoModelForImageClassification",
+    "CLIPTextModelWithProjection": "AutoModel",
+    "WhisperEncoder": "AutoModel",
+}
+
+
+def test_heads_load_in_a_process_without_the_package(tmp_path):
+    """With linear attention where there is a mask for it to honour; first without the package, then with it."""
+    for head in AFRESH:
+        family = next(name for name in FAMILIES if head in heads(name))
+        model = patched(build(family, head), "houlsby", "attention")
+        inputs = probe_inputs(model.get_base_model())
+        bundle(model).save_pretrained(tmp_path / head)
+        with torch.no_grad():
+            torch.save((inputs, model(**inputs)[0]), tmp_path / head / "expected.pt")
+    program = f"""
+import pathlib, sys, torch, transformers
+def check(**options):
+    for head, auto in {AFRESH!r}.items():
+        folder = pathlib.Path({str(tmp_path)!r}) / head
+        model = getattr(transformers, auto).from_pretrained(folder, **options)
+        inputs, expected = torch.load(folder / "expected.pt")
+        torch.testing.assert_close(model(**inputs)[0], expected, rtol=1e-4, atol=1e-5)
+        assert type(model).__name__ == "Snnk" + head, type(model)
+        assert model.config._attn_implementation == {NAME!r}
+check(trust_remote_code=True)
+assert "snnk_peft" not in sys.modules
+import snnk_peft
+check()
+print("all loaded")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[-2:] == ["all loaded", ""], done.stderr[-3000:]
+
+
+@torch.no_grad()
+def test_adapters_of_new_families_load_back(tmp_path):
+    """The checkpoint of an adapter: Conv1D, shared layers, a part of a config, an encoder alone."""
+    for family in ("gpt2", "albert", "clip", "whisper", "esm"):
+        head = main_head(family)
+        model = patched(build(family, head), *(["houlsby", "attention"] if takes(family, "attention") else ["houlsby"]))
+        model.save_pretrained(tmp_path / family)
+        inputs = probe_inputs(model.get_base_model())
+        agree(PeftModel.from_pretrained(build(family, head), tmp_path / family).eval()(**inputs), model(**inputs))
+
+
+# --- matrices of another kind, layers that run several times --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "runs"), [("gpt2", 1), ("albert", 3), ("opt", 1)])
+def test_calibration_sees_every_run_and_real_tokens_only(family, runs):
+    """As many features as hidden units represent an FFN exactly, whichever way its matrices are stored."""
+    changes = {"albert": {"hidden_act": "relu", "num_hidden_layers": runs}, "gpt2": {"activation_function": "relu"}}
+    model = build(family, main_head(family), **changes.get(family, {}))
+    hidden = 24 if family != "gpt2" else 64
+    inputs = [probe_inputs(model) for _ in range(5)]
+    exact = model(**inputs[0]).logits
+    part = FFNPart("relu", "landmark", num_features=hidden, layers=[0], init="random")
+    changed = get_snnk_model(model, SNNKConfig(ffn=part, modules_to_save=[])).eval()
+    (slot,) = calibrate(changed, inputs, progress=False).slots
+    real = int(inputs[0]["attention_mask"].sum())
+    assert (slot.tokens, slot.held_out_tokens) == (4 * runs * real, runs * real)
+    assert slot.error_after < 1e-6 < 0.1 < slot.error_before
+    agree(bundle(changed)(**inputs[0]), {"logits": exact}, rtol=1e-3, atol=1e-5)
+
+
+def test_inputs_of_later_runs_are_those_of_the_original():
+    """ALBERT's FFN in the original model, seen by hooks, and in the patched one, seen by `calibrate`."""
+    model = build("albert", "AlbertModel", num_hidden_layers=3)
+    inputs, wanted = probe_inputs(model), []
+    ffn = model.encoder.albert_layer_groups[0].albert_layers[0].ffn
+    hook = ffn.register_forward_pre_hook(lambda module, args: wanted.append(args[0]))
+    model(**inputs)
+    hook.remove()
+    changed = get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4, init="random"), modules_to_save=[])).eval()
+    layer = next(m for path, m in changed.named_modules() if path.endswith("albert_layers.0.ffn"))
+    (_, rows), *_ = _slot_inputs(changed, layer, 3, [inputs], Bar())
+    keep = inputs["attention_mask"].bool()
+    torch.testing.assert_close(rows, torch.cat([x[keep] for x in wanted]))
+    assert len(wanted) == 3
+    assert not layer.disable_adapters
+
+
+class Bar:
+    def update(self) -> None: ...
