@@ -13,6 +13,7 @@ from snnk_peft.bundling.closed_form import fit_closed_form
 from snnk_peft.components import COMPONENTS
 from snnk_peft.config import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
+from snnk_peft.family_check import FamilyReport, check_family
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.calibrate import calibrate
@@ -29,12 +30,14 @@ __all__ = [
     "AttentionPart",
     "CalibrationReport",
     "FFNPart",
+    "FamilyReport",
     "ModelFamily",
     "PoolerPart",
     "SNNKConfig",
     "build_feature_map",
     "bundle",
     "calibrate",
+    "check_family",
     "fit_closed_form",
     "get_snnk_model",
     "register_family",

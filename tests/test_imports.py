@@ -31,6 +31,7 @@ LAYERS: list[set[str]] = [
     {"tuner"},
     {"model_card"},
     {"bundling"},
+    {"family_check"},
     {"tasks"},
     {"__init__"},
 ]

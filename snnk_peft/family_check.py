@@ -1,0 +1,236 @@
+"""check_family: does the description of an architecture (`ModelFamily`) say the truth about a model?
+
+A path can name a module that exists and is never called, or one whose output nothing reads. Every part that the model
+can take is therefore put into a copy of it, and one probe batch goes through:
+
+    called      the model runs, and every slot in it
+    gradient    what is trained at each place gets a gradient that is not zero
+    changes     other trained numbers give another output
+    disabled    disable_adapter() gives the original's output back, bit by bit (softmax attention: up to rounding)
+    bundle      the folded model agrees with the patched one
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers import PreTrainedModel
+
+from snnk_peft.bundling.bundle import TOLERANCES, bundle
+from snnk_peft.bundling.probe import probe_inputs
+from snnk_peft.config import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig
+from snnk_peft.errors import UnsupportedError
+from snnk_peft.families.base import ModelFamily
+from snnk_peft.tuner.get_model import get_snnk_model
+from snnk_peft.tuner.model import family_of, plan_patches
+from snnk_peft.tuner.slot_layer import SlotLayer
+
+CASES: dict[str, dict[str, Any]] = {
+    **{place: {"adapter": AdapterPart(placement=place)} for place in ("houlsby", "pfeiffer", "parallel")},
+    "query_value": {"adapter": AdapterPart(placement="query_value")},
+    "ffn": {"ffn": FFNPart("relu", "orf", 16)},
+    "pooler": {"pooler": PoolerPart("relu", "orf", 16)},
+    "attention": {"attention": AttentionPart(projection="free", num_features=16)},
+}
+# Paths inside one layer, which exist in every model of a family; the others belong to heads that a model may lack.
+IN_LAYERS = ("attention", "query", "value", "attention_adapter", "ffn_in", "activation", "ffn_out", "ffn_adapter")
+SHOWN = 6  # places named in a message
+
+
+@dataclass(frozen=True)
+class FamilyReport:
+    """What `check_family` found; printing it gives a table.
+
+    Args:
+        model_class: the class of the model.
+        family: the name of its family.
+        checked: the cases that went well.
+        left_out: case -> why this model or family does not take it.
+    """
+
+    model_class: str
+    family: str
+    checked: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = [f"{case:<12} as it should be" for case in self.checked]
+        rows += [f"{case:<12} left out: {reason}" for case, reason in self.left_out.items()]
+        return "\n".join([f"{self.model_class} (family {self.family!r})", *rows])
+
+
+def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> FamilyReport:
+    """Check the description of a model's family on the model itself, with one probe batch for each part it can take.
+
+    Every case works on a copy of the model: a small one, made from a config with random weights, is enough.
+
+    Args:
+        model: a transformers model without adapters, of a family in `FAMILIES` (see `register_family`). It is not
+            changed.
+        probe: its inputs. None makes random ones for models that read `input_ids` or `pixel_values`.
+
+    Returns:
+        Which cases were checked, and which ones this model does not take, with the reason.
+
+    Raises:
+        UnsupportedError: the description is wrong: every fault of every part, with the path where it was seen; or the
+            family is unknown, or takes no part at all.
+
+    Example:
+        >>> from transformers import ViTConfig, ViTModel
+        >>> from snnk_peft import check_family
+        >>> tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        >>> report = check_family(ViTModel(ViTConfig(image_size=8, patch_size=4, **tiny)))
+        >>> report.checked
+        ['houlsby', 'pfeiffer', 'parallel', 'query_value', 'ffn', 'attention']
+        >>> report.left_out
+        {'pooler': "family 'vit' has no pooler"}
+    """
+    family = family_of(model)
+    assert isinstance(model, PreTrainedModel)
+    report = FamilyReport(type(model).__name__, family.name)
+    faults = [fault for name in IN_LAYERS for fault in _missing(model, family, name)]
+    if not faults:
+        inputs = probe_inputs(model) if probe is None else dict(probe)
+        for case, parts in CASES.items():
+            config = SNNKConfig(**copy.deepcopy(parts))
+            reason = _reason_against(model, family, case, config)
+            if reason is not None:
+                report.left_out[case] = reason
+                continue
+            try:
+                found = list(_check(copy.deepcopy(model), config, inputs))
+            except (RuntimeError, TypeError, ValueError, LookupError) as error:
+                found = [f"the patched model does not run ({type(error).__name__}: {error})"]
+            faults += [f"{case}: {fault}" for fault in found]
+            if not found:
+                report.checked.append(case)
+    if not faults and not report.checked:
+        faults = [f"{case} left out: {reason}" for case, reason in report.left_out.items()]
+    if faults:
+        raise UnsupportedError(
+            f"the description of family {family.name!r} does not fit {type(model).__name__}; expected paths of modules "
+            "that run in its forward(). Correct them (ModelFamily, register_family):\n"
+            + "\n".join(f"  - {fault}" for fault in faults)
+        )
+    return report
+
+
+def _missing(model: nn.Module, family: ModelFamily, name: str) -> list[str]:
+    """A message for each layer that lacks the module which the family describes."""
+    relative = getattr(family, name)
+    assert name in {one.name for one in fields(family)}
+    if relative is None:
+        return []
+    present = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    absent = [f"{layer}.{relative}" for layer in family.layer_paths(model) if f"{layer}.{relative}" not in present]
+    return [f"{name}: there is no module {_some(absent)}"] if absent else []
+
+
+def _reason_against(model: nn.Module, family: ModelFamily, case: str, config: SNNKConfig) -> str | None:
+    """Why this model takes no such part, or None."""
+    if case == "pooler" and family.pooler is None:
+        return f"family {family.name!r} has no pooler"
+    try:
+        plan_patches(model, config)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with one part in one model, which is changed."""
+    before = _outputs(model.eval(), inputs)
+    patched = get_snnk_model(model, config).eval()
+    layers = {name.removeprefix("base_model.model."): m for name, m in patched.named_modules() if _holds(m)}
+    called: set[nn.Module] = set()
+    hooks = [layer.register_forward_pre_hook(lambda module, args: called.add(module)) for layer in layers.values()]
+    weights = {name: _weight(value) for name, value in before.items()}
+    with torch.enable_grad():
+        total = sum(
+            (value.float() * weights[name]).sum() for name, value in _tensors(patched(**inputs), inputs).items()
+        )
+        total.backward()  # type: ignore[union-attr]
+    for hook in hooks:
+        hook.remove()
+    silent = [name for name, layer in layers.items() if layer not in called]
+    if silent:
+        yield f"{_some(silent)} is not called by forward(), so nothing that is put there has an effect"
+    still = [name for name, layer in layers.items() if name not in silent and not _gets_gradient(layer)]
+    if still:
+        yield f"no gradient reaches {_some(still)}: nothing reads what is computed there"
+    if silent or still:
+        return
+    _perturb(patched)
+    after = _outputs(patched, inputs)
+    if all(torch.equal(after[name], value) for name, value in before.items()):
+        yield "other trained numbers leave the output as it is"
+    with patched.disable_adapter():
+        disabled = _outputs(patched, inputs)
+    tolerance = 0.0 if config.attention is None else TOLERANCES.get(model.dtype, 1e-5)
+    for name, value in before.items():
+        error = float((disabled[name].double() - value.double()).abs().max())
+        if not error <= tolerance * float(value.double().abs().max()):
+            yield f"with disable_adapter(), {name} differs from the original's by {error:.1e}"
+    try:
+        bundle(patched, probe=inputs)
+    except (ValueError, UnsupportedError) as error:
+        yield f"no bundle: {error}"
+
+
+def _holds(module: nn.Module) -> bool:
+    return isinstance(module, (SlotLayer, ModulesToSaveWrapper))
+
+
+def _gets_gradient(layer: nn.Module) -> bool:
+    """Whether something that is trained here has a gradient; also where nothing is (an activation that is left out)."""
+    inside = {p for child in layer.modules() if child is not layer and _holds(child) for p in child.parameters()}
+    trained = [p for p in layer.parameters() if p.requires_grad and p not in inside]
+    return not trained or any(p.grad is not None and bool(p.grad.count_nonzero()) for p in trained)
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module) -> None:
+    """Give every trained number a value of its own, as training does: a part may start as the identity."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+            parameter.add_(noise.to(parameter), alpha=0.02)
+
+
+@torch.no_grad()
+def _outputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return _tensors(model(**inputs), inputs)
+
+
+def _tensors(output: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The floating outputs, 0 at padded tokens: there a model may compute what it likes."""
+    found = {key: v for key, v in output.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, torch.Tensor):
+        return found
+    padding = mask == 0
+    return {
+        key: v.masked_fill(padding.reshape(padding.shape + (1,) * (v.dim() - padding.dim())), 0.0)
+        if v.shape[: padding.dim()] == padding.shape
+        else v
+        for key, v in found.items()
+    }
+
+
+def _weight(value: torch.Tensor) -> torch.Tensor:
+    """Random numbers to add outputs up with: a plain sum is constant behind a LayerNorm."""
+    generator = torch.Generator("cpu").manual_seed(value.numel())
+    return torch.randn(value.shape, generator=generator, device="cpu").to(value.device)
+
+
+def _some(places: list[str]) -> str:
+    rest = f" and {len(places) - SHOWN} more places" if len(places) > SHOWN else ""
+    return ", ".join(map(repr, places[:SHOWN])) + rest
