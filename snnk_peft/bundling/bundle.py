@@ -22,6 +22,7 @@ from snnk_peft.bundling.modules import spec_of
 from snnk_peft.bundling.probe import compare, probe_inputs
 from snnk_peft.bundling.report import BundleReport
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.model_card import hub_id
 from snnk_peft.tuner.model import family_of
 
@@ -73,6 +74,11 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         )
     if getattr(base, "is_quantized", False):
         raise UnsupportedError("the model is quantized; load it in full precision, then patch and bundle it")
+    if away := offloaded(base):
+        raise UnsupportedError(
+            f"tensors of {len(away)} modules of the model are offloaded to memory or disk; a bundle is made of copies "
+            "of them. Load the model without device_map, bundle it, and offload the bundle"
+        )
     table = dict(places(base))
     plan = plan_folds(table, family, family.layer_paths(base), base.dtype)
     if not plan.modules and not plan.additions:

@@ -7,10 +7,13 @@ and not the identity at the start; `calibrate` makes it a good one.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
@@ -20,6 +23,7 @@ from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.families.base import ModelFamily, module_at, unwrap
+from snnk_peft.functional.at_hand import place_of
 from snnk_peft.layers.slots import Attend, Retrained, Slot
 from snnk_peft.patchers import PATCHERS
 from snnk_peft.patchers.attention import check_attention
@@ -87,6 +91,8 @@ class SNNKModel(BaseTuner):
     tuner_layer_cls = SlotLayer
     target_module_mapping: dict[str, Any] = {}  # noqa: RUF012 - PEFT's attribute; families do this job
 
+    _making: Callable[[], contextlib.AbstractContextManager[Any]]
+
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
         return peft_config  # the targets follow from the parts: see _prepare_model
 
@@ -108,9 +114,10 @@ class SNNKModel(BaseTuner):
             raise ConfigError(faults)
         # Everything is built, and compared with the checkpoint, before the first module is touched.
         slots: dict[str, list[Slot]] = {}
-        for patch in patches:
-            if patch.build is not None:
-                slots.setdefault(patch.path, []).append(patch.build())
+        with self._making():
+            for patch in patches:
+                if patch.build is not None:
+                    slots.setdefault(patch.path, []).append(patch.build())
         for name in copied:
             slots[name] = [Retrained(module_at(model, name, "modules_to_save"))]
         check_weights(peft_config, model, slots, saved)
@@ -124,9 +131,18 @@ class SNNKModel(BaseTuner):
     def _check_target_module_exists(peft_config: Any, key: str) -> bool:
         return original_path(key) in peft_config.target_modules
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def inject_adapter(
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """As in PEFT, and also at places inside a layer that an earlier adapter wrapped, which PEFT passes over."""
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        # PEFT makes the modules of other methods while it goes through the model; ours are made before that.
+        self._making = init_empty_weights if low_cpu_mem_usage else contextlib.nullcontext
+        super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, **kwargs)
         for path in list(self._slots):
             parent, _, name = path.rpartition(".")
             places = model.get_submodule(path), name, model.get_submodule(parent)
@@ -149,10 +165,9 @@ class SNNKModel(BaseTuner):
         for slot in self._slots.pop(original_path(current_key)):
             layer.add_slot(adapter_name, slot)
         layer.train(layer.base_layer.training)
-        place = next(parent.parameters(), None)
-        if place is None:
-            place = next(self.model.parameters())
-        layer.move_to(adapter_name, place.device, place.dtype if place.is_floating_point() else None)
+        home: nn.Module = self.model if next(parent.parameters(), None) is None else parent
+        dtype = next(home.parameters()).dtype
+        layer.move_to(adapter_name, place_of(home), dtype if dtype.is_floating_point else None)
         layer.set_adapter(self.active_adapters, inference_mode=peft_config.inference_mode)
         if layer is not target:
             setattr(unwrap(parent), target_name, layer)
