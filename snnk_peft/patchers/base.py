@@ -54,6 +54,14 @@ class PatchContext:
 
     def linear(self, path: str, what: str) -> nn.Linear:
         """The nn.Linear at `path`, or UnsupportedError."""
+        found = module_at(self.model, path, what)
+        whole = [tensor for tensor in (*found.parameters(), *found.buffers()) if not tensor.is_floating_point()]
+        if whole:
+            raise UnsupportedError(
+                f"{what}: the {type(found).__name__} at {path!r} holds {str(whole[0].dtype).removeprefix('torch.')} "
+                "numbers, so the model is quantized; expected an nn.Linear in floating point. Load it without "
+                "quantization_config, patch it, and quantize its bundle"
+            )
         return module_at(self.model, path, what, nn.Linear)  # type: ignore[return-value]
 
     def refuse_gated_ffn(self, what: str) -> None:

@@ -102,7 +102,12 @@ def calibrate(
         )
     if not faults:
         total, fitted = _count_batches(batches, held_out)
-        if fitted == 0 or fitted == total:
+        if total == 0:
+            faults.append(
+                "batches is empty; expected dicts of model inputs, at least two and better a few dozen, such as a "
+                "DataLoader of tokenized sentences of the kind that the model will see"
+            )
+        elif fitted == 0 or fitted == total:
             faults.append(
                 f"batches holds {total}, of which held_out={held_out} leaves {fitted} to fit; expected at least one to "
                 "fit and one to hold out. Use smaller batches"

@@ -44,6 +44,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
 
     Attributes:
         snnk_slots: adapter name -> the slots of that adapter here, innermost first.
+        was_called: whether a forward pass has come here (outside of compiled code).
     """
 
     adapter_layer_names = ("snnk_slots",)
@@ -52,6 +53,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
     def __init__(self, base_layer: nn.Module):
         super().__init__()
         self.base_layer = base_layer
+        self.was_called = False
         self.merged_adapters: list[str] = []
         self.snnk_slots = nn.ModuleDict()
         first = next((p for p in base_layer.parameters() if p.ndim == 2), None)
@@ -103,6 +105,8 @@ class SlotLayer(nn.Module, BaseTunerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original module's signature."""
+        if not torch.compiler.is_compiling():
+            self.was_called = True
         run: Any = self.base_layer
         for slot in self.active_slots():
             run = partial(slot, run)
