@@ -190,6 +190,8 @@ class FFNPart(Part):
         return super().faults(part) + self.choice_fault(part, "init", ("nystrom", "paper", "random"))
 
 
+DEFAULT_ROWS = 64  # of linear attention, where nothing is said
+
 # What the entries of `AttentionPart.sum_of` may say.
 TERM_FIELDS = ["component", "projection", "num_features", "component_params", "projection_params"]
 TERM_FIELDS += ["per_head", "separate_maps"]
@@ -202,8 +204,8 @@ class AttentionPart(Part):
     Cost and memory grow linearly with the length of the input. `disable_adapter` gives softmax back.
 
     Args:
-        num_features: rows of W. Left at the default: 64, or the number nearest to it that the projection can have (for
-            "identity", the classical linear attention with component "elu", the dimension of a head).
+        num_features: rows of W. None: 64, or the number nearest to it that the projection can have (for "identity", the
+            classical linear attention with component "elu", the dimension of a head).
         per_head: a matrix W for every key head instead of one per layer.
         separate_maps: queries and keys have a matrix each. Both start as the same draw, hence at the kernel of a shared
             one, and learn apart: for learned projections only.
@@ -219,11 +221,11 @@ class AttentionPart(Part):
     Example:
         >>> part = AttentionPart(projection="gmm", sum_of=[{"component": "elu", "num_features": 16}])
         >>> [(term.component, term.projection, term.num_features) for term in part.terms()]
-        [('posrf', 'gmm', 64), ('elu', 'gmm', 16)]
+        [('posrf', 'gmm', None), ('elu', 'gmm', 16)]
     """
 
     component: str = "posrf"
-    num_features: int = 64
+    num_features: int | None = None  # type: ignore[assignment]
     per_head: bool = False
     separate_maps: bool = False
     near_field: int | None = None
@@ -231,7 +233,8 @@ class AttentionPart(Part):
 
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
-        found = super().faults(part)
+        given = self if self.num_features is not None else dataclasses.replace(self, num_features=DEFAULT_ROWS)
+        found = super(AttentionPart, given).faults(part)
         width = self.near_field
         if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
             found.append(f"{part}.near_field is {width!r}; expected an integer >= 1, or None")
@@ -278,7 +281,7 @@ class AttentionPart(Part):
         for entry in self.sum_of:
             other: dict[str, Any] = {"component_params": {}} if "component" in entry else {}
             if "projection" in entry:
-                other |= {"projection_params": {}, "num_features": AttentionPart.num_features}
+                other |= {"projection_params": {}, "num_features": None}
             result.append(dataclasses.replace(own, **{**other, **entry}))
         return result
 

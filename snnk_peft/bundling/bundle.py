@@ -22,6 +22,7 @@ from snnk_peft.bundling.modules import spec_of
 from snnk_peft.bundling.probe import compare, probe_inputs
 from snnk_peft.bundling.report import BundleReport
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.model_card import hub_id
 from snnk_peft.tuner.model import family_of
 
@@ -66,6 +67,12 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         '8 gelu features + Linear 8→32'
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if getattr(getattr(base, "config", None), "snnk_plan", None) is not None:
+        raise ConfigError(
+            f"{type(base).__name__} is a bundle already; expected a patched model, from get_snnk_model. There is "
+            "nothing more to fold: use it, or save it with save_pretrained (LoRA that was put on it is merged by "
+            "merge_and_unload)"
+        )
     family = family_of(base)
     if not isinstance(base, PreTrainedModel):
         raise UnsupportedError(
@@ -73,6 +80,11 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         )
     if getattr(base, "is_quantized", False):
         raise UnsupportedError("the model is quantized; load it in full precision, then patch and bundle it")
+    if away := offloaded(base):
+        raise UnsupportedError(
+            f"tensors of {len(away)} modules of the model are offloaded to memory or disk; a bundle is made of copies "
+            "of them. Load the model without device_map, bundle it, and offload the bundle"
+        )
     table = dict(places(base))
     plan = plan_folds(table, family, family.layer_paths(base), base.dtype)
     if not plan.modules and not plan.additions:
@@ -85,6 +97,13 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
     inputs = probe_inputs(base) if probe is None else dict(probe)
     error, where = compare(base, bundled, inputs)
     tolerance = TOLERANCES.get(base.dtype, 1e-5)
+    if not error <= tolerance and plan.head is not None and family.pooler_activation is None:
+        raise UnsupportedError(
+            f"family {family.name!r} says that {plan.head!r} reads what {plan.pooler!r} gives (classifier_of_pooler), "
+            f"but a bundle that multiplies the two differs by {error:.1e} in {where}: something lies between them, such as "
+            "an activation that forward() calls as a function. Leave classifier_of_pooler out of the ModelFamily, or "
+            "name that module as pooler_activation"
+        )
     if not error <= tolerance:
         raise ValueError(
             f"the bundle's {where} differs from the model's by {error:.1e} of its largest value; expected at most "

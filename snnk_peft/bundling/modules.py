@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.residual import residual_linear
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections.base import Projection
 from snnk_peft.registry import did_you_mean
@@ -49,7 +48,8 @@ class BundledAdapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., dim) -> (..., dim)."""
-        return residual_linear(x, self.stage(x), self.linear.weight)
+        # Called, and not multiplied with its weight: the Linear may be offloaded, adapted or exchanged by now.
+        return x + self.linear(self.stage(x)).to(x.dtype)
 
 
 class Beside(nn.Module):

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from snnk_peft.errors import UnsupportedError
+from snnk_peft.functional.at_hand import at_hand
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,9 @@ def as_linear(module: nn.Module) -> nn.Module:
     if not isinstance(module, Conv1D):
         return module
     linear = nn.Linear(module.nx, module.nf, device="meta")
-    linear.weight = nn.Parameter(module.weight.detach().T, requires_grad=False)
-    linear.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
+    with at_hand(module):
+        linear.weight = nn.Parameter(module.weight.detach().T, requires_grad=False)
+        linear.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
     return linear
 
 

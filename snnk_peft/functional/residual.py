@@ -17,9 +17,20 @@ def residual_linear(x: Tensor, features: Tensor, weight: Tensor) -> Tensor:
         x: (..., dim).
         features: (..., m).
         weight: (dim, m).
+
+    Raises:
+        ValueError: a weight without values. The fused product would return whatever its memory holds.
     """
+    if weight.is_meta and not x.is_meta:
+        raise ValueError(
+            "a readout is on the meta device, so it has no values yet, and its inputs are not; load its checkpoint "
+            "(peft.set_peft_model_state_dict(model, state_dict, low_cpu_mem_usage=True)), or make the adapter without "
+            "low_cpu_mem_usage"
+        )
     same = x.dtype == features.dtype == weight.dtype
-    if same and not torch.is_autocast_enabled(x.device.type):
+    device = x.device.type
+    # Where there is no autocast ("meta"), asking whether it is on is an error.
+    if same and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         flat = torch.addmm(x.reshape(-1, x.shape[-1]), features.reshape(-1, features.shape[-1]), weight.T)
         return flat.reshape(x.shape)
     # Under autocast a fused sum would round x; the product alone may be of low precision.

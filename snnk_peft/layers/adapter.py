@@ -51,7 +51,9 @@ class GatedReadout(nn.Module):
             )
         self.scaling = scaling
         dim, features = stage.dim if out_dim is None else out_dim, stage.out_dim
-        if init == "default":
+        if stage.feature_map.projection.is_blank():
+            A = torch.empty(dim, features, device="meta")  # a loader brings it too
+        elif init == "default":
             A = torch.zeros(dim, features)
         elif init == "random":
             A = torch.randn(dim, features, generator=generator, device="cpu") * features**-0.5
@@ -62,9 +64,14 @@ class GatedReadout(nn.Module):
         self.A = nn.Parameter(A)
         self.v = nn.Parameter(torch.zeros(dim)) if gate else None
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """(..., feature_dim) -> (..., out_dim)."""
-        return nn.functional.linear(features.to(self.A.dtype), self.matrix())
+    def forward(self, features: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + scaling · v ⊙ (features Aᵀ), in the dtype of the residual.
+
+        Args:
+            features: (..., feature_dim).
+            residual: (..., out_dim), what is added; fused into the product.
+        """
+        return residual_linear(residual, features.to(self.A.dtype), self.matrix())
 
     def matrix(self) -> torch.Tensor:
         """scaling · diag(v) A: the one matrix that everything folds into, (out_dim, feature_dim).
@@ -90,4 +97,4 @@ class SNNKAdapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim), in the dtype of x."""
-        return residual_linear(x, self.stage(x.to(self.readout.A.dtype)), self.readout.matrix())
+        return self.readout(self.stage(x.to(self.readout.A.dtype)), x)

@@ -19,6 +19,7 @@ from torch import nn
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, check_finite
+from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.gauss_hermite import hermite_coefficients
 from snnk_peft.functional.normalized_projection import EPSILON
 from snnk_peft.projections import PROJECTIONS
@@ -67,10 +68,9 @@ class FeatureStage(nn.Module):
     def _feature_means(self) -> torch.Tensor:
         """E of each feature for standard normal inputs, (feature_dim,)."""
         projection, component = self.feature_map.projection, self.feature_map.component
-        squares = projection.squared_row_norms()
-        if squares.is_meta:  # a loader brings learned rows, and these means, from the checkpoint
+        if projection.is_blank():  # a loader brings learned rows, and these means, from the checkpoint
             return torch.empty(self.feature_map.feature_dim, device="meta")
-        std = squares.sqrt().double().cpu() * abs(self.scale)
+        std = projection.squared_row_norms().sqrt().double().cpu() * abs(self.scale)
         offset = torch.zeros_like(std)
         for added in (projection.bias, component.offsets(projection.num_features)):
             offset = offset if added is None else offset + added.to(std)
@@ -93,6 +93,7 @@ class FeatureStage(nn.Module):
             x = (x - self.shift.to(x.dtype)) * self.inverse_std.to(x.dtype)
         return x if self.scale == 1.0 else x * self.scale
 
+    @tensors_at_hand
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., out_dim)."""
         projection = self.feature_map.projection

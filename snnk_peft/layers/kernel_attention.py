@@ -18,6 +18,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import FeatureMap
+from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.attention_term import AttentionTerm
@@ -59,6 +60,7 @@ class KernelAttention(nn.Module):
         """Every feature map: of all terms, of all heads, of queries and of keys."""
         return [module for module in self.modules() if isinstance(module, FeatureMap)]
 
+    @tensors_at_hand
     def forward(
         self,
         q: torch.Tensor,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.linear_attention import AttentionState
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -46,6 +47,7 @@ class KernelState(NamedTuple):
     band: Band | None
 
 
+@tensors_at_hand
 def continue_attention(
     kernel: KernelAttention,
     q: Tensor,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.functional.residual import residual_linear
+from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -92,8 +92,7 @@ class BesideLinear(Slot):
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """x (..., dim) -> (..., out_dim)."""
-        out = base(x, *args, **kwargs)
-        return residual_linear(out, self.stage(x.to(self.readout.A.dtype)), self.readout.matrix())
+        return self.readout(self.stage(x.to(self.readout.A.dtype)), base(x, *args, **kwargs))
 
 
 class ParallelFeatures(Slot):
@@ -141,8 +140,7 @@ class ParallelReadout(Slot):
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """(..., width + feature_dim) -> (..., dim)."""
         features = self.readout.A.shape[1]
-        out = base(x[..., :-features], *args, **kwargs)
-        return out + self.readout(x[..., -features:]).to(out.dtype)
+        return self.readout(x[..., -features:], base(x[..., :-features], *args, **kwargs))
 
 
 class Attend(Slot):
@@ -172,7 +170,8 @@ class Retrained(Slot):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        self.module = copy.deepcopy(module)
+        with at_hand(module):
+            self.module = copy.deepcopy(module)
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """The original's signature."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from snnk_peft.calibration.nystrom import nystrom_readout
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.folding import fold_linear
 from snnk_peft.layers.feature_stage import FeatureStage
 
@@ -64,8 +65,11 @@ class SNNKLinear(nn.Module):
             ConfigError: an unknown `init`.
         """
         layer = cls(stage, linear.out_features)
-        weight = linear.weight.detach().float().cpu()
-        bias = None if linear.bias is None else linear.bias.detach().float().cpu()
+        if layer.A.is_meta or stage.feature_map.projection.is_blank():
+            return layer  # a loader brings all of it
+        with at_hand(linear):
+            weight = linear.weight.detach().float().cpu()
+            bias = None if linear.bias is None else linear.bias.detach().float().cpu()
         features = stage.feature_map.feature_dim
         with torch.no_grad():
             if init == "nystrom":

@@ -21,6 +21,7 @@ from snnk_peft.families.base import module_at
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import Attend, Slot
+from snnk_peft.parts import DEFAULT_ROWS
 from snnk_peft.patchers import PATCHERS
 from snnk_peft.patchers.base import Patch, PatchContext
 from snnk_peft.projections import PROJECTIONS
@@ -63,10 +64,10 @@ def _attend(context: PatchContext, part: AttentionPart, index: int, dim: int, he
 
 
 def _rows(part: AttentionPart, dim: int) -> int:
-    """num_features; where it was left at the default, the nearest number that the projection can have."""
-    if part.num_features != AttentionPart.num_features:
+    """num_features; where nothing is said, the number nearest to the usual one that the projection can have."""
+    if part.num_features is not None:
         return part.num_features
-    return PROJECTIONS[part.projection].nearest_size(dim, part.num_features, **part.projection_params)
+    return PROJECTIONS[part.projection].nearest_size(dim, DEFAULT_ROWS, **part.projection_params)
 
 
 def _window(attention: nn.Module) -> int | None:

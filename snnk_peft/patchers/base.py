@@ -14,6 +14,7 @@ from snnk_peft.config import Part
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import ModelFamily, module_at
 from snnk_peft.feature_map import FeatureMap
+from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Slot
 from snnk_peft.projections import PROJECTIONS
@@ -53,6 +54,14 @@ class PatchContext:
 
     def linear(self, path: str, what: str) -> nn.Linear:
         """The nn.Linear at `path`, or UnsupportedError."""
+        found = module_at(self.model, path, what)
+        whole = [tensor for tensor in (*found.parameters(), *found.buffers()) if not tensor.is_floating_point()]
+        if whole:
+            raise UnsupportedError(
+                f"{what}: the {type(found).__name__} at {path!r} holds {str(whole[0].dtype).removeprefix('torch.')} "
+                "numbers, so the model is quantized; expected an nn.Linear in floating point. Load it without "
+                "quantization_config, patch it, and quantize its bundle"
+            )
         return module_at(self.model, path, what, nn.Linear)  # type: ignore[return-value]
 
     def require_plain_ffn(self, what: str) -> None:
@@ -93,8 +102,9 @@ class PatchContext:
         if part.projection == "landmark":
             if source is None:
                 raise ConfigError(f"{slot}: projection 'landmark' needs a pretrained layer to take rows from")
-            params.update(source_weight=source.weight.detach(), importance=importance)
-            params["source_bias"] = None if source.bias is None else source.bias.detach()
+            with at_hand(source):
+                params.update(source_weight=source.weight.detach(), importance=importance)
+                params["source_bias"] = None if source.bias is None else source.bias.detach()
         projection = PROJECTIONS[part.projection](
             dim, part.num_features, seed=self.seed, slot=slot, save=self.save_projection, **params
         )
@@ -107,7 +117,9 @@ class PatchContext:
     def input_statistics(self, path: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of what a LayerNorm hands on, from its bias and weight alone; fp32, CPU."""
         norm = module_at(self.model, path, what, nn.LayerNorm)
-        weight, bias = norm.weight.detach().float().cpu(), norm.bias.detach().float().cpu()  # type: ignore[operator]
+        with at_hand(norm):
+            weight = norm.weight.detach().float().cpu()  # type: ignore[operator]
+            bias = norm.bias.detach().float().cpu()  # type: ignore[operator]
         # A norm may switch a coordinate off; a floor keeps its reciprocal finite.
         return bias, weight.abs().clamp_min(1e-3 * weight.abs().max().clamp_min(1e-6))
 

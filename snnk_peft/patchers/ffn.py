@@ -9,6 +9,7 @@ from torch import nn
 from snnk_peft.config import FFNPart, resolve_layers
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import module_at
+from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.layers.slots import Bypass, Replace, Slot
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.patchers import PATCHERS
@@ -58,8 +59,9 @@ def _replace(
     importance = None
     if part.projection == "landmark":
         # Without data, a unit matters by how much it varies times how much of it the contraction passes on.
-        spread = (ffn_in.weight.detach().float().cpu() * std).norm(dim=1)
-        importance = spread.to(ffn_in.weight.device) * ffn_out.weight.detach().float().norm(dim=0)
+        with at_hand(ffn_in), at_hand(ffn_out):
+            spread = (ffn_in.weight.detach().float().cpu() * std).norm(dim=1)
+            importance = spread.to(ffn_in.weight.device) * ffn_out.weight.detach().float().norm(dim=0)
     else:
         # Whitened inputs have length √dim; the scale gives unit pre-activations.
         options.update(shift=mean, inverse_std=1 / std, scale=ffn_in.in_features**-0.5)

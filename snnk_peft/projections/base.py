@@ -220,6 +220,10 @@ class Projection(nn.Module):
         """W, or what it is made of, as stored."""
         return [getattr(self, name) for name in self._drawn]
 
+    def is_blank(self) -> bool:
+        """Whether something that W is made of has no values yet: a loader will bring it."""
+        return any(tensor.is_meta for tensor in self.state_tensors())
+
     @torch.no_grad()
     def advance(self) -> None:
         """One training step has passed: every `redraw_every`-th one draws anew. Does nothing in eval.

@@ -24,6 +24,7 @@ from snnk_peft.calibration.landmarks import RULES, SecondMoments, choose_landmar
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear, unwrap
+from snnk_peft.functional.at_hand import at_hand, offloaded, place_of
 from snnk_peft.layers.slots import Replace
 from snnk_peft.projections.landmark import Landmark
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
@@ -95,9 +96,19 @@ def calibrate(
             "the model has no active replaced part to calibrate; expected a model from get_snnk_model with ffn= or "
             "pooler=, with that adapter active (adapters and linear attention are trained, not calibrated)"
         )
+    if away := [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]:
+        faults.append(
+            f"the readouts of {', '.join(away)} are offloaded to memory or disk, where a fit would not last; expected "
+            "them beside the model. Calibrate before dispatching the model, or put the adapter on an offloaded base"
+        )
     if not faults:
         total, fitted = _count_batches(batches, held_out)
-        if fitted == 0 or fitted == total:
+        if total == 0:
+            faults.append(
+                "batches is empty; expected dicts of model inputs, at least two and better a few dozen, such as a "
+                "DataLoader of tokenized sentences of the kind that the model will see"
+            )
+        elif fitted == 0 or fitted == total:
             faults.append(
                 f"batches holds {total}, of which held_out={held_out} leaves {fitted} to fit; expected at least one to "
                 "fit and one to hold out. Use smaller batches"
@@ -145,7 +156,7 @@ def _count_batches(batches: Batches, held_out: float) -> tuple[int, int]:
 
 
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    device = next(model.parameters()).device
+    device = place_of(model)
     return {
         key: value.to(device) if isinstance(value, torch.Tensor) else value
         for key, value in batch.items()
@@ -243,7 +254,10 @@ class _Target:
         root = model.get_base_model() if isinstance(model, peft.PeftModel) else model
         activation = nn.Identity() if slot.activation is None else unwrap(root.get_submodule(slot.activation))
         following = None if slot.following is None else as_linear(active_module(root.get_submodule(slot.following)))
-        weight = following.weight.detach() if isinstance(following, nn.Linear) else None
+        weight = None
+        if isinstance(following, nn.Linear):
+            with at_hand(following):
+                weight = following.weight.detach()
         return cls(layer, slot, activation, weight)
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
@@ -339,7 +353,8 @@ def _select_rows(target: _Target, moments: SecondMoments, rule: str) -> torch.Te
     importance = torch.zeros(stand_in.out_features, device=chosen.device).index_fill_(0, chosen, 1.0)
     linear = as_linear(target.layer.base_layer)
     assert isinstance(linear, nn.Linear)
-    return projection.select(linear.weight, linear.bias, importance.to(linear.weight.device))
+    with at_hand(linear):
+        return projection.select(linear.weight, linear.bias, importance.to(linear.weight.device))
 
 
 def _fit_hidden_units(

@@ -8,8 +8,9 @@ import peft
 from torch import nn
 
 from snnk_peft.config import SNNKConfig
-from snnk_peft.errors import ConfigError
-from snnk_peft.tuner.model import plan_patches
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.tuner.model import plan_patches, refuse_prepared
+from snnk_peft.tuner.slot_layer import SlotLayer
 
 
 def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "default") -> peft.PeftModel:
@@ -27,7 +28,8 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
 
     Raises:
         ConfigError: sizes or layers that do not fit the model; lists all of them.
-        UnsupportedError: the model has no such part, is of an unknown family, or is wrapped for data parallelism.
+        UnsupportedError: the model has no such part, is of an unknown family, is wrapped for data parallelism, holds
+            adapters already, is a bundle, or is quantized.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -39,6 +41,13 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
     """
     if not isinstance(config, SNNKConfig):
         raise ConfigError(f"config is a {type(config).__name__}; expected SNNKConfig")
+    refuse_prepared(model)
+    if (slots := next((m for m in model.modules() if isinstance(m, SlotLayer)), None)) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is patched already (adapter {', '.join(map(repr, slots.snnk_slots))}); expected a "
+            "plain transformers model. Use the PeftModel that patching it returned: model.add_adapter(name, config) "
+            "puts a second adapter beside the first, model.unload() gives the plain model back"
+        )
     plan_patches(model, config)
     # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
     # left in it binds a checkpoint, not a fresh start.

@@ -7,11 +7,15 @@ and not the identity at the start; `calibrate` makes it a good one.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTuner
+from accelerate import init_empty_weights
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
 from snnk_peft.attention import NAME as ATTENTION
@@ -20,12 +24,14 @@ from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.families.base import ModelFamily, module_at, unwrap
+from snnk_peft.functional.at_hand import place_of
 from snnk_peft.layers.slots import Attend, Retrained, Slot
 from snnk_peft.patchers import PATCHERS
 from snnk_peft.patchers.attention import check_attention
 from snnk_peft.patchers.base import Patch, PatchContext
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tuner.checkpoint import check_measurements, check_weights, clashes, measurements
+from snnk_peft.tuner.first_forward import run_watchers, warn_if_nothing_is_trained, watch_first_forward
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 
@@ -54,12 +60,46 @@ def family_of(model: nn.Module) -> ModelFamily:
     return FAMILIES[model_type]
 
 
+def refuse_prepared(model: nn.Module) -> None:
+    """UnsupportedError for a model that is no plain pretrained one: wrapped by PEFT, a bundle, or quantized."""
+    if isinstance(model, PeftModel):
+        names = ", ".join(f"{name!r} ({config.peft_type})" for name, config in model.peft_config.items())
+        raise UnsupportedError(
+            f"{type(model).__name__} holds adapters already: {names}; expected a plain transformers model. To put a "
+            "second SNNK adapter beside the first, call model.add_adapter(name, config); to put SNNK on top of LoRA, "
+            "merge it first (model.merge_and_unload()); to start again, take the plain model back (model.unload())"
+        )
+    foreign = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, SlotLayer)
+    ]
+    if foreign:
+        raise UnsupportedError(
+            f"{type(model).__name__} holds layers of another PEFT method ({type(foreign[0][1]).__name__} at "
+            f"{foreign[0][0]!r}, {len(foreign)} in all); expected a plain transformers model. Merge them first "
+            "(merge_and_unload of the PeftModel), or take the plain model back (unload)"
+        )
+    if getattr(getattr(model, "config", None), "snnk_plan", None) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is a bundle; expected a plain transformers model. What was folded has no slots "
+            "any more: put the new parts on the original model, beside the first ones, and bundle that. (LoRA and "
+            "other PEFT methods do go onto the Linears of a bundle)"
+        )
+    if getattr(model, "is_quantized", False):
+        raise UnsupportedError(
+            f"{type(model).__name__} is quantized; expected weights in floating point, from which SNNK parts take "
+            "sizes, statistics and rows. Load it without quantization_config, patch it, and quantize its bundle"
+        )
+
+
 def plan_patches(model: nn.Module, config: SNNKConfig) -> list[Patch]:
     """All patches of all parts. Nothing is changed.
 
     Raises:
         ConfigError, UnsupportedError: every fault of every part in one error.
     """
+    refuse_prepared(model)
     if config.attention is not None and hasattr(model, "config"):
         check_attention(model)  # says more about an architecture that cannot be supported than that it is unknown
     context = PatchContext(model, family_of(model), config.seed, config.save_projection)
@@ -87,6 +127,8 @@ class SNNKModel(BaseTuner):
     tuner_layer_cls = SlotLayer
     target_module_mapping: dict[str, Any] = {}  # noqa: RUF012 - PEFT's attribute; families do this job
 
+    _making: Callable[[], contextlib.AbstractContextManager[Any]]
+
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
         return peft_config  # the targets follow from the parts: see _prepare_model
 
@@ -108,9 +150,10 @@ class SNNKModel(BaseTuner):
             raise ConfigError(faults)
         # Everything is built, and compared with the checkpoint, before the first module is touched.
         slots: dict[str, list[Slot]] = {}
-        for patch in patches:
-            if patch.build is not None:
-                slots.setdefault(patch.path, []).append(patch.build())
+        with self._making():
+            for patch in patches:
+                if patch.build is not None:
+                    slots.setdefault(patch.path, []).append(patch.build())
         for name in copied:
             slots[name] = [Retrained(module_at(model, name, "modules_to_save"))]
         check_weights(peft_config, model, slots, saved)
@@ -124,13 +167,38 @@ class SNNKModel(BaseTuner):
     def _check_target_module_exists(peft_config: Any, key: str) -> bool:
         return original_path(key) in peft_config.target_modules
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def inject_adapter(
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """As in PEFT, and also at places inside a layer that an earlier adapter wrapped, which PEFT passes over."""
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        # PEFT makes the modules of other methods while it goes through the model; ours are made before that.
+        self._making = init_empty_weights if low_cpu_mem_usage else contextlib.nullcontext
+        super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, **kwargs)
         for path in list(self._slots):
             parent, _, name = path.rpartition(".")
             places = model.get_submodule(path), name, model.get_submodule(parent)
             self._create_and_replace(self.peft_config[adapter_name], adapter_name, *places, current_key=path)
+        warn_if_nothing_is_trained(self.peft_config[adapter_name], model, adapter_name)
+        watch_first_forward(model, adapter_name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in PEFT, which goes past the hooks of the model."""
+        output = super().forward(*args, **kwargs)
+        run_watchers(self.model)
+        return output
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Not possible: a weighted sum of two non-linear adapters is no adapter with averaged tensors."""
+        raise UnsupportedError(
+            "add_weighted_adapter was called on SNNK adapters; expected adapters that are added to a weight, such as "
+            "LoRA's. Non-linear ones have feature matrices of their own, and the mean of their readouts fits neither. "
+            "Activate several at once, set_adapter([...]), where they change different modules or follow each other"
+        )
 
     def _create_and_replace(
         self,
@@ -149,10 +217,9 @@ class SNNKModel(BaseTuner):
         for slot in self._slots.pop(original_path(current_key)):
             layer.add_slot(adapter_name, slot)
         layer.train(layer.base_layer.training)
-        place = next(parent.parameters(), None)
-        if place is None:
-            place = next(self.model.parameters())
-        layer.move_to(adapter_name, place.device, place.dtype if place.is_floating_point() else None)
+        home: nn.Module = self.model if next(parent.parameters(), None) is None else parent
+        dtype = next(home.parameters()).dtype
+        layer.move_to(adapter_name, place_of(home), dtype if dtype.is_floating_point else None)
         layer.set_adapter(self.active_adapters, inference_mode=peft_config.inference_mode)
         if layer is not target:
             setattr(unwrap(parent), target_name, layer)
@@ -217,6 +284,10 @@ class SNNKModel(BaseTuner):
         return re.sub(rf"\.snnk_slots\.{re.escape(adapter_name)}\.", ".snnk_slots.", key)
 
 
+# Attributes of task models under which transformers keeps a head that no pretraining has seen.
+HEADS = ("classifier", "score", "qa_outputs", "cls_classifier", "distillation_classifier")
+
+
 def module_names(model: nn.Module) -> set[str]:
     """Paths of all modules."""
     return {name for name, _ in model.named_modules()}
@@ -230,6 +301,9 @@ def modules_to_save(config: SNNKConfig, model: nn.Module, family: ModelFamily, e
         path = None if head is None else family.path(model, head)
         present = path is not None and path in module_names(model)
         names = [path] if present and path is not None else []
+        # A head of another task (token classes, answers) is as new as the family's own, and named alike everywhere.
+        own = {name for name, _ in model.named_children()} - {family.classifier}
+        names += [name for name in HEADS if name in own and name not in names]
     else:
         names = list(config.modules_to_save)
         if inside and family.classifier in names:

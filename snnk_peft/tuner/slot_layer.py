@@ -15,6 +15,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import unwrap
+from snnk_peft.functional.at_hand import place_of
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import Attend, Slot
 
@@ -43,6 +44,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
 
     Attributes:
         snnk_slots: adapter name -> the slots of that adapter here, innermost first.
+        was_called: whether a forward pass has come here (outside of compiled code).
     """
 
     adapter_layer_names = ("snnk_slots",)
@@ -51,6 +53,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
     def __init__(self, base_layer: nn.Module):
         super().__init__()
         self.base_layer = base_layer
+        self.was_called = False
         self.merged_adapters: list[str] = []
         self.snnk_slots = nn.ModuleDict()
         first = next((p for p in base_layer.parameters() if p.ndim == 2), None)
@@ -102,6 +105,8 @@ class SlotLayer(nn.Module, BaseTunerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original module's signature."""
+        if not torch.compiler.is_compiling():
+            self.was_called = True
         run: Any = self.base_layer
         for slot in self.active_slots():
             run = partial(slot, run)
@@ -111,8 +116,14 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         first = next(base_layer.parameters(), None)
         return (None, None) if first is None else (first.device, first.dtype)
 
-    def move_to(self, adapter_name: str, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Move one adapter's tensors. Parameters take `dtype`; frozen matrices stay in fp32."""
+    def move_to(self, adapter_name: str, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        """Move one adapter's tensors. Parameters take `dtype`; frozen matrices stay in fp32.
+
+        Args:
+            adapter_name: which one; those that have nothing here are passed over.
+            device: where to; None leaves them where they are.
+            dtype: what parameters become; None leaves them as they are.
+        """
         if adapter_name not in self.snnk_slots:
             return
         for module in self.snnk_slots[adapter_name].modules():
@@ -124,8 +135,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
                     setattr(module, name, buffer.to(device))
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        base_device, _ = self._get_base_layer_device_and_dtype(self.base_layer)
-        target = device if device is not None else base_device
+        target = device if device is not None else place_of(self.base_layer)
         if target is not None:
             self.move_to(adapter_name, target, None)
 
