@@ -43,5 +43,5 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
     # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)
-    fresh.target_modules = fresh.made_for = fresh.loaded_from = None
+    fresh.target_modules = fresh.made_for = fresh.saved_embeddings = None
     return peft.get_peft_model(model, fresh, adapter_name=adapter_name)
