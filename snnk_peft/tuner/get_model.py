@@ -26,7 +26,7 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
         A `peft.PeftModel`: train it with any loop or Trainer, `save_pretrained` writes only the new parameters.
 
     Raises:
-        ConfigError: sizes or layers that do not fit the model; lists all of them.
+        ConfigError: sizes or layers that do not fit the model (lists all of them), or a model with an adapter in it.
         UnsupportedError: the model has no such part, is of an unknown family, or is wrapped for data parallelism.
 
     Example:
@@ -39,6 +39,12 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
     """
     if not isinstance(config, SNNKConfig):
         raise ConfigError(f"config is a {type(config).__name__}; expected SNNKConfig")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"this {type(model).__name__} was loaded with an adapter in it ({', '.join(model.peft_config)}), beside "  # type: ignore[operator, arg-type]
+            "which a second one would be trained. Load the base model for a fresh adapter, or go on training the one "
+            "there is: PeftModel.from_pretrained(base, folder, is_trainable=True)"
+        )
     plan_patches(model, config)
     # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
     # left in it binds a checkpoint, not a fresh start.

@@ -34,6 +34,7 @@ from snnk_peft.tuner.checkpoint import (
     plain_start,
 )
 from snnk_peft.tuner.doors import open_door
+from snnk_peft.tuner.patched_save import guard_save, release_save
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 
@@ -147,6 +148,7 @@ class SNNKModel(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """As in PEFT, and also at places inside a layer that an earlier adapter wrapped, which PEFT passes over."""
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+        guard_save(model)
         for path in list(self._slots):
             parent, _, name = path.rpartition(".")
             places = model.get_submodule(path), name, model.get_submodule(parent)
@@ -197,6 +199,7 @@ class SNNKModel(BaseTuner):
             for name, child in list(module.named_children()):
                 if isinstance(child, SlotLayer):
                     setattr(module, name, unwrap(child))
+        release_save(model)
         before = getattr(model, "snnk_attention_before", None)
         if before is not None:
             model.set_attn_implementation(before)
