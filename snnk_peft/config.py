@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig
+from peft import PeftConfig, TaskType
 
 from snnk_peft.digests import DIGESTS, entry_faults, open_tensors, stamp_entries, stamp_tensors
 from snnk_peft.errors import ConfigError
@@ -86,6 +86,9 @@ class SNNKConfig(PeftConfig):
     snnk_digests: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
+        if self.task_type is not None and self.task_type not in list(TaskType):
+            valid = ", ".join(TaskType)
+            raise ConfigError(f"task_type is {self.task_type!r}; expected one of {valid}, or None")
         super().__post_init__()
         changed = self._take_digests()
         self.peft_type = SNNKType.SNNK

@@ -128,7 +128,7 @@ def stamp_tensors(path: Path) -> None:
         if _saved_digests(file) is not None:
             return
         digests = {key: tensor_digest(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - no mapping
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
     try:
         with path.open("rb") as source, temporary.open("wb") as target:
             header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
@@ -147,7 +147,7 @@ def stamp_entries(path: Path, free: Collection[str]) -> None:
     """Write the digests of its entries into a JSON file, but for the `free` ones, which people may edit."""
     content = json.loads(path.read_text(encoding="utf-8"))
     content[DIGESTS] = {key: value_digest(value) for key, value in _entries(content, {*free, DIGESTS}).items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
     try:
         temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         os.replace(temporary, path)

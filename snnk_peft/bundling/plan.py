@@ -109,7 +109,7 @@ def field_faults(where: str, given: Any, fields: Mapping[str, Check]) -> list[st
     """Messages about an object that must have exactly these fields."""
     if not isinstance(given, Mapping):
         return [f"{where} is {str(given)[:100]!r}; expected an object with {', '.join(fields)}"]
-    faults = [f"{where}.{name} is missing" for name in fields if name not in given]
+    faults = [f"{where} lacks {name!r}" for name in fields if name not in given]
     faults += [f"{where}: {did_you_mean('field', name, list(fields))}" for name in given if name not in fields]
     return faults + [f for name in fields if name in given for f in fields[name](f"{where}.{name}", given[name])]
 

@@ -2,7 +2,8 @@
 
 PEFT and transformers put an adapter's modules into the model first and read its file afterwards, and neither tells the
 tuner which file. So the three methods that load adapters note what they were given, for as long as they run; the tuner
-looks there before it changes anything (see checkpoint.py). Other PEFT methods are not touched by this.
+looks there before it changes anything (see checkpoint.py). The Auto classes, which read adapter_config.json themselves,
+are only asked to name that file if it is damaged. Other PEFT methods load as ever.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from peft import PeftModel
+from peft.auto import _BaseAutoPeftModel
 from transformers.integrations.peft import PeftAdapterMixin
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from snnk_peft.config import WEIGHTS, SNNKConfig
 from snnk_peft.digests import DIGESTS, content_faults, entry_faults, layout_of, open_tensors, refuse
@@ -91,8 +94,12 @@ class Door:
         folder = None if self.source is None else Path(self.source) / (self.options.get("subfolder") or "")
         return folder if folder is not None and folder.is_dir() else None
 
-    def check_config(self) -> None:
-        """ConfigError if a local adapter_config.json cannot be read, or is not that of the method it was saved for."""
+    def check_config(self, needs_base: bool = False) -> None:
+        """ConfigError if a local adapter_config.json cannot be read, or is not that of the method it was saved for.
+
+        Args:
+            needs_base: whether it must name its base model.
+        """
         folder = self._folder()
         if folder is None or not (path := folder / CONFIG).is_file():
             return
@@ -102,6 +109,9 @@ class Door:
             raise ConfigError(f"{path} is not valid JSON ({error}); copy or download it again") from error
         if not isinstance(content, dict) or "peft_type" not in content:
             raise ConfigError(f"{path} is no adapter config: expected an object with a 'peft_type'")
+        base = content.get("base_model_name_or_path")
+        if needs_base and not (isinstance(base, str) and base):
+            raise ConfigError(f"{path}: base_model_name_or_path is {base!r}; expected a folder or a repository")
         if DIGESTS in content and content["peft_type"] != "SNNK":
             faults = entry_faults(content, content[DIGESTS])
             refuse(path, f"was changed: it was saved by snnk_peft, and its peft_type is {content['peft_type']!r}", faults)
@@ -142,6 +152,16 @@ def _watch_from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
+def _watch_auto(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
+            Door(os.fspath(pretrained_model_name_or_path)).check_config(needs_base=True)
+        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+
+    return from_pretrained
+
+
 def _watch_peft(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_adapter(self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +194,8 @@ def _watch_transformers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def watch_doors() -> None:
     """Let PEFT's and transformers' loading methods note what they are given; once."""
+    for auto in (_BaseAutoModelClass, _BaseAutoPeftModel):
+        auto.from_pretrained = classmethod(_watch_auto(auto.from_pretrained.__func__))  # type: ignore
     PeftModel.from_pretrained = classmethod(_watch_from_pretrained(PeftModel.from_pretrained.__func__))  # type: ignore
     PeftModel.load_adapter = _watch_peft(PeftModel.load_adapter)  # type: ignore[method-assign]
     PeftAdapterMixin.load_adapter = _watch_transformers(PeftAdapterMixin.load_adapter)  # type: ignore[method-assign]
