@@ -34,7 +34,7 @@ notes = logging.getLogger("snnk_peft")
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """32 hexadecimal digits that identify dtype, shape and content."""
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     digest = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=16)
     digest.update(content)
     return digest.hexdigest()
@@ -92,14 +92,14 @@ def content_faults(path: str | os.PathLike[str], file: Any) -> list[str]:
     saved = _saved_digests(file)
     if saved is None:
         notes.warning("%s carries no digests of its tensors, so damaged values would not be noticed", path)
-    faults = []
-    for key in file.keys():  # noqa: SIM118 - no mapping
+    faults, keys = [], list(file.keys())
+    for key in keys:
         tensor = file.get_tensor(key)
         if saved is not None and saved.get(key) != tensor_digest(tensor):
             faults.append(f"{key} is not what was saved: its digest differs. Copy or download the file again")
         elif tensor.dtype in FLOATS and not tensor.isfinite().all():
             faults.append(f"{key} holds NaN or infinity; save the model from before its training diverged")
-    faults += [f"{key} was saved in this file and is missing" for key in saved or () if key not in file.keys()]
+    faults += [f"{key} was saved in this file and is missing" for key in saved or () if key not in keys]
     return faults
 
 

@@ -210,7 +210,7 @@ def _mutate_json(path: Path, kind: str, chance: random.Random) -> str:
     else:
         node[chance.choice(("hidden_act", "scaling", "dropout", "layer_norm_eps", "x"))] = chance.choice(VALUES)
     path.write_text(json.dumps(content, indent=2, sort_keys=True))
-    return f"{kind} {key}" + (f" -> {node.get(key) if isinstance(node, dict) else node[key]!r}" if kind == "value" else "")
+    return f"{kind} {key}" + (f" -> {node[key]!r}" if kind == "value" else "")
 
 
 def judge(folders: Folders, name: str, door: str, load: Callable[[Path], Any], folder: Path, what: str) -> str:
@@ -231,9 +231,9 @@ def judge(folders: Folders, name: str, door: str, load: Callable[[Path], Any], f
             outcome = f"bare {type(error).__name__}: {text[:150]}"
     finally:
         signal.alarm(0)
-    if name.startswith("adapter") and door != "PEFT's load_adapter":
-        if not torch.equal(logits(folders.touched), folders.plain):
-            return "half loaded"
+    has_base = name.startswith("adapter") and door != "PEFT's load_adapter"
+    if has_base and not torch.equal(logits(folders.touched), folders.plain):
+        return "half loaded"
     return outcome
 
 

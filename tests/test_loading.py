@@ -1,4 +1,4 @@
-"""Damaged, swapped and foreign files are refused by name through every door, before anything is changed or allocated."""
+"""Damaged, swapped and foreign files are refused by name, through every door, before anything changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ WORDS = "base_model.model.bert.embeddings.word_embeddings.weight"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
-    yield Folders(tmp_path_factory.mktemp("folders"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("folders"))
 
 
 @pytest.fixture
@@ -409,5 +409,3 @@ def test_a_sample_of_mutants(tmp_path):
     assert not bad
     assert sum(outcomes.values()) == 60
     assert outcomes["refused"] > 20
-
-

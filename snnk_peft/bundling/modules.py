@@ -171,8 +171,8 @@ def finish_loading(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 # Entries of config.json that people may edit, and those that loaders and hubs write themselves.
-FREE_ENTRIES = ("_commit_hash", "_name_or_path", "auto_map", "custom_pipelines", "id2label", "label2id", "name_or_path")
-FREE_ENTRIES += ("transformers_version",)
+FREE_ENTRIES = {"_commit_hash", "_name_or_path", "auto_map", "custom_pipelines", "id2label", "label2id", "name_or_path"}
+FREE_ENTRIES.add("transformers_version")
 
 
 class BundledConfig:

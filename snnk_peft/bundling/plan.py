@@ -69,9 +69,7 @@ def stage_faults(where: str, stage: Any) -> list[str]:
     component, projection = stage["component"], stage["projection"]
     taken = ("dim", "num_features", "seed", "slot", "save", "source_weight", "source_bias", "importance")
     faults += parameter_faults(f"component {component!r}", COMPONENTS[component], stage["component_params"])
-    faults += parameter_faults(
-        f"projection {projection!r}", PROJECTIONS[projection], stage["projection_params"], taken
-    )
+    faults += parameter_faults(f"projection {projection!r}", PROJECTIONS[projection], stage["projection_params"], taken)
     faults += pair_faults(component, projection)
     if stage["num_features"] * stage["dim"] > LARGEST_DRAW:
         faults.append(f"num_features × dim is {stage['num_features']} × {stage['dim']}; expected <= {LARGEST_DRAW}")

@@ -110,11 +110,14 @@ class Door:
         if not isinstance(content, dict) or "peft_type" not in content:
             raise ConfigError(f"{path} is no adapter config: expected an object with a 'peft_type'")
         base = content.get("base_model_name_or_path")
-        if needs_base and not (isinstance(base, str) and base):
+        alone = not (folder / "config.json").is_file()  # transformers takes the model beside an adapter
+        if needs_base and alone and not (isinstance(base, str) and base):
             raise ConfigError(f"{path}: base_model_name_or_path is {base!r}; expected a folder or a repository")
         if DIGESTS in content and content["peft_type"] != "SNNK":
             faults = entry_faults(content, content[DIGESTS])
-            refuse(path, f"was changed: it was saved by snnk_peft, and its peft_type is {content['peft_type']!r}", faults)
+            refuse(
+                path, f"was changed: it was saved by snnk_peft, and its peft_type is {content['peft_type']!r}", faults
+            )
 
 
 _open: ContextVar[Door | None] = ContextVar("snnk_peft_door", default=None)

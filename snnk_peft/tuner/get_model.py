@@ -41,7 +41,7 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
         raise ConfigError(f"config is a {type(config).__name__}; expected SNNKConfig")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
-            f"this {type(model).__name__} was loaded with an adapter in it ({', '.join(model.peft_config)}), beside "  # type: ignore[operator, arg-type]
+            f"this {type(model).__name__} was loaded with an adapter in it ({', '.join(model.peft_config)}), beside "  # type: ignore[arg-type]
             "which a second one would be trained. Load the base model for a fresh adapter, or go on training the one "
             "there is: PeftModel.from_pretrained(base, folder, is_trainable=True)"
         )
