@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig
+from peft import PeftConfig, TaskType
 
+from snnk_peft.digests import DIGESTS, entry_faults, open_tensors, stamp_entries, stamp_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.parts import PARTS, AdapterPart, AttentionPart, FFNPart, Part, PoolerPart, layers_faults
 from snnk_peft.registry import did_you_mean
@@ -31,6 +32,11 @@ __all__ = [
     "layers_faults",
     "resolve_layers",
 ]
+
+
+WEIGHTS = "adapter_model.safetensors"
+# Entries of adapter_config.json that do not decide what the adapter computes.
+FREE = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
 
 
 class SNNKType(str, enum.Enum):
@@ -54,6 +60,9 @@ class SNNKConfig(PeftConfig):
         modules_to_save: further modules to train and save in full. None means the model's classifier, [] nothing.
         target_modules: filled in when a model is patched: the paths of the patched modules.
         made_for: filled in when a model is patched: its architecture and sizes. Another model is then refused.
+        saved_embeddings: filled in when saving: tensors of the base model's embeddings that PEFT put into the file, as
+            after a change of the vocabulary. Any other tensor of the base model in an adapter file is refused.
+        snnk_digests: in files only: digests of the other fields, which a changed value does not fit.
 
     Raises:
         ConfigError: every fault of every part at once.
@@ -73,9 +82,15 @@ class SNNKConfig(PeftConfig):
     modules_to_save: list[str] | None = None
     target_modules: tuple[str, ...] | None = None
     made_for: dict[str, Any] | None = None
+    saved_embeddings: list[str] | None = None
+    snnk_digests: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
+        if self.task_type is not None and self.task_type not in list(TaskType):
+            valid = ", ".join(TaskType)
+            raise ConfigError(f"task_type is {self.task_type!r}; expected one of {valid}, or None")
         super().__post_init__()
+        changed = self._take_digests()
         self.peft_type = SNNKType.SNNK
         found: list[str] = []
         for name, cls in PARTS.items():
@@ -99,34 +114,61 @@ class SNNKConfig(PeftConfig):
             found.append(f"no part given; set at least one of {', '.join(PARTS)}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             found.append(f"seed is {self.seed!r}; expected an integer >= 0")
+        if not isinstance(self.save_projection, bool):
+            found.append(f"save_projection is {self.save_projection!r}; expected True or False")
         if isinstance(self.modules_to_save, str):
             found.append(f"modules_to_save is {self.modules_to_save!r}; expected a list, [{self.modules_to_save!r}]")
-        if found:
+        found += [
+            f"{name} is {value!r}; expected a list of paths or None"
+            for name in ("modules_to_save", "target_modules", "saved_embeddings")
+            if not _is_paths(value := getattr(self, name)) and not isinstance(value, str)
+        ]
+        if self.made_for is not None and not isinstance(self.made_for, Mapping):
+            found.append(f"made_for is {self.made_for!r}; expected a dict, which patching a model fills in, or None")
+        if found := found + changed:
             raise ConfigError(found)
         # A tuple: PEFT shortens long lists and sets of targets to common endings, which would no longer be paths.
         if self.target_modules is not None:
             self.target_modules = tuple(self.target_modules)
-        self.loaded_from: str | None = None
 
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
-    ) -> SNNKConfig:
-        """The config in a folder or Hub repository; a folder is remembered, so that its weights can be checked.
+    def _take_digests(self) -> list[str]:
+        """Messages for fields of a file that are not what was saved; whoever changes the object later may do so."""
+        digests, self.snnk_digests = self.snnk_digests, None
+        if digests is None:
+            return []
+        faults = [f"adapter_config.json was changed: {fault}" for fault in entry_faults(vars(self), digests)]
+        remedy = f"if the change is meant, remove {DIGESTS!r} from adapter_config.json; if not, copy the file again"
+        return [*faults, remedy] if faults else []
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Write adapter_config.json, and give it and the weights beside it digests of what they hold.
+
+        PEFT calls this when the weights are written.
 
         Args:
-            pretrained_model_name_or_path: folder or repository.
-            subfolder: folder inside it.
-            **kwargs: options of `peft.PeftConfig.from_pretrained`.
+            save_directory: the folder.
+            **kwargs: options of `peft.PeftConfig.save_pretrained`.
         """
-        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
-        folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
-        config.loaded_from = folder if os.path.isdir(folder) else None
-        return config
+        weights = Path(save_directory) / WEIGHTS
+        if weights.is_file():
+            with open_tensors(weights) as file:
+                self.saved_embeddings = self._base_tensors(list(file.keys())) or None
+            stamp_tensors(weights)
+        super().save_pretrained(save_directory, **kwargs)
+        stamp_entries(Path(save_directory) / "adapter_config.json", FREE)
+
+    def _base_tensors(self, keys: list[str]) -> list[str]:
+        """The keys that belong neither to a slot nor to a module that is saved in full."""
+        own = (".snnk_slots.", *(f".{name}." for name in self.modules_to_save or ()))
+        return sorted(key for key in keys if not any(mark in key for mark in own))
 
     def parts(self) -> dict[str, Part]:
         """The parts that are set, by name."""
         return {name: getattr(self, name) for name in PARTS if getattr(self, name) is not None}
+
+
+def _is_paths(value: object) -> bool:
+    return value is None or (isinstance(value, (list, tuple, set)) and all(isinstance(name, str) for name in value))
 
 
 def part_from_mapping(name: str, cls: type[Part], given: Mapping[str, Any]) -> tuple[Part | None, list[str]]:

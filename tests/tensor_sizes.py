@@ -17,6 +17,6 @@ class LargestTensor(TorchDispatchMode):
         """Run the operation and look at what it gives."""
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:  # which takes no memory
                 self.numel = max(self.numel, tensor.numel())
         return out

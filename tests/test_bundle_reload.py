@@ -236,7 +236,9 @@ def test_another_draw_is_refused(saved, tmp_path, where):
         change(folder, flip)
     else:
         path = folder / "config.json"
-        path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+        content = json.loads(path.read_text().replace('"seed": 0', '"seed": 1'))
+        del content["snnk_digests"]  # with them, the change itself is named: test_loading.py
+        path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="checksum of the redrawn projection"):
         AutoModelForSequenceClassification.from_pretrained(folder)
 

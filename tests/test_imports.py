@@ -18,7 +18,7 @@ PACKAGE = "snnk_peft"
 # importing them stays light); bundling writes the model card of what it saves. Some units are files, some folders.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"registry"},
+    {"registry", "digests"},
     {"functional"},
     {"projections"},
     {"components"},

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from _lib.files import flush, read_json, sha256, write_json
+from _lib.files import flush, read_json, sha256, temporary_name, write_json
 from snnk_peft.errors import ConfigError
 
 _NAME = re.compile(r"step-\d{7}")
@@ -60,7 +61,8 @@ def save_checkpoint(
         accelerator: for the rank and the barriers.
     """
     target = folder / f"step-{state['step']:07d}"
-    temporary = folder / f".{target.name}.tmp"
+    # All processes fill one folder, which carries the main one's name.
+    temporary = Path(broadcast_object_list([str(temporary_name(target))])[0])
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -186,7 +188,7 @@ def discard_newer(checkpoint: Path) -> list[str]:
 
 def _delete(checkpoint: Path) -> None:
     # Renamed first: a half-deleted checkpoint must not carry a valid name.
-    doomed = checkpoint.with_name(f".{checkpoint.name}.tmp")
+    doomed = temporary_name(checkpoint)
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)
     shutil.rmtree(doomed)

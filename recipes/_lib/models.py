@@ -52,6 +52,11 @@ def load_pretrained(folder: str, task: Any, **arguments: Any) -> tuple[PreTraine
         raise ConfigError(
             f"model.name_or_path: no sequence classifier could be made from {folder!r}: {error}"
         ) from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"model.name_or_path is {folder!r}, an adapter: a second one would be trained on top. Give its base model, "
+            f"{next(iter(model.peft_config.values())).base_model_name_or_path!r}"
+        )
     return model, sorted(report["missing_keys"])
 
 

@@ -19,7 +19,7 @@ import torch
 
 from _lib.checkpoint import list_checkpoints, verify
 from _lib.config import flatten, read_yaml
-from _lib.files import read_json, write_json, write_text
+from _lib.files import read_json, remove_leftovers, write_json, write_text
 from _lib.settings import FREE_ON_RESUME
 from snnk_peft.errors import ConfigError
 
@@ -67,6 +67,8 @@ def claim_folder(folder: Path, config: str, root: Path, resume: bool) -> None:
     if not resume and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for place in (folder, folder / "checkpoints"):
+        remove_leftovers(place)
     write_json(folder / "environment.json", environment(root))
     write_text(folder / "config.yaml", config)
 

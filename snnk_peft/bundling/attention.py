@@ -14,6 +14,7 @@ from torch import nn
 from snnk_peft.attention.cache import use_recurrent_cache
 from snnk_peft.attention.interface import NAME
 from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, FINISHERS, Spec
+from snnk_peft.bundling.plan import FIELDS, SIZE, Check, expects, field_faults, stage_faults
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
@@ -51,6 +52,31 @@ def _attention(spec: Spec, present: Any) -> nn.Module:
     return KernelAttention(terms, spec["num_heads"], near_field=spec["near_field"])
 
 
+def _term_faults(where: str, terms: Any) -> list[str]:
+    if not isinstance(terms, list) or not terms:
+        return [f"{where} is {str(terms)[:100]!r}; expected a list of terms"]
+    fields: dict[str, Check] = {"stages": _stages_faults, "key_stages": _key_stages_faults}
+    return [fault for i, term in enumerate(terms) for fault in field_faults(f"{where}[{i}]", term, fields)]
+
+
+def _stages_faults(where: str, stages: Any) -> list[str]:
+    if not isinstance(stages, list) or not stages:
+        return [f"{where} is {str(stages)[:100]!r}; expected a list of stages"]
+    return [fault for i, stage in enumerate(stages) for fault in stage_faults(f"{where}[{i}]", stage)]
+
+
+def _key_stages_faults(where: str, stages: Any) -> list[str]:
+    return [] if stages is None else _stages_faults(where, stages)
+
+
+FIELDS["attention"] = {
+    "terms": _term_faults,
+    "num_heads": SIZE,
+    "near_field": lambda where, width: [] if width is None else SIZE(where, width),
+    "attention_implementation": expects(
+        f"{NAME!r}, without which the linear attention would be ignored", lambda value: value == NAME
+    ),
+}
 BUILDERS["attention"] = _attention
 ADDITIONS.add("attention")
 FINISHERS["attention"] = use_recurrent_cache

@@ -22,8 +22,9 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from snnk_peft.bundling.code_file import FILE_NAME, code_file
-from snnk_peft.bundling.modules import BundledModel
+from snnk_peft.bundling.modules import FREE_ENTRIES, BundledConfig, BundledModel
 from snnk_peft.bundling.report import BundleReport
+from snnk_peft.digests import stamp_entries, stamp_tensors
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.model_card import mentions_import, write_model_card
@@ -72,6 +73,9 @@ class SavedBundle(BundledModel):
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if not kwargs.get("is_main_process", True):
             return
+        for weights in folder.glob("model*.safetensors"):
+            stamp_tensors(weights)
+        stamp_entries(folder / "config.json", FREE_ENTRIES)
         if portable:
             source = code_file(base, type(self).config_class, type(self).__name__, self.config.snnk_plan["modules"])  # type: ignore[attr-defined]
             (folder / FILE_NAME).write_text(source, encoding="utf-8")
@@ -143,7 +147,7 @@ def original_class(cls: type) -> type[PreTrainedModel]:
     )
 
 
-class LazyConfig:
+class LazyConfig(BundledConfig):
     """Mixin of the config classes: registers the architecture's model classes when the first config is made.
 
     Model classes are costly to import, and nobody looks one up without a config.
@@ -217,7 +221,7 @@ def register_models(config: type[Any], wanted: str | None = None) -> None:
         wanted: name of a bundle class that is made as well, where no Auto class of transformers leads to its original
             (an encoder that is part of another model, a model with a projection).
     """
-    base = next(cls for cls in config.__mro__ if not issubclass(cls, LazyConfig))
+    base = next(cls for cls in config.__mro__ if not issubclass(cls, BundledConfig))
     for auto in AUTO_CLASSES:
         for member in _members(auto, base):
             bundle_model_class(member)

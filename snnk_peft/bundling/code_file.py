@@ -33,7 +33,7 @@ Licence: Apache-2.0 (https://www.apache.org/licenses/LICENSE-2.0), like snnk_pef
 """'''
 
 CLASSES = """
-class {config}({base_config}):
+class {config}(BundledConfig, {base_config}):
     model_type = "{model_type}"
 
 

@@ -20,16 +20,17 @@ but neither PEFT nor anything else of this package.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from snnk_peft.bundling.plan import plan_faults, spec_faults
+from snnk_peft.digests import DIGESTS, content_faults, entry_faults, layout_faults, layout_of, open_tensors, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections.base import Projection
-from snnk_peft.registry import did_you_mean
 
 Spec = dict[str, Any]
 
@@ -131,28 +132,28 @@ def build_module(spec: Spec, present: nn.Module) -> nn.Module:
     """The module that `spec` describes; `present` is the one that stands at this place so far.
 
     Raises:
-        ConfigError: an unknown kind, or a field that is missing.
+        ConfigError: everything that is wrong with the spec.
     """
-    kind = spec.get("kind")
-    if kind not in BUILDERS:
-        raise ConfigError(did_you_mean("kind of bundled module", kind, list(BUILDERS)))
-    try:
-        return BUILDERS[kind](spec, present)
-    except KeyError as error:
-        raise ConfigError(f"a bundled module of kind {kind!r} lacks {error}; config.json was changed") from error
+    if faults := spec_faults("the spec", spec):
+        raise ConfigError([f"{fault}. config.json was changed" for fault in faults])
+    return BUILDERS[spec["kind"]](spec, present)
 
 
 def install_plan(model: nn.Module, plan: Mapping[str, Spec]) -> None:
     """Exchange the planned modules of a freshly constructed model.
 
     Raises:
-        ConfigError: every path that the model lacks.
+        ConfigError: everything that is wrong with the plan, or every path that the model lacks.
     """
+    if faults := plan_faults(plan):
+        raise ConfigError([f"{fault}. config.json was changed" for fault in faults])
     absent = []
     for path, spec in plan.items():
         parent, _, leaf = path.rpartition(".")
         try:
-            present = model.get_submodule(parent if spec.get("kind") in ADDITIONS else path)
+            present = model.get_submodule(parent if spec["kind"] in ADDITIONS else path)
+            if not leaf:
+                raise AttributeError(path)
         except AttributeError:
             absent.append(f"the bundle's plan names {path!r}, which {type(model).__name__} does not have")
             continue
@@ -183,6 +184,44 @@ def original_config(config: Any, original: type[Any]) -> Iterator[None]:
         yield
     finally:
         config.__class__ = bundled
+
+
+# Entries of config.json that people may edit, and those that loaders and hubs write themselves.
+FREE_ENTRIES = {"_commit_hash", "_name_or_path", "auto_map", "custom_pipelines", "id2label", "label2id", "name_or_path"}
+FREE_ENTRIES.add("transformers_version")
+
+
+class BundledConfig:
+    """Mixin of the config classes of bundles: config.json must be what was saved."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; a change is refused before anything is made of it.
+
+        Raises:
+            ConfigError: an entry does not fit its digest.
+        """
+        content = dict(config_dict)
+        saved = content.pop(DIGESTS, None)
+        if saved is not None:
+            remedy = f"was changed. If that is meant, remove {DIGESTS!r} from it; otherwise copy or download it again"
+            refuse(f"config.json of a {cls.__name__}", remedy, entry_faults(content, saved, FREE_ENTRIES))
+        return super().from_dict(content, **kwargs)  # type: ignore[misc]
+
+
+def check_files(model: nn.Module, files: Sequence[str], quantized: bool) -> None:
+    """ConfigError if a bundle's weights are damaged, or fit its modules only by force.
+
+    Args:
+        model: as built from the config.
+        files: one, or the shards.
+        quantized: whether the modules expect another type than the files have.
+    """
+    expected = {key: (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
+    for path in files:
+        with open_tensors(path) as file:
+            faults = [] if quantized else layout_faults(layout_of(file), expected)
+            refuse(path, f"does not fit {type(model).__name__}, or is damaged", faults or content_faults(path, file))
 
 
 class BundledModel:
@@ -235,6 +274,16 @@ class BundledModel:
         from transformers.initialization import no_init_weights
 
         return [*super().get_init_context(*args, **kwargs), no_init_weights()]  # type: ignore[misc]
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **options: Any
+    ) -> Any:
+        """As in transformers, which knows here which files it will read; `expected_keys` are those of an adapter."""
+        if checkpoint_files and "expected_keys" not in options:
+            check_files(model, checkpoint_files, load_config.is_quantized)
+        load = super(BundledModel, type(model))._load_pretrained_model  # type: ignore[misc]
+        return load(model, state_dict, checkpoint_files, load_config, **options)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:

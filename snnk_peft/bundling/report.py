@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from snnk_peft.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Folded:
@@ -69,8 +71,15 @@ class BundleReport:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BundleReport:
-        """The report that `to_dict` wrote."""
-        return cls(**{**data, "folded": [Folded(**entry) for entry in data["folded"]]})
+        """The report that `to_dict` wrote.
+
+        Raises:
+            ConfigError: it was changed since.
+        """
+        try:
+            return cls(**{**data, "folded": [Folded(**entry) for entry in data["folded"]]})
+        except (TypeError, KeyError) as error:
+            raise ConfigError(f"snnk_plan.report in config.json is no report of a bundle: {error}") from error
 
     def rows(self) -> list[tuple[str, int, int]]:
         """(what, parameters, bytes) of the pretrained, the patched and the bundled model."""

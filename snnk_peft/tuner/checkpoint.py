@@ -1,22 +1,25 @@
 """What is checked before an adapter checkpoint touches a model: the file is whole, and it fits.
 
 PEFT puts the adapter's modules into the model first and reads the file afterwards, so whatever is found then leaves a
-half-loaded model behind. `SNNKConfig.from_pretrained` therefore remembers the folder, and the tuner compares the file
-with the modules it is about to install.
+half-loaded model behind. The tuner therefore asks at the door (doors.py) what is coming and compares it with the
+modules it is about to install: first their sizes alone, so that nothing large is allocated for a config that lies.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
-from pathlib import Path
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
 from peft.utils import ModulesToSaveWrapper
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from snnk_peft.config import SNNKConfig
+from snnk_peft.digests import Layout, layout_faults, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import ModelFamily, module_at
 from snnk_peft.layers.slots import Slot
@@ -24,10 +27,11 @@ from snnk_peft.projections.base import Projection
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 PREFIX = "base_model.model."
-WEIGHTS = "adapter_model.safetensors"
 INSIDE = (".snnk_slots.", ".modules_to_save.", ".original_module.", ".base_layer.")
 ADDED_BY_PEFT = {"classifier", "score", "qa_outputs"}  # for a task_type, whether the model has them or not
-SHOWN = 6  # tensors named in a message; a wrong base model misfits in hundreds
+# A config may ask for this many times the numbers of its file (a matrix that is drawn again is not in it), and for 256
+# MB whatever the file holds.
+ROOM, UNASKED = 4, 1 << 26
 
 
 def measurements(model: nn.Module, family: ModelFamily) -> dict[str, str | int]:
@@ -58,34 +62,70 @@ def check_measurements(config: SNNKConfig, found: Mapping[str, str | int]) -> No
     )
 
 
-def check_weights(
-    config: SNNKConfig, model: nn.Module, slots: Mapping[str, list[Slot]], saved: list[str] | None
-) -> None:
-    """ConfigError if the weights file that belongs to `config` is damaged or does not fit; nothing is changed.
+@dataclass(frozen=True)
+class Incoming:
+    """What a weights file, or a dict of tensors, holds.
 
     Args:
-        config: as loaded; one that was not loaded from a local folder is not checked.
-        model: the base model, not yet changed.
-        slots: the modules about to be installed, by path.
-        saved: the modules that are saved in full.
+        name: of the file, for messages.
+        layout: shape and dtype of every tensor.
+        checksums: those of matrices that are drawn again.
     """
-    folder = config.loaded_from
-    if folder is None or not (path := Path(folder) / WEIGHTS).is_file():
-        return
-    try:
-        with safe_open(path, framework="pt") as file:
-            keys = list(file.keys())
-            shapes = {_place(key): tuple(file.get_slice(key).get_shape()) for key in keys}
-            checksums = {_place(key): file.get_tensor(key) for key in keys if key.endswith("checksum")}
-    except SafetensorError as error:
+
+    name: str
+    layout: Layout
+    checksums: Mapping[str, torch.Tensor]
+
+
+def plain_start(config: SNNKConfig) -> SNNKConfig:
+    """The same sizes with a start that computes nothing from the pretrained weights, and with room for every matrix.
+
+    Its modules can be built on the meta device, which tells their sizes before memory is asked for.
+    """
+    parts: dict[str, Any] = dict(config.parts())
+    for name in ("pooler", "ffn"):
+        if name in parts:
+            parts[name] = dataclasses.replace(parts[name], init="random")
+    if "adapter" in parts:
+        parts["adapter"] = dataclasses.replace(parts["adapter"], init="default", gate=None)
+    return SNNKConfig(**parts, seed=config.seed)
+
+
+def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
+    """ConfigError if the config asks for far more numbers than the file can fill.
+
+    Args:
+        trial: modules on the meta device, by path.
+        incoming: what is there.
+    """
+    wanted = sum(value.numel() for slots in trial.values() for value in nn.ModuleList(slots).state_dict().values())
+    given = sum(math.prod(shape) for shape, _ in incoming.layout.values())
+    if wanted > ROOM * given + UNASKED:
         raise ConfigError(
-            f"{path} is truncated or corrupted ({error}); expected a whole safetensors file. Copy or download it again"
-        ) from error
-    expected: dict[str, tuple[int, ...]] = {}
+            f"adapter_config.json asks for modules of {wanted:,} numbers, and {incoming.name} holds {given:,}: the two "
+            "do not belong together. Look at num_features and the params of the parts, or copy the folder again"
+        )
+
+
+def check_weights(
+    config: SNNKConfig, model: nn.Module, slots: Mapping[str, list[Slot]], saved: list[str] | None, incoming: Incoming
+) -> None:
+    """ConfigError if what is about to be loaded does not fit; nothing is changed.
+
+    Args:
+        config: as loaded.
+        model: the base model, perhaps with other adapters in it.
+        slots: the adapter's modules, by path.
+        saved: the modules that are saved in full.
+        incoming: what is there.
+    """
+    found = {_place(key): entry for key, entry in incoming.layout.items()}
+    checksums = {_place(key): value for key, value in incoming.checksums.items()}
+    expected: Layout = {}
     for place, installed in slots.items():
         holder = nn.ModuleList(installed)
         for name, value in holder.state_dict().items():
-            expected[f"{place}.snnk_slots.{name}"] = tuple(value.shape)
+            expected[f"{place}.snnk_slots.{name}"] = (tuple(value.shape), value.dtype)
         for name, module in holder.named_modules():
             checksum = checksums.get(f"{place}.snnk_slots.{name}.checksum")
             if checksum is not None and isinstance(module, Projection):
@@ -94,21 +134,38 @@ def check_weights(
         if any(name.endswith(target) for target in saved or ()) and not _inside_adapter(name):
             original = module.original_module if isinstance(module, ModulesToSaveWrapper) else module
             for key, value in cast(nn.Module, original).state_dict().items():
-                expected[f"{name}.{key}"] = tuple(value.shape)
-    # PEFT may add tensors of the base model itself, such as resized embeddings.
-    expected |= {key: tuple(value.shape) for key, value in model.state_dict().items() if key in shapes}
-    faults = [f"{key} is missing" for key in sorted(expected.keys() - shapes.keys())]
-    faults += [f"{key} has no place in this model" for key in sorted(shapes.keys() - expected.keys())]
-    faults += [
-        f"{key} has shape {shapes[key]}; the model needs {expected[key]}"
-        for key in sorted(expected.keys() & shapes.keys())
-        if shapes[key] != expected[key]
-    ]
-    if faults:
-        more = [f"... and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        raise ConfigError(
-            [f"{path} does not fit {type(model).__name__} with this adapter_config.json", *faults[:SHOWN], *more]
-        )
+                expected[f"{original_path(name)}.{key}"] = (tuple(value.shape), value.dtype)
+    base = {original_path(key): (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
+    embeddings = {_place(key) for key in config.saved_embeddings or ()} & _embedding_keys(model)
+    expected |= {key: base[key] for key in embeddings}
+    faults = [f"{key} is missing" for key in sorted(expected.keys() - found.keys())]
+    for key in sorted(found.keys() - expected.keys()):
+        what = "is a tensor of the base model and would overwrite it" if key in base else "has no place in this model"
+        faults.append(f"{key} {what}")
+    faults += layout_faults(found, expected)
+    refuse(incoming.name, f"does not fit {type(model).__name__} with this adapter_config.json", faults)
+
+
+def check_loaded(config: SNNKConfig, model: nn.Module, adapter_name: str, incoming: Incoming | None) -> None:
+    """`check_weights` for an adapter that is in the model already and gets other weights."""
+    if incoming is not None:
+        layers = {original_path(n): m for n, m in model.named_modules() if isinstance(m, SlotLayer)}
+        slots = {
+            place: [cast(Slot, slot) for slot in layer.slots_of(adapter_name)]
+            for place, layer in layers.items()
+            if adapter_name in layer.snnk_slots
+        }
+        check_weights(config, model, slots, config.modules_to_save, incoming)
+
+
+def _embedding_keys(model: Any) -> set[str]:
+    """Tensors of the embeddings, which PEFT saves where the vocabulary was changed, or on request."""
+    found = set()
+    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for name, module in model.named_modules() if embedding is not None else ():
+            if module is embedding:
+                found |= {original_path(f"{name}.{key}") for key in embedding.state_dict()}
+    return found
 
 
 def _place(key: str) -> str:

@@ -42,6 +42,12 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
     if not isinstance(config, SNNKConfig):
         raise ConfigError(f"config is a {type(config).__name__}; expected SNNKConfig")
     refuse_prepared(model)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedError(
+            f"this {type(model).__name__} was loaded with an adapter in it ({', '.join(model.peft_config)}), beside "  # type: ignore[arg-type]
+            "which a second one would be trained. Load the base model for a fresh adapter, or go on training the one "
+            "there is: PeftModel.from_pretrained(base, folder, is_trainable=True)"
+        )
     if (slots := next((m for m in model.modules() if isinstance(m, SlotLayer)), None)) is not None:
         raise UnsupportedError(
             f"{type(model).__name__} is patched already (adapter {', '.join(map(repr, slots.snnk_slots))}); expected a "
@@ -52,5 +58,5 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
     # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)
-    fresh.target_modules = fresh.made_for = fresh.loaded_from = None
+    fresh.target_modules = fresh.made_for = fresh.saved_embeddings = None
     return peft.get_peft_model(model, fresh, adapter_name=adapter_name)

@@ -30,8 +30,17 @@ from snnk_peft.patchers import PATCHERS
 from snnk_peft.patchers.attention import check_attention
 from snnk_peft.patchers.base import Patch, PatchContext
 from snnk_peft.registry import did_you_mean
-from snnk_peft.tuner.checkpoint import check_measurements, check_weights, clashes, measurements
+from snnk_peft.tuner.checkpoint import (
+    check_measurements,
+    check_size,
+    check_weights,
+    clashes,
+    measurements,
+    plain_start,
+)
+from snnk_peft.tuner.doors import open_door
 from snnk_peft.tuner.first_forward import run_watchers, warn_if_nothing_is_trained, watch_first_forward
+from snnk_peft.tuner.patched_save import guard_save, release_save
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 
@@ -120,6 +129,15 @@ def plan_patches(model: nn.Module, config: SNNKConfig) -> list[Patch]:
     return patches
 
 
+def build_slots(patches: list[Patch]) -> dict[str, list[Slot]]:
+    """The modules that the patches ask for, by path; the innermost first."""
+    slots: dict[str, list[Slot]] = {}
+    for patch in patches:
+        if patch.build is not None:
+            slots.setdefault(patch.path, []).append(patch.build())
+    return slots
+
+
 class SNNKModel(BaseTuner):
     """PEFT's view of a patched model. Made by `get_snnk_model` or `peft.get_peft_model`, not by hand."""
 
@@ -149,14 +167,17 @@ class SNNKModel(BaseTuner):
         if faults := clashes(model, places | set(copied), saved):
             raise ConfigError(faults)
         # Everything is built, and compared with the checkpoint, before the first module is touched.
-        slots: dict[str, list[Slot]] = {}
+        door = open_door()
+        incoming = None if door is None else door.incoming()
+        if incoming is not None:
+            with torch.device("meta"):
+                check_size(build_slots(plan_patches(model, plain_start(peft_config))), incoming)
         with self._making():
-            for patch in patches:
-                if patch.build is not None:
-                    slots.setdefault(patch.path, []).append(patch.build())
+            slots = build_slots(patches)
         for name in copied:
             slots[name] = [Retrained(module_at(model, name, "modules_to_save"))]
-        check_weights(peft_config, model, slots, saved)
+        if incoming is not None:
+            check_weights(peft_config, model, slots, saved, incoming)
         self._slots = slots
         peft_config.target_modules = tuple(sorted(slots))
         # An empty list stays one: null would mean the classifier when the adapter is loaded.
@@ -179,6 +200,7 @@ class SNNKModel(BaseTuner):
         # PEFT makes the modules of other methods while it goes through the model; ours are made before that.
         self._making = init_empty_weights if low_cpu_mem_usage else contextlib.nullcontext
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, **kwargs)
+        guard_save(model)
         for path in list(self._slots):
             parent, _, name = path.rpartition(".")
             places = model.get_submodule(path), name, model.get_submodule(parent)
@@ -244,6 +266,7 @@ class SNNKModel(BaseTuner):
             for name, child in list(module.named_children()):
                 if isinstance(child, SlotLayer):
                     setattr(module, name, unwrap(child))
+        release_save(model)
         before = getattr(model, "snnk_attention_before", None)
         if before is not None:
             model.set_attn_implementation(before)

@@ -1,0 +1,119 @@
+"""A bundle's plan, checked like any other config before a module is built from it.
+
+    plan    {module path: spec}
+    spec    {"kind": ..., and the fields of that kind}, as described in bundling/modules.py
+
+Part of the code file of every bundle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.feature_map import pair_faults, parameter_faults
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.registry import did_you_mean
+
+Check = Callable[[str, Any], list[str]]
+
+LARGEST_DRAW = 1 << 28  # numbers of one matrix; those that a seed stands for are in no file that could be compared
+
+
+def expects(what: str, fits: Callable[[Any], bool]) -> Check:
+    """A check of one value: "WHERE is VALUE; expected WHAT"."""
+    return lambda where, value: [] if fits(value) else [f"{where} is {str(value)[:100]!r}; expected {what}"]
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+SIZE = expects("an integer >= 1", lambda value: _is_whole(value, 1))
+YES_OR_NO = expects("true or false", lambda value: isinstance(value, bool))
+_PARAMS = expects("an object of arguments", lambda value: isinstance(value, Mapping))
+
+STAGE: dict[str, Check] = {
+    "component": lambda where, value: _named(where, COMPONENTS.fault(value)),
+    "component_params": _PARAMS,
+    "projection": lambda where, value: _named(where, PROJECTIONS.fault(value)),
+    "projection_params": _PARAMS,
+    "dim": SIZE,
+    "num_features": SIZE,
+    "seed": expects("an integer >= 0", lambda value: _is_whole(value, 0)),
+    "slot": expects("a path", lambda value: isinstance(value, str)),
+    "save": YES_OR_NO,
+    "normalize": YES_OR_NO,
+    "whitened": YES_OR_NO,
+    "center": YES_OR_NO,
+    "scale": expects("a finite number", _is_number),
+    "append_input": YES_OR_NO,
+}
+
+
+def _named(where: str, fault: str | None) -> list[str]:
+    return [] if fault is None else [f"{where}: {fault}"]
+
+
+def stage_faults(where: str, stage: Any) -> list[str]:
+    """Messages about the spec of a FeatureStage."""
+    faults = field_faults(where, stage, STAGE)
+    if faults:
+        return faults
+    component, projection = stage["component"], stage["projection"]
+    taken = ("dim", "num_features", "seed", "slot", "save", "source_weight", "source_bias", "importance")
+    faults += parameter_faults(f"component {component!r}", COMPONENTS[component], stage["component_params"])
+    faults += parameter_faults(f"projection {projection!r}", PROJECTIONS[projection], stage["projection_params"], taken)
+    faults += pair_faults(component, projection)
+    if stage["num_features"] * stage["dim"] > LARGEST_DRAW:
+        faults.append(f"num_features × dim is {stage['num_features']} × {stage['dim']}; expected <= {LARGEST_DRAW}")
+    return [f"{where}: {fault}" for fault in faults]
+
+
+def spec_faults(where: str, spec: Any) -> list[str]:
+    """Messages about one spec, with everything inside it."""
+    kind = spec.get("kind") if isinstance(spec, Mapping) else None
+    if not isinstance(kind, str) or kind not in FIELDS:
+        return [f"{where}: {did_you_mean('kind of bundled module', kind, list(FIELDS))}"]
+    return field_faults(where, {key: value for key, value in spec.items() if key != "kind"}, FIELDS[kind])
+
+
+def _sequence_faults(where: str, specs: Any) -> list[str]:
+    if not isinstance(specs, list) or not specs:
+        return [f"{where} is {str(specs)[:100]!r}; expected a list of modules"]
+    return [fault for i, spec in enumerate(specs) for fault in spec_faults(f"{where}[{i}]", spec)]
+
+
+# Kind -> its fields; bundling/attention.py adds its own.
+FIELDS: dict[str, dict[str, Check]] = {
+    "keep": {},
+    "identity": {},
+    "linear": {"in": SIZE, "out": SIZE, "bias": YES_OR_NO},
+    "features": {"stage": stage_faults},
+    "adapter": {"stage": stage_faults},
+    "sequence": {"modules": _sequence_faults},
+    "beside": {"module": spec_faults, "stage": stage_faults},
+    "leading": {"module": spec_faults, "width": SIZE},
+}
+
+
+def field_faults(where: str, given: Any, fields: Mapping[str, Check]) -> list[str]:
+    """Messages about an object that must have exactly these fields."""
+    if not isinstance(given, Mapping):
+        return [f"{where} is {str(given)[:100]!r}; expected an object with {', '.join(fields)}"]
+    faults = [f"{where} lacks {name!r}" for name in fields if name not in given]
+    faults += [f"{where}: {did_you_mean('field', name, list(fields))}" for name in given if name not in fields]
+    return faults + [f for name in fields if name in given for f in fields[name](f"{where}.{name}", given[name])]
+
+
+def plan_faults(modules: Any) -> list[str]:
+    """Messages about everything that is wrong with the plan of a bundle."""
+    if not isinstance(modules, Mapping):
+        return [f"snnk_plan.modules is {str(modules)[:100]!r}; expected an object {{module path: spec}}"]
+    return [fault for path, spec in modules.items() for fault in spec_faults(f"snnk_plan.modules[{path!r}]", spec)]

@@ -1,0 +1,186 @@
+"""Is a file what was saved? A digest of every tensor in the header of a safetensors file, one of every entry of a JSON.
+
+    header of *.safetensors      __metadata__: {"snnk_digests": {tensor name: digest of dtype, shape and bytes}}
+    (adapter_)config.json        "snnk_digests": {entry: digest of its value}
+
+A damaged or swapped value then has a name. Both travel with their file, through copies, caches and uploads alike. Files
+without them (older, or written by others) load with a note. Part of the code file of every bundle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from snnk_peft.errors import ConfigError
+
+DIGESTS = "snnk_digests"
+SHOWN_FAULTS = 6  # named in a message; a wrong base model misfits in hundreds
+# Floating types whose values fit a model of any floating type; the eight-bit ones need scales that no file of ours has.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+notes = logging.getLogger("snnk_peft")
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """32 hexadecimal digits that identify dtype, shape and content."""
+    content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    digest = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=16)
+    digest.update(content)
+    return digest.hexdigest()
+
+
+def value_digest(value: Any) -> str:
+    """16 hexadecimal digits that identify a JSON value."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def open_tensors(path: str | os.PathLike[str]) -> Any:
+    """A safetensors file, open for reading; a ConfigError names one that is none."""
+    if not str(path).endswith(".safetensors"):
+        raise ConfigError(f"{path}: only safetensors files are read; convert it, or save the model again")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{path} is truncated or corrupted ({error}); expected a whole safetensors file. Copy or download it again"
+        ) from error
+
+
+def layout_of(file: Any) -> Layout:
+    """Shape and dtype of every tensor in an open file. Eight-bit floats and the like are read to learn their dtype."""
+    names = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+    found = {}
+    for key in file.keys():  # noqa: SIM118 - no mapping
+        part = file.get_slice(key)
+        dtype = names.get(part.get_dtype())
+        found[key] = (tuple(part.get_shape()), file.get_tensor(key).dtype if dtype is None else dtype)
+    return found
+
+
+def layout_faults(found: Layout, expected: Layout) -> list[str]:
+    """Messages for the tensors that both have, in another shape or a type that the model's cannot be made from."""
+    faults = []
+    for key in sorted(found.keys() & expected.keys()):
+        (shape, dtype), (wanted, kind) = found[key], expected[key]
+        if shape != wanted:
+            faults.append(f"{key} has shape {shape}; the model needs {wanted}")
+        elif dtype not in FLOATS if kind.is_floating_point else dtype != kind:
+            floats = "a floating type of 16 to 64 bits" if kind.is_floating_point else str(kind)
+            faults.append(f"{key} has dtype {dtype}; the model needs {floats}")
+    return faults
+
+
+def content_faults(path: str | os.PathLike[str], file: Any) -> list[str]:
+    """Messages for the tensors of an open file that hold NaN or infinity, or are not what was saved.
+
+    Args:
+        path: for the note about a file without digests.
+        file: from `open_tensors`.
+    """
+    saved = _saved_digests(file)
+    if saved is None:
+        notes.warning("%s carries no digests of its tensors, so damaged values would not be noticed", path)
+    faults, keys = [], list(file.keys())
+    for key in keys:
+        tensor = file.get_tensor(key)
+        if saved is not None and saved.get(key) != tensor_digest(tensor):
+            faults.append(f"{key} is not what was saved: its digest differs. Copy or download the file again")
+        elif tensor.dtype in FLOATS and not tensor.isfinite().all():
+            faults.append(f"{key} holds NaN or infinity; save the model from before its training diverged")
+    faults += [f"{key} was saved in this file and is missing" for key in saved or () if key not in keys]
+    return faults
+
+
+def _saved_digests(file: Any) -> Mapping[str, str] | None:
+    text = (file.metadata() or {}).get(DIGESTS)
+    if text is None:
+        return None
+    try:
+        saved = json.loads(text)
+    except ValueError:
+        saved = None
+    # Damaged digests fit no tensor.
+    return saved if isinstance(saved, dict) else {}
+
+
+def refuse(path: object, what: str, faults: list[str]) -> None:
+    """ConfigError about a file, if there are faults; the first few are listed."""
+    if faults:
+        more = [f"... and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []
+        raise ConfigError([f"{path} {what}", *faults[:SHOWN_FAULTS], *more])
+
+
+def stamp_tensors(path: Path) -> None:
+    """Write the digests of its tensors into the header of a safetensors file that has none."""
+    with open_tensors(path) as file:
+        if _saved_digests(file) is not None:
+            return
+        digests = {key: tensor_digest(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - no mapping
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
+    try:
+        with path.open("rb") as source, temporary.open("wb") as target:
+            header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+            header["__metadata__"] = {**header.get("__metadata__", {}), DIGESTS: json.dumps(digests)}
+            text = json.dumps(header).encode()
+            text += b" " * (-len(text) % 8)  # tensors stay aligned
+            target.write(len(text).to_bytes(8, "little") + text)
+            shutil.copyfileobj(source, target, 1 << 20)
+        shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def stamp_entries(path: Path, free: Collection[str]) -> None:
+    """Write the digests of its entries into a JSON file, but for the `free` ones, which people may edit."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content[DIGESTS] = {key: value_digest(value) for key, value in _entries(content, {*free, DIGESTS}).items()}
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
+    try:
+        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def entry_faults(content: Mapping[str, Any], saved: object, free: Collection[str] | None = None) -> list[str]:
+    """Messages for the entries of a JSON file that are not what was saved.
+
+    Args:
+        content: the entries.
+        saved: their digests, as `stamp_entries` wrote them.
+        free: those that have no digest; None if further entries are no fault.
+    """
+    if not isinstance(saved, Mapping):
+        return [f"{DIGESTS} is {saved!r}; expected the digests of the other entries"]
+    found = _entries(content, {*(free or ()), DIGESTS})
+    faults = [
+        f"{key} is {str(found[key])[:100]!r}, which is not what was saved" if key in found else f"{key} is missing"
+        for key, digest in saved.items()
+        if key not in found or value_digest(found[key]) != digest
+    ]
+    if free is not None:
+        faults += [f"{key} was not saved" for key in found if key not in saved]
+    return faults[:SHOWN_FAULTS]
+
+
+def _entries(content: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
+    """Entries by name; those of an inner mapping by "outer.inner"."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in free:
+            inner = isinstance(value, Mapping) and len(value) > 0
+            found |= {f"{key}.{name}": entry for name, entry in value.items()} if inner else {key: value}
+    return found

@@ -1,0 +1,204 @@
+"""The doors through which adapter weights come in, and what is known there: which file will be read.
+
+PEFT and transformers put an adapter's modules into the model first and read its file afterwards, and neither tells the
+tuner which file. So the three methods that load adapters note what they were given, for as long as they run; the tuner
+looks there before it changes anything (see checkpoint.py). The Auto classes, which read adapter_config.json themselves,
+are only asked to name that file if it is damaged. Other PEFT methods load as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from peft import PeftModel
+from peft.auto import _BaseAutoPeftModel
+from transformers.integrations.peft import PeftAdapterMixin
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+from snnk_peft.config import WEIGHTS, SNNKConfig
+from snnk_peft.digests import DIGESTS, content_faults, entry_faults, layout_of, open_tensors, refuse
+from snnk_peft.errors import ConfigError
+from snnk_peft.tuner.checkpoint import Incoming, check_loaded
+
+CONFIG = "adapter_config.json"
+
+
+@dataclass
+class Door:
+    """What a loading method was given.
+
+    Args:
+        source: folder or Hub repository, or None for tensors in memory.
+        options: of the download: subfolder, revision, token and so on.
+        tensors: those in memory.
+        pickled: whether a pickled file was asked for.
+        seen: set once the tuner has compared them with its modules.
+    """
+
+    source: str | None
+    options: dict[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] | None = None
+    pickled: bool = False
+    seen: bool = False
+
+    def incoming(self) -> Incoming | None:
+        """The tensors that will be loaded.
+
+        Raises:
+            ConfigError: they are damaged, not what was saved, or not in a safetensors file.
+        """
+        self.seen = True
+        if self.tensors is not None:
+            checksums = {key: value for key, value in self.tensors.items() if key.endswith("checksum")}
+            layout = {key: (tuple(value.shape), value.dtype) for key, value in self.tensors.items()}
+            return Incoming("adapter_state_dict", layout, checksums)
+        if self.source is None:
+            return None
+        path = self._file()
+        with open_tensors(path) as file:
+            refuse(path, "is damaged", content_faults(path, file))
+            checksums = {key: file.get_tensor(key) for key in file.keys() if key.endswith("checksum")}  # noqa: SIM118
+            return Incoming(str(path), layout_of(file), checksums)
+
+    def _file(self) -> Path:
+        if self.pickled:
+            raise ConfigError(f"use_safetensors is False for {self.source}; adapters are read from {WEIGHTS} only")
+        folder = self._folder()
+        if folder is None:
+            try:
+                return Path(hf_hub_download(str(self.source), WEIGHTS, **self.options))
+            except EntryNotFoundError as error:
+                raise ConfigError(f"{self.source} has no {WEIGHTS}, the only file that is read: {error}") from error
+        if not (folder / WEIGHTS).is_file():
+            other = f"; {folder / 'adapter_model.bin'} is not read, because unpickling can run code"
+            raise ConfigError(
+                f"{folder} has no {WEIGHTS}{other if (folder / 'adapter_model.bin').is_file() else ''}. Save the "
+                "adapter with model.save_pretrained(folder), or copy the whole folder again"
+            )
+        return folder / WEIGHTS
+
+    def _folder(self) -> Path | None:
+        """The local folder, if it is one."""
+        folder = None if self.source is None else Path(self.source) / (self.options.get("subfolder") or "")
+        return folder if folder is not None and folder.is_dir() else None
+
+    def check_config(self, needs_base: bool = False) -> None:
+        """ConfigError if a local adapter_config.json cannot be read, or is not that of the method it was saved for.
+
+        Args:
+            needs_base: whether it must name its base model.
+        """
+        folder = self._folder()
+        if folder is None or not (path := folder / CONFIG).is_file():
+            return
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is not valid JSON ({error}); copy or download it again") from error
+        if not isinstance(content, dict) or "peft_type" not in content:
+            raise ConfigError(f"{path} is no adapter config: expected an object with a 'peft_type'")
+        base = content.get("base_model_name_or_path")
+        alone = not (folder / "config.json").is_file()  # transformers takes the model beside an adapter
+        if needs_base and alone and not (isinstance(base, str) and base):
+            raise ConfigError(f"{path}: base_model_name_or_path is {base!r}; expected a folder or a repository")
+        if DIGESTS in content and content["peft_type"] != "SNNK":
+            faults = entry_faults(content, content[DIGESTS])
+            refuse(
+                path, f"was changed: it was saved by snnk_peft, and its peft_type is {content['peft_type']!r}", faults
+            )
+
+
+_open: ContextVar[Door | None] = ContextVar("snnk_peft_door", default=None)
+
+
+def open_door() -> Door | None:
+    """What is being loaded at the moment, or None: an adapter that starts afresh."""
+    return _open.get()
+
+
+@contextlib.contextmanager
+def _through(source: object, options: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None) -> Iterator[Door]:
+    """Note what is loaded. A method that calls another one of them is the door."""
+    outer = _open.get()
+    if outer is not None:
+        yield outer
+        return
+    accepted = inspect.signature(hf_hub_download).parameters.keys() - {"repo_id", "filename"}
+    given = {key: value for key, value in options.items() if key in accepted and value is not None}
+    door = Door(None if source is None else os.fspath(source), given, tensors)  # type: ignore[call-overload]
+    door.check_config()
+    token = _open.set(door)
+    try:
+        yield door
+    finally:
+        _open.reset(token)
+
+
+def _watch_from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(cls: type[PeftModel], model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        with _through(model_id, kwargs, None):
+            return original(cls, model, model_id, *args, **kwargs)
+
+    return from_pretrained
+
+
+def _watch_auto(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
+            Door(os.fspath(pretrained_model_name_or_path)).check_config(needs_base=True)
+        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+
+    return from_pretrained
+
+
+def _watch_peft(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_adapter(self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        with _through(model_id, kwargs, None) as door:
+            config = self.peft_config.get(adapter_name)
+            if isinstance(config, SNNKConfig) and not door.seen:  # new weights for modules that are there
+                check_loaded(config, self.get_base_model(), adapter_name, door.incoming())
+            return original(self, model_id, adapter_name, *args, **kwargs)
+
+    return load_adapter
+
+
+def _watch_transformers(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        load_config = given.get("load_config")
+        source = given.get("peft_model_id") or getattr(load_config, "pretrained_model_name_or_path", None)
+        options = {**(getattr(load_config, "download_kwargs", None) or {}), **given.get("kwargs", {})}
+        options |= {"local_files_only": given.get("local_files_only"), **(given.get("adapter_kwargs") or {})}
+        with _through(source, options, given.get("adapter_state_dict")) as door:
+            asked = given.get("kwargs", {}).get("use_safetensors", getattr(load_config, "use_safetensors", None))
+            door.pickled = asked is False
+            return original(self, *args, **kwargs)
+
+    return load_adapter
+
+
+def watch_doors() -> None:
+    """Let PEFT's and transformers' loading methods note what they are given; once."""
+    for auto in (_BaseAutoModelClass, _BaseAutoPeftModel):
+        auto.from_pretrained = classmethod(_watch_auto(auto.from_pretrained.__func__))  # type: ignore
+    PeftModel.from_pretrained = classmethod(_watch_from_pretrained(PeftModel.from_pretrained.__func__))  # type: ignore
+    PeftModel.load_adapter = _watch_peft(PeftModel.load_adapter)  # type: ignore[method-assign]
+    PeftAdapterMixin.load_adapter = _watch_transformers(PeftAdapterMixin.load_adapter)  # type: ignore[method-assign]

@@ -1,0 +1,56 @@
+"""What `save_pretrained` of a patched transformers model does: it says where to save instead.
+
+The model inside a PeftModel would write its wrapped modules under names that no transformers class has; reading them
+back gives random weights in the places that matter. With an adapter that transformers itself added (`add_adapter`,
+`load_adapter`) the method writes an adapter folder, which gets its digests here: PEFT's config comes first there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from snnk_peft.config import WEIGHTS
+from snnk_peft.digests import stamp_tensors
+from snnk_peft.errors import ConfigError
+
+
+class PatchedSave:
+    """Stands in for a patched model's `save_pretrained`.
+
+    Args:
+        model: the transformers model.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own method, for an adapter of transformers.
+
+        Raises:
+            ConfigError: the adapter belongs to a PeftModel.
+        """
+        if not getattr(self.model, "_hf_peft_config_loaded", False):
+            raise ConfigError(
+                f"this {type(self.model).__name__} is the inside of a PeftModel: saved alone, it could not be loaded "
+                "again. Save the adapter with the PeftModel's save_pretrained, the whole as a plain model with "
+                "snnk_peft.bundle(model).save_pretrained(folder), or the base model after model.unload()"
+            )
+        result = type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
+        weights = Path(save_directory) / WEIGHTS
+        if kwargs.get("is_main_process", True) and weights.is_file():
+            stamp_tensors(weights)
+        return result
+
+
+def guard_save(model: Any) -> None:
+    """Put the stand-in in place."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = PatchedSave(model)
+
+
+def release_save(model: Any) -> None:
+    """Undo `guard_save`."""
+    if isinstance(vars(model).get("save_pretrained"), PatchedSave):
+        del model.save_pretrained
