@@ -23,6 +23,7 @@ from snnk_peft.components.base_exponential import Exponential
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import half_square, log_factor
 from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.projections.base import Projection, slot_generator
 
 HRF_MODES = ("angular", "learned")
@@ -66,7 +67,7 @@ class Hrf(Exponential):
         """Draw the directions from the projection's seed and slot."""
         if self.mode == "angular":
             generator = slot_generator(projection.seed, f"{projection.slot}:hrf")
-            self.directions = torch.randn(self.count, projection.dim, generator=generator, device="cpu")
+            self.directions = normal_numbers(self.count, projection.dim, generator=generator).float()
 
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool

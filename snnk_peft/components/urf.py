@@ -27,6 +27,7 @@ from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.functional.random_numbers import random_choices
 from snnk_peft.functional.trigonometric_fit import activation_function, fit_trigonometric
 from snnk_peft.projections.base import Projection, slot_generator
 
@@ -124,7 +125,7 @@ class Urf(Component):
         else:
             generator = slot_generator(projection.seed, f"{projection.slot}:urf")
             size = self.block_size if self.sampling == "block" else 1
-            blocks = torch.multinomial(probability, -(-m // size), replacement=True, generator=generator)
+            blocks = random_choices(probability, -(-m // size), generator)
             atom = torch.repeat_interleave(blocks, size)[:m]
             weight = 1 / (m * probability[atom])
         tau = self.fit.frequencies[atom]
