@@ -63,6 +63,8 @@ class Projection(nn.Module):
         unbiased: whether averages over the rows are unbiased for the component's kernel. False for deterministic
             designs, and for rows that are only nearly Gaussian.
         uniform: whether all feature weights are equal.
+        sampled_lengths: whether lengths of rows are a sample of those that Gaussian vectors have, so that e^{a‖ω‖²} has
+            the right mean over them. False for rows of one length, and for quadratures, which integrate polynomials.
         redrawable: whether W follows from the seed alone, so that `save=False` is possible.
         seeded: whether W depends on the seed at all; False for deterministic designs, the same in every slot.
         fast: whether W is applied by its structure, without ever being formed.
@@ -78,6 +80,7 @@ class Projection(nn.Module):
     distribution = "gaussian"
     unbiased = True
     uniform = True
+    sampled_lengths = True
     redrawable = True
     seeded = True
     fast = False

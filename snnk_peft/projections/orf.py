@@ -38,7 +38,7 @@ class Orf(Projection):
             raise ConfigError(f"orf norms is {norms!r}; expected one of {', '.join(NORMS)}")
         self.norms, self.params = norms, {"norms": norms}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
-        self.unbiased = norms == "chi"
+        self.unbiased = self.sampled_lengths = norms == "chi"
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) in fp64; rows of a block are orthogonal to rounding."""

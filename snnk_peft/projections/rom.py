@@ -51,6 +51,7 @@ class Rom(Structured):
     cost = "m log d (fast), m·d"
 
     unbiased = False
+    sampled_lengths = False
     fast_from = HADAMARD_FAST_FROM
 
     def __init__(self, dim: int, num_features: int, *, factors: int = 3, complex_unit: bool = False, **kwargs: Any):

@@ -31,6 +31,7 @@ class Sorf(Structured):
     cost = "m log d (fast), m·d"
 
     unbiased = False
+    sampled_lengths = False
     fast_from = HADAMARD_FAST_FROM
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
