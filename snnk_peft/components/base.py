@@ -42,6 +42,7 @@ class Component(nn.Module):
         distribution: what the rows of W must be drawn from for `kernel` to hold; see `fits`.
         positive: whether features (of uniformly weighted rows) are never negative, so that attention weights are not.
         adapts: whether `statistics` gives something.
+        tilted: whether features have a factor e^{a‖ω‖²}; see `Exponential.tilt`.
         formula: φ(x) in a line, for tables.
         kernel_formula: the kernel in a line.
         source: paper and equation.
@@ -52,7 +53,7 @@ class Component(nn.Module):
     formula = kernel_formula = source = cost = ""
     distribution = "gaussian"
     positive = False
-    adapts = False
+    adapts = tilted = False
     params: Mapping[str, Any] = MappingProxyType({})
 
     def feature_dim(self, num_features: int, dim: int) -> int:

@@ -42,7 +42,7 @@ class Cos(Component):
         if self.phases and not projection.uniform:
             raise ConfigError(
                 "cos with phases cannot use a projection with unequal feature weights: the phases would not cancel; "
-                "use component 'trigrf', component_params={'phases': False}, or a projection such as 'orf'"
+                "use component_params={'phases': False}, or a projection of equal weights such as 'orf' or 'qmc'"
             )
 
     def offsets(self, num_features: int, device: torch.device | str = "cpu") -> torch.Tensor | None:

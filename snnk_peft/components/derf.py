@@ -9,7 +9,8 @@ case is `gerf` with one parameter a_l per coordinate:
         second moments, T² E[xxᵀ] T² = E[yyᵀ]: it minimises E‖Tx‖² + E‖T⁻¹y‖². One a for all coordinates.
 
 Moments are those **of one example and head**. Unbiased for e^{x·y} for any rotation, T and a; with kernel="gaussian",
-e^{−‖x−y‖²/2}. Before `calibrate`: the identity and a = 0, which is `posrf`. Cost: `posrf`, two products of dim² per
+e^{−‖x−y‖²/2}. Before `calibrate`: the identity and a = 0, which is `posrf`. Over quadratures and rows of one
+length a = 0 (base_exponential.py), while the change of basis stays. Cost: `posrf`, two products of dim² per
 vector, and eigendecompositions of (dim, dim) matrices per example and head.
 """
 
@@ -51,7 +52,7 @@ class Derf(Exponential):
     source = "Likhosherstov et al. 2023; Spectraformer"
     cost = "one exponential per row, dim² per vector, eigenvectors per head"
 
-    adapts = positive = True
+    adapts = positive = tilted = True
     x_map: torch.Tensor
     y_map: torch.Tensor
     a: torch.Tensor
@@ -105,7 +106,7 @@ class Derf(Exponential):
         with full_precision(x):
             name = "y_map" if second else "x_map"
             mapped = wide(x) @ statistics.get(name, getattr(self, name)).to(wide(x))
-            a = statistics.get("a", self.a).to(mapped)
+            a = self.tilt(statistics.get("a", self.a).to(mapped), projection)
             z = projection(mapped * (1 - 4 * a).sqrt())
             # Σ_l a_l ω_l² of every row.
             quadratic = a @ projection.materialize().to(mapped).square().mT

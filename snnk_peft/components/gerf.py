@@ -3,7 +3,8 @@
 B = √(s(1−4A)), D = (1−4A)^{d/4}, C = −s/2 for the softmax kernel e^{x·y} and −(s+1)/2 for the Gaussian e^{−‖x−y‖²/2}.
 s = +1: positive features; A = 0 gives `posrf`, A < 0 bounded features with less variance for long vectors.
 s = −1: B is imaginary; cosines and sines times e^{A‖ω‖²}; A = 0 gives `trigrf`.
-Second moments are finite for A < 1/8 only. Cost: that of `posrf` (s = −1: two features per row).
+Second moments are finite for A < 1/8 only. Over quadratures and rows of one length the factor e^{A‖ω‖²} is integrated
+beforehand, which is A = 0 (base_exponential.py). Cost: that of `posrf` (s = −1: two features per row).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Gerf(Exponential):
     """D exp(A‖ω‖² + B ω·x + C‖x‖²).
 
     Args:
-        A: below 1/8. The best value falls with ‖x + y‖²/dim (see `oprf`, which chooses it); default −0.03.
+        A: below 1/8; without effect over rows whose lengths are no sample (see `Exponential`). The best value falls with ‖x + y‖²/dim (see `oprf`, which chooses it); default −0.03.
         s: +1 (positive features, default) or −1 (trigonometric).
         kernel: "softmax" (default) or "gaussian".
     """
@@ -34,6 +35,8 @@ class Gerf(Exponential):
     formula = "m^-½ D exp(A‖ω‖² + B ω·x + C‖x‖²)"
     source = "Likhosherstov et al. 2022; Spectraformer"
     cost = "one exponential per row"
+
+    tilted = True
 
     def __init__(self, A: float = -0.03, s: int = 1, kernel: str = "softmax"):
         super().__init__(kernel)
@@ -56,10 +59,11 @@ class Gerf(Exponential):
     ) -> Features:
         """See `Component.tower`."""
         with full_precision(x):
-            z = projection(wide(x)) * (1 - 4 * self.A) ** 0.5
-            quadratic = self.A * projection.squared_row_norms().to(z.dtype)
+            a = self.tilt(self.A, projection)
+            z = projection(wide(x)) * (1 - 4 * a) ** 0.5
+            quadratic = a * projection.squared_row_norms().to(z.dtype)
             exponents = z + quadratic if self.s == 1 else quadratic + torch.zeros_like(z)
-            factor = log_factor(x, self.kernel_name, self.A, self.s)
+            factor = log_factor(x, self.kernel_name, a, self.s)
             values, scale = stabilised(exponents, factor, projection.amplitudes(signed=second), z.dtype)
             if self.s == -1:
                 values = torch.cat((values * torch.cos(z), values * torch.sin(z)), -1)

@@ -2,8 +2,8 @@
 estimate of the same kernel, K̂ = λ K̂_pos + (1−λ) K̂_trig, each used where it is good.
 
     mode="angular": λ(x, y) = θ/π, θ the angle between x and y, itself estimated without bias from n random directions
-        τ_j: ½ − ½ mean_j sgn(τ_j·x) sgn(τ_j·y). Trigonometric features are exact at θ = 0, positive ones have vanishing
-        variance near θ = π. Features: both bases times [1, sgn(τ_1·x), ..., sgn(τ_n·x)], with the minus sign on psi.
+        τ_j: ½ − ½ mean_j sgn(τ_j·x) sgn(τ_j·y). For vectors of equal length, trigonometric features are
+        exact at θ = 0 (x = y) and positive ones at θ = π (x = −y); for other lengths variance remains there. Features: both bases times [1, sgn(τ_1·x), ..., sgn(τ_n·x)], with the minus sign on psi.
     mode="learned": λ is a trained number in (0, 1) (a sigmoid), ½ at the start.
 
 Unbiased for e^{x·y} (or e^{−‖x−y‖²/2}) whatever λ is, because λ̂ is independent of W. Features: 3 per row, times n + 1
@@ -23,6 +23,7 @@ from snnk_peft.components.base_exponential import Exponential
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import half_square, log_factor
 from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.projections.base import Projection, slot_generator
 
 HRF_MODES = ("angular", "learned")
@@ -66,7 +67,7 @@ class Hrf(Exponential):
         """Draw the directions from the projection's seed and slot."""
         if self.mode == "angular":
             generator = slot_generator(projection.seed, f"{projection.slot}:hrf")
-            self.directions = torch.randn(self.count, projection.dim, generator=generator, device="cpu")
+            self.directions = normal_numbers(self.count, projection.dim, generator=generator).float()
 
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool

@@ -2,7 +2,7 @@
 
 A depends on S, the mean of ‖x + y‖² over all pairs of a query and a key **of one example and head**: an average over
 the batch would make an example's output depend on its batch-mates, and an A that differs between the towers would bias
-the estimate. For any A the estimate is unbiased; A = 0 (S = 0, before `calibrate`) is `posrf`.
+the estimate. For any A the estimate is unbiased; A = 0 (S = 0, before `calibrate`, and over quadratures and rows of one length, see base_exponential.py) is `posrf`.
 
 Exact kernel: e^{x·y} or, with kernel="gaussian", e^{−‖x−y‖²/2}. Cost: `posrf` and the means.
 """
@@ -38,7 +38,7 @@ class Oprf(Exponential):
     source = "Likhosherstov et al. 2022; Spectraformer Eq. 35"
     cost = "one exponential per row, means over the tokens"
 
-    adapts = positive = True
+    adapts = positive = tilted = True
     mean_square: torch.Tensor
 
     def __init__(self, kernel: str = "softmax"):
@@ -62,6 +62,7 @@ class Oprf(Exponential):
         """See `Component.tower`."""
         with full_precision(x):
             a = optimal_a(statistics.get("mean_square", self.mean_square).to(wide(x)), x.shape[-1])
+            a = self.tilt(a, projection)
             exponents = projection(wide(x) * (1 - 4 * a).sqrt())
             exponents += a * projection.squared_row_norms().to(exponents.dtype)
             factor = log_factor(x, self.kernel_name, a)

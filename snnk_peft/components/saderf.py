@@ -3,7 +3,7 @@
 Ψ is diagonal, Ψ_ll = (Σ_j y_jl² / Σ_i x_il²)^¼ (per example and head): it balances the coordinates of both towers and
 leaves x·y as it is, so the estimate stays unbiased for e^{x·y}. A is the best one for the balanced vectors, as in
 `oprf`. Coordinates that are zero throughout on one side keep Ψ_ll = 1. Before `calibrate`: Ψ = I, A = 0, which is
-`posrf`.
+`posrf`. Over quadratures and rows of one length A = 0 (base_exponential.py), while Ψ stays.
 
 With kernel="gaussian", e^{−‖x−y‖²/2}, the factors e^{−‖x‖²/2} are those of the original vectors. Cost: `oprf` and one
 product per coordinate.
@@ -44,7 +44,7 @@ class Saderf(Exponential):
     source = "Likhosherstov et al. 2023; Spectraformer"
     cost = "one exponential per row, means over the tokens"
 
-    adapts = positive = True
+    adapts = positive = tilted = True
     mean_square: torch.Tensor
     balance: torch.Tensor
 
@@ -85,7 +85,7 @@ class Saderf(Exponential):
         with full_precision(x):
             balance = statistics.get("balance", self.balance).to(wide(x))
             balanced = wide(x) / balance if second else wide(x) * balance
-            a = self._a(statistics, balanced, x.shape[-1])
+            a = self.tilt(self._a(statistics, balanced, x.shape[-1]), projection)
             exponents = projection(balanced * (1 - 4 * a).sqrt())
             exponents += a * projection.squared_row_norms().to(exponents.dtype)
             factor = log_factor(balanced, "softmax", a)

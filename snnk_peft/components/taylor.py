@@ -48,9 +48,16 @@ class Taylor(Component):
         self.radius = convergence_radius(series)
         self.params = {"series": series if isinstance(series, str) else list(series), "degree": degree}
         self._checked = False
+        self._shares: dict[int, list[int]] = {}
 
     def _features_per_degree(self, rows: int) -> list[int]:
-        """How many features of degree 1, 2, ...: one each, then by turns to the degree with the largest share left."""
+        """How many features of degree 0, 1, 2, ... so many rows make; shared out once."""
+        if rows not in self._shares:
+            self._shares[rows] = self._share_out(rows)
+        return self._shares[rows]
+
+    def _share_out(self, rows: int) -> list[int]:
+        """One feature for each degree, then by turns to the degree with the largest share left."""
         wanted = [n for n, a in enumerate(self.coefficients) if n > 0 and a != 0]
         counts = [0] * len(self.coefficients)
         left = rows

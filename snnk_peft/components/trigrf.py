@@ -27,6 +27,7 @@ from snnk_peft.components.base import Component, Features
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import half_square
 from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.functional.random_numbers import uniform_numbers
 from snnk_peft.functional.spectra import SHIFT_INVARIANT, row_multipliers, shift_invariant_kernel
 from snnk_peft.projections.base import Projection, slot_generator
 
@@ -72,7 +73,7 @@ class Trigrf(Component):
         """Draw phases and multipliers from the projection's seed and slot."""
         generator = slot_generator(projection.seed, f"{projection.slot}:trigrf")
         if self.form == "phase":
-            self.phases = 2 * math.pi * torch.rand(projection.num_features, generator=generator, device="cpu")
+            self.phases = (2 * math.pi * uniform_numbers(projection.num_features, generator=generator)).float()
         self.multipliers = row_multipliers(self.kernel_name, projection.num_features, generator)
 
     def tower(

@@ -27,6 +27,7 @@ from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.functional.random_numbers import random_choices
 from snnk_peft.functional.trigonometric_fit import activation_function, fit_trigonometric
 from snnk_peft.projections.base import Projection, slot_generator
 
@@ -46,7 +47,8 @@ class Urf(Component):
         block_size: rows per block for "block".
         x_norm: typical ‖x‖, decides the scale s together with w_norm.
         w_norm: typical ‖w‖.
-        bound: M >= 0; above 0 features are bounded in the random rows, at a variance that explodes with dim.
+        bound: M >= 0; above 0 features are bounded in the random rows, at a variance that explodes with dim. Needs rows
+            with the lengths of Gaussian ones.
     """
 
     formula = "[1, x, e^{τ²s²‖x‖²/2} (cos τs ω·x, sin τs ω·x)]"
@@ -109,6 +111,11 @@ class Urf(Component):
                 "urf cannot use a projection with unequal feature weights (each row serves another atom); "
                 "use e.g. 'orf', 'gaussian' or 'qmc'"
             )
+        if self.bound > 0 and not projection.sampled_lengths:
+            raise ConfigError(
+                f"urf bound is {self.bound} over rows of one length: e^{{−bound·‖ω‖²}} would not average to what the "
+                "features are multiplied with; use bound=0 (such rows are bounded), or e.g. 'orf' or 'gaussian'"
+            )
         m, self.dim = projection.num_features, projection.dim
         spread = self.fit.amplitudes() * (self.fit.frequencies * self.x_norm * self.w_norm).exp()
         probability = spread / spread.sum()
@@ -124,7 +131,7 @@ class Urf(Component):
         else:
             generator = slot_generator(projection.seed, f"{projection.slot}:urf")
             size = self.block_size if self.sampling == "block" else 1
-            blocks = torch.multinomial(probability, -(-m // size), replacement=True, generator=generator)
+            blocks = random_choices(probability, -(-m // size), generator)
             atom = torch.repeat_interleave(blocks, size)[:m]
             weight = 1 / (m * probability[atom])
         tau = self.fit.frequencies[atom]
@@ -162,35 +169,38 @@ class Urf(Component):
     ) -> Features:
         """See `Component.tower`; psi reads biases b (...) from statistics["bias"], 0 if absent."""
         with full_precision(x):
-            values = self._psi(x, projection, statistics) if second else self._phi(x, projection)
-            return Features(values.to(x.dtype))
+            affine, exponents, cos, sin = (self._psi if second else self._phi)(wide(x), projection, statistics)
+            if self.bound > 0:
+                squares = projection.squared_row_norms().to(exponents)
+                exponents = exponents + (self.dim / 4 * math.log1p(4 * self.bound) - self.bound * squares)
+            # One scale per vector, never below that of the affine part.
+            top = exponents.detach().amax(-1, keepdim=True).clamp_min(0)
+            top = torch.where(top.isfinite(), top, 0.0)
+            weight, rest = torch.exp(exponents - top) * self.share.to(exponents), torch.exp(-top)
+            values = torch.cat((*(part * rest for part in affine), weight * cos, weight * sin), -1)
+            return Features(values.to(x.dtype), top)
 
-    def _phi(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
-        x = wide(x)
+    def _phi(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The affine features, and per row the logarithm of the size of its waves, their cosine and sine part."""
         rate = (self.tau * self.scale).to(x)
         self._check_once(x)
-        growth = torch.exp(rate.square() * (x.square().sum(-1, keepdim=True) / 2)) * self._row_factor(projection, x)
+        exponents = rate.square() * (x.square().sum(-1, keepdim=True) / 2)
         angle = projection(x) * (rate * (1 + 4 * self.bound) ** 0.5)
-        return torch.cat((torch.ones_like(x[..., :1]), x, growth * torch.cos(angle), growth * torch.sin(angle)), -1)
+        return (torch.ones_like(x[..., :1]), x), exponents, torch.cos(angle), torch.sin(angle)
 
-    def _psi(self, w: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        w = wide(w)
+    def _psi(
+        self, w: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
         tau, scale, a, c = (value.to(w) for value in (self.tau, self.scale, self.cosines, self.sines))
         bias = statistics.get("bias", torch.zeros((), dtype=w.dtype, device=w.device)).to(w)
         bias = bias.expand(w.shape[:-1]).unsqueeze(-1)
         stretch = (1 + 4 * self.bound) ** 0.5
-        weight = torch.exp(projection(w) * stretch / scale - w.square().sum(-1, keepdim=True) / (2 * scale.square()))
+        exponents = projection(w) * stretch / scale - w.square().sum(-1, keepdim=True) / (2 * scale.square())
         cos, sin = torch.cos(tau * bias), torch.sin(tau * bias)
-        weight = weight * self._row_factor(projection, w)
         affine = (self.fit.constant + self.fit.slope * bias, self.fit.slope * w)
-        return torch.cat((*affine, weight * (a * cos + c * sin), weight * (c * cos - a * sin)), -1)
-
-    def _row_factor(self, projection: Projection, like: torch.Tensor) -> torch.Tensor:
-        """√(share of the row), times (1+4M)^{d/4} e^{−M‖g‖²}."""
-        if self.bound == 0:
-            return self.share.to(like)
-        bounding = self.dim / 4 * math.log1p(4 * self.bound) - self.bound * projection.squared_row_norms().to(like)
-        return self.share.to(like) * bounding.exp()
+        return affine, exponents, a * cos + c * sin, c * cos - a * sin
 
     def _check_once(self, x: torch.Tensor) -> None:
         # Reading a number back from a GPU waits for it, so only the first batch is looked at.

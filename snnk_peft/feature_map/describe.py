@@ -135,6 +135,7 @@ def properties(feature_map: FeatureMap) -> list[str]:
         _bias(f, w),
         "positive features" if f.positive and w.uniform else "signed features",
         *(["adapts to the data"] if f.adapts else []),
+        *(["A = 0 (e^{A‖ω‖²} integrated beforehand)"] if f.tilted and not w.sampled_lengths else []),
         *(["trainable"] if w.trainable or any(True for _ in f.parameters()) else []),
         *([] if w.uniform else ["unequal feature weights"]),
         *(["fast transform"] if w.fast else []),
@@ -176,7 +177,7 @@ def projection_table() -> str:
         flags = " | ".join("yes" if flag else "" for flag in (member.unbiased, member.trainable))
         rows.append(
             f"| `{name}` | {_cell(member.formula)} | {member.source} | {member.cost} | {flags} | "
-            f"{member.distribution} |"
+            f"{member.distribution}{'' if member.sampled_lengths else ' (A = 0)'} |"
         )
     return "\n".join(rows)
 

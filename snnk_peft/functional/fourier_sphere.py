@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import torch
 
+from snnk_peft.functional.random_numbers import random_permutation
+
 RIESZ_POWER = 2.0
 RIESZ_CANDIDATES = 32  # exchanges tried per index and sweep; all of them where n is small
 RIESZ_SWEEPS = 2
+RIESZ_TIE = 1e-6  # relative differences of energies below this mean nothing
 
 
 def sphere_points(indices: torch.Tensor, n: int) -> torch.Tensor:
@@ -44,7 +47,7 @@ def fourier_indices(h: int, n: int, generator: torch.Generator) -> torch.Tensor:
         n: half the number of points, > h.
         generator: draws the first Λ and the candidates.
     """
-    order = torch.randperm(n - 1, generator=generator, device="cpu") + 1
+    order = random_permutation(n - 1, generator) + 1
     chosen, free = order[:h].clone(), order[h:].clone()
     if not len(free):
         return chosen
@@ -55,11 +58,12 @@ def fourier_indices(h: int, n: int, generator: torch.Generator) -> torch.Tensor:
     energy = riesz_energy(total / h)
     for _ in range(RIESZ_SWEEPS):
         for place in range(h):
-            tried = torch.randperm(len(free), generator=generator, device="cpu")[:RIESZ_CANDIDATES]
+            tried = random_permutation(len(free), generator)[:RIESZ_CANDIDATES]
             sums = total - roots[chosen[place] * turns % n] + roots[free[tried][:, None] * turns % n]
             found = riesz_energy(sums / h)
-            best = int(found.argmin())
-            if found[best] < energy:
+            # Symmetric choices have equal energies: the first of them, and none for a gain that is rounding.
+            best = int((found <= found.min() * (1 + RIESZ_TIE)).nonzero()[0])
+            if found[best] < energy * (1 - RIESZ_TIE):
                 energy, total = found[best], sums[best]
                 old = chosen[place].clone()
                 chosen[place] = free[tried[best]]

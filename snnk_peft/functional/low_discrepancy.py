@@ -16,6 +16,8 @@ import math
 
 import torch
 
+from snnk_peft.functional.random_numbers import random_permutation, random_words, uniform_numbers
+
 UNIT_BITS = 30  # resolution of the Sobol engine; Halton digits go as far
 MAX_SOBOL_DIM = 21201
 
@@ -30,7 +32,7 @@ def sobol(count: int, dim: int, generator: torch.Generator | None = None) -> tor
     """
     if generator is None:
         return torch.quasirandom.SobolEngine(dim).fast_forward(1).draw(count, dtype=torch.float64)
-    seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
+    seed = int(random_words(1, generator)[0]) >> 2
     engine = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed)
     points = engine.draw(count, dtype=torch.float64)
     # torch rounds the first point, which is the shift of the scrambling, to the default dtype.
@@ -63,10 +65,10 @@ def _radical_inverse(index: torch.Tensor, base: int, generator: torch.Generator 
     for _ in range(math.ceil(UNIT_BITS / math.log2(base))):
         digit, index, unit = index % base, index // base, unit / base
         if generator is not None:  # zeros in front are digits too: without moving them, first points stay near 0
-            digit = torch.randperm(base, generator=generator, device="cpu")[digit]
+            digit = random_permutation(base, generator)[digit]
         value += digit.double() * unit
     if generator is not None:
-        value += unit * torch.rand(index.shape, generator=generator, device="cpu", dtype=torch.float64)
+        value += unit * uniform_numbers(len(index), generator=generator)
     return value
 
 

@@ -1,30 +1,25 @@
 """Directions and lengths that Gaussian rows are made of: ω = length · direction, both drawn apart so that directions
 can be coupled (orthogonal, simplex) while every row alone stays N(0, I).
 
-Everything is drawn on the CPU from a generator, in fp32, and worked out in fp64. Shapes are stated per function.
+Everything is drawn on the CPU from a generator and worked out in fp64. Shapes are stated per function.
 """
 
 from __future__ import annotations
 
 import torch
 
+from snnk_peft.functional.random_numbers import normal_numbers
+
 
 def haar(dim: int, generator: torch.Generator) -> torch.Tensor:
     """A Haar-distributed orthogonal (dim, dim) matrix in fp64: QR of a Gaussian, signs fixed by diag(R)."""
-    gaussian = torch.randn(dim, dim, generator=generator, device="cpu", dtype=torch.float32).double()
-    q, r = torch.linalg.qr(gaussian)
+    q, r = torch.linalg.qr(normal_numbers(dim, dim, generator=generator))
     return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
 
 
 def gaussian_lengths(count: int, dim: int, generator: torch.Generator) -> torch.Tensor:
     """Lengths of `count` independent standard normal vectors of length `dim` (χ_dim), (count,) in fp64."""
-    return torch.randn(count, dim, generator=generator, device="cpu", dtype=torch.float32).double().norm(dim=1)
-
-
-def random_signs(*shape: int, generator: torch.Generator) -> torch.Tensor:
-    """Independent ±1 with equal probability (Rademacher), fp32 of the given shape."""
-    bits = torch.randint(0, 2, shape, generator=generator, device="cpu", dtype=torch.int64)
-    return (2 * bits - 1).to(torch.float32)
+    return normal_numbers(count, dim, generator=generator).norm(dim=1)
 
 
 def simplex(count: int) -> torch.Tensor:

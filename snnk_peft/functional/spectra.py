@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.random_numbers import normal_numbers, uniform_numbers
+
 _DEGREES = {"laplace": 1, "matern12": 1, "matern32": 3, "matern52": 5}
 SHIFT_INVARIANT = ("gaussian", *_DEGREES, "cauchy")
 
@@ -19,13 +21,13 @@ SHIFT_INVARIANT = ("gaussian", *_DEGREES, "cauchy")
 def row_multipliers(kernel: str, num_features: int, generator: torch.Generator) -> Tensor | None:
     """r for every row, (num_features,), or None where all are 1."""
     if kernel == "cauchy":
-        # −2 log U is exponential with mean 2; U is in (0, 1].
-        uniform = 1 - torch.rand(num_features, generator=generator, dtype=torch.float64, device="cpu")
+        # −2 log U is exponential with mean 2.
+        uniform = uniform_numbers(num_features, generator=generator)
         return (-2 * uniform.log()).sqrt().float()
     if kernel not in _DEGREES:
         return None
     degrees = _DEGREES[kernel]
-    normal = torch.randn(num_features, degrees, generator=generator, dtype=torch.float64, device="cpu")
+    normal = normal_numbers(num_features, degrees, generator=generator)
     return (degrees / normal.square().sum(-1)).sqrt().float()
 
 

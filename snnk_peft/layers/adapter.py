@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.functional.residual import residual_linear
 from snnk_peft.layers.feature_stage import FeatureStage
 
@@ -56,9 +57,9 @@ class GatedReadout(nn.Module):
         elif init == "default":
             A = torch.zeros(dim, features)
         elif init == "random":
-            A = torch.randn(dim, features, generator=generator, device="cpu") * features**-0.5
+            A = normal_numbers(dim, features, generator=generator).float() * features**-0.5
         else:
-            weight = torch.randn(dim, stage.dim, generator=generator, device="cpu") * stage.dim**-0.5
+            weight = normal_numbers(dim, stage.dim, generator=generator).float() * stage.dim**-0.5
             with torch.no_grad():
                 A = stage.feature_map.psi(weight * stage.scale).dense()
         self.A = nn.Parameter(A)

@@ -15,6 +15,7 @@ from snnk_peft.calibration.nystrom import nystrom_readout
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.folding import fold_linear
+from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.layers.feature_stage import FeatureStage
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -79,7 +80,7 @@ class SNNKLinear(nn.Module):
             elif init == "paper":
                 layer.A[:, :features].copy_(stage.feature_map.psi(weight * stage.scale).dense())
             elif init == "random":
-                layer.A.normal_(std=features**-0.5, generator=generator)
+                layer.A.copy_(normal_numbers(*layer.A.shape, generator=generator) * features**-0.5)
             else:
                 raise ConfigError(f"init is {init!r}; expected 'nystrom', 'paper' or 'random'")
         return layer

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.draw_checksum import checksum_fault, draw_checksum
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
 
 
@@ -25,12 +26,6 @@ def slot_generator(seed: int, slot: str = "", number: int = 0) -> torch.Generato
     again = f"\0{number}" if number else ""
     digest = hashlib.sha256(f"{int(seed)}:{slot}{again}".encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "little"))
-
-
-def tensor_checksum(*tensors: torch.Tensor) -> torch.Tensor:
-    """32 bytes (uint8) that identify the fp32 values of tensors; survives moves between devices, not casts."""
-    data = b"".join(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes() for tensor in tensors)
-    return torch.tensor(list(hashlib.sha256(data).digest()), dtype=torch.uint8, device="cpu")
 
 
 def choice_faults(kind: str, given: Mapping[str, tuple[object, tuple[object, ...]]]) -> list[str]:
@@ -68,6 +63,8 @@ class Projection(nn.Module):
         unbiased: whether averages over the rows are unbiased for the component's kernel. False for deterministic
             designs, and for rows that are only nearly Gaussian.
         uniform: whether all feature weights are equal.
+        sampled_lengths: whether lengths of rows are a sample of those that Gaussian vectors have, so that e^{a‖ω‖²} has
+            the right mean over them. False for rows of one length, and for quadratures, which integrate polynomials.
         redrawable: whether W follows from the seed alone, so that `save=False` is possible.
         seeded: whether W depends on the seed at all; False for deterministic designs, the same in every slot.
         fast: whether W is applied by its structure, without ever being formed.
@@ -83,6 +80,7 @@ class Projection(nn.Module):
     distribution = "gaussian"
     unbiased = True
     uniform = True
+    sampled_lengths = True
     redrawable = True
     seeded = True
     fast = False
@@ -156,7 +154,7 @@ class Projection(nn.Module):
         for name, tensor in drawn.items():
             self.register_buffer(name, tensor, persistent=self.save)
         if not self.save:
-            self.register_buffer("checksum", tensor_checksum(*drawn.values()))
+            self.register_buffer("checksum", draw_checksum(drawn))
             self.register_load_state_dict_pre_hook(_verify_checksum)
 
     @classmethod
@@ -179,7 +177,8 @@ class Projection(nn.Module):
         return []
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """A fresh W (num_features, dim) on the CPU, fp32 or finer, from `generator` alone."""
+        """A fresh W (num_features, dim) on the CPU, fp32 or finer, from `generator` alone; by the functions of
+        `functional/random_numbers.py`, so that every machine draws the same."""
         raise TypeError(f"{type(self).__name__} does not define draw(); see Projection")
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -255,13 +254,9 @@ class Projection(nn.Module):
         """
         if checksum.device.type == "meta":
             return
-        drawn = tensor_checksum(*self.draw_buffers(slot_generator(self.seed, self.slot)).values())
-        if not torch.equal(checksum.cpu(), drawn):
-            raise ConfigError(
-                f"checksum of the redrawn projection of {self.slot!r} differs from the checkpoint: this machine draws "
-                f"another matrix from seed {self.seed} (torch {torch.__version__}), or the config's seed was changed. "
-                "Use the torch version the checkpoint was made with, or save with save_projection=True"
-            )
+        fault = checksum_fault(checksum, self.draw_buffers(slot_generator(self.seed, self.slot)))
+        if fault is not None:
+            raise ConfigError(f"checksum of the redrawn projection of {self.slot!r} (seed {self.seed}) {fault}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The loader of transformers assigns buffers one by one, without the hooks of load_state_dict.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from snnk_peft.functional.precision import full_precision
+from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.projections.base import Projection, construction_device, slot_generator
 
 
@@ -43,7 +44,7 @@ class Learned(Projection):
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """The noise that W is made of, and W at the start: (num_features, dim) standard normal numbers."""
-        return torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)
+        return normal_numbers(self.num_features, self.dim, generator=generator)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """The noise; see `Projection.draw_buffers`."""

@@ -20,7 +20,8 @@ import torch
 
 from snnk_peft.functional.hadamard import next_power_of_two
 from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, fastfood_product
-from snnk_peft.functional.random_directions import gaussian_lengths, random_signs
+from snnk_peft.functional.random_directions import gaussian_lengths
+from snnk_peft.functional.random_numbers import normal_numbers, random_permutation, random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_structured import Structured
 
@@ -40,8 +41,8 @@ class Fastfood(Structured):
         n = next_power_of_two(self.dim)
         blocks = -(-self.num_features // n)
         signs = random_signs(blocks, n, generator=generator)
-        shuffles = [torch.randperm(n, generator=generator, device="cpu") + n * block for block in range(blocks)]
-        gaussian = torch.randn(blocks, n, generator=generator, device="cpu", dtype=torch.float32)
+        shuffles = [random_permutation(n, generator) + n * block for block in range(blocks)]
+        gaussian = normal_numbers(blocks, n, generator=generator).float()
         lengths = gaussian_lengths(blocks * n, n, generator).reshape(blocks, n)
         scaling = (lengths / gaussian.double().norm(dim=1, keepdim=True)).to(torch.float32)
         return {"signs": signs, "permutation": torch.cat(shuffles), "gaussian": gaussian, "scaling": scaling}

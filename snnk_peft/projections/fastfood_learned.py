@@ -23,7 +23,8 @@ from snnk_peft.functional.blocks import exporting
 from snnk_peft.functional.hadamard import next_power_of_two
 from snnk_peft.functional.hadamard_rotation import fastfood_product
 from snnk_peft.functional.precision import full_precision
-from snnk_peft.functional.random_directions import gaussian_lengths, random_signs
+from snnk_peft.functional.random_directions import gaussian_lengths
+from snnk_peft.functional.random_numbers import normal_numbers, random_permutation, random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import choice_faults
 from snnk_peft.projections.base_learned import Learned
@@ -77,7 +78,7 @@ class FastfoodLearned(Learned):
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Permutations, and the diagonals that are not learned."""
         shifted = [
-            torch.randperm(self.order, generator=generator, device="cpu") + block * self.order
+            random_permutation(self.order, generator) + block * self.order
             for block in range(self.blocks)
         ]
         kept = {} if self.learn == "SGB" else self._diagonals(generator)
@@ -91,7 +92,7 @@ class FastfoodLearned(Learned):
     def _diagonals(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """G and B."""
         signs = random_signs(self.blocks, self.dim, generator=generator)
-        gauss = torch.randn(self.blocks, self.order, generator=generator, device="cpu", dtype=torch.float32)
+        gauss = normal_numbers(self.blocks, self.order, generator=generator).float()
         return {"gauss": gauss, "signs": signs}
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 
@@ -21,4 +22,4 @@ class Gaussian(Projection):
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) standard normal numbers."""
-        return torch.randn(self.num_features, self.dim, generator=generator, device="cpu", dtype=torch.float32)
+        return normal_numbers(self.num_features, self.dim, generator=generator)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_learned import Learned
 
@@ -56,7 +57,7 @@ class Generative(Learned):
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Random hidden layers, a last layer of zeros, neutral scales."""
         d = self.dim
-        hidden = torch.randn(GENERATOR_DEPTH, d, d, generator=generator, device="cpu", dtype=torch.float32)
+        hidden = normal_numbers(GENERATOR_DEPTH, d, d, generator=generator)
         return {
             "hidden": hidden * d**-0.5,
             "row_scale": torch.ones(GENERATOR_DEPTH, d, device="cpu"),

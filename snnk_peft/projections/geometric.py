@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from snnk_peft.functional.random_numbers import uniform_numbers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 
@@ -49,7 +50,6 @@ class Geometric(Projection):
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) of whole numbers >= 0."""
-        shape = self.num_features, self.dim
-        uniform = torch.rand(shape, generator=generator, device="cpu", dtype=torch.float64)
+        uniform = uniform_numbers(self.num_features, self.dim, generator=generator)
         # P(log(1 − u) / log(1 − p) >= k) = P(1 − u <= (1 − p)ᵏ) = (1 − p)ᵏ
         return torch.floor(torch.log1p(-uniform) / math.log1p(-self.p))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_learned import Learned
 
@@ -62,7 +63,7 @@ class Inn(Learned):
         for layer in range(count):
             kept = len(range(layer % 2, d, 2))
             moved = d - kept
-            hidden = torch.randn(d, kept, generator=generator, device="cpu", dtype=torch.float32)
+            hidden = normal_numbers(d, kept, generator=generator)
             start[f"hidden_{layer}"] = hidden * max(kept, 1) ** -0.5
             start[f"out_{layer}"] = torch.zeros(2 * moved, d, device="cpu")
             start[f"out_bias_{layer}"] = torch.zeros(2 * moved, device="cpu")

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from snnk_peft.errors import ConfigError
 from snnk_peft.functional.random_directions import gaussian_lengths, haar
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base import Projection, choice_faults
 
-NORMS = ("chi", "sqrt_dim")
+ORF_NORMS = ("chi", "sqrt_dim")
 
 
 @PROJECTIONS.register("orf")
@@ -34,11 +33,13 @@ class Orf(Projection):
     cost = "m·d"
 
     def __init__(self, dim: int, num_features: int, *, norms: str = "chi", **kwargs: object):
-        if norms not in NORMS:
-            raise ConfigError(f"orf norms is {norms!r}; expected one of {', '.join(NORMS)}")
         self.norms, self.params = norms, {"norms": norms}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
-        self.unbiased = norms == "chi"
+        self.unbiased = self.sampled_lengths = norms == "chi"
+
+    def argument_faults(self) -> list[str]:
+        """Whether the lengths are of a known kind."""
+        return super().argument_faults() + choice_faults("orf", {"norms": (self.norms, ORF_NORMS)})
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) in fp64; rows of a block are orthogonal to rounding."""

@@ -26,6 +26,7 @@ from snnk_peft.functional.circulant import (
     toeplitz_matrix,
     toeplitz_product,
 )
+from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import choice_faults
 from snnk_peft.projections.base_structured import Structured
@@ -65,7 +66,7 @@ class Pmodel(Structured):
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """The Gaussian numbers g of each block, (blocks, dim) or (blocks, 2·dim − 1)."""
         shape = -(-self.num_features // self.dim), PMODEL_STRUCTURES[self.structure][0](self.dim)
-        return {"gaussian": torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)}
+        return {"gaussian": normal_numbers(*shape, generator=generator).float()}
 
     def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Convolve with each block's numbers, cut to num_features."""

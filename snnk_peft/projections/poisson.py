@@ -8,13 +8,16 @@ Cost: as gaussian.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
+from snnk_peft.functional.random_numbers import uniform_numbers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
+
+
+MAX_POISSON_RATE = 1e6
 
 
 @PROJECTIONS.register("poisson")
@@ -23,7 +26,7 @@ class Poisson(Projection):
 
     Args:
         rate: λ > 0, mean and variance of the entries; best is the typical |x_l y_l| of a coordinate. None (default) is
-            1/dim, right for vectors of length 1; every coordinate multiplies the second moment by e^λ.
+            1/dim, right for vectors of length 1; every coordinate multiplies the second moment by e^λ. At most 10⁶.
         **kwargs: as in `Projection`.
     """
 
@@ -42,10 +45,27 @@ class Poisson(Projection):
     def argument_faults(self) -> list[str]:
         """Whether the rate is one."""
         rate = self.rate
-        valid = isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate < math.inf
-        return super().argument_faults() + ([] if valid else [f"poisson rate is {rate!r}; expected a number > 0"])
+        valid = isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate <= MAX_POISSON_RATE
+        return super().argument_faults() + ([] if valid else [f"poisson rate is {rate!r}; expected a number > 0, at most 10⁶"])
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) of whole numbers >= 0."""
-        rates = torch.full((self.num_features, self.dim), float(self.rate), dtype=torch.float64, device="cpu")
-        return torch.poisson(rates, generator=generator)
+        least, upper = poisson_table(self.rate)
+        uniform = uniform_numbers(self.num_features, self.dim, generator=generator)
+        return least + torch.searchsorted(upper, uniform, right=True).clamp_max(len(upper) - 1).double()
+
+
+def poisson_table(rate: float) -> tuple[int, torch.Tensor]:
+    """The least number worth mentioning and P(ω <= k) from it on, until what is left is below rounding.
+
+    Args:
+        rate: λ.
+    """
+    mode, masses = int(rate), [1.0]  # relative to that of the mode: e^{−λ} would be 0 for a large λ
+    while masses[-1] > 1e-20:
+        masses.append(masses[-1] * rate / (mode + len(masses)))
+    below = [1.0]
+    while below[-1] > 1e-20 and len(below) <= mode:
+        below.append(below[-1] * (mode + 1 - len(below)) / rate)
+    table = torch.tensor(below[:0:-1] + masses, dtype=torch.float64, device="cpu").cumsum(0)
+    return mode + 1 - len(below), table / table[-1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from snnk_peft.functional.random_directions import random_signs
+from snnk_peft.functional.random_numbers import random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 

@@ -28,7 +28,7 @@ import torch
 
 from snnk_peft.functional.hadamard import next_power_of_two, walsh_hadamard
 from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, hadamard_rotation
-from snnk_peft.functional.random_directions import random_signs
+from snnk_peft.functional.random_numbers import random_signs, uniform_numbers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import choice_faults
 from snnk_peft.projections.base_structured import Structured
@@ -51,6 +51,7 @@ class Rom(Structured):
     cost = "m log d (fast), m·d"
 
     unbiased = False
+    sampled_lengths = False
     fast_from = HADAMARD_FAST_FROM
 
     def __init__(self, dim: int, num_features: int, *, factors: int = 3, complex_unit: bool = False, **kwargs: Any):
@@ -92,8 +93,8 @@ class Rom(Structured):
         signs = random_signs(self.num_factors - self.complex_unit, blocks, n, generator=generator)
         if not self.complex_unit:
             return {"signs": signs}
-        angle = torch.rand(blocks, n, generator=generator, device="cpu", dtype=torch.float32) * (2 * math.pi)
-        return {"signs": signs, "circle": torch.stack((angle.cos(), angle.sin()))}
+        angle = uniform_numbers(blocks, n, generator=generator) * (2 * math.pi)
+        return {"signs": signs, "circle": torch.stack((angle.cos(), angle.sin())).float()}
 
     def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Pad, apply the factors to all blocks, cut to num_features."""

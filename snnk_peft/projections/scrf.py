@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.functional.circulant import FOURIER_FAST_FROM, circulant_matrix, circulant_product
-from snnk_peft.functional.random_directions import random_signs
+from snnk_peft.functional.random_numbers import normal_numbers, random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_structured import Structured
 
@@ -33,7 +33,7 @@ class Scrf(Structured):
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """First columns and row signs, both (blocks, dim)."""
         blocks = -(-self.num_features // self.dim)
-        column = torch.randn(blocks, self.dim, generator=generator, device="cpu", dtype=torch.float32)
+        column = normal_numbers(blocks, self.dim, generator=generator).float()
         return {"column": column, "signs": random_signs(blocks, self.dim, generator=generator)}
 
     def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -39,6 +39,7 @@ class Sgq(Projection):
 
     unbiased = False
     uniform = False
+    sampled_lengths = False
 
     def __init__(self, dim: int, num_features: int, *, rotate: bool = False, **kwargs: Any):
         self.rotate, self.params = rotate, {"rotate": rotate}

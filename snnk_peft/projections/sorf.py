@@ -17,7 +17,7 @@ import torch
 
 from snnk_peft.functional.hadamard import next_power_of_two
 from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, hadamard_rotation
-from snnk_peft.functional.random_directions import random_signs
+from snnk_peft.functional.random_numbers import random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_structured import Structured
 
@@ -31,6 +31,7 @@ class Sorf(Structured):
     cost = "m log d (fast), m·d"
 
     unbiased = False
+    sampled_lengths = False
     fast_from = HADAMARD_FAST_FROM
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -43,6 +43,7 @@ class Ssf(Projection):
         self.params = {"norms": norms, "rotate": rotate}
         super().__init__(dim, num_features, **kwargs)
         self.unbiased = norms == "chi" and rotate
+        self.sampled_lengths = norms == "chi"
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:

@@ -36,6 +36,7 @@ class Ssr(Projection):
 
     unbiased = False
     uniform = False
+    sampled_lengths = False
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
