@@ -113,7 +113,7 @@ def exponential_attention(
     in_blocks = signs is None and state is None and block_tokens(q, 1) is not None
     out, *kept = AttentionInBlocks.apply(*given, keys.square, mask, plain) if in_blocks else plain(*given)
     means = KeyMeans(*kept)
-    return (out if mask is None else out.masked_fill(~_rows(means.seen, q), 0.0)).to(v.dtype), means
+    return (out if mask is None else out.masked_fill(~_per_query_head(means.seen, q), 0.0)).to(v.dtype), means
 
 
 def attend_means(q: Tensor, means: KeyMeans, features: LogLinear) -> Tensor:
@@ -141,6 +141,6 @@ def attend_means(q: Tensor, means: KeyMeans, features: LogLinear) -> Tensor:
         return joined(blocks(), size, q.shape[-2])
 
 
-def _rows(seen: Tensor, q: Tensor) -> Tensor:
+def _per_query_head(seen: Tensor, q: Tensor) -> Tensor:
     """(B, G) -> (B, H, 1, 1)."""
     return seen.repeat_interleave(q.shape[1] // seen.shape[1], 1)[..., None, None]

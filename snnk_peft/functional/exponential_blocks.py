@@ -48,7 +48,7 @@ class AttentionInBlocks(torch.autograd.Function):
             if torch.is_grad_enabled():
                 found = _differentiable(ctx, given, gradients)
             else:
-                found = _in_blocks(ctx, given, means, log_weight, gradients)
+                found = _gradients(ctx, given, means, log_weight, gradients)
         return (*found, None, None, None)
 
 
@@ -58,7 +58,7 @@ def _differentiable(ctx: Any, given: list[Tensor], gradients: tuple[Tensor, ...]
     return [next(found) if needed else None for needed in ctx.needs_input_grad[: len(given)]]
 
 
-def _in_blocks(
+def _gradients(
     ctx: Any, given: list[Tensor], means: Tensor, log_weight: Tensor, gradients: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
     q, k, v, query_rows, offset, key_rows = given

@@ -32,7 +32,7 @@ from snnk_peft.functional.precision import full_precision
 
 TOKENS = 64  # per chunk
 LEAST = 2.0**-60  # of a denominator, relative to the largest that it could be: terms lost to underflow are e^-45 of it
-SPREAD = 40.0  # careful: features are at most e^40, products at most m e^80; below e^-44 gradients would overflow
+SPREAD = 40.0  # careful: features are at most e^40, products at most e^80; below e^-44 gradients would overflow
 
 
 def causal_exponential_attention(
@@ -64,20 +64,20 @@ def causal_exponential_attention(
     def blocks() -> Iterator[Tensor]:
         nonlocal state
         for block in split_tokens(size, q, k, v, mask):
-            out, state = _block(*block, queries, keys, state, careful=size is None)
+            out, state = _causal_block(*block, queries, keys, state, careful=size is None)
             yield out.to(v.dtype)
 
     with full_precision(v):
         if not exporting() and length == 1:
-            seen = None if mask is None else _seen(mask, state, k.shape[1])
+            seen = None if mask is None else _rows_with_keys(mask, state, k.shape[1])
             state = key_means(k, v, keys, mask, state)
-            return _zeroed(attend_means(q, state, queries), seen, q.shape[1]).to(v.dtype), state
+            return _rows_zeroed(attend_means(q, state, queries), seen, q.shape[1]).to(v.dtype), state
         out = joined(blocks(), size, length)
         assert state is not None
         return out, state
 
 
-def _block(
+def _causal_block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -91,7 +91,7 @@ def _block(
     """The same for some tokens, in at least fp32."""
     rows, groups, length = queries.rows, k.shape[1], q.shape[-2]
     q, k, v = (t.to(rows.dtype) for t in (q, k, v))
-    seen = None if mask is None else _seen(mask, state, groups)
+    seen = None if mask is None else _rows_with_keys(mask, state, groups)
     if state is None:
         shape = (*k.shape[:2], rows.shape[-2])
         state = KeyMeans(v.new_zeros(*shape, v.shape[-1]), v.new_full(shape, ABSENT))
@@ -99,11 +99,11 @@ def _block(
     chunks = block_count(length, chunk)
     padding = chunks * chunk - length
     offset = queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]
-    values = _chunked(v, chunks, padding, 0.0)
+    values = _in_chunks(v, chunks, padding, 0.0)
 
     def logarithms() -> tuple[Tensor, Tensor]:
-        a = _chunked(query_logarithms(q, rows, groups).add_(offset), chunks, padding, 0.0)
-        b = _chunked(key_logarithms(k, keys.rows, keys.square, mask), chunks, padding, ABSENT)
+        a = _in_chunks(query_logarithms(q, rows, groups).add_(offset), chunks, padding, 0.0)
+        b = _in_chunks(key_logarithms(k, keys.rows, keys.square, mask), chunks, padding, ABSENT)
         # Rows of all query heads of a group side by side, chunk by chunk.
         return a.transpose(2, 3).flatten(3, 4), b
 
@@ -116,12 +116,12 @@ def _block(
         small = tokens(denominator.detach()).squeeze(-1).abs() < LEAST
         if not bool((small if seen is None else small & seen.repeat_interleave(q.shape[1] // groups, 1)).any()):
             denominator = denominator if seen is None else torch.where(denominator == 0, 1.0, denominator)
-            return _zeroed(tokens(numerator / denominator), seen, q.shape[1]), behind
+            return _rows_zeroed(tokens(numerator / denominator), seen, q.shape[1]), behind
     out, behind = _careful(*logarithms(), values, state, queries.signs)
-    return _zeroed(tokens(out), seen, q.shape[1]), behind
+    return _rows_zeroed(tokens(out), seen, q.shape[1]), behind
 
 
-def _chunked(x: Tensor, chunks: int, padding: int, value: float) -> Tensor:
+def _in_chunks(x: Tensor, chunks: int, padding: int, value: float) -> Tensor:
     """(..., L, n) -> (..., chunks, tokens, n)."""
     if exporting() or padding:
         x = torch.nn.functional.pad(x, (0, 0, 0, padding), value=value)
@@ -129,13 +129,13 @@ def _chunked(x: Tensor, chunks: int, padding: int, value: float) -> Tensor:
     return x.contiguous().unflatten(-2, (chunks, -1))
 
 
-def _seen(mask: Tensor, state: KeyMeans | None, groups: int) -> Tensor:
+def _rows_with_keys(mask: Tensor, state: KeyMeans | None, groups: int) -> Tensor:
     """Whether a row has a key, (B, G, L)."""
     own = (mask.long().cumsum(-1) > 0)[:, None].expand(-1, groups, -1)
     return own if state is None else own | state.seen.unsqueeze(-1)
 
 
-def _zeroed(out: Tensor, seen: Tensor | None, heads: int) -> Tensor:
+def _rows_zeroed(out: Tensor, seen: Tensor | None, heads: int) -> Tensor:
     """(B, H, L, D) with 0 where a row has no key."""
     if seen is None:
         return out
@@ -176,11 +176,12 @@ def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, signs: Tensor | N
     key_scale = b.detach().amax(-1, keepdim=True)
     from_keys = a + top
     query_scale = from_keys.detach().amax(-1, keepdim=True)
-    phi = (from_keys - (query_scale - SPREAD)).exp_()
-    products = (phi if signs is None else phi * signs) @ (b - (key_scale - SPREAD)).exp_().mT
+    phi = (from_keys - query_scale).add_(SPREAD - math.log(b.shape[-1])).exp_()
+    # Scales are taken out first: beside ABSENT, the spread would be rounded away or blown up.
+    products = (phi if signs is None else phi * signs) @ (b - key_scale).add_(SPREAD).exp_().mT
     logs = products.abs().clamp_min(math.exp(-SPREAD - 4)).log()
     later = b.new_full((chunk, chunk), 2 * ABSENT).triu(1)
-    logs = logs.unflatten(-2, (-1, chunk)) + (key_scale.mT - 2 * SPREAD + later).unsqueeze(-3)
+    logs = logs.unflatten(-2, (-1, chunk)) + (key_scale.mT + (math.log(b.shape[-1]) - 2 * SPREAD) + later).unsqueeze(-3)
     weights = torch.cat((a - query_scale + prefixes.log_weight.unsqueeze(-2), logs.flatten(-3, -2)), -1).softmax(-1)
     if signs is not None:
         weights = weights * torch.cat((signs.expand(a.shape), products.detach().sign()), -1)
