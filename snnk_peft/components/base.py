@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.projections.base import Projection
 
 
@@ -55,6 +56,12 @@ class Component(nn.Module):
     positive = False
     adapts = tilted = False
     params: Mapping[str, Any] = MappingProxyType({})
+
+    def __init_subclass__(cls, **kwargs: Any):
+        # A member with a tower of its own has not the logarithms of the one that it derives from.
+        super().__init_subclass__(**kwargs)
+        if "tower" in vars(cls) and "log_linear" not in vars(cls):
+            cls.log_linear = Component.log_linear  # type: ignore[method-assign]
 
     def feature_dim(self, num_features: int, dim: int) -> int:
         """Length of the features for `num_features` rows of W of length `dim`."""
@@ -121,6 +128,21 @@ class Component(nn.Module):
             second: whether this is psi: it carries the signs of the feature weights.
         """
         return Features(self.activate(projection(x), projection.amplitudes(signed=second)))
+
+    def log_linear(
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+    ) -> LogLinear | None:
+        """The logarithms of the features of one tower, for components whose features are exponentials; None for others.
+
+        Attention computes with them instead of `tower`, which must say the same.
+
+        Args:
+            projection: W.
+            statistics: see `statistics`; empty for the stored ones.
+            second: whether this is psi.
+            dtype: of the result, at least fp32.
+        """
+        return None
 
     def phi(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor] | None = None

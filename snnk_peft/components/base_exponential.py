@@ -22,6 +22,7 @@ import torch
 
 from snnk_peft.components.base import Component
 from snnk_peft.functional.exponential import check_kernel, exact_kernel
+from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.projections.base import Projection
 
 Tilt = TypeVar("Tilt", float, torch.Tensor)
@@ -56,3 +57,53 @@ class Exponential(Component):
             projection: W.
         """
         return a if projection.sampled_lengths else a * 0
+
+
+def exponential_logarithms(
+    projection: Projection,
+    kernel: str,
+    second: bool,
+    dtype: torch.dtype,
+    *,
+    a: torch.Tensor | float = 0.0,
+    stretch: torch.Tensor | None = None,
+    basis: torch.Tensor | None = None,
+    both_signs: bool = False,
+) -> LogLinear:
+    """The logarithms of features exp(Σ_l a_l ω_l² + ω·(√(1−4a) y) − ‖y‖²/2), y = stretch ∘ x or x · basis.
+
+    What all features of all vectors have in common is left out.
+
+    Args:
+        projection: W.
+        kernel: "softmax", or "gaussian" for another factor e^{−‖x‖²/2}.
+        second: whether these are features of the second tower (psi), which carries the signs of the feature weights.
+        dtype: of the result, at least fp32.
+        a: a number, (..., 1, 1), or one per coordinate (..., 1, d); see `Exponential.tilt`.
+        stretch: (..., 1, d) or (d,).
+        basis: (..., d, d).
+        both_signs: whether each row serves as ω and as −ω.
+    """
+    rows, a = projection.materialize().to(dtype), Exponential.tilt(a, projection)
+    more = 0.5 if kernel == "gaussian" else 0.0
+    offset, square = torch.zeros_like(rows[:, 0]), 0.5 + more
+    if not isinstance(a, float) or a != 0:
+        a = torch.as_tensor(a, dtype=dtype, device=rows.device)
+        offset, rows = (rows.square() * a).sum(-1), rows * (1 - 4 * a).sqrt()
+    if stretch is not None:
+        stretch = stretch.to(dtype)
+        rows, square = rows * stretch, stretch.square().reshape(*stretch.shape[:-2], 1, -1) / 2 + more
+    if basis is not None:
+        basis = basis.to(dtype)
+        identity = torch.eye(basis.shape[-1], dtype=dtype, device=rows.device)
+        rows, square = rows @ basis.mT, basis @ basis.mT / 2 + more * identity
+    bias = 0.0 if projection.bias is None else projection.bias.to(dtype)
+    if both_signs:
+        rows, offset = torch.cat((rows, -rows), -2), torch.cat((offset + bias, offset - bias), -1)
+    else:
+        offset = offset + bias
+    amplitudes = projection.amplitudes(signed=second, copies=2 if both_signs else 1)
+    if not isinstance(amplitudes, torch.Tensor):
+        return LogLinear(rows, offset, square)
+    amplitudes = amplitudes.to(dtype)
+    return LogLinear(rows, offset + amplitudes.abs().log(), square, amplitudes.sign() if second else None)

@@ -22,7 +22,7 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential
+from snnk_peft.components.base_exponential import Exponential, exponential_logarithms
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.balancing import balancing_maps, second_moment
 from snnk_peft.functional.exponential import (
@@ -33,6 +33,7 @@ from snnk_peft.functional.exponential import (
     optimal_a,
     stabilised,
 )
+from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
@@ -114,3 +115,11 @@ class Derf(Exponential):
             if self.kernel_name == "gaussian":
                 factor = factor - half_square(x)
             return Features(*stabilised(z + quadratic, factor, projection.amplitudes(signed=second), x.dtype))
+
+    def log_linear(
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+    ) -> LogLinear:
+        """See `Component.log_linear`."""
+        basis = statistics.get("y_map", self.y_map) if second else statistics.get("x_map", self.x_map)
+        a = statistics.get("a", self.a)
+        return exponential_logarithms(projection, self.kernel_name, second, dtype, a=a, basis=basis)

@@ -15,9 +15,10 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential
+from snnk_peft.components.base_exponential import Exponential, exponential_logarithms
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import log_factor, stabilised
+from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
@@ -68,3 +69,11 @@ class Gerf(Exponential):
             if self.s == -1:
                 values = torch.cat((values * torch.cos(z), values * torch.sin(z)), -1)
             return Features(values.to(x.dtype), scale)
+
+    def log_linear(
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+    ) -> LogLinear | None:
+        """See `Component.log_linear`."""
+        if self.s == -1:
+            return None
+        return exponential_logarithms(projection, self.kernel_name, second, dtype, a=self.A)

@@ -12,8 +12,9 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential
+from snnk_peft.components.base_exponential import Exponential, exponential_logarithms
 from snnk_peft.functional.exponential import log_factor, stabilised
+from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
@@ -44,3 +45,9 @@ class Hyprf(Exponential):
             z = projection(wide(x))
             both, factor = torch.cat((z, -z), -1), log_factor(x, self.kernel_name)
             return Features(*stabilised(both, factor, projection.amplitudes(second, copies=2), x.dtype))
+
+    def log_linear(
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+    ) -> LogLinear:
+        """See `Component.log_linear`."""
+        return exponential_logarithms(projection, self.kernel_name, second, dtype, both_signs=True)

@@ -15,13 +15,14 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential
+from snnk_peft.components.base_exponential import Exponential, exponential_logarithms
 from snnk_peft.functional.exponential import (
     log_factor,
     mean_square_of_sums,
     optimal_a,
     stabilised,
 )
+from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
@@ -67,3 +68,10 @@ class Oprf(Exponential):
             exponents += a * projection.squared_row_norms().to(exponents.dtype)
             factor = log_factor(x, self.kernel_name, a)
             return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
+
+    def log_linear(
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+    ) -> LogLinear:
+        """See `Component.log_linear`."""
+        a = optimal_a(statistics.get("mean_square", self.mean_square).to(dtype), projection.dim)
+        return exponential_logarithms(projection, self.kernel_name, second, dtype, a=a)

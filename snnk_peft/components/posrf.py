@@ -13,8 +13,9 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential
+from snnk_peft.components.base_exponential import Exponential, exponential_logarithms
 from snnk_peft.functional.exponential import log_factor, stabilised
+from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
@@ -40,3 +41,9 @@ class Posrf(Exponential):
         with full_precision(x):
             factor = log_factor(x, self.kernel_name)
             return Features(*stabilised(projection(wide(x)), factor, projection.amplitudes(signed=second), x.dtype))
+
+    def log_linear(
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+    ) -> LogLinear:
+        """See `Component.log_linear`."""
+        return exponential_logarithms(projection, self.kernel_name, second, dtype)

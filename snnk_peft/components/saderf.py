@@ -17,7 +17,7 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential
+from snnk_peft.components.base_exponential import Exponential, exponential_logarithms
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import (
     half_square,
@@ -27,6 +27,7 @@ from snnk_peft.functional.exponential import (
     optimal_a,
     stabilised,
 )
+from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
@@ -92,6 +93,15 @@ class Saderf(Exponential):
             if self.kernel_name == "gaussian":
                 factor = factor - half_square(x)
             return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
+
+    def log_linear(
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+    ) -> LogLinear:
+        """See `Component.log_linear`."""
+        balance = statistics.get("balance", self.balance).to(dtype)
+        a = self._a(statistics, balance, projection.dim)
+        stretch = 1 / balance if second else balance
+        return exponential_logarithms(projection, self.kernel_name, second, dtype, a=a, stretch=stretch)
 
     def _a(self, statistics: Mapping[str, torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
         if self.A is not None:

@@ -5,7 +5,9 @@
 φ and ψ are shared by queries and keys (one W) or apart (`key_maps`); one for all heads, or one per key head. Shapes:
 q (B, H, L, d), k (B, G, N, d), v (B, G, N, D), H a multiple of G -> (B, H, L, D). On a CPU it goes block by block of
 tokens, so that features stay in the processor's cache and never exist as a whole: fresh memory costs more time than
-what is computed in it.
+what is computed in it. Positive exponential features, which estimate softmax, enter by their logarithms
+(functional/exponential_attention.py, exponential_causal.py), all others as they are, in at least fp32
+(functional/linear_attention.py, causal_attention.py).
 """
 
 from __future__ import annotations
@@ -18,10 +20,17 @@ from torch import nn
 
 from snnk_peft.components.base import Features
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.feature_map import FeatureMap
+from snnk_peft.feature_map import FeatureMap, check_finite
 from snnk_peft.functional.blocks import block_tokens, exporting, joined, split_tokens
 from snnk_peft.functional.causal_attention import CHUNK, causal_linear_attention
+from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention, key_means
+from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.linear_attention import AttentionState, attend, key_sums
+from snnk_peft.functional.log_linear import LogLinear, stack_heads
+from snnk_peft.functional.precision import wide
+
+
+State = AttentionState | KeyMeans  # what is kept of keys: of features as they are, and of exponential ones
 
 
 class AttentionTerm(nn.Module):
@@ -63,9 +72,9 @@ class AttentionTerm(nn.Module):
         *,
         causal: bool,
         root: float,
-        state: AttentionState | None = None,
-    ) -> tuple[torch.Tensor, AttentionState]:
-        """(B, H, L, D), and the sums over all keys. Causal: the queries are the last L positions.
+        state: State | None = None,
+    ) -> tuple[torch.Tensor, State]:
+        """(B, H, L, D), and what is kept of all keys. Causal: the queries are the last L positions.
 
         Args:
             q: queries.
@@ -74,31 +83,78 @@ class AttentionTerm(nn.Module):
             mask: (B, N) bool, True where a key counts.
             causal: whether a query sees only keys at or before it.
             root: what queries and keys are multiplied by, the root of the temperature's factor.
-            state: sums over earlier keys, which every query sees.
+            state: what was kept of earlier keys, which every query sees.
 
         Raises:
             UnsupportedError: a component that adapts to all tokens of an example, in causal attention.
         """
         statistics = self.statistics(q, k, mask, causal=causal, root=root)
+        logarithms = self.logarithms(statistics, root, wide(q).dtype)
+        if logarithms is None:
+            return self._of_features(q, k, v, mask, statistics, causal, root, cast("AttentionState | None", state))
+        check_finite("phi", q, self.pairs()[0][0].projection)
+        check_finite("psi", k, self.pairs()[0][1].projection)
+        means, before = cast("KeyMeans | None", state), k.shape[-2] - q.shape[-2]
+        if not causal:
+            return exponential_attention(q, k, v, *logarithms, mask, means)
+        if before:
+            counts = None if mask is None else mask[:, :before]
+            means = key_means(k[:, :, :before], v[:, :, :before], logarithms[1], counts, means)
+        own = None if mask is None else mask[:, before:]
+        return causal_exponential_attention(q, k[:, :, before:], v[:, :, before:], *logarithms, own, means)
+
+    def logarithms(
+        self, statistics: Mapping[str, torch.Tensor], root: float, dtype: torch.dtype
+    ) -> tuple[LogLinear, LogLinear] | None:
+        """The logarithms of the features of queries and of keys, for positive exponential features; None for others.
+
+        Args:
+            statistics: see `statistics`.
+            root: what queries and keys are multiplied by.
+            dtype: in which attention computes.
+        """
+        towers: tuple[list[LogLinear], list[LogLinear]] = ([], [])
+        for head, pair in enumerate(self.pairs()):
+            own = statistics if len(self.feature_maps) == 1 else _of_head(statistics, head)
+            for second, (tower, feature_map) in enumerate(zip(towers, pair, strict=True)):
+                found = feature_map.component.log_linear(feature_map.projection, own, bool(second), dtype)
+                if found is None:
+                    return None
+                tower.append(found.of_scaled(root))
+        return stack_heads(towers[0]), stack_heads(towers[1])
+
+    def _of_features(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        statistics: Mapping[str, torch.Tensor],
+        causal: bool,
+        root: float,
+        state: AttentionState | None,
+    ) -> tuple[torch.Tensor, AttentionState]:
+        """`forward` through the values of the features; rounded to half precision, small ones would vanish."""
         size, length = block_tokens(q, self.pairs()[0][0].feature_dim), q.shape[-2]
         before = k.shape[-2] - (length if causal else 0)
         if before:
             counts = None if mask is None else mask[:, :before]
             for keys, values, counted in split_tokens(size, k[:, :, :before], v[:, :, :before], counts):
-                psi = self.keys(keys * root, statistics)
+                psi = self.keys(wide(keys) * root, statistics)
                 state = key_sums(psi.values, values, counted, log_scale=psi.log_scale, state=state, overwrite=True)
 
         def far() -> Iterator[torch.Tensor]:
             for (queries,) in split_tokens(size, q):
-                yield attend(self.queries(queries * root, k.shape[1], statistics), cast(AttentionState, state), v.dtype)
+                phi = self.queries(wide(queries) * root, k.shape[1], statistics)
+                yield attend(phi, cast(AttentionState, state), v.dtype)
 
         def past() -> Iterator[torch.Tensor]:
             nonlocal state
             own = (k[:, :, before:], v[:, :, before:], None if mask is None else mask[:, before:])
             for queries, keys, values, counted in split_tokens(size, q, *own):
-                psi = self.keys(keys * root, statistics)
+                psi = self.keys(wide(keys) * root, statistics)
                 out, state = causal_linear_attention(
-                    self.queries(queries * root, k.shape[1], statistics),
+                    self.queries(wide(queries) * root, k.shape[1], statistics),
                     psi.values,
                     values,
                     counted,
@@ -164,7 +220,7 @@ class AttentionTerm(nn.Module):
             key_mask = mask[:, None, :].expand(-1, k.shape[1], -1)
             if q.shape[2] == k.shape[2]:  # self-attention: what is no key is no query either
                 query_mask = key_mask.repeat(1, 1, queries.shape[2] // k.shape[2])
-        return component.statistics(queries * root, k * root, query_mask, key_mask)
+        return component.statistics(wide(queries) * root, wide(k) * root, query_mask, key_mask)
 
 
 def _of_head(statistics: Mapping[str, torch.Tensor] | None, head: int) -> dict[str, torch.Tensor]:

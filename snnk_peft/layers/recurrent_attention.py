@@ -16,8 +16,8 @@ from torch import Tensor
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import tensors_at_hand
-from snnk_peft.functional.linear_attention import AttentionState
 from snnk_peft.functional.near_field import banded_softmax_attention
+from snnk_peft.layers.attention_term import State
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 
@@ -39,11 +39,11 @@ class KernelState(NamedTuple):
     """What a KernelAttention remembers of all earlier tokens.
 
     Attributes:
-        sums: S and z of every feature map that is summed over.
+        sums: of every feature map that is summed over, what it keeps of the keys.
         band: for the near field; None without one.
     """
 
-    sums: tuple[AttentionState, ...]
+    sums: tuple[State, ...]
     band: Band | None
 
 
@@ -92,7 +92,7 @@ def continue_attention(
         before = None if state is None else state.sums[number]
         far, behind = term(q, k, v, mask, causal=True, root=root, state=before)
         fields.append(far)
-        sums.append(AttentionState(*(tensor.clone() for tensor in behind)))
+        sums.append(type(behind)(*(tensor.clone() for tensor in behind)))
     return kernel.blended(fields), KernelState(tuple(sums), band)
 
 

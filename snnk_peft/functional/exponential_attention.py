@@ -1,0 +1,146 @@
+"""Linear attention over positive exponential features, from their logarithms: the query side is one softmax.
+
+With a_ir = log φ_r(q_i), b_jr = log ψ_r(k_j) and, per feature, Z_r = Σ_j e^{b_jr} and the mean M_r = Σ_j e^{b_jr} v_j / Z_r,
+
+    out_i = Σ_r φ_r(q_i) Σ_j ψ_r(k_j) v_j / Σ_r φ_r(q_i) Z_r = softmax_r(a_ir + log Z_r) · M
+
+Every feature has a scale of its own, the largest of its keys: a key is lost beside others only where it weighs nothing.
+One scale for all features, or features of queries and keys that are rounded before they meet, lose rows from twice the
+norms of BERT on. There is no maximum, no division and no denominator on the query side. Features may have signs σ_r
+(quadratures): then out_i = Σ_r σ_r p_ir M_r / Σ_r σ_r p_ir with p the softmax.
+
+Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D) -> (B, H, L, D), H a multiple of G; M (B, G, m, D), log Z
+(B, G, m). Everything in at least fp32, also under autocast. Time O((L + N) m (d + D)) per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snnk_peft.functional.blocks import block_tokens, joined, split_tokens
+from snnk_peft.functional.exponential_blocks import AttentionInBlocks
+from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
+from snnk_peft.functional.precision import full_precision
+
+
+class KeyMeans(NamedTuple):
+    """What is kept of keys and values; its size does not depend on how many there were.
+
+    Attributes:
+        values: M (B, G, m, D) in at least fp32: per feature the mean of the values.
+        log_weight: log Z (B, G, m); about ABSENT where no key counted so far.
+    """
+
+    values: Tensor
+    log_weight: Tensor
+
+    @property
+    def seen(self) -> Tensor:
+        """Whether any key counted, (B, G)."""
+        return self.log_weight.detach().amax(-1) > ABSENT / 2
+
+
+def means_of(logs: Tensor, v: Tensor) -> KeyMeans:
+    """M and log Z of keys (B, G, N, m) and values (B, G, N, D); the logarithms are overwritten."""
+    top = logs.detach().amax(-2, keepdim=True)
+    weights = logs.sub_(top).exp_()
+    total = weights.sum(-2)
+    return KeyMeans(weights.mT @ v / total.unsqueeze(-1), total.log() + top.squeeze(-2))
+
+
+def together(first: KeyMeans | None, second: KeyMeans) -> KeyMeans:
+    """Of all keys of both."""
+    if first is None:
+        return second
+    top = torch.maximum(first.log_weight, second.log_weight).detach()
+    log_weight = top + ((first.log_weight - top).exp() + (second.log_weight - top).exp()).log()
+    shares = ((part.log_weight - log_weight).exp().unsqueeze(-1) for part in (first, second))
+    return KeyMeans(first.values * next(shares) + second.values * next(shares), log_weight)
+
+
+def key_means(
+    k: Tensor, v: Tensor, features: LogLinear, mask: Tensor | None = None, state: KeyMeans | None = None
+) -> KeyMeans:
+    """M and log Z of these keys, and of those in `state`; block by block of tokens on a CPU.
+
+    Args:
+        k: keys, (B, G, N, d).
+        v: values, (B, G, N, D).
+        features: of the keys; their offset is left to the queries.
+        mask: (B, N) bool, True where a key counts.
+        state: of other keys.
+    """
+    with full_precision(v):
+        for keys, values, counts in split_tokens(block_tokens(k, features.rows.shape[-2]), k, v, mask):
+            logs = key_logarithms(keys.to(features.rows.dtype), features.rows, features.square, counts)
+            state = together(state, means_of(logs, values.to(logs.dtype)))
+        assert state is not None
+        return state
+
+
+def exponential_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: LogLinear,
+    keys: LogLinear,
+    mask: Tensor | None = None,
+    state: KeyMeans | None = None,
+) -> tuple[Tensor, KeyMeans]:
+    """Every query attends to every key: (B, H, L, D) in the dtype of v, 0 where no key counts, and M, log Z.
+
+    Args:
+        q: queries, (B, H, L, d).
+        k: keys, (B, G, N, d).
+        v: values, (B, G, N, D).
+        queries: their features.
+        keys: theirs, with the same signs.
+        mask: (B, N) bool, True where a key counts.
+        state: of other keys, which every query sees too.
+    """
+    offset, signs = queries.offset + keys.offset, keys.signs
+
+    def plain(*tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, rows, offset, key_rows = tensors
+        means = key_means(k, v, keys._replace(rows=key_rows), mask, state)
+        return attend_means(q, means, LogLinear(rows, offset, 0.0, signs)), *means
+
+    given = (q, k, v, queries.rows, offset, keys.rows)
+    in_blocks = signs is None and state is None and block_tokens(q, 1) is not None
+    out, *kept = AttentionInBlocks.apply(*given, keys.square, mask, plain) if in_blocks else plain(*given)
+    means = KeyMeans(*kept)
+    return (out if mask is None else out.masked_fill(~_per_query_head(means.seen, q), 0.0)).to(v.dtype), means
+
+
+def attend_means(q: Tensor, means: KeyMeans, features: LogLinear) -> Tensor:
+    """Every query attends to all keys in `means`, in at least fp32.
+
+    Args:
+        q: queries, (B, H, L, d).
+        means: of the keys.
+        features: of the queries, with the offset of both sides and the signs.
+    """
+    rows, signs = features.rows, features.signs
+    offset = features.offset if features.offset.dim() == 1 else features.offset[..., None, None, :]
+    size = block_tokens(q, rows.shape[-2])
+
+    def blocks() -> Iterator[Tensor]:
+        for (queries,) in split_tokens(size, q):
+            logs = query_logarithms(queries.to(rows.dtype), rows, means.log_weight.shape[1])
+            weights = logs.add_(means.log_weight[:, :, None, None] + offset).softmax(-1)
+            if signs is not None:
+                weights = weights * signs
+            out = weights @ means.values.unsqueeze(2)
+            yield (out if signs is None else out / weights.sum(-1, keepdim=True)).flatten(1, 2)
+
+    with full_precision(q):
+        return joined(blocks(), size, q.shape[-2])
+
+
+def _per_query_head(seen: Tensor, q: Tensor) -> Tensor:
+    """(B, G) -> (B, H, 1, 1)."""
+    return seen.repeat_interleave(q.shape[1] // seen.shape[1], 1)[..., None, None]

@@ -1,0 +1,203 @@
+"""Causal attention over positive exponential features, from their logarithms: exact when keys differ by e^hundreds.
+
+    out_i = Σ_r φ_r(q_i) Σ_{j<=i} ψ_r(k_j) v_j / Σ_r φ_r(q_i) Σ_{j<=i} ψ_r(k_j),     a = log φ(q), b = log ψ(k)
+
+What lies before a chunk enters through the means M and weights log Z of its keys (`exponential_attention.py`), chunk by
+chunk of 64 tokens. Within a chunk, weights are formed and cut to the lower triangle. Two ways to do so:
+
+    direct    φ and ψ at one scale per feature, the largest of all keys so far and in this block: e^{a + u} and e^{b − u}.
+              Two exponentials per feature. What a row sees must not vanish beside keys that come after it: its
+              denominator tells, and where one is too small the block is done again the other way.
+    careful   A = φ ψᵀ with queries and keys each at a scale of their own, spread over the whole range of fp32; then one
+              softmax over [a + log Z, log A], whose scales are those of the row. For graphs and accelerators too.
+
+One token alone needs neither: its key is added to the means, and then it sees all keys there are.
+
+Shapes: q (B, H, L, d), k (B, G, L, d), v (B, G, L, D) -> (B, H, L, D); inside, a (B, G, chunks, H/G · 64, m) and b
+(B, G, chunks, 64, m). Time O(L m D + L (m + D) · 64) per head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from snnk_peft.functional.blocks import block_count, block_tokens, exporting, joined, split_tokens
+from snnk_peft.functional.exponential_attention import KeyMeans, attend_means, key_means, means_of
+from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
+from snnk_peft.functional.precision import full_precision
+
+TOKENS = 64  # per chunk
+LEAST = 2.0**-60  # of a denominator, relative to the largest that it could be: terms lost to underflow are e^-45 of it
+SPREAD = 40.0  # careful: features are at most e^40, products at most e^80; below e^-44 gradients would overflow
+
+
+def causal_exponential_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: LogLinear,
+    keys: LogLinear,
+    mask: Tensor | None = None,
+    state: KeyMeans | None = None,
+) -> tuple[Tensor, KeyMeans]:
+    """Query i attends to keys 0..i, and to all keys in `state` before them.
+
+    Args:
+        q: queries, (B, H, L, d).
+        k: keys, (B, G, L, d).
+        v: values, (B, G, L, D).
+        queries: their features.
+        keys: theirs, with the same signs.
+        mask: (B, L) bool, True where a key counts.
+        state: to continue from.
+
+    Returns:
+        (B, H, L, D) in the dtype of v, 0 where no key counts, and M and log Z behind the last key.
+    """
+    queries = queries._replace(offset=queries.offset + keys.offset, signs=keys.signs)
+    length, size = q.shape[-2], block_tokens(q, queries.rows.shape[-2])
+
+    def blocks() -> Iterator[Tensor]:
+        nonlocal state
+        for block in split_tokens(size, q, k, v, mask):
+            out, state = _causal_block(*block, queries, keys, state, careful=size is None)
+            yield out.to(v.dtype)
+
+    with full_precision(v):
+        if not exporting() and length == 1:
+            seen = None if mask is None else _rows_with_keys(mask, state, k.shape[1])
+            state = key_means(k, v, keys, mask, state)
+            return _rows_zeroed(attend_means(q, state, queries), seen, q.shape[1]).to(v.dtype), state
+        out = joined(blocks(), size, length)
+        assert state is not None
+        return out, state
+
+
+def _causal_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    queries: LogLinear,
+    keys: LogLinear,
+    state: KeyMeans | None,
+    *,
+    careful: bool,
+) -> tuple[Tensor, KeyMeans]:
+    """The same for some tokens, in at least fp32."""
+    rows, groups, length = queries.rows, k.shape[1], q.shape[-2]
+    q, k, v = (t.to(rows.dtype) for t in (q, k, v))
+    seen = None if mask is None else _rows_with_keys(mask, state, groups)
+    if state is None:
+        shape = (*k.shape[:2], rows.shape[-2])
+        state = KeyMeans(v.new_zeros(*shape, v.shape[-1]), v.new_full(shape, ABSENT))
+    chunk = TOKENS if exporting() else min(TOKENS, length)
+    chunks = block_count(length, chunk)
+    padding = chunks * chunk - length
+    offset = queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]
+    values = _in_chunks(v, chunks, padding, 0.0)
+
+    def logarithms() -> tuple[Tensor, Tensor]:
+        a = _in_chunks(query_logarithms(q, rows, groups).add_(offset), chunks, padding, 0.0)
+        b = _in_chunks(key_logarithms(k, keys.rows, keys.square, mask), chunks, padding, ABSENT)
+        # Rows of all query heads of a group side by side, chunk by chunk.
+        return a.transpose(2, 3).flatten(3, 4), b
+
+    def tokens(rows: Tensor) -> Tensor:
+        rows = rows.unflatten(3, (-1, chunk)).transpose(2, 3).flatten(3, 4)
+        return (rows[..., :length, :] if exporting() or padding else rows).flatten(1, 2)
+
+    if not careful:
+        numerator, denominator, behind = _direct(*logarithms(), values, state, queries.signs)
+        small = tokens(denominator.detach()).squeeze(-1).abs() < LEAST
+        if not bool((small if seen is None else small & seen.repeat_interleave(q.shape[1] // groups, 1)).any()):
+            denominator = denominator if seen is None else torch.where(denominator == 0, 1.0, denominator)
+            return _rows_zeroed(tokens(numerator / denominator), seen, q.shape[1]), behind
+    out, behind = _careful(*logarithms(), values, state, queries.signs)
+    return _rows_zeroed(tokens(out), seen, q.shape[1]), behind
+
+
+def _in_chunks(x: Tensor, chunks: int, padding: int, value: float) -> Tensor:
+    """(..., L, n) -> (..., chunks, tokens, n)."""
+    if exporting() or padding:
+        x = torch.nn.functional.pad(x, (0, 0, 0, padding), value=value)
+    # Contiguous: what is used in two products would be copied for each.
+    return x.contiguous().unflatten(-2, (chunks, -1))
+
+
+def _rows_with_keys(mask: Tensor, state: KeyMeans | None, groups: int) -> Tensor:
+    """Whether a row has a key, (B, G, L)."""
+    own = (mask.long().cumsum(-1) > 0)[:, None].expand(-1, groups, -1)
+    return own if state is None else own | state.seen.unsqueeze(-1)
+
+
+def _rows_zeroed(out: Tensor, seen: Tensor | None, heads: int) -> Tensor:
+    """(B, H, L, D) with 0 where a row has no key."""
+    if seen is None:
+        return out
+    return out.masked_fill(~seen.repeat_interleave(heads // seen.shape[1], 1).unsqueeze(-1), 0.0)
+
+
+def _direct(
+    a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, signs: Tensor | None
+) -> tuple[Tensor, Tensor, KeyMeans]:
+    """Numerators (B, G, chunks, rows, D), denominators (..., 1), and the state behind the last chunk."""
+    top = torch.maximum(b.detach().amax((-3, -2)), state.log_weight.detach())
+    psi = b.sub_(top[:, :, None, None]).exp_()
+    before = (state.log_weight - top).exp()
+    # The part of the largest weight that cancels; e^(a + top) alone could overflow.
+    phi = a.add_(top[:, :, None, None]).softmax(-1)
+    phi = phi if signs is None else phi * signs
+    sums, totals = psi.mT @ v, psi.sum(-2)
+    shape, sums = sums.shape[-2:], sums.flatten(-2)
+    earlier = sums.new_ones(sums.shape[2], sums.shape[2]).tril(-1)
+    S = (earlier @ sums).add_((before.unsqueeze(-1) * state.values).flatten(-2).unsqueeze(2))
+    z = (earlier @ totals).add_(before.unsqueeze(2))
+    weights = phi @ psi.mT
+    weights.unflatten(-2, (-1, b.shape[-2])).tril_()
+    numerator = (phi @ S.unflatten(-1, shape)).add_(weights @ v)
+    denominator = (phi @ z.unsqueeze(-1)).add_(weights.sum(-1, keepdim=True))
+    total = z[:, :, -1] + totals[:, :, -1]
+    values = (S[:, :, -1] + sums[:, :, -1]).unflatten(-1, shape) / total.unsqueeze(-1)
+    return numerator, denominator, KeyMeans(values, total.log() + top)
+
+
+def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, signs: Tensor | None) -> tuple[Tensor, KeyMeans]:
+    """Results (B, G, chunks, rows, D), and the state behind the last chunk."""
+    chunk = b.shape[-2]
+    prefixes, behind = _prefixes(means_of(b.clone(), v), state)
+    top = b.detach().amax(-2, keepdim=True)
+    top = torch.where(top > ABSENT / 2, top, 0.0)
+    b = b - top
+    key_scale = b.detach().amax(-1, keepdim=True)
+    from_keys = a + top
+    query_scale = from_keys.detach().amax(-1, keepdim=True)
+    phi = (from_keys - query_scale).add_(SPREAD - math.log(b.shape[-1])).exp_()
+    # Scales are taken out first: beside ABSENT, the spread would be rounded away or blown up.
+    products = (phi if signs is None else phi * signs) @ (b - key_scale).add_(SPREAD).exp_().mT
+    logs = products.abs().clamp_min(math.exp(-SPREAD - 4)).log()
+    later = b.new_full((chunk, chunk), 2 * ABSENT).triu(1)
+    logs = logs.unflatten(-2, (-1, chunk)) + (key_scale.mT + (math.log(b.shape[-1]) - 2 * SPREAD) + later).unsqueeze(-3)
+    weights = torch.cat((a - query_scale + prefixes.log_weight.unsqueeze(-2), logs.flatten(-3, -2)), -1).softmax(-1)
+    if signs is not None:
+        weights = weights * torch.cat((signs.expand(a.shape), products.detach().sign()), -1)
+    out = weights @ torch.cat((prefixes.values, v), -2)
+    return out if signs is None else out / weights.sum(-1, keepdim=True), behind
+
+
+def _prefixes(chunks: KeyMeans, state: KeyMeans) -> tuple[KeyMeans, KeyMeans]:
+    """M and log Z before each chunk, (B, G, chunks, m, D) and (B, G, chunks, m), and behind the last one."""
+    values = torch.cat((state.values.unsqueeze(2), chunks.values), 2)
+    log_weight = torch.cat((state.log_weight.unsqueeze(2), chunks.log_weight), 2)
+    count = log_weight.shape[2]
+    later = log_weight.new_full((count, count), 2 * ABSENT).triu(1)
+    # Row x of each feature: the weights of the state and of chunks 0..x-1, (B, G, m, chunks + 1, chunks + 1).
+    seen = log_weight.transpose(2, 3).unsqueeze(-2) + later
+    means = torch.einsum("bgrxc,bgcrd->bgxrd", seen.softmax(-1), values)
+    weights = seen.logsumexp(-1).transpose(2, 3)
+    last = KeyMeans(means[:, :, -1], weights[:, :, -1])
+    return KeyMeans(means[:, :, :-1], weights[:, :, :-1]), last

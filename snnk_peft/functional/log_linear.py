@@ -1,0 +1,83 @@
+"""Positive features by their logarithms: log f_r(x) = ω_r·x + c_r − |x|²_Q, linear in x but for one number per vector.
+
+All positive estimates of the softmax kernel are of this form (`components/base_exponential.py`). Attention wants the
+logarithms: what several features or tokens have in common can then be taken out before anything is exponentiated, so
+that nothing overflows and nothing that counts vanishes. |x|²_Q = xᵀQx is common to all features of a vector: of queries
+it cancels. Shapes: x (..., L, d), rows (m, d) or (..., m, d), logarithms (..., L, m).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The logarithm of what does not count, a masked key or no key at all: finite, since −∞ − (−∞) has no value and no
+# gradient, and so far below every other logarithm that its exponential beside one of them is exactly 0.
+ABSENT = -1e9
+
+
+class LogLinear(NamedTuple):
+    """Features exp(rows·x + offset − |x|²) · signs of vectors x.
+
+    Attributes:
+        rows: (m, d), or one per leading index (..., m, d).
+        offset: (m,) or (..., m).
+        square: Q of |x|², without gradient: one number for Q = square · I, (..., 1, d) for a diagonal, or (..., d, d).
+        signs: ±1 (m,), or None where all are positive.
+    """
+
+    rows: Tensor
+    offset: Tensor
+    square: float | Tensor
+    signs: Tensor | None = None
+
+    def of_scaled(self, factor: float) -> LogLinear:
+        """The same features as functions of x where these are of factor · x."""
+        return self._replace(rows=self.rows * factor, square=self.square * factor**2)
+
+
+def stack_heads(parts: list[LogLinear]) -> LogLinear:
+    """Features of several heads as one, for vectors (B, heads, L, d); leading dimensions of each are (B)."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    square = first.square
+    if isinstance(square, Tensor) and square.dim() > 0:
+        square = torch.stack([torch.as_tensor(part.square) for part in parts], -3)
+    rows, offset = torch.stack([part.rows for part in parts], -3), torch.stack([part.offset for part in parts], -2)
+    return LogLinear(rows, offset, square, first.signs)
+
+
+def half_norms(x: Tensor, square: float | Tensor) -> Tensor:
+    """|x|²_Q, (..., L, 1); the plain norm needs no temporary of the size of x."""
+    if not isinstance(square, Tensor) or square.dim() == 0:  # a traced graph makes numbers tensors
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() * square
+    weighted = x * square if square.shape[-2] == 1 else x @ square
+    return (weighted * x).sum(-1, keepdim=True)
+
+
+def key_logarithms(k: Tensor, rows: Tensor, square: float | Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logarithms of the features of keys, without offset: (B, G, N, d) -> (B, G, N, m); the caller may overwrite them.
+
+    Args:
+        k: keys in at least fp32.
+        rows: (m, d) or (B, G, m, d).
+        square: see `LogLinear`.
+        mask: (B, N) bool, True where a key counts.
+    """
+    logs = (k @ rows.mT).sub_(half_norms(k, square))
+    return logs if mask is None else logs.masked_fill_(~mask[:, None, :, None], ABSENT)
+
+
+def query_logarithms(q: Tensor, rows: Tensor, groups: int) -> Tensor:
+    """Logarithms of the features of queries, without offset: (B, H, L, d) -> (B, G, H/G, L, m), likewise.
+
+    Args:
+        q: queries in at least fp32.
+        rows: (m, d) or (B, G, m, d).
+        groups: G, number of key heads.
+    """
+    q = q.unflatten(1, (groups, -1))
+    return q @ (rows.mT if rows.dim() == 2 else rows.mT.unsqueeze(-3))
