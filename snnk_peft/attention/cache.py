@@ -27,7 +27,7 @@ class RecurrentCache(Cache):
     """A cache whose size does not grow with the number of tokens, for a causal model with linear attention.
 
     Chunked prefill, beam search, padding on the left, and `copy.deepcopy` of a cache that holds a common prompt work as
-    with other caches; only cropping does not.
+    with other caches, and so does pickling; only cropping does not.
 
     Args:
         model: from `get_snnk_model`, or a bundle. Which layers are linear is read off when the cache is made; a cache
@@ -78,7 +78,9 @@ class RecurrentByDefault:
     """Stands in for a model's `prepare_inputs_for_generation`: the cache that `generate` made becomes a RecurrentCache.
 
     This method is how transformers lets a model decide about its inputs. Only an empty, growing cache that `generate`
-    made itself is exchanged, and only while some layer is linear; one that the caller gave stays.
+    made itself is exchanged, and only while some layer is linear; one that the caller gave stays. The assistant of
+    another model keeps its growing cache, since tokens that are not accepted are taken back from it; what tells it is
+    that its first step is not announced as the first.
 
     Args:
         model: the model that generates.
@@ -92,6 +94,7 @@ class RecurrentByDefault:
         """As the model's own method."""
         cache: Any = kwargs.get("past_key_values")
         made_by_generate = type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False)
+        made_by_generate = made_by_generate and bool(kwargs.get("is_first_iteration"))
         if made_by_generate and not cache.offloading and cache.get_seq_length() == 0 and linear_layers(self.model):
             kwargs["past_key_values"] = RecurrentCache(self.model)
         return type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
