@@ -51,7 +51,9 @@ def test_documents_are_kept_apart(name, fields):
     plain = causal_model(name)
     model = trained(patched(copy.deepcopy(plain), **fields), std=1.0)
     row = packed()
-    rows = {key: torch.cat((value, value.roll(5, 1))) for key, value in row.items()}  # the second begins inside a document
+    rows = {
+        key: torch.cat((value, value.roll(5, 1))) for key, value in row.items()
+    }  # the second begins inside a document
     with torch.no_grad():
         apart = one_by_one(model)
         assert torch.allclose(model(**row, use_cache=False).logits, apart, rtol=1e-4, atol=1e-4)

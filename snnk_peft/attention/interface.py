@@ -24,7 +24,6 @@ from snnk_peft.attention.documents import attend_per_document, packed_documents,
 from snnk_peft.attention.mask_functions import read_mask_function
 from snnk_peft.attention.softmax import pairwise_mask, softmax_attention
 from snnk_peft.errors import UnsupportedError
-from snnk_peft.functional.blocks import exporting
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 __all__ = ["NAME", "kernel_attention_forward", "padding_mask", "pairwise_mask"]
@@ -53,14 +52,11 @@ def padding_mask(
     Raises:
         UnsupportedError: a mask of another shape or pattern, which linear attention cannot honour.
     """
-    pattern = read_mask_function(mask_function)
-    if pattern.documents is not None:  # only without an attention mask and a cache
-        if exporting():
-            raise UnsupportedError(
-                "a graph is exported without an attention_mask, so that positions decide what is a document; linear "
-                "attention needs their values. Export with an attention_mask among the inputs (ones where nothing is "
-                "padded)"
-            )
+    # Only what is causal can be packed; masks that are not come with a permission to skip them.
+    bidirectional = mask_function is None or "allow_is_bidirectional_skip" in kwargs
+    alone = attention_mask is None and kv_length == q_length
+    pattern = read_mask_function(mask_function, may_be_packed=alone and not bidirectional)
+    if pattern.documents is not None:
         return pattern.documents.expand(batch_size, -1).contiguous()
     end = kv_offset + kv_length
     if pattern.causal and kv_length != q_length:  # reading the offset of a static cache waits for the accelerator

@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 )
 
 from snnk_peft.errors import UnsupportedError
+from snnk_peft.functional.blocks import exporting
 
 
 class MaskPattern(NamedTuple):
@@ -50,27 +51,45 @@ PACKED = _code(packed_sequence_mask_function(torch.empty(0)))
 BANDS = {_code(sliding_window_overlay(1)), _code(sliding_window_bidirectional_overlay(1))}
 
 
-@torch.compiler.assume_constant_result  # a compiler cannot look into closures, and need not: patterns do not change
-def read_mask_function(function: Callable[..., Any] | None) -> MaskPattern:
+def read_mask_function(function: Callable[..., Any] | None, *, may_be_packed: bool) -> MaskPattern:
     """The pattern of a mask function, None standing for everything.
+
+    Args:
+        function: given to the mask interface.
+        may_be_packed: whether it may hold documents: there is neither an attention mask nor a cache.
 
     Raises:
         UnsupportedError: it contains a part that linear attention cannot honour, or that is unknown.
     """
+    if not torch.compiler.is_compiling():
+        return _pattern(function)
+    # A compiler cannot look into closures. Without documents it need not: such patterns never change.
+    outside = may_be_packed and function is not causal_mask_function
+    return _pattern_outside_graph(function) if outside else _constant_pattern(function)
+
+
+def _pattern(function: Callable[..., Any] | None) -> MaskPattern:
     if function is None or function is bidirectional_mask_function:
         return MaskPattern(False, None)
     if function is causal_mask_function:
         return MaskPattern(True, None)
     code = _code(function)
     if code == ALL_OF:
-        parts = [read_mask_function(part) for part in _made_with(function, "mask_functions")]
-        documents = [part.documents for part in parts if part.documents is not None]
-        if len(documents) < 2:
-            return MaskPattern(any(part.causal for part in parts), documents[0] if documents else None)
+        parts = [_pattern(part) for part in _made_with(function, "mask_functions")]
+        found = [part.documents for part in parts if part.documents is not None]
+        if len(found) < 2:
+            return MaskPattern(any(part.causal for part in parts), found[0] if found else None)
     if code == REMAPPED:  # positions within documents, which differ by as much as those within the row
-        return read_mask_function(_made_with(function, "mask_function"))
+        return _pattern(_made_with(function, "mask_function"))
     if code == PACKED:
-        return MaskPattern(False, _made_with(function, "packed_sequence_mask"))
+        documents = _made_with(function, "packed_sequence_mask")
+        if exporting():
+            raise UnsupportedError(
+                "a graph is exported without an attention_mask, so that positions decide what is a document; linear "
+                "attention needs their values. Export with an attention_mask among the inputs (ones where nothing is "
+                "padded)"
+            )
+        return MaskPattern(False, documents if bool((documents != documents[:, :1]).any()) else None)
     if code in BANDS:
         return MaskPattern(False, None)
     raise UnsupportedError(
@@ -79,6 +98,14 @@ def read_mask_function(function: Callable[..., Any] | None) -> MaskPattern:
         "no prefix that is seen from both sides, no blocks of images, no chunks and no mask of one's own. Leave "
         "`attention` out for this model, or the arguments that ask for such a mask"
     )
+
+
+_constant_pattern = torch.compiler.assume_constant_result(_pattern)
+_pattern_outside_graph = torch.compiler.disable(
+    _pattern,
+    reason="without an attention_mask, positions decide what is a document, and linear attention needs their values; "
+    "pass an attention_mask (ones where nothing is padded) to compile in one graph",
+)
 
 
 def _made_with(function: Callable[..., Any], name: str) -> Any:
