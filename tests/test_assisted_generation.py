@@ -76,7 +76,7 @@ def test_a_copy_continues_the_text(fields, way):
     assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=empty), first)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, first.shape[1] - 12), value=1)
     again = way(way(cache))
-    assert again.nbytes == cache.nbytes and again.get_seq_length() == cache.get_seq_length()
+    assert (again.nbytes, again.get_seq_length()) == (cache.nbytes, cache.get_seq_length())
     expected = model.generate(input_ids=first, attention_mask=mask, **GREEDY, past_key_values=cache)
     assert expected.shape[1] > first.shape[1]
     found = model.generate(input_ids=first, attention_mask=mask, **GREEDY, past_key_values=again)

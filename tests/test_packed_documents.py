@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from transformers import DataCollatorWithFlattening
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 
 from snnk_peft import bundle
 from snnk_peft.attention import RecurrentCache
@@ -132,8 +132,9 @@ def test_windows_within_documents(window):
             )
 
 
-def test_what_cannot_be_kept_apart_is_refused():
-    model = patched(causal_model("llama"), num_features=16)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_cannot_be_kept_apart_is_refused(name):
+    model = patched(causal_model(name), num_features=16)
     row = packed()
     with torch.no_grad():
         for given in ({}, {"past_key_values": RecurrentCache(model)}):  # transformers looks for no documents then
@@ -143,29 +144,32 @@ def test_what_cannot_be_kept_apart_is_refused():
             model(**row, use_cache=False, output_attentions=True)
         mask = torch.ones_like(row["input_ids"])
         model(**row, attention_mask=mask)  # one text with positions of its own
-        model(input_ids=row["input_ids"], position_ids=torch.arange(7, 27)[None])
+        positions = torch.arange(7, 27)[None]
+        model(input_ids=row["input_ids"], position_ids=positions)
+        positions[:, 5:] -= 5
+        with pytest.raises(UnsupportedError, match="use_cache=False"):
+            model(input_ids=row["input_ids"], position_ids=positions)
         model.generate(**left_padded(), max_new_tokens=2)
 
 
-@pytest.mark.parametrize("kind", ["or", "and", "blocks", "chunks"])
-def test_masks_of_pairs_are_refused(kind):
-    """What gemma3 and paligemma ask for (images seen from both sides, prefixes), and llama4 (chunks)."""
-    from transformers.masking_utils import create_chunked_causal_mask
+MASKS_OF_PAIRS = [
+    {"or_mask_function": lambda b, h, q, k: k < 3},
+    {"and_mask_function": lambda b, h, q, k: k > 1},
+    {"block_sequence_ids": torch.tensor([[0, 0, 1, 1, -1, -1]] * 2)},
+    {},
+]
 
-    model = patched(causal_model("llama"), num_features=16)
-    config = model.get_base_model().config
-    given = {"attention_mask": None, "past_key_values": None, "inputs_embeds": torch.zeros(2, 6, 32)}
-    assert create_causal_mask(config=config, **given) is None
+
+@pytest.mark.parametrize("asked", MASKS_OF_PAIRS, ids=["or", "and", "blocks", "chunks"])
+def test_masks_of_pairs_are_refused(asked):
+    """What gemma3 and paligemma ask for (images seen from both sides, prefixes), and llama4 (chunks)."""
+    config = patched(causal_model("llama"), num_features=16).get_base_model().config
+    config.attention_chunk_size = 3
+    given = {"config": config, "attention_mask": None, "past_key_values": None, "inputs_embeds": torch.zeros(2, 6, 32)}
+    assert create_causal_mask(**given) is None
+    create = create_causal_mask if asked else create_chunked_causal_mask
     with pytest.raises(UnsupportedError, match="no prefix"):
-        if kind == "or":
-            create_causal_mask(config=config, **given, or_mask_function=lambda b, h, q, k: k < 3)
-        elif kind == "and":
-            create_causal_mask(config=config, **given, and_mask_function=lambda b, h, q, k: k > 1)
-        elif kind == "blocks":
-            create_causal_mask(config=config, **given, block_sequence_ids=torch.tensor([[0, 0, 1, 1, -1, -1]] * 2))
-        else:
-            config.attention_chunk_size = 3
-            create_chunked_causal_mask(config=config, **given)
+        create(**given, **asked)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from snnk_peft.errors import UnsupportedError
 
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+CONSECUTIVE = "snnk_consecutive"  # attribute of position_ids: the version of them that does not restart
+NUMBERS = torch.int32  # of documents in a mask; padding is bool, and masks that are neither are not from padding_mask
 
 
-def attend_per_document(attend: Attention, documents: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_per_document(attend: Callable[..., Tensor], documents: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """(B, L, H, D): attention within documents.
 
     Args:
@@ -57,7 +58,7 @@ def packed_documents(mask: Tensor | None, query: Tensor, key: Tensor, options: d
     """(B, L) numbers of documents, or None where no row is packed.
 
     Args:
-        mask: integers if `padding_mask` found documents, else bool or None.
+        mask: int32 if `padding_mask` found documents, else bool or None.
         query: (B, H, L, d).
         key: (B, G, N, d).
         options: of the attention function. `cu_seq_lens_q`, from DataCollatorWithFlattening, says where each document
@@ -66,7 +67,7 @@ def packed_documents(mask: Tensor | None, query: Tensor, key: Tensor, options: d
     Raises:
         UnsupportedError: `cu_seq_lens_q` does not say so of these tokens.
     """
-    documents = None if mask is None or mask.dtype == torch.bool else mask
+    documents = mask if mask is not None and mask.dtype == NUMBERS else None
     ends, of_keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if ends is None:
         return documents
@@ -93,9 +94,13 @@ def refuse_restarts(position_ids: Tensor | None) -> None:
         return
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or position_ids.device.type == "meta":
         return
+    version = None if position_ids.is_inference() else position_ids._version
+    if version is not None and getattr(position_ids, CONSECUTIVE, None) == version:
+        return  # the layer before has asked; asking waits for the accelerator
     if (position_ids.diff(dim=-1) != 1).any():
         raise UnsupportedError(
             "position_ids restart within a row, as in packed documents, while a cache is in use: transformers does not "
             "tell documents apart then, and each would see those before it. Pass use_cache=False (or set "
             "model.config.use_cache = False) to keep them apart, or an attention_mask if the row is one text"
         )
+    setattr(position_ids, CONSECUTIVE, version)

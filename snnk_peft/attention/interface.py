@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import output_capturing
 
 from snnk_peft.attention.bands import band_width, refuse_narrow_band
-from snnk_peft.attention.documents import attend_per_document, packed_documents, refuse_restarts
+from snnk_peft.attention.documents import NUMBERS, attend_per_document, packed_documents, refuse_restarts
 from snnk_peft.attention.mask_functions import read_mask_function
 from snnk_peft.attention.softmax import pairwise_mask, softmax_attention
 from snnk_peft.errors import UnsupportedError
@@ -46,8 +46,8 @@ def padding_mask(
     """What a mask says of single keys, or None where all count.
 
     Returns:
-        (batch, tokens) of bool, True for tokens that count; or of integers, the numbers of packed documents. Tokens are
-        all from the first to the last query.
+        (batch, tokens) of bool, True for tokens that count; or of int32, the numbers of packed documents. The tokens
+        are all from the first to the last query.
 
     Raises:
         UnsupportedError: a mask of another shape or pattern, which linear attention cannot honour.
@@ -57,7 +57,7 @@ def padding_mask(
     alone = attention_mask is None and kv_length == q_length
     pattern = read_mask_function(mask_function, may_be_packed=alone and not bidirectional)
     if pattern.documents is not None:
-        return pattern.documents.expand(batch_size, -1).contiguous()
+        return pattern.documents.expand(batch_size, -1).to(NUMBERS).contiguous()
     end = kv_offset + kv_length
     if pattern.causal and kv_length != q_length:  # reading the offset of a static cache waits for the accelerator
         end = min(end, int(q_offset) + q_length)
@@ -107,10 +107,11 @@ def kernel_attention_forward(
         UnsupportedError: a mask, a band or a bias that linear attention cannot honour, or weights of too long an input.
     """
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.dtype not in (torch.bool, NUMBERS)):
         raise UnsupportedError(
-            f"{type(module).__name__} received an attention mask of shape {tuple(attention_mask.shape)}; expected the "
-            "padding mask (batch, keys). Masks and biases per pair of tokens need softmax attention"
+            f"{type(module).__name__} received an attention mask of shape {tuple(attention_mask.shape)} and "
+            f"{attention_mask.dtype}; expected the padding mask (batch, keys) of bool. Masks and biases per pair of "
+            "tokens need softmax attention"
         )
     refuse_biases(module, kwargs)
     weights_wanted = wants_weights(kwargs)
@@ -122,7 +123,7 @@ def kernel_attention_forward(
     documents = packed_documents(attention_mask, query, key, kwargs)
     if kernel is not None:
         refuse_narrow_band(module, kernel.near_field, window, seen)
-        if attention_mask is None and documents is None:
+        if causal and attention_mask is None and documents is None:
             refuse_restarts(kwargs.get("position_ids"))
     if documents is not None and (weights_wanted or recurrent is not None):
         raise UnsupportedError(
