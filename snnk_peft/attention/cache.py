@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from snnk_peft.attention.interface import NAME, active_kernel
 from snnk_peft.attention.recurrent_layer import GROWING, RecurrentLayer
@@ -27,7 +27,7 @@ class RecurrentCache(Cache):
     """A cache whose size does not grow with the number of tokens, for a causal model with linear attention.
 
     Chunked prefill, beam search, padding on the left, and `copy.deepcopy` of a cache that holds a common prompt work as
-    with other caches; only cropping does not.
+    with other caches, and so does pickling; only cropping does not.
 
     Args:
         model: from `get_snnk_model`, or a bundle. Which layers are linear is read off when the cache is made; a cache
@@ -78,7 +78,9 @@ class RecurrentByDefault:
     """Stands in for a model's `prepare_inputs_for_generation`: the cache that `generate` made becomes a RecurrentCache.
 
     This method is how transformers lets a model decide about its inputs. Only an empty, growing cache that `generate`
-    made itself is exchanged, and only while some layer is linear; one that the caller gave stays.
+    made itself is exchanged, and only while some layer is linear; one that the caller gave stays. The assistant of
+    another model gets a growing cache that keeps all keys, since tokens that are not accepted are taken back from it;
+    what tells an assistant is that its first step is not announced as the first.
 
     Args:
         model: the model that generates.
@@ -92,8 +94,13 @@ class RecurrentByDefault:
         """As the model's own method."""
         cache: Any = kwargs.get("past_key_values")
         made_by_generate = type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False)
-        if made_by_generate and not cache.offloading and cache.get_seq_length() == 0 and linear_layers(self.model):
-            kwargs["past_key_values"] = RecurrentCache(self.model)
+        if made_by_generate and not cache.offloading and cache.get_seq_length() == 0:
+            linear = linear_layers(self.model)
+            if linear and kwargs.get("is_first_iteration"):
+                kwargs["past_key_values"] = RecurrentCache(self.model)
+            else:
+                for index in linear:  # instead of one that drops what is outside of a window
+                    cache.layers[index] = DynamicLayer()
         return type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
 
 

@@ -8,12 +8,13 @@ model that does not pass the keys on untouched is noticed at the next step.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from snnk_peft.attention.interface import CACHE_LAYER, NAME
@@ -22,6 +23,40 @@ from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import KernelState, continue_attention
 
 GROWING = "past_key_values=transformers.DynamicCache(config=model.config)"  # what to pass where sums are not enough
+
+
+class Maker:
+    """Which linear attention made the sums: the object itself or, behind a pickle, one with equal tensors.
+
+    Args:
+        kernel: the linear attention. It is not kept alive.
+    """
+
+    def __init__(self, kernel: KernelAttention):
+        self._kernel: weakref.ref[KernelAttention] | None = weakref.ref(kernel)
+        self._digest: str | None = None
+
+    def is_(self, kernel: KernelAttention) -> bool:
+        """Whether `kernel` made them."""
+        return self._digest == tensors_digest(kernel) if self._kernel is None else self._kernel() is kernel
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Maker:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        digest = self._digest
+        if self._kernel is not None and (kernel := self._kernel()) is not None:
+            digest = tensors_digest(kernel)
+        return {"_kernel": None, "_digest": digest}
+
+
+def tensors_digest(module: nn.Module) -> str:
+    """SHA-256 of the names and contents of all tensors of a module."""
+    digest = hashlib.sha256()
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 class RecurrentLayer(CacheLayerMixin):
@@ -40,7 +75,7 @@ class RecurrentLayer(CacheLayerMixin):
         self.state: KernelState | None = None
         self._seen = 0
         self._attended = True
-        self._made_by: weakref.ref[KernelAttention] | None = None
+        self._made_by: Maker | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember the device; there is nothing to allocate before the first token."""
@@ -110,7 +145,7 @@ class RecurrentLayer(CacheLayerMixin):
                 "it was made while this layer had linear attention, and the adapter is now disabled or another one is "
                 f"active. Pass {GROWING} instead"
             )
-        if self._made_by is not None and self._made_by() is not kernel:
+        if self._made_by is not None and not self._made_by.is_(kernel):
             raise UnsupportedError(
                 "the sums in this RecurrentCache were made with the feature maps of another adapter or model, and mean "
                 "nothing to these; make a new RecurrentCache(model), or empty this one with cache.reset()"
@@ -119,7 +154,7 @@ class RecurrentLayer(CacheLayerMixin):
             raise UnsupportedError("a RecurrentCache needs causal attention; this layer also attends to later tokens")
         own = None if mask is None else mask[:, mask.shape[1] - key.shape[-2] :]
         out, self.state = continue_attention(kernel, query, key, value, own, self.state, scaling=scaling)
-        self._made_by = weakref.ref(kernel)
+        self._made_by = Maker(kernel)
         self._attended = True
         return out
 
@@ -168,8 +203,8 @@ class RecurrentLayer(CacheLayerMixin):
         if tokens_to_remove != 0:
             raise UnsupportedError(
                 "a RecurrentCache cannot take tokens back (crop), because a sum does not say what it was made of; "
-                "assisted decoding, prompt look-up and contrastive search need that. Pass "
-                f"{GROWING} to generate for them"
+                "assisted decoding and prompt look-up need that. Pass "
+                f"{GROWING} to generate of the model that is assisted"
             )
 
     @property
