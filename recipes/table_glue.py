@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from _lib.files import write_text
+from _lib.guard import guarded
 from _lib.plots import score_bars
 from _lib.tables import Table, collect, grid, read_reports, spread
-
-from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
@@ -41,19 +40,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/glue", help="folder of recipes/sweep_glue.py")
     parser.add_argument("--out", type=Path, default=ROOT / "model_cards/glue", help="where files and table go")
     arguments = parser.parse_args(argv)
-    try:
-        copied = collect(arguments.runs, arguments.out)
-        table = read_table(arguments.out)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    write_text(arguments.out / "README.md", render(table))
+    return guarded(lambda: write(arguments.runs, arguments.out))
+
+
+def write(runs: Path, out: Path) -> None:
+    """Copy the reports, then render page and figure."""
+    copied = collect(runs, out)
+    table = read_table(out)
+    write_text(out / "README.md", render(table))
     scores = {
         task: {method: spread(reports, "score") for method, reports in row.items()} for task, row in table.items()
     }
-    score_bars(scores, arguments.out / "scores.png", "GLUE dev scores")
-    print(f"{copied} new or changed reports; wrote {arguments.out / 'README.md'} and scores.png")
-    return 0
+    score_bars(scores, out / "scores.png", "GLUE dev scores")
+    print(f"{copied} new or changed reports; wrote {out / 'README.md'} and scores.png")
 
 
 def read_table(out: Path) -> Table:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib.files import read_json, write_text
+from _lib.guard import guarded
 from _lib.tables import grid, read_reports, spread
 
 from snnk_peft.errors import ConfigError
@@ -28,16 +29,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="replace the table in README.md")
     arguments = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         table = render(ROOT)
         if arguments.write:
             readme = ROOT / "README.md"
             write_text(readme, replaced(readme.read_text(encoding="utf-8"), table))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(table)
-    return 0
+        print(table)
+
+    return guarded(work)
 
 
 def replaced(text: str, table: str) -> str:

@@ -9,10 +9,11 @@ under the final name. Reading checks the manifest and every tensor's shape befor
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from _lib.files import flush, read_json, sha256, write_json
+from _lib.files import flush, read_json, remove, sha256, write_json, writing
 from snnk_peft.errors import ConfigError
 
 _NAME = re.compile(r"step-\d{7}")
@@ -61,6 +62,35 @@ def save_checkpoint(
     """
     target = folder / f"step-{state['step']:07d}"
     temporary = folder / f".{target.name}.tmp"
+    with _removed_on_failure(temporary), writing(target):
+        _fill_checkpoint(temporary, model, optimizer, state, accelerator)
+        if accelerator.is_main_process:
+            if target.exists():
+                shutil.rmtree(target)
+            temporary.rename(target)
+            flush(folder)
+    accelerator.wait_for_everyone()
+    return target
+
+
+@contextlib.contextmanager
+def _removed_on_failure(temporary: Path) -> Iterator[None]:
+    """Half a checkpoint must not fill a disk that is full already."""
+    try:
+        yield
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def _fill_checkpoint(
+    temporary: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    accelerator: Any,
+) -> None:
+    """Everything in a checkpoint, its manifest last."""
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -78,12 +108,6 @@ def save_checkpoint(
             flush(file)
         entries = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
         write_json(temporary / "manifest.json", {"format": 1, "files": entries})
-        if target.exists():
-            shutil.rmtree(target)
-        temporary.rename(target)
-        flush(folder)
-    accelerator.wait_for_everyone()
-    return target
 
 
 def verify(checkpoint: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import matplotlib
 
+from _lib.files import replacing
+
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
@@ -54,7 +56,6 @@ def score_bars(
 
 
 def _store(figure: Any, file: Path) -> None:
-    temporary = file.with_name(f".{file.name}.tmp")
-    figure.savefig(temporary, dpi=120, format="png")
+    with replacing(file) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
     pyplot.close(figure)
-    temporary.replace(file)

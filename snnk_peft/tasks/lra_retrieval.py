@@ -39,12 +39,6 @@ def _read(file: Path) -> Sequences:
         for number, label in zip(rows.idx, rows.labels, strict=True)
         if label not in (0, 1)
     ]
-    faults += [
-        f"{file}, line {number + 1}: {name} is empty; expected a text"
-        for name, column in zip(_LAYOUT.text, rows.texts, strict=True)
-        for number, text in zip(rows.idx, column, strict=True)
-        if not text
-    ]
     if faults:
         raise ConfigError(faults[:MAX_FAULTS])
     first, second = ([byte_tokens(text.encode(), MAX_LENGTH) for text in column] for column in rows.texts)
