@@ -164,8 +164,12 @@ def _json(data: Mapping[str, Any] | None, otherwise: str) -> str:
 def _folded(report: Any) -> str:
     if report is None:
         return ""
-    rows = [(", ".join(f"`{path}`" for path in entry.paths), entry.before, entry.after) for entry in report.folded]
-    return "\n\n".join([_table(("modules", "before", "after"), rows), *(f"- {remark}" for remark in report.remarks)])
+    rows = [
+        (", ".join(f"`{path}`" for path in alike.paths), alike.count, alike.folded.before, alike.folded.after)
+        for alike in report.folded_alike()
+    ]
+    header = ("modules", "places", "before", "after")
+    return "\n\n".join([_table(header, rows), *(f"- {remark}" for remark in report.remarks)])
 
 
 def _sizes(folder: Path, report: Any) -> str:

@@ -247,7 +247,7 @@ def test_what_the_system_refuses_is_no_traceback(tmp_path: Path, capsys: pytest.
         guarded(broken)
 
 
-# --- folders that are not there -----------------------------------------------------------------------------------------
+# --- folders that are not there ---------------------------------------------------------------------------------------
 
 
 def test_folders_that_are_not_there_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,11 +266,8 @@ def test_folders_that_are_not_there_are_named(here: Path, capsys: pytest.Capture
         (finetune, ["run.yaml", "model.name_or_path=/nope"], "model.name_or_path is /nope: no such folder; expected a"),
         (finetune, ["run.yaml", "model.name_or_path=./nope"], "model.name_or_path is ./nope: no such folder"),
         (finetune, ["run.yaml", "model.name_or_path=run.yaml/x"], "there is no such folder in"),
-        (
-            finetune,
-            ["run.yaml", "model.name_or_path=empty"],
-            "expected a model there (config.json, ...); found nothing",
-        ),
+        (finetune, ["run.yaml", "model.name_or_path=empty"], "a folder without config.json; expected a model, found"),
+        (finetune, ["run.yaml", "model.name_or_path=orphan"], "an adapter; expected a model: give the adapter's base"),
         (finetune, ["nope.yaml"], "nope.yaml: cannot be read (No such file or directory)"),
     ):
         assert program.main(arguments) == 2, arguments

@@ -11,7 +11,7 @@ import difflib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,11 @@ from snnk_peft.registry import did_you_mean
 
 MAX_FAULTS = 10
 """Faults listed per file; the rest is counted."""
+
+
+def empty_text(column: str, cell: str) -> str | None:
+    """A text has at least one character that is not a space."""
+    return None if cell.strip() else f"{column} is empty; expected a text"
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,8 @@ class TsvLayout:
         labels: the label cells in the order of the integer ids, e.g. `("0", "1")`; None where the label is a number.
         label_range: smallest and largest valid number; only where `labels` is None.
         header: column names of files without a header line; None if the first line names the columns.
-        broken_row_rate: up to this share of rows with too few cells or an empty text is left out with a warning
+        text_fault: (column name, cell) -> what is wrong with a text, or None.
+        broken_row_rate: up to this share of rows with too few cells or a faulty text is left out with a warning
             instead of being refused. Above 0 only where the official file itself is known to have such rows.
     """
 
@@ -41,6 +47,7 @@ class TsvLayout:
     labels: tuple[str, ...] | None = None
     label_range: tuple[float, float] | None = None
     header: tuple[str, ...] | None = None
+    text_fault: Callable[[str, str], str | None] = empty_text
     broken_row_rate: float = 0.0
 
     def parse_label(self, cell: str) -> int | float:
@@ -124,11 +131,10 @@ def _read_rows(path: Path, lines: list[str], first_line: int, header: list[str],
         except ConfigError as error:
             faults.append((number, str(error)))
             continue
-        empty = [name for name, at in zip(layout.text, text_at, strict=True) if not cells[at].strip()]
-        if empty:
-            broken.append(
-                (number, f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty; expected a text")
-            )
+        texts = zip(layout.text, text_at, strict=True)
+        wrong = [fault for name, at in texts if (fault := layout.text_fault(name, cells[at])) is not None]
+        if wrong:
+            broken.append((number, "; ".join(wrong)))
             continue
         for column, at in zip(rows.texts, text_at, strict=True):
             column.append(cells[at])
