@@ -119,9 +119,9 @@ def finetune(request: Request[FinetuneConfig]) -> int:
     load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", bare)
     bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
     if accelerator.is_main_process:
-        if config.output.save_model:
-            save_models(bare, tokenizer, config, folder, state.best["metrics"])
         sizes = {"train": len(examples), **{name: len(part) for name, part in splits.items()}}
+        if config.output.save_model:
+            save_models(bare, tokenizer, config, folder, state.best["metrics"], sizes)
         write_report(folder, config, state, (per_epoch, total), counts, sizes, accelerator.device, ROOT)
         print(f"best score {state.best['score']:.4f} at step {state.best['step']}; everything is in {folder}")
     accelerator.end_training()

@@ -42,6 +42,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.model_card import write_model_card
+from snnk_peft.tasks import TASKS
 from snnk_peft.tasks.stdlib_docs import AREAS, load_sentences
 
 Tick = Callable[[], None]
@@ -246,6 +247,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         base_model="sentence-transformers/all-MiniLM-L6-v2",
         metrics={"accuracy": rows[2].accuracy},
         training={"task": "stdlib_docs", **settings},
+        data=TASKS["stdlib_docs"].source,
+        examples={"train": len(train_half), "test": len(test_half)},
         title="MiniLM-L6 with SNNK layers: areas of the Python standard library",
         license="apache-2.0",
     )

@@ -16,6 +16,7 @@ from typing import Any
 from peft import PeftConfig
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.model_card import write_adapter_card
 from snnk_peft.parts import PARTS, AdapterPart, AttentionPart, FFNPart, Part, PoolerPart, layers_faults
 from snnk_peft.registry import did_you_mean
 
@@ -123,6 +124,17 @@ class SNNKConfig(PeftConfig):
         folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
         config.loaded_from = folder if os.path.isdir(folder) else None
         return config
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """As `peft.PeftConfig.save_pretrained`; beside an adapter's weights it also writes the model card.
+
+        Args:
+            save_directory: folder of the adapter.
+            **kwargs: options of `peft.PeftConfig.save_pretrained`.
+        """
+        super().save_pretrained(save_directory, **kwargs)
+        if os.path.isfile(os.path.join(save_directory, "adapter_model.safetensors")):
+            write_adapter_card(save_directory, self, kwargs.get("auto_mapping_dict"))
 
     def parts(self) -> dict[str, Part]:
         """The parts that are set, by name."""

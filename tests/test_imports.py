@@ -18,6 +18,7 @@ PACKAGE = "snnk_peft"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"registry"},
+    {"model_card"},  # text from plain data
     {"functional"},
     {"projections"},
     {"components"},
@@ -29,7 +30,6 @@ LAYERS: list[set[str]] = [
     {"families"},
     {"patchers", "attention"},
     {"tuner"},
-    {"model_card"},
     {"bundling"},
     {"tasks"},
     {"__init__"},
