@@ -1,5 +1,7 @@
 """Learning curves: the last step of a run is on them, and the single point of a very short run can be seen."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import sys
