@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What a model that gives every example the same answer scores on the official dev sets: the most frequent class
 # (RTE 146 of 277, MRPC 279 of 408 with its F1, SST-2 444 of 872), or a correlation of 0.
 CONSTANT = {"rte": 0.5271, "mrpc": 0.7480, "stsb": 0.0, "cola": 0.0, "sst2": 0.5092}
-# A run that has gone less than this part of the way from there to the best run of its task has stayed on the plateau.
+# A run that has gone at most this part of the way from there to the best run of its task has stayed on the plateau.
 NEAR = 0.25
 # The methods of recipes/sweep_glue.py, in words, in the order of the table.
 NAMES = {
@@ -80,7 +80,7 @@ def on_plateau(task: str, score: float, row: Mapping[str, list[dict[str, Any]]])
     if task not in CONSTANT:
         return False
     best = max(report["score"] for cell in row.values() for report in cell)
-    return score - CONSTANT[task] < NEAR * (best - CONSTANT[task])
+    return score - CONSTANT[task] <= NEAR * (best - CONSTANT[task])
 
 
 def seeds(table: Table) -> list[list[str]]:
@@ -149,7 +149,7 @@ def render(table: Table) -> str:
             *grid(["method", *tasks, "average", "trained parameters"], [*rows, sizes]),
             "",
             "Every seed. A star says that the run stayed on the plateau where it began: from the score of a constant",
-            f"answer ({constants}) it has gone less than {NEAR:.0%} of the way",
+            f"answer ({constants}) it has gone at most {NEAR:.0%} of the way",
             "to the best run of the task.",
             "",
             *grid(["method", *tasks], seeds(table)),

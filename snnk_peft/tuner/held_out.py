@@ -1,4 +1,4 @@
-"""Are the held-out rows of a calibration new? If the same texts stand in both parts, the held-out error says nothing."""
+"""Are the held-out rows of a calibration new? If the same texts stand in both parts, their error says nothing."""
 
 from __future__ import annotations
 
