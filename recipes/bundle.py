@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from _lib.config import load_config
-from _lib.files import write_folder
+from _lib.files import check_writable, write_folder, writing
+from _lib.guard import guarded
 from _lib.models import load_trained
 from _lib.results import load_run
 from _lib.settings import FinetuneConfig
 from _lib.terminal import quiet
 
 from snnk_peft import bundle
-from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
 
 
@@ -35,18 +36,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace an older bundle")
     arguments = parser.parse_args(argv)
     quiet()
-    try:
+
+    def work() -> None:
         small, output = make_bundle(arguments.folder, arguments.task, arguments.output, arguments.overwrite)
-    except (ConfigError, UnsupportedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(small.bundle_report)
-    print(f"written to {output}")
-    return 0
+        print(small.bundle_report)
+        print(f"written to {output}")
+
+    return guarded(work)
 
 
 def make_bundle(folder: Path, task: str | None, output: Path | None, overwrite: bool) -> tuple[Any, Path]:
     """Load, fold, save; returns the bundle and its folder."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {what}; expected a run of recipes/finetune.py or an adapter folder")
     run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None
     if run is None and task is None:
         raise ConfigError(f"{folder} is no run, so it does not say what it was trained on; give --task")
@@ -57,6 +60,7 @@ def make_bundle(folder: Path, task: str | None, output: Path | None, overwrite: 
         raise ConfigError(f"{output} exists; replace it with --overwrite or choose another --output")
     if overwrite and output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
         raise ConfigError(f"--overwrite would delete {output}, which holds no model")
+    check_writable(output.parent)
 
     model, tokenizer = load_trained(folder, TASKS[str(task)]) if run is None else load_run(folder, run)
     small = bundle(model)
@@ -65,7 +69,8 @@ def make_bundle(folder: Path, task: str | None, output: Path | None, overwrite: 
         small.save_pretrained(str(target))
         tokenizer.save_pretrained(str(target))
 
-    output.parent.mkdir(parents=True, exist_ok=True)
+    with writing(output.parent):
+        output.parent.mkdir(parents=True, exist_ok=True)
     write_folder(output, fill)
     return small, output
 

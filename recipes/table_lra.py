@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from _lib.files import write_text
+from _lib.guard import guarded
 from _lib.plots import score_bars
 from _lib.tables import Table, collect, grid, read_reports, spread
 
-from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import LONG_RANGE_TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,17 +49,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/lra", help="folder of recipes/sweep_lra.py")
     parser.add_argument("--out", type=Path, default=ROOT / "model_cards/lra", help="where files and page go")
     arguments = parser.parse_args(argv)
-    try:
-        copied = collect(arguments.runs, arguments.out)
-        table = read_reports(arguments.out, "recipes/sweep_lra.py")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    write_text(arguments.out / "README.md", render(table))
+    return guarded(lambda: write(arguments.runs, arguments.out))
+
+
+def write(runs: Path, out: Path) -> None:
+    """Copy the reports, then render page and figure."""
+    copied = collect(runs, out)
+    table = read_reports(out, "recipes/sweep_lra.py")
+    write_text(out / "README.md", render(table))
     bars = {task: {name: spread(cell, "accuracy") for name, cell in row.items()} for task, row in table.items()}
-    score_bars(bars, arguments.out / "accuracy.png", "Long Range Arena", "test accuracy")
-    print(f"{copied} new or changed reports; wrote {arguments.out / 'README.md'} and accuracy.png")
-    return 0
+    score_bars(bars, out / "accuracy.png", "Long Range Arena", "test accuracy")
+    print(f"{copied} new or changed reports; wrote {out / 'README.md'} and accuracy.png")
 
 
 def render(table: Table) -> str:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from _lib.files import read_json, write_text
+from _lib.guard import guarded
 from _lib.tables import grid, read_reports, spread
+from table_glue import NAMES, on_plateau, rank, read_table
 
 from snnk_peft.errors import ConfigError
 
@@ -28,16 +30,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="replace the table in README.md")
     arguments = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         table = render(ROOT)
         if arguments.write:
             readme = ROOT / "README.md"
             write_text(readme, replaced(readme.read_text(encoding="utf-8"), table))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(table)
-    return 0
+        print(table)
+
+    return guarded(work)
 
 
 def replaced(text: str, table: str) -> str:
@@ -100,17 +101,17 @@ def render(root: Path) -> str:
 
 
 def glue(root: Path) -> str:
-    """Average over the tasks that every shown method ran."""
-    table = read_reports(root / "model_cards/glue", "recipes/sweep_glue.py")
-    names = {
-        "snnk_relu16": "Houlsby adapters",
-        "snnk_relu32_parallel": "parallel adapters",
-        "lora_r8": "LoRA",
-        "linear_probe": "linear probe",
-    }
-    common = [row for row in table.values() if names.keys() <= row.keys()]
-    means = {name: 100 * statistics.mean(spread(row[name], "score")[0] for row in common) for name in names}
-    return f"{len(common)} tasks: " + ", ".join(f"{label} {means[name]:.1f}" for name, label in names.items())
+    """The average of every method that ran, over the tasks that all of them ran, and how many seeds found nothing."""
+    table = read_table(root / "model_cards/glue")
+    methods = sorted({method for row in table.values() for method in row}, key=rank)
+    common = [task for task, row in table.items() if set(methods) <= row.keys()]
+    parts = []
+    for method in methods:
+        mean = statistics.mean(spread(table[task][method], "score")[0] for task in common)
+        runs = [on_plateau(task, report["score"], table[task]) for task in common for report in table[task][method]]
+        stuck = f" ({sum(runs)} of {len(runs)} runs on a plateau)" if any(runs) else ""
+        parts.append(f"{NAMES.get(method, method)} {100 * mean:.1f}{stuck}")
+    return f"{len(common)} tasks ({', '.join(common)}): {', '.join(parts)}"
 
 
 def long_range(root: Path) -> str:

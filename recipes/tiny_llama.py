@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 import transformers
-from _lib.files import write_folder, write_json
+from _lib.files import check_writable, write_folder, write_json
+from _lib.guard import guarded
 from _lib.plots import loss_curves
 from _lib.run_folder import environment
 from rich.console import Console
@@ -142,6 +143,8 @@ def check(arguments: argparse.Namespace) -> None:
             )
         elif not arguments.overwrite:
             faults.append(f"{arguments.output} exists; choose another --output, or replace it with --overwrite")
+    else:
+        check_writable(arguments.output)
     if arguments.steps < 1:
         faults.append(f"--steps is {arguments.steps}; expected >= 1")
     if not arguments.prompt:
@@ -212,7 +215,7 @@ def train(
             optimizer.zero_grad()
             schedule.step()
             losses.append((step, loss.item() / math.log(2)))
-            if step % max(1, steps // 10) == 0:
+            if step % max(1, steps // 10) == 0 or step == steps:
                 held_out.append((step, bits_per_byte(model, test_text)))
             progress.update(task, advance=1, description=f"training, {losses[-1][1]:.2f} bits per byte")
     return {"training": losses, "held out": held_out}
@@ -292,4 +295,4 @@ def report(figures: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

@@ -6,7 +6,8 @@
 
 Settings are `section.key=value`; `--help` lists them. The checkpoint with the best validation score is the one whose
 test accuracy is reported. A run killed at any moment continues with `--resume` and ends with the same weights, bit for
-bit, as one that was never interrupted (on the same number of threads). SIGTERM saves first (exit code 143).
+bit, as one that was never interrupted (on the same number of threads). SIGTERM and Ctrl-C save first (exit codes 143,
+130) and tell the command that continues.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from _lib.loop import make_optimizer
 from _lib.lra_model import build_classifier
 from _lib.lra_results import parameter_counts, write_report
 from _lib.lra_settings import LongRangeConfig, learning_rate
-from _lib.run_folder import SIGTERM_EXIT, StopSignal, peak_memory
+from _lib.run_folder import StopSignal, peak_memory
 from _lib.sequences import SequenceExamples
 from _lib.tracking import Tracker
 from _lib.training import Training
@@ -31,7 +32,7 @@ from snnk_peft.tasks import LONG_RANGE_TASKS
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 143 stopped)."""
+    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch("train_lra.py", __doc__, LongRangeConfig, train_lra, argv)
 
 
@@ -112,8 +113,8 @@ def train_lra(request: Request[LongRangeConfig]) -> int:
     load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", bare)
     metrics = score(model, task, test, train.eval_batch_size, accelerator, stop.received)
     if metrics is None:
-        print(f"SIGTERM: training is done, the test is not; continue with:\n  {request.command}")
-        return SIGTERM_EXIT
+        print(f"{stop.name}: training is done, the test is not; continue with:\n  {request.command}")
+        return stop.exit_code
     if accelerator.is_main_process:
         write_report(folder, config, state, metrics, per_epoch, counts, sizes, memory, max(examples.lengths), ROOT)
         print(

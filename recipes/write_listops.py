@@ -13,7 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from _lib.files import write_folder
+from _lib.files import check_writable, write_folder
+from _lib.guard import guarded
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.listops import write_listops
@@ -32,20 +33,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-args", type=int, default=10, help="most arguments of an operator (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the generator (0)")
     given = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         if given.output.exists():
             raise ConfigError(f"{given.output} exists; choose another --output or delete it")
+        check_writable(given.output)
         sizes = {"train": given.train, "validation": given.validation, "test": given.test}
         faults = [f"--{name} is {size}; expected at least 1" for name, size in sizes.items() if size < 1]
         if faults:
             raise ConfigError(faults)
         bounds = {name: getattr(given, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
         write_folder(given.output, lambda folder: write_listops(folder, sizes, given.seed, **bounds))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {', '.join(f'{size} {name}' for name, size in sizes.items())} expressions to {given.output}")
-    return 0
+        print(f"wrote {', '.join(f'{size} {name}' for name, size in sizes.items())} expressions to {given.output}")
+
+    return guarded(work)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from peft import PeftConfig, TaskType
 
 from snnk_peft.digests import DIGESTS, entry_faults, open_tensors, stamp_entries, stamp_tensors
 from snnk_peft.errors import ConfigError
+from snnk_peft.model_card import write_adapter_card
 from snnk_peft.parts import PARTS, AdapterPart, AttentionPart, FFNPart, Part, PoolerPart, layers_faults
 from snnk_peft.registry import did_you_mean
 
@@ -161,6 +162,17 @@ class SNNKConfig(PeftConfig):
         """The keys that belong neither to a slot nor to a module that is saved in full."""
         own = (".snnk_slots.", *(f".{name}." for name in self.modules_to_save or ()))
         return sorted(key for key in keys if not any(mark in key for mark in own))
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """As `peft.PeftConfig.save_pretrained`; beside an adapter's weights it also writes the model card.
+
+        Args:
+            save_directory: folder of the adapter.
+            **kwargs: options of `peft.PeftConfig.save_pretrained`.
+        """
+        super().save_pretrained(save_directory, **kwargs)
+        if os.path.isfile(os.path.join(save_directory, "adapter_model.safetensors")):
+            write_adapter_card(save_directory, self, kwargs.get("auto_mapping_dict"))
 
     def parts(self) -> dict[str, Part]:
         """The parts that are set, by name."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Protocol
 
 from huggingface_hub import ModelCardData
 
@@ -23,9 +23,29 @@ PIPELINE_TAGS = {
     "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
     "ForMaskedLM": "fill-mask",
+    "ForCausalLM": "text-generation",
     "ForImageClassification": "image-classification",
     "Model": "feature-extraction",
 }
+# PEFT's name for a task -> task head.
+TASK_HEADS = {
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+    "CAUSAL_LM": "ForCausalLM",
+}
+# The title of the card that PEFT writes beside every adapter; whoever edits the card replaces it.
+PEFT_TITLE = "# Model Card for Model ID"
+
+
+class AdapterConfig(Protocol):
+    """What a card takes from the config of an adapter."""
+
+    base_model_name_or_path: str | None
+    task_type: Any
+
+    def parts(self) -> Mapping[str, Any]:
+        """The parts that are set, by name."""
 
 
 def write_model_card(
@@ -40,6 +60,8 @@ def write_model_card(
     title: str | None = None,
     tags: Sequence[str] = (),
     dataset: str | None = None,
+    data: str | None = None,
+    examples: Mapping[str, int] | None = None,
     license: str | None = None,
 ) -> Path:
     """Write README.md with the Hub's YAML header into a model folder.
@@ -54,7 +76,9 @@ def write_model_card(
         training: how the model was trained: text, or the resolved configuration.
         title: heading; the folder's name if None.
         tags: further tags for the Hub.
-        dataset: id of the data set on the Hub that the metrics refer to.
+        dataset: id of the data set on the Hub that the metrics refer to; None if it is not there.
+        data: what the model was trained and evaluated on, in words.
+        examples: split -> how many rows of it were used: "train" for training, the others for the metrics.
         license: licence of the weights, usually that of the base model.
 
     Returns:
@@ -93,6 +117,7 @@ def write_model_card(
         "parts": _json(parts, "The part configuration was not recorded."),
         "folded": _folded(report),
         "sizes": _sizes(folder, report),
+        "data": _data(data, examples),
         "metrics": _table(("metric", "score"), list(metrics.items())) if metrics else "Not evaluated.",
         "training": training if isinstance(training, str) else _json(training, "Not recorded."),
         "version": __version__,
@@ -100,6 +125,26 @@ def write_model_card(
     path = folder / "README.md"
     path.write_text(Template(template()).substitute(fields), encoding="utf-8")
     return path
+
+
+def write_adapter_card(
+    folder: str | os.PathLike[str], config: AdapterConfig, class_mapping: Mapping[str, Any] | None
+) -> None:
+    """Put a card in the place of the one that PEFT writes beside an adapter; a card that people have edited stays.
+
+    Args:
+        folder: where PEFT has saved the adapter.
+        config: of the adapter.
+        class_mapping: names the "base_model_class" where the config has no task type.
+    """
+    folder = Path(folder)
+    card = folder / "README.md"
+    if card.is_file() and PEFT_TITLE not in card.read_text(encoding="utf-8"):
+        return
+    head = TASK_HEADS.get(str(getattr(config.task_type, "value", config.task_type)))
+    name = (class_mapping or {}).get("base_model_class") or f"Model{head or ''}"
+    parts = {part: vars(value) for part, value in config.parts().items()}
+    write_model_card(folder, base_model=config.base_model_name_or_path, model_class=name, config=parts)
 
 
 def template() -> str:
@@ -132,6 +177,7 @@ def _load(name: str, is_adapter: bool) -> str:
     head = next((head for head in PIPELINE_TAGS if name.endswith(head)), "Model")
     head = "" if head == "Model" else head
     if is_adapter:
+        head = head if head in TASK_HEADS.values() else ""  # PEFT has Auto classes for these only
         return (
             "import snnk_peft  # makes PEFT know the method\n"
             f"from peft import AutoPeftModel{head}\n\n"
@@ -164,8 +210,12 @@ def _json(data: Mapping[str, Any] | None, otherwise: str) -> str:
 def _folded(report: Any) -> str:
     if report is None:
         return ""
-    rows = [(", ".join(f"`{path}`" for path in entry.paths), entry.before, entry.after) for entry in report.folded]
-    return "\n\n".join([_table(("modules", "before", "after"), rows), *(f"- {remark}" for remark in report.remarks)])
+    rows = [
+        (", ".join(f"`{path}`" for path in alike.paths), alike.count, alike.folded.before, alike.folded.after)
+        for alike in report.folded_alike()
+    ]
+    header = ("modules", "places", "before", "after")
+    return "\n\n".join([_table(header, rows), *(f"- {remark}" for remark in report.remarks)])
 
 
 def _sizes(folder: Path, report: Any) -> str:
@@ -178,6 +228,13 @@ def _sizes(folder: Path, report: Any) -> str:
         f"probe batch in {report.dtype} the bundle's outputs differ from the unfolded model's by "
         f"{report.parity_error:.1e} of the largest output (accepted: {report.parity_tolerance:.0e})."
     )
+
+
+def _data(data: str | None, examples: Mapping[str, int] | None) -> str:
+    lines = [] if data is None else [f"{data[0].upper()}{data[1:].removesuffix('.')}."]
+    for split, rows in (examples or {}).items():
+        lines.append(f"{'Trained on' if split == 'train' else f'Evaluated on {split}:'} {rows:,} rows.")
+    return "\n".join(lines) or "Not recorded."
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

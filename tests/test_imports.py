@@ -19,6 +19,7 @@ PACKAGE = "snnk_peft"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"registry", "digests"},
+    {"model_card"},  # text from plain data
     {"functional"},
     {"projections"},
     {"components"},
@@ -30,7 +31,6 @@ LAYERS: list[set[str]] = [
     {"families"},
     {"patchers", "attention"},
     {"tuner"},
-    {"model_card"},
     {"bundling"},
     {"family_check"},
     {"tasks"},

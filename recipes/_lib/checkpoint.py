@@ -9,10 +9,11 @@ under the final name. Reading checks the manifest and every tensor's shape befor
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from _lib.files import flush, read_json, sha256, temporary_name, write_json
+from _lib.files import flush, read_json, remove, sha256, temporary_name, write_json, writing
 from snnk_peft.errors import ConfigError
 
 _NAME = re.compile(r"step-\d{7}")
@@ -63,6 +64,35 @@ def save_checkpoint(
     target = folder / f"step-{state['step']:07d}"
     # All processes fill one folder, which carries the main one's name.
     temporary = Path(broadcast_object_list([str(temporary_name(target))])[0])
+    with _removed_on_failure(temporary), writing(target):
+        _fill_checkpoint(temporary, model, optimizer, state, accelerator)
+        if accelerator.is_main_process:
+            if target.exists():
+                shutil.rmtree(target)
+            temporary.rename(target)
+            flush(folder)
+    accelerator.wait_for_everyone()
+    return target
+
+
+@contextlib.contextmanager
+def _removed_on_failure(temporary: Path) -> Iterator[None]:
+    """Half a checkpoint must not fill a disk that is full already."""
+    try:
+        yield
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def _fill_checkpoint(
+    temporary: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    accelerator: Any,
+) -> None:
+    """Everything in a checkpoint, its manifest last."""
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -80,12 +110,6 @@ def save_checkpoint(
             flush(file)
         entries = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
         write_json(temporary / "manifest.json", {"format": 1, "files": entries})
-        if target.exists():
-            shutil.rmtree(target)
-        temporary.rename(target)
-        flush(folder)
-    accelerator.wait_for_everyone()
-    return target
 
 
 def verify(checkpoint: Path) -> None:

@@ -1,10 +1,14 @@
 """Files that are either complete or absent: written under a temporary name, flushed to disk, then renamed.
 
-A temporary name carries the process that uses it, so that what a killed one left can be told from a live one's.
+What the system refuses (a full disk, a folder that cannot be written) becomes a `FileError` that names the path and
+says what to do; the temporary file does not stay behind. A temporary name carries the process that uses it, so that
+what a killed one left can be told from a live one's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -12,11 +16,131 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from snnk_peft.errors import ConfigError
+
+_FULL = "free some space, or write to another disk"
+_CLOSED = "choose a folder that you may write to"
+_REMEDIES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or write to another disk",
+    errno.EACCES: _CLOSED,
+    errno.EPERM: _CLOSED,
+    errno.EROFS: _CLOSED,
+    errno.ENOTDIR: "a part of this path is a file; expected folders",
+}
+# safetensors tells the system's error number in its text only.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+class FileError(ConfigError):
+    """A file or folder cannot be read or written: says which, why, and what to do."""
+
+
+def file_fault(error: BaseException, path: Path | None = None) -> str | None:
+    """What the system refused, for people; None if the error is about something else.
+
+    Args:
+        error: an exception, for example an OSError.
+        path: what was to be written, if the caller knows better than the error.
+    """
+    number = error.errno if isinstance(error, OSError) and not isinstance(error, ConnectionError) else None
+    if isinstance(error, SafetensorError) and (match := _OS_ERROR.search(str(error))):
+        number = int(match[1])
+    if number is None:
+        return None
+    where = path or getattr(error, "filename", None) or "a file"
+    remedy = _REMEDIES.get(number, "look at the path and try again")
+    return f"{where}: {os.strerror(number)}; {remedy}"
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse, before any work is done, a folder that cannot be made or written."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        inside = "" if there == folder else f", but {there} is a file"
+        raise ConfigError(f"the output folder is {folder}{inside or ', which is a file'}; expected a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"the output folder is {folder}, but {there} cannot be written; choose another folder")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, what the system refuses is a FileError about `path`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        fault = file_fault(error, path)
+        if fault is None:
+            raise
+        raise FileError(fault) from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`, for a file or a folder: it takes the place of `path` at the end.
+
+    If something fails before, nothing of it stays, and `path` is as it was.
+    """
+    temporary = temporary_name(path)
+    with writing(path):
+        try:
+            yield temporary
+            for file in [*temporary.rglob("*"), temporary]:
+                flush(file)
+            if temporary.is_dir() and path.is_dir():
+                shutil.rmtree(path)
+            os.replace(temporary, path)
+        except BaseException:
+            remove(temporary)
+            raise
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it is there and can be deleted."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def temporary_name(path: Path) -> Path:
+    """Where this process prepares `path`: beside it, hidden."""
+    return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
+
+
+def remove_leftovers(folder: Path, pattern: str = "*") -> list[str]:
+    """Delete what processes of this machine that are no more left under temporary names; returns the names.
+
+    Args:
+        folder: where to look, not below it; it need not exist.
+        pattern: names of the files or folders that were prepared.
+    """
+    removed = []
+    for entry in sorted(folder.glob(f".{pattern}.tmp")):
+        owner = re.fullmatch(rf"\..+\.(\d+)@{re.escape(socket.gethostname())}\.tmp", entry.name)
+        if owner is None or _is_alive(int(owner[1])):
+            continue
+        remove(entry)
+        removed.append(entry.name)
+    return removed
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
 
 
 def sha256(path: Path) -> str:
@@ -37,47 +161,10 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def temporary_name(path: Path) -> Path:
-    """Where this process prepares `path`: beside it, hidden."""
-    return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
-
-
-def remove_leftovers(folder: Path, pattern: str = "*") -> list[str]:
-    """Delete what processes of this machine that are no more left under temporary names; returns the names.
-
-    Args:
-        folder: where to look, not below it; it need not exist.
-        pattern: names of the files or folders that were prepared.
-    """
-    removed = []
-    for entry in sorted(folder.glob(f".{pattern}.tmp")):
-        owner = re.fullmatch(rf"\..+\.(\d+)@{re.escape(socket.gethostname())}\.tmp", entry.name)
-        if owner is None or _is_alive(int(owner[1])):
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-        removed.append(entry.name)
-    return removed
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # somebody else's
-    return True
-
-
 def write_text(path: Path, text: str) -> None:
     """Replace `path` in one step; a reader sees the old text or the new, never half of it."""
-    temporary = temporary_name(path)
-    temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -98,13 +185,8 @@ def read_json(path: Path) -> Any:
 def write_folder(path: Path, fill: Callable[[Path], Any]) -> None:
     """Create the folder `path` with what `fill(temporary_folder)` writes; an older one is replaced at the end."""
     remove_leftovers(path.parent, f"{glob.escape(path.name)}.*")
-    temporary = temporary_name(path)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    fill(temporary)
-    for file in temporary.rglob("*"):
-        flush(file)
-    if path.exists():
-        shutil.rmtree(path)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        fill(temporary)
     flush(path.parent)

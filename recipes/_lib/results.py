@@ -34,14 +34,32 @@ def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, PreTrainedTokenize
     return model.eval(), load_tokenizer(pretrained)
 
 
-def save_models(model: Any, tokenizer: Any, config: FinetuneConfig, folder: Path, metrics: Mapping[str, float]) -> None:
-    """adapter/ of a PEFT model and, for SNNK, bundle/; model/ of the other methods. The tokenizer goes with each."""
+def save_models(
+    model: Any,
+    tokenizer: Any,
+    config: FinetuneConfig,
+    folder: Path,
+    metrics: Mapping[str, float],
+    examples: Mapping[str, int],
+) -> None:
+    """adapter/ of a PEFT model and, for SNNK, bundle/; model/ of the other methods. The tokenizer goes with each.
 
+    Args:
+        model: the trained model.
+        tokenizer: its tokenizer.
+        config: the resolved settings.
+        folder: the run folder.
+        metrics: of the best evaluation.
+        examples: split name -> number of rows.
+    """
+    task = TASKS[config.task]
     card = {
         "base_model": config.model.name_or_path if config.model.name_or_path != "minilm" else MINILM,
         "metrics": metrics,
         "training": dataclasses.asdict(config.train),
-        "dataset": TASKS[config.task].hub_path,
+        "dataset": task.hub_path,
+        "data": task.source if config.data.dir is None else f"{task.source}, read from files in the official layout",
+        "examples": examples,
         "title": f"{Path(config.model.name_or_path).name} with SNNK layers, fine-tuned on {config.task}",
     }
 

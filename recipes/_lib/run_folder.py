@@ -19,7 +19,7 @@ import torch
 
 from _lib.checkpoint import list_checkpoints, verify
 from _lib.config import flatten, read_yaml
-from _lib.files import read_json, remove_leftovers, write_json, write_text
+from _lib.files import check_writable, read_json, remove_leftovers, write_json, write_text, writing
 from _lib.settings import FREE_ON_RESUME
 from snnk_peft.errors import ConfigError
 
@@ -27,7 +27,6 @@ CONTENT = (
     "config.yaml", "environment.json", "log.jsonl", "metrics.json", "evaluation.json", "learning_curve.png",
     "checkpoints", "tensorboard", "adapter", "bundle", "model",
 )  # fmt: skip
-SIGTERM_EXIT = 128 + signal.SIGTERM
 
 
 def check_folder(folder: Path, config: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
@@ -44,8 +43,7 @@ def check_folder(folder: Path, config: Mapping[str, Any], resume: bool, overwrit
     """
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite contradict each other; give one of them")
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output.dir is {folder}, which is a file; expected a folder")
+    check_writable(folder)
     entries = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     if resume:
         if "config.yaml" not in entries:
@@ -64,9 +62,10 @@ def check_folder(folder: Path, config: Mapping[str, Any], resume: bool, overwrit
 
 def claim_folder(folder: Path, config: str, root: Path, resume: bool) -> None:
     """Empty the (checked) folder unless `resume`, and write config.yaml and environment.json into it."""
-    if not resume and folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        if not resume and folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
     for place in (folder, folder / "checkpoints"):
         remove_leftovers(place)
     write_json(folder / "environment.json", environment(root))
@@ -143,22 +142,40 @@ def peak_memory(device: torch.device) -> int:
 
 
 class StopSignal:
-    """Remembers that SIGTERM arrived, so that the loop can save at the next step boundary."""
+    """Remembers that SIGTERM or SIGINT (Ctrl-C) arrived, so that the loop can save at the next step boundary.
+
+    Only the first Ctrl-C waits for that; a second one ends the program at once.
+    """
 
     def __init__(self) -> None:
-        self._received = False
-        signal.signal(signal.SIGTERM, self._handle)
+        self._number: int | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            # Not print: the signal may have come in the middle of one.
+            os.write(2, b"\nCtrl-C: saving after this step (again: end at once, without saving)\n")
+        self._number = number if self._number is None else self._number
+
+    @property
+    def name(self) -> str:
+        """What asked for the stop; SIGTERM if it was another process that was asked."""
+        return "Ctrl-C" if self._number == signal.SIGINT else "SIGTERM"
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would report it: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + (self._number or signal.SIGTERM)
 
     def received(self) -> bool:
         """Whether this process was asked to stop."""
-        return self._received
+        return self._number is not None
 
     def agreed(self, accelerator: Any) -> bool:
         """Whether any process was asked to stop; all processes must call this together."""
         if accelerator.num_processes == 1:
-            return self._received
-        flag = torch.tensor([float(self._received)], device=accelerator.device)
+            return self.received()
+        flag = torch.tensor([float(self.received())], device=accelerator.device)
         return bool(accelerator.reduce(flag, "sum").item())

@@ -14,9 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from _lib.files import read_json, write_json
+from _lib.files import read_json, write_json, writing
+from _lib.guard import guarded
 
 RECIPES = Path(__file__).resolve().parents[1]
+# Exit codes of a run that was asked to stop: it saved itself, or had not got as far as that.
+STOPPED = {143: 143, 130: 130, -signal.SIGTERM: 143, -signal.SIGINT: 130}
 
 
 class Run(NamedTuple):
@@ -73,7 +76,7 @@ def main(
         argv: the arguments, or None for those of this process.
 
     Returns:
-        0 if everything is finished, 1 if something failed, 143 if stopped by SIGTERM.
+        0 if everything is finished, 1 if something failed, 130 or 143 if stopped by Ctrl-C or SIGTERM.
     """
     configs, out = RECIPES / "configs" / folder, Path("runs") / folder
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,12 +103,14 @@ def main(
         for seed, task, method in itertools.product(arguments.seeds, arguments.tasks, arguments.methods)
     ]
     overrides = [*arguments.overrides, *rest]
-    return sweep(Sweep(program, config, methods, overrides, arguments.configs, arguments.out), runs)
+    grid = Sweep(program, config, methods, overrides, arguments.configs, arguments.out)
+    return guarded(lambda: sweep(grid, runs))
 
 
 def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
-    """Run everything that has no metrics.json; returns 1 if something failed, 143 if stopped by SIGTERM."""
-    grid.out.mkdir(parents=True, exist_ok=True)
+    """Run everything that has no metrics.json; returns 1 if something failed, 130 or 143 if it was stopped."""
+    with writing(grid.out):
+        grid.out.mkdir(parents=True, exist_ok=True)
     record = grid.out / "seconds.json"
     seconds: dict[str, float] = read_json(record) if record.is_file() else {}
     pending = [run for run in runs if not (grid.out / run.name / "metrics.json").is_file()]
@@ -120,10 +125,10 @@ def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
             *(*grid.methods[run.method], f"train.seed={run.seed}", *grid.overrides, f"output.dir={folder}", *resume),
         ]
         started = time.monotonic()
-        code = execute(command)
-        if code in (143, -signal.SIGTERM):
+        code, stopped_by = execute(command)
+        if stopped_by is not None or code in STOPPED:
             print("stopped; start the same command again to continue")
-            return 143
+            return STOPPED.get(code, 143) if stopped_by is None else 128 + stopped_by
         if code != 0:
             failed.append(f"{run.name} (exit code {code})")
             continue
@@ -135,18 +140,25 @@ def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
     return 1 if failed else 0
 
 
-def execute(command: list[str]) -> int:
-    """Run a command to its end; a SIGTERM to this process is passed on, so that the run saves itself."""
+def execute(command: list[str]) -> tuple[int, int | None]:
+    """Run a command to its end; returns its exit code, and the signal that asked this process to stop, or None.
+
+    SIGTERM and SIGINT (Ctrl-C) are passed on as SIGTERM, so that the run saves itself.
+    """
+    received: list[int] = []
     process = subprocess.Popen(command)
 
     def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         process.terminate()
 
-    before = signal.signal(signal.SIGTERM, forward)
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return process.wait()
+        code = process.wait()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code, received[0] if received else None
 
 
 def time_left(pending: Sequence[Run], seconds: Mapping[str, float]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from _lib.files import write_text
+from _lib.files import write_text, writing
 
 
 class Tracker:
@@ -66,7 +66,7 @@ class Tracker:
         """Append a row to log.jsonl and its numbers to TensorBoard."""
         if not self._active:
             return
-        with self._file.open("a", encoding="utf-8") as stream:
+        with writing(self._file), self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, **row}) + "\n")
         if self._events is not None:
             for name, value in row.items():

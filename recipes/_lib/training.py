@@ -16,7 +16,7 @@ from _lib.checkpoint import prune, save_checkpoint
 from _lib.data import ExampleSet, epoch_plan
 from _lib.evaluation import DivergedError, score
 from _lib.loop import FiniteWatch, RunState, train_step
-from _lib.run_folder import SIGTERM_EXIT, StopSignal, choose_checkpoint
+from _lib.run_folder import StopSignal, choose_checkpoint
 from _lib.settings import StepSettings
 from _lib.tracking import Tracker
 
@@ -43,7 +43,7 @@ class Training:
         rate: the learning rate of the step that comes next.
         state: where the run is.
         tracker: log and terminal.
-        stop: whether SIGTERM was received.
+        stop: whether SIGTERM or Ctrl-C was received.
         command: continues this run; shown when it is stopped.
         budget_seconds: processor time of training after which the run ends, or None for no limit.
     """
@@ -82,7 +82,7 @@ class Training:
         return self.fraction() >= 1
 
     def run(self) -> int:
-        """Train to the end; returns 0 done, 1 diverged, 143 stopped by SIGTERM (and saved)."""
+        """Train to the end; returns 0 done, 1 diverged, 130 or 143 stopped by Ctrl-C or SIGTERM (and saved)."""
         try:
             with self.tracker:
                 return self._run()
@@ -132,7 +132,7 @@ class Training:
         return self.state.step % self.eval_every == 0 or self.over()
 
     def _evaluate(self) -> bool:
-        """Score the model and keep the checkpoint; False if a SIGTERM came first."""
+        """Score the model and keep the checkpoint; False if a stop came first."""
         state = self.state
         metrics = score(
             self.model, self.task, self.splits, self.train.eval_batch_size, self.accelerator, self.stop.received
@@ -171,5 +171,5 @@ class Training:
 
     def _stopped(self) -> int:
         where = self._save()
-        self.tracker.say(f"SIGTERM: saved {where.name}; continue with:\n  {self.command}")
-        return SIGTERM_EXIT
+        self.tracker.say(f"{self.stop.name}: saved {where.name}; continue with:\n  {self.command}")
+        return self.stop.exit_code

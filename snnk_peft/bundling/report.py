@@ -1,8 +1,12 @@
-"""BundleReport: what `bundle` folded, what it saved, and how close the result is. Plain data; stored in the config."""
+"""BundleReport: what `bundle` folded, what it saved, and how close the result is. Plain data; stored in the config.
+
+Layers that were folded alike are shown as one entry: `encoder.layer.{0-5}.output.dense`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +30,52 @@ class Folded:
     after: str
     bytes_before: int
     bytes_after: int
+
+
+@dataclass(frozen=True)
+class FoldedAlike:
+    """Folded groups that differ only in the number of their layer.
+
+    Args:
+        paths: the modules, with the numbers of all layers in one pair of braces.
+        count: how many groups these are.
+        folded: one of them.
+    """
+
+    paths: list[str]
+    count: int
+    folded: Folded
+
+
+def group(entries: Iterable[Folded]) -> list[FoldedAlike]:
+    """Equal entries together, in the order in which the first of each kind comes."""
+    kinds: dict[tuple[Any, ...], list[Folded]] = {}
+    for entry in entries:
+        shape = tuple(_LAYER.sub(".{}.", path, count=1) for path in entry.paths)
+        kind = (shape, entry.before, entry.after, entry.bytes_before, entry.bytes_after)
+        kinds.setdefault(kind, []).append(entry)
+    return [
+        FoldedAlike([_joined(paths) for paths in zip(*(e.paths for e in alike), strict=True)], len(alike), alike[0])
+        for alike in kinds.values()
+    ]
+
+
+# The first number in a path is that of the layer.
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def _joined(paths: tuple[str, ...]) -> str:
+    """One path for all, "a.{0-2,5}.b" for a.0.b, a.1.b, a.2.b and a.5.b."""
+    if len(paths) == 1:
+        return paths[0]
+    runs: list[list[int]] = []
+    for number in sorted(int(match[1]) for path in paths if (match := _LAYER.search(path))):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    numbers = ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return _LAYER.sub(f".{{{numbers}}}.", paths[0], count=1)
 
 
 @dataclass(frozen=True)
@@ -89,14 +139,19 @@ class BundleReport:
             ("bundled", self.parameters_after, self.bytes_after),
         ]
 
+    def folded_alike(self) -> list[FoldedAlike]:
+        """`folded`, with equal entries of several layers together."""
+        return group(self.folded)
+
     def __str__(self) -> str:
         lines = [f"{'model':<12}{'parameters':>15}{'bytes':>16}"]
         lines += [f"{what:<12}{parameters:>15,}{size:>16,}" for what, parameters, size in self.rows()]
         lines.append(
             f"parity error {self.parity_error:.1e} of the largest output (tolerance {self.parity_tolerance:.0e})"
         )
-        for entry in self.folded:
-            lines.append(f"{', '.join(entry.paths)}")
-            lines.append(f"    {entry.before}  ({entry.bytes_before:,} bytes)")
-            lines.append(f"    -> {entry.after}  ({entry.bytes_after:,} bytes)")
+        for alike in self.folded_alike():
+            entry, times = alike.folded, f"{alike.count} × " if alike.count > 1 else ""
+            lines.append(f"{', '.join(alike.paths)}")
+            lines.append(f"    {times}{entry.before}  ({entry.bytes_before:,} bytes{' each' if times else ''})")
+            lines.append(f"    -> {entry.after}  ({entry.bytes_after:,} bytes{' each' if times else ''})")
         return "\n".join(lines + [f"note: {remark}" for remark in self.remarks])

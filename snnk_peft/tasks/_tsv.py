@@ -11,7 +11,7 @@ import difflib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,11 @@ from snnk_peft.registry import did_you_mean
 
 MAX_FAULTS = 10
 """Faults listed per file; the rest is counted."""
+
+
+def empty_text(column: str, cell: str) -> str | None:
+    """A text has at least one character that is not a space."""
+    return None if cell.strip() else f"{column} is empty; expected a text"
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,9 @@ class TsvLayout:
         labels: the label cells in the order of the integer ids, e.g. `("0", "1")`; None where the label is a number.
         label_range: smallest and largest valid number; only where `labels` is None.
         header: column names of files without a header line; None if the first line names the columns.
-        broken_row_rate: up to this share of rows with too few cells is left out with a warning instead of being
-            refused. Above 0 only where the official file itself is known to have such rows.
+        text_fault: (column name, cell) -> what is wrong with a text, or None.
+        broken_row_rate: up to this share of rows with too few cells or a faulty text is left out with a warning
+            instead of being refused. Above 0 only where the official file itself is known to have such rows.
     """
 
     text: tuple[str, ...]
@@ -41,6 +47,7 @@ class TsvLayout:
     labels: tuple[str, ...] | None = None
     label_range: tuple[float, float] | None = None
     header: tuple[str, ...] | None = None
+    text_fault: Callable[[str, str], str | None] = empty_text
     broken_row_rate: float = 0.0
 
     def parse_label(self, cell: str) -> int | float:
@@ -87,8 +94,8 @@ def read_tsv(path: Path, layout: TsvLayout) -> TsvRows:
         All examples in file order.
 
     Raises:
-        ConfigError: missing columns, rows with too few or too many cells, unknown labels, numbers out of range, bytes
-            that are not UTF-8, a file without examples. Up to ten faults, each with file and line number.
+        ConfigError: missing columns, rows with too few or too many cells or an empty text, unknown labels, numbers out
+            of range, bytes that are not UTF-8, a file without examples. Up to ten faults, each with file and line.
     """
     lines, faults = _decode(path)
     if faults:
@@ -109,12 +116,12 @@ def _read_rows(path: Path, lines: list[str], first_line: int, header: list[str],
     label_at = header.index(layout.label)
     rows = TsvRows([[] for _ in text_at], [], [])
     faults: list[tuple[int, str]] = []
-    short: list[tuple[int, str]] = []
+    broken: list[tuple[int, str]] = []
     for idx, line in enumerate(lines):
         cells = line.split("\t")
         number = first_line + idx
         if len(cells) < len(header):
-            short.append((number, f"{len(cells)} cells; expected {len(header)} ({_listed(header)})"))
+            broken.append((number, f"{len(cells)} cells; expected {len(header)} ({_listed(header)})"))
             continue
         if any(cells[len(header) :]):  # empty cells at the end of a line shift nothing
             faults.append((number, f"{len(cells)} cells; expected {len(header)} ({_listed(header)})"))
@@ -124,18 +131,23 @@ def _read_rows(path: Path, lines: list[str], first_line: int, header: list[str],
         except ConfigError as error:
             faults.append((number, str(error)))
             continue
+        texts = zip(layout.text, text_at, strict=True)
+        wrong = [fault for name, at in texts if (fault := layout.text_fault(name, cells[at])) is not None]
+        if wrong:
+            broken.append((number, "; ".join(wrong)))
+            continue
         for column, at in zip(rows.texts, text_at, strict=True):
             column.append(cells[at])
         rows.labels.append(label)
         rows.idx.append(idx)
-    if short and len(short) <= layout.broken_row_rate * len(lines):
+    if broken and len(broken) <= layout.broken_row_rate * len(lines):
         warnings.warn(
-            f"{path}: left out {len(short)} of {len(lines)} lines, which have too few cells (the official file is "
-            f"known to break some rows in two): lines {_listed([str(number) for number, _ in short])}",
+            f"{path}: left out {len(broken)} of {len(lines)} lines, which have too few cells or an empty text (the "
+            f"official file is known to have such rows): lines {_listed([str(number) for number, _ in broken])}",
             stacklevel=2,
         )
     else:
-        faults = sorted(faults + short)
+        faults = sorted(faults + broken)
     if faults:
         raise ConfigError(_capped([f"{path}, line {number}: {text}" for number, text in faults], path))
     return rows

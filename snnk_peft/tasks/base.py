@@ -39,7 +39,7 @@ class TaskSpec(Scored):
         primary: those whose mean is the `score` that selects the best checkpoint; None takes all `metrics`.
         splits: names of the splits with public labels; "train" first, the others are validation splits.
         files: official file of each split, without `.tsv`.
-        hub_path: data set on the Hub.
+        hub_path: data set on the Hub, or None if it is not there.
 
     Raises:
         ConfigError: fields that contradict each other, all of them at once.
@@ -54,7 +54,7 @@ class TaskSpec(Scored):
     primary: tuple[str, ...] | None = None
     splits: tuple[str, ...] = ("train", "validation")
     files: tuple[str, ...] = ("train", "dev")
-    hub_path: str = "nyu-mll/glue"
+    hub_path: str | None = "nyu-mll/glue"
 
     def __post_init__(self) -> None:
         faults = [did_you_mean("metric", name, sorted(METRICS)) for name in self.metrics if name not in METRICS]
@@ -75,6 +75,11 @@ class TaskSpec(Scored):
     def hub_config(self) -> str:
         """Configuration name on the Hub."""
         return self.name
+
+    @property
+    def source(self) -> str:
+        """The data set in words, for model cards."""
+        return f"{self.folder} ({self.hub_path}, {self.hub_config})"
 
     @property
     def text_columns(self) -> tuple[str, ...]:

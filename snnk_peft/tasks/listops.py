@@ -18,7 +18,7 @@ import numpy as np
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences, SequenceTask, TsvLayout
 from snnk_peft.tasks._listops_trees import WORDS, draw_expressions
-from snnk_peft.tasks._tsv import MAX_FAULTS, read_tsv
+from snnk_peft.tasks._tsv import read_tsv
 
 FILES = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
 SIZES = {"test": 2000, "validation": 2000, "train": 96000}
@@ -27,7 +27,6 @@ BATCH = 8192
 # Batches without a new expression after which the bounds are taken to be impossible.
 PATIENCE = 20
 _IDS = {word: index for index, word in enumerate(WORDS) if index}
-_LAYOUT = TsvLayout(text=("Source",), label="Target", labels=tuple(map(str, range(10))))
 
 
 def expressions(
@@ -112,18 +111,25 @@ def read_file(file: Path) -> Sequences:
     if not file.is_file():
         raise ConfigError(f"{file} does not exist; expected {', '.join(FILES.values())} (see write_listops)")
     rows = read_tsv(file, _LAYOUT)
-    tokens, faults = [], []
-    for number, source in zip(rows.idx, rows.texts[0], strict=True):
-        words = source.replace("(", " ").replace(")", " ").split()
-        unknown = [word for word in words if word not in _IDS]
-        if unknown or not words:
-            what = f"unknown word {unknown[0]!r}" if unknown else "Source is empty"
-            faults.append(f"{file}, line {number + 2}: {what}; expected words of {' '.join(_IDS)}")
-        else:
-            tokens.append(np.array([_IDS[word] for word in words], np.uint8))
-    if faults:
-        raise ConfigError(faults[:MAX_FAULTS])
+    tokens = [np.array([_IDS[word] for word in _words(source)], np.uint8) for source in rows.texts[0]]
     return Sequences((tokens,), np.array(rows.labels))
+
+
+def _words(source: str) -> list[str]:
+    """Without the parentheses that the official program puts around every step."""
+    return source.replace("(", " ").replace(")", " ").split()
+
+
+def _fault(column: str, source: str) -> str | None:
+    words = _words(source)
+    unknown = [word for word in words if word not in _IDS]
+    if words and not unknown:
+        return None
+    what = f"unknown word {unknown[0]!r}" if unknown else f"{column} is empty"
+    return f"{what}; expected words of {' '.join(_IDS)}"
+
+
+_LAYOUT = TsvLayout(text=("Source",), label="Target", labels=tuple(map(str, range(10))), text_fault=_fault)
 
 
 LISTOPS = SequenceTask(

@@ -1,6 +1,7 @@
 """QQP: are two questions from Quora duplicates? (Iyer et al. 2017).
 
-The official train.tsv breaks a few of its 364 thousand rows in two; they are left out, as in the Hub's copy.
+The official train.tsv breaks a few of its 364 thousand rows in two, and has a few empty questions; such rows are left
+out.
 """
 
 from snnk_peft.tasks import TASKS, TaskSpec, TsvLayout

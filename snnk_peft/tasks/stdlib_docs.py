@@ -20,6 +20,7 @@ Example:
 from __future__ import annotations
 
 import hashlib
+import platform
 import sysconfig
 import tempfile
 from collections import Counter
@@ -175,6 +176,11 @@ def _digest(text: str) -> bytes:
 class StdlibDocs(TaskSpec):
     """A task whose files are written on demand from the running Python instead of being fetched."""
 
+    @property
+    def source(self) -> str:
+        """The data set in words, for model cards."""
+        return f"sentences from the docstrings of the standard library of Python {platform.python_version()}"
+
     def load(self, data_dir: str | Path | None = None, **options: Any) -> datasets.DatasetDict:
         """As `TaskSpec.load`; without `data_dir` the sentences come from the running Python, never from the Hub."""
         if data_dir is not None:
@@ -193,5 +199,6 @@ STDLIB_DOCS = StdlibDocs(
     hub_columns=("sentence",),
     label_names=AREAS,
     metrics=("accuracy",),
+    hub_path=None,
 )
 TASKS.register(STDLIB_DOCS.name, STDLIB_DOCS)

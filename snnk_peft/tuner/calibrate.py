@@ -28,6 +28,7 @@ from snnk_peft.functional.at_hand import at_hand, offloaded, place_of
 from snnk_peft.layers.slots import Replace
 from snnk_peft.projections.landmark import Landmark
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
+from snnk_peft.tuner.held_out import warn_of_repeated_rows
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
 
 Batch = Mapping[str, Any]
@@ -115,6 +116,7 @@ def calibrate(
             )
     if faults:
         raise ConfigError(faults)
+    warn_of_repeated_rows((_is_held_out(index, held_out), batch) for index, batch in enumerate(_read(batches)))
 
     was_training = {module: module.training for module in model.modules()}
     model.eval()

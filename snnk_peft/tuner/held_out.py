@@ -1,0 +1,47 @@
+"""Are the held-out rows of a calibration new? If the same texts stand in both parts, their error says nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from snnk_peft.errors import NumericalWarning
+
+
+def warn_of_repeated_rows(batches: Iterable[tuple[bool, Mapping[str, Any]]]) -> None:
+    """NumericalWarning if most of the held-out rows are also among the fitted ones.
+
+    Args:
+        batches: (whether the batch is held out, model inputs).
+    """
+    fitted: set[bytes] = set()
+    held_out: list[bytes] = []
+    for is_held_out, batch in batches:
+        if is_held_out:
+            held_out += rows(batch)
+        else:
+            fitted.update(rows(batch))
+    repeated = sum(row in fitted for row in held_out)
+    if 2 * repeated > len(held_out):
+        warnings.warn(
+            f"{repeated} of {len(held_out)} held-out rows are also among those that are fitted: the reported error is "
+            "that of known texts and the regularisation is chosen too small. Give every text once",
+            NumericalWarning,
+            stacklevel=3,
+        )
+
+
+def rows(batch: Mapping[str, Any]) -> Iterator[bytes]:
+    """A digest of every row of a batch, padding left out."""
+    main = next((value for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim >= 2), None)
+    if main is None:
+        return
+    mask = batch.get("attention_mask")
+    masked = isinstance(mask, torch.Tensor) and mask.shape == main.shape
+    for index, row in enumerate(main.detach().cpu()):
+        kept = row[mask[index].cpu().bool()] if masked else row  # type: ignore[index]
+        yield hashlib.sha256(kept.contiguous().view(torch.uint8).numpy().tobytes()).digest()

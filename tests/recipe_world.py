@@ -1,0 +1,39 @@
+"""A tiny pretrained BERT, stand-ins for GLUE files, and the settings of small runs: what tests of the recipes share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import yaml
+from glue_files import write_task
+from transformers import BertConfig, BertModel, BertTokenizerFast
+
+
+def write_world(folder: Path, positions: int = 512) -> Path:
+    """`bert/` (random, with a tokenizer) and `glue/` (RTE) below `folder`."""
+    write_task(folder / "glue", "rte", n_train=40, n_dev=10)
+    text = (folder / "glue/RTE/train.tsv").read_text().lower().split()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({word.strip('".') for word in text} - {""}), "."]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=positions, **sizes)).save_pretrained(
+        folder / "bert"
+    )
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "bert")
+    return folder
+
+
+def write_settings(file: Path, model: str, data: str, output: str, method: str = "full") -> str:
+    """A YAML file of a small run (paths as given); returns its name."""
+    content = {
+        "task": "rte",
+        "model": {"name_or_path": model},
+        "data": {"dir": data},
+        "method": {"name": method, "adapter": {"num_features": 4}},
+        "train": {"epochs": 2, "batch_size": 8, "log_every": 2, "save_every_steps": 2},
+        "output": {"dir": output, "tensorboard": False, "save_model": False},
+    }
+    file.write_text(yaml.safe_dump(content))
+    return file.name

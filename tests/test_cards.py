@@ -1,0 +1,80 @@
+"""Model cards: an adapter folder has ours, and a card says on what, and on how many rows, a model was trained."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+from huggingface_hub import ModelCard
+from peft import LoraConfig, get_peft_model
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
+
+from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
+from snnk_peft.model_card import PEFT_TITLE, write_model_card
+from snnk_peft.tasks import TASKS
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def tiny(cls=BertForSequenceClassification):
+    return cls(BertConfig(vocab_size=50, **SIZES))
+
+
+def test_this_is_the_card_that_peft_writes(tmp_path):
+    """If PEFT changes its template, ours would no longer take its place: look at `PEFT_TITLE` then."""
+    get_peft_model(tiny(), LoraConfig(target_modules=["query"])).save_pretrained(tmp_path)
+    assert PEFT_TITLE in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("cls", "task_type", "loader"),
+    [
+        (BertForSequenceClassification, None, "AutoPeftModelForSequenceClassification"),
+        (BertForSequenceClassification, "SEQ_CLS", "AutoPeftModelForSequenceClassification"),
+        (BertModel, None, "AutoPeftModel\n"),
+        (BertForMaskedLM, None, "AutoPeftModel\n"),
+        (BertModel, "FEATURE_EXTRACTION", "AutoPeftModel\n"),
+    ],
+)
+def test_an_adapter_folder_has_our_card(tmp_path, cls, task_type, loader):
+    model = get_snnk_model(tiny(cls), SNNKConfig(adapter=AdapterPart(num_features=4), task_type=task_type))
+    model.save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert PEFT_TITLE not in card.text
+    assert "More Information Needed" not in card.text
+    assert card.data.library_name == "peft"
+    assert "snnk" in card.data.tags
+    for text in ("import snnk_peft", f"from peft import {loader}", '"num_features": 4', "adapter_model.safetensors"):
+        assert text in card.text
+
+
+def test_named_adapters_have_their_own_cards_and_edited_cards_stay(tmp_path):
+    model = get_snnk_model(tiny(), SNNKConfig(adapter=AdapterPart(num_features=4)))
+    model.add_adapter("other", SNNKConfig(adapter=AdapterPart(num_features=5)))
+    model.save_pretrained(tmp_path)
+    assert '"num_features": 4' in (tmp_path / "README.md").read_text()
+    assert '"num_features": 5' in (tmp_path / "other/README.md").read_text()
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# My adapter\n\nIt was hard work.\n")
+    model.save_pretrained(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "It was hard work." in text
+    assert "license: mit" in text
+
+
+def test_a_config_alone_gets_no_card(tmp_path):
+    SNNKConfig(adapter=AdapterPart(num_features=4)).save_pretrained(str(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["adapter_config.json"]
+
+
+def test_a_card_tells_the_data_and_the_rows(tmp_path):
+    examples = {"train": 3668, "validation": 408}
+    card = write_model_card(tmp_path, data="MRPC of GLUE", dataset="nyu-mll/glue", examples=examples).read_text()
+    assert "MRPC of GLUE.\nTrained on 3,668 rows.\nEvaluated on validation: 408 rows." in card
+    assert "## Data\n\nNot recorded." in write_model_card(tmp_path).read_text()
+
+
+def test_tasks_name_their_real_data():
+    assert TASKS["mrpc"].source == "MRPC (nyu-mll/glue, mrpc)"
+    docs = TASKS["stdlib_docs"]
+    assert docs.hub_path is None  # nobody finds Python's docstrings in GLUE
+    assert docs.source.endswith(f"of the standard library of Python {platform.python_version()}")
