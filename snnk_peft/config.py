@@ -142,7 +142,7 @@ class SNNKConfig(PeftConfig):
         return [*faults, remedy] if faults else []
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write adapter_config.json, and give it and the weights beside it digests of what they hold.
+        """Write adapter_config.json, give it and the weights beside it digests of what they hold, and write the card.
 
         PEFT calls this when the weights are written.
 
@@ -157,22 +157,13 @@ class SNNKConfig(PeftConfig):
             stamp_tensors(weights)
         super().save_pretrained(save_directory, **kwargs)
         stamp_entries(Path(save_directory) / "adapter_config.json", FREE)
+        if weights.is_file():
+            write_adapter_card(save_directory, self, kwargs.get("auto_mapping_dict"))
 
     def _base_tensors(self, keys: list[str]) -> list[str]:
         """The keys that belong neither to a slot nor to a module that is saved in full."""
         own = (".snnk_slots.", *(f".{name}." for name in self.modules_to_save or ()))
         return sorted(key for key in keys if not any(mark in key for mark in own))
-
-    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """As `peft.PeftConfig.save_pretrained`; beside an adapter's weights it also writes the model card.
-
-        Args:
-            save_directory: folder of the adapter.
-            **kwargs: options of `peft.PeftConfig.save_pretrained`.
-        """
-        super().save_pretrained(save_directory, **kwargs)
-        if os.path.isfile(os.path.join(save_directory, "adapter_model.safetensors")):
-            write_adapter_card(save_directory, self, kwargs.get("auto_mapping_dict"))
 
     def parts(self) -> dict[str, Part]:
         """The parts that are set, by name."""
