@@ -232,6 +232,17 @@ def test_embeddings_that_peft_saves_are_named_in_the_config(folders, tmp_path):
     assert json.loads((tmp_path / "without" / "adapter_config.json").read_text())["saved_embeddings"] is None
 
 
+def test_no_other_weight_of_the_base_is_let_in_by_the_config(folders, adapter):
+    query = "base_model.model.bert.encoder.layer.0.attention.self.query.weight"
+    rewrite(adapter / WEIGHTS, lambda tensors: tensors.update({query: torch.zeros(16, 16)}))
+    path = adapter / "adapter_config.json"
+    content = json.loads(path.read_text())
+    del content["snnk_digests"]
+    path.write_text(json.dumps(content | {"saved_embeddings": [query]}))
+    with pytest.raises(ConfigError, match=r"query\.weight is a tensor of the base model and would overwrite it"):
+        peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
+
+
 # Bundles
 
 
