@@ -13,6 +13,7 @@ from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.components.base_exponential import Exponential
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map.describe import describe, projection_table
+from snnk_peft.functional.exponential import optimal_a
 
 DIM, ROWS, A = 8, 4096, -0.15
 FIXED_LENGTHS = [("sgq", {}), ("ssr", {}), ("sorf", {}), ("rom", {}), ("rom", {"complex_unit": True})]
@@ -59,9 +60,18 @@ def estimate(component, projection, x, y):
     return (phi.dense() * psi.dense()).sum(-1), statistics
 
 
-def row_spread(a: float) -> float:
-    """Standard deviation of one row's factor over Gaussian rows, at x = y = 0."""
-    return math.sqrt((1 - 4 * a) ** DIM * (1 - 8 * a) ** (-DIM / 2) - 1)
+def row_spread(a: torch.Tensor) -> float:
+    """Standard deviation of one row's factor over Gaussian rows, at x = y = 0, for one a per coordinate."""
+    return math.sqrt(math.expm1(((1 - 4 * a).log() - (1 - 8 * a).log() / 2).sum().item()))
+
+
+def parameters_of(component, params, statistics) -> torch.Tensor:
+    """The a that a component has by its arguments or statistics, (DIM,)."""
+    if not component.tilted or "A" in params:
+        return torch.full((DIM,), params.get("A", 0.0), dtype=torch.float64)
+    a = statistics["a"][0] if "a" in statistics else optimal_a(statistics["mean_square"][0], DIM).expand(DIM)
+    assert (a < -0.01).any()  # not 0 for want of data
+    return a
 
 
 def test_there_is_something_to_test():
@@ -75,22 +85,22 @@ def test_exact_at_zero_and_near_it(matrices, projection, projection_params):
     w = matrices[str((projection, projection_params))]
     zero = torch.zeros(1, DIM, dtype=torch.float64)
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.nn.functional.normalize(torch.randn(2, 20, DIM, generator=generator, dtype=torch.float64), dim=-1) / 10
-    # Rows may depend on each other within blocks of DIM; a is A at the lowest, and short vectors add a little.
-    statistical = 6 * row_spread(A) / (ROWS / DIM) ** 0.5
+    x, y = torch.nn.functional.normalize(torch.randn(2, 5, DIM, generator=generator, dtype=torch.float64), dim=-1) / 10
+    # Rows may depend on each other within blocks of DIM; short vectors add a little.
+    blocks = ROWS / DIM
+    statistical = 6 * row_spread(torch.full((DIM,), A)) / blocks**0.5
     deterministic = abs(math.exp(2 * A * DIM) * (1 - 4 * A) ** (DIM / 2) - 1)
     assert statistical < 0.7 * deterministic  # or the test could not see rows of one length
     for name, params in EXPONENTIAL:
         component = COMPONENTS[name](**params)
         at_zero, statistics = estimate(component, w, zero, zero)
-        if name in ("oprf", "saderf", "derf"):
-            assert statistics  # a is not 0 for want of data
-        limit = statistical if w.sampled_lengths and component.tilted else 1e-9
+        spread = row_spread(parameters_of(component, params, statistics))
+        limit = 6 * spread / blocks**0.5 + 1e-9 if w.sampled_lengths else 1e-9
         assert abs(at_zero.item() - 1) < limit, (name, params)
         near, _ = estimate(component, w, x, y)
         relative = (near / component.kernel(x, y) - 1).abs().max().item()
         # ‖x + y‖ <= 0.2: posrf's standard error over blocks of rows, or a rule's error of degree 4, ‖x + y‖⁴/8.
-        near_limit = 6 * math.sqrt(math.expm1(0.04) / (ROWS / DIM)) if w.uniform else 0.2**4 / 8
+        near_limit = 6 * math.sqrt(math.expm1(0.04) / blocks) if w.uniform else 0.2**4 / 8
         assert relative < near_limit + (limit if w.sampled_lengths else 0), (name, params)
 
 

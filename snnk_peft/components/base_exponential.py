@@ -1,10 +1,9 @@
 """Components of the exponential kernels: E[φ(x)·ψ(y)] = e^{x·y}, or with kernel="gaussian" e^{−‖x−y‖²/2}.
 
-Members with a factor (1−4a)^{d/4} e^{a‖ω‖²} on each tower sample from a tilted distribution: the product of both factors
-has mean 1 over Gaussian rows. Over rows of one length (`sorf`, `rom`, norms "sqrt_dim") it does not (0.9 at d = 32,
-0.08 at d = 768 for a = −0.03), and a quadrature (`sgq`, `ssr`), exact for polynomials of low degree, is far off (−4.6 at
-d = 32). There the factor is integrated beforehand. It makes N(0, I) a narrower Gaussian, and u = √(1−4a) ω is N(0, I)
-under that:
+Some members have a factor (1−4a)^{d/4} e^{a‖ω‖²} on each tower. The product of both has mean 1 over Gaussian rows, but
+not over rows of one length (`sorf`, `rom`, norms "sqrt_dim": for a = −0.03 it is 0.9 at d = 32, 0.08 at d = 768), and
+a quadrature (`sgq`, `ssr`), exact for polynomials of low degree, is far off (−4.6 at d = 32). There the factor is
+integrated beforehand. It makes N(0, I) a narrower Gaussian, and u = √(1−4a) ω is N(0, I) under that:
 
     E (1−4a)^{d/2} e^{2a‖ω‖²} g(√(1−4a) ω) = E g(u)
 

@@ -28,7 +28,8 @@ class Gerf(Exponential):
     """D exp(A‖ω‖² + B ω·x + C‖x‖²).
 
     Args:
-        A: below 1/8; without effect over rows whose lengths are no sample (see `Exponential`). The best value falls with ‖x + y‖²/dim (see `oprf`, which chooses it); default −0.03.
+        A: below 1/8; without effect over quadratures and rows of one length, see above. The best value falls with
+            ‖x + y‖²/dim (see `oprf`, which chooses it); default −0.03.
         s: +1 (positive features, default) or −1 (trigonometric).
         kernel: "softmax" (default) or "gaussian".
     """

@@ -2,8 +2,9 @@
 estimate of the same kernel, K̂ = λ K̂_pos + (1−λ) K̂_trig, each used where it is good.
 
     mode="angular": λ(x, y) = θ/π, θ the angle between x and y, itself estimated without bias from n random directions
-        τ_j: ½ − ½ mean_j sgn(τ_j·x) sgn(τ_j·y). For vectors of equal length, trigonometric features are
-        exact at θ = 0 (x = y) and positive ones at θ = π (x = −y); for other lengths variance remains there. Features: both bases times [1, sgn(τ_1·x), ..., sgn(τ_n·x)], with the minus sign on psi.
+        τ_j: ½ − ½ mean_j sgn(τ_j·x) sgn(τ_j·y). For vectors of equal length, trigonometric features are exact at θ = 0
+        (x = y) and positive ones at θ = π (x = −y); for other lengths some variance remains there. Features: both
+        bases times [1, sgn(τ_1·x), ..., sgn(τ_n·x)], with the minus sign on psi.
     mode="learned": λ is a trained number in (0, 1) (a sigmoid), ½ at the start.
 
 Unbiased for e^{x·y} (or e^{−‖x−y‖²/2}) whatever λ is, because λ̂ is independent of W. Features: 3 per row, times n + 1

@@ -2,7 +2,8 @@
 
 A depends on S, the mean of ‖x + y‖² over all pairs of a query and a key **of one example and head**: an average over
 the batch would make an example's output depend on its batch-mates, and an A that differs between the towers would bias
-the estimate. For any A the estimate is unbiased; A = 0 (S = 0, before `calibrate`, and over quadratures and rows of one length, see base_exponential.py) is `posrf`.
+the estimate. For any A the estimate is unbiased; A = 0 is `posrf`: for S = 0, before `calibrate`, and over quadratures
+and rows of one length (base_exponential.py).
 
 Exact kernel: e^{x·y} or, with kernel="gaussian", e^{−‖x−y‖²/2}. Cost: `posrf` and the means.
 """

@@ -46,14 +46,14 @@ def checksum_fault(saved: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> 
     data = bytes(saved.cpu().tolist())
     if len(data) != 8 + 4 * DRAW_SUMS or data[:3] != DRAW_MARK:
         return (
-            "is not one of this snnk_peft: either the file is damaged, or it was saved by an earlier version, which drew "
-            "its matrices with torch.randn, different on other machines. Load such a file with the version it was made "
-            "with (on a machine of the same kind) and save it again with save_projection=True"
+            "is not one of this snnk_peft: either the file is damaged, or it was saved by an earlier version, which "
+            "drew its matrices with torch.randn, different on other machines. Load such a file with the version it was "
+            "made with (on a machine of the same kind) and save it again with save_projection=True"
         )
     if data[3] != DRAW_METHOD:
         return (
-            f"was made by method {data[3]} of drawing matrices; this snnk_peft has method {DRAW_METHOD}. Use the version "
-            "the file was made with, or save there with save_projection=True"
+            f"was made by method {data[3]} of drawing matrices; this snnk_peft has method {DRAW_METHOD}. Use the "
+            "version the file was made with, or save there with save_projection=True"
         )
     numbers = _numbers(tensors)
     there = np.array(struct.unpack(f"<{DRAW_SUMS}f", data[8:]))
@@ -62,8 +62,8 @@ def checksum_fault(saved: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> 
     if data[4:8] == _exact_part(tensors) and near.all():
         return None
     return (
-        "differs from the checkpoint: the matrix that follows from the config is not the one that was saved. The seed or "
-        "a size in the config was changed, or the file is damaged; restore both as they were saved, or save with "
+        "differs from the checkpoint: the matrix that follows from the config is not the one that was saved. The seed "
+        "or a size in the config was changed, or the file is damaged; restore both as they were saved, or save with "
         "save_projection=True"
     )
 

@@ -77,10 +77,7 @@ class FastfoodLearned(Learned):
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Permutations, and the diagonals that are not learned."""
-        shifted = [
-            random_permutation(self.order, generator) + block * self.order
-            for block in range(self.blocks)
-        ]
+        shifted = [random_permutation(self.order, generator) + block * self.order for block in range(self.blocks)]
         kept = {} if self.learn == "SGB" else self._diagonals(generator)
         return {"permutation": torch.cat(shifted), **kept}
 

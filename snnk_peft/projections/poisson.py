@@ -16,7 +16,6 @@ from snnk_peft.functional.random_numbers import uniform_numbers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 
-
 MAX_POISSON_RATE = 1e6
 
 
@@ -46,7 +45,8 @@ class Poisson(Projection):
         """Whether the rate is one."""
         rate = self.rate
         valid = isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate <= MAX_POISSON_RATE
-        return super().argument_faults() + ([] if valid else [f"poisson rate is {rate!r}; expected a number > 0, at most 10⁶"])
+        found = [] if valid else [f"poisson rate is {rate!r}; expected a number > 0, at most 10⁶"]
+        return super().argument_faults() + found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) of whole numbers >= 0."""
