@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import subprocess
 import sys
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 import transformers
 from peft import PeftModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from snnk_peft import (
     FAMILIES,
@@ -26,6 +26,7 @@ from snnk_peft import (
 )
 from snnk_peft.attention.interface import NAME
 from snnk_peft.bundling.code_file import FILE_NAME
+from snnk_peft.bundling.modules import BundledModel
 from snnk_peft.bundling.probe import probe_inputs
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.tuner.calibrate import _slot_inputs
@@ -192,9 +193,18 @@ def test_generation_covers_every_causal_family():
 # --- every head -----------------------------------------------------------------------------------------------------
 
 
+def code_of(folder, monkeypatch):
+    """The code file of a bundle as a module; a process without the package is tested below."""
+    spec = importlib.util.spec_from_file_location("code_of_a_bundle", folder / FILE_NAME)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize(("family", "head"), HEADS)
 @torch.no_grad()
-def test_every_head_bundles_and_loads(family, head, tmp_path):
+def test_every_head_bundles_and_loads(family, head, tmp_path, monkeypatch):
     """Through its Auto class with the package, and through the code file's own classes."""
     model = patched(build(family, head), "houlsby")
     inputs = probe_inputs(model.get_base_model())
@@ -205,8 +215,8 @@ def test_every_head_bundles_and_loads(family, head, tmp_path):
     loaded = (type(bundle(model)) if head.endswith("Backbone") else auto).from_pretrained(tmp_path)
     assert type(loaded).__name__ == f"Snnk{head}"
     agree(loaded(**inputs), wanted)
-    alone = get_class_from_dynamic_module(f"{FILE_NAME.removesuffix('.py')}.Snnk{head}", tmp_path)
-    assert not alone.__module__.startswith("snnk_peft")
+    alone = getattr(code_of(tmp_path, monkeypatch), f"Snnk{head}")
+    assert not issubclass(alone, BundledModel)
     agree(alone.from_pretrained(tmp_path, config=alone.config_class.from_pretrained(tmp_path))(**inputs), wanted)
 
 
