@@ -7,28 +7,22 @@ processor time. One thread also sums in one order: what a test computes equals, 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
 from pathlib import Path
+
+import pytest
+
+from tests import fresh_process
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for every process that a test starts
 
-import pytest
-import torch
-
-from snnk_peft import COMPONENTS, FAMILIES, PROJECTIONS
-from tests import fresh_process
-
 ROOT = Path(__file__).resolve().parent.parent
 MOST_WORKERS = 8  # each holds torch and transformers, about 0.7 GB
 
-PATHS = tuple(sys.path)
-
-torch.set_num_threads(1)
+# torch and the package are imported inside functions: the process that only hands out tests needs neither.
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -44,25 +38,30 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
-    """Warnings of classes that only this process has, from the code file of a bundle, become plain ones.
+    """Warnings of a worker travel as built-in ones, with the name of their class in the text.
 
-    The process that prints them imports their module by name, and the whole run ends where it cannot.
+    The process that prints them would import the module of the class: seconds if that is a library, and the end of the
+    whole run if it is a file that only the worker knows, such as the code file of a bundle.
     """
     category = warning_message.category
-    top = category.__module__.split(".")[0]
-    if top not in sys.stdlib_module_names and PathFinder.find_spec(top, PATHS) is None:
+    if "PYTEST_XDIST_WORKER" in os.environ and category.__module__ != "builtins":
         warning_message.category = UserWarning
         warning_message.message = UserWarning(f"{category.__qualname__}: {warning_message.message}")
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import torch
+
+    torch.set_num_threads(1)
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _registries_restored() -> Iterator[None]:
     """What a test registers is gone after it, so that no test depends on which ones ran before."""
+    from snnk_peft import COMPONENTS, FAMILIES, PROJECTIONS
+
     registries = (COMPONENTS, PROJECTIONS, FAMILIES)
     before = [{name: registry[name] for name in registry} for registry in registries]
     yield

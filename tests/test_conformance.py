@@ -6,6 +6,7 @@ The cases come from the registries, so a new file in components/ or projections/
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import itertools
 import math
@@ -86,18 +87,30 @@ ALL_COMPONENTS, ALL_PROJECTIONS = variants(COMPONENTS), variants(PROJECTIONS)
 projection_cases = pytest.mark.parametrize(("projection", "projection_params"), ALL_PROJECTIONS)
 
 
+def components_over(projection: str, projection_params: dict[str, Any]) -> list[Any]:
+    """Every component that fits; of variants, one at a time."""
+    return [
+        case
+        for case in ALL_COMPONENTS
+        if fits(case.values[0], projection)
+        and (not case.values[1] or (projection in USUAL and not projection_params))
+        and (not projection_params or (case.values[0] in USUAL and not case.values[1]))
+    ]
+
+
 def pair_cases(projections: list[Any], usual_only: bool = False, estimating: bool = False) -> Any:
-    """Every component (that has a kernel) over every one of the projections that fits; of variants, one at a time."""
+    """Every component (that has a kernel) over every one of the projections that fits.
+
+    All components of a projection follow each other, so that they can share its draws.
+    """
     return pytest.mark.parametrize(
         ("component", "component_params", "projection", "projection_params"),
         [
             pytest.param(*first.values, *second.values, id=f"{first.id}-{second.id}")
-            for first, second in itertools.product(ALL_COMPONENTS, projections)
-            if fits(first.values[0], second.values[0])
-            and (not estimating or COMPONENTS[first.values[0]].has_kernel())
+            for second in projections
+            for first in components_over(*second.values)
+            if (not estimating or COMPONENTS[first.values[0]].has_kernel())
             and (not usual_only or first.values[0] in USUAL)
-            and (not first.values[1] or (second.values[0] in USUAL and not second.values[1]))
-            and (not second.values[1] or (first.values[0] in USUAL and not first.values[1]))
         ],
     )
 
@@ -225,20 +238,6 @@ class TestEveryPair:
         phi = self.build(component, component_params, projection, projection_params).to("meta")
         assert phi(torch.empty(2, 6, device="meta")).shape == (2, phi.feature_dim)
 
-    def test_draws_follow_seed_and_slot_alone(self, component, component_params, projection, projection_params):
-        def weight(**kwargs):
-            phi = self.build(component, component_params, projection, projection_params, **kwargs)
-            return phi.projection.materialize()
-
-        torch.manual_seed(1)
-        first = weight(seed=3, slot="layer.0")
-        torch.manual_seed(2)
-        assert torch.equal(first, weight(seed=3, slot="layer.0"))
-        with_defaults = matrix(projection, 6, 9, projection_params)
-        if with_defaults.redrawable and with_defaults.seeded:
-            assert not torch.equal(first, weight(seed=3, slot="layer.1"))
-            assert not torch.equal(first, weight(seed=4, slot="layer.0"))
-
     def test_global_random_states_are_untouched(self, component, component_params, projection, projection_params):
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         phi = self.build(component, component_params, projection, projection_params)
@@ -293,6 +292,39 @@ def test_projection_is_its_matrix(projection, projection_params):
     assert f"num_features={w.num_features}" in repr(w)
 
 
+@pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
+@projection_cases
+def test_draws_follow_seed_and_slot_alone(projection, projection_params):
+    """Not the global state, and not the component: under each one that fits, W is what the projection draws alone."""
+
+    def weight(dim, num_features, **kwargs):
+        return matrix(projection, dim, num_features, projection_params, **kwargs).materialize()
+
+    torch.manual_seed(1)
+    first = weight(6, 9, seed=3, slot="layer.0")
+    torch.manual_seed(2)
+    assert torch.equal(first, weight(6, 9, seed=3, slot="layer.0"))
+    with_defaults = matrix(projection, 6, 9, projection_params)
+    if with_defaults.redrawable and with_defaults.seeded:
+        assert not torch.equal(first, weight(6, 9, seed=3, slot="layer.1"))
+        assert not torch.equal(first, weight(6, 9, seed=4, slot="layer.0"))
+    alone = functools.cache(lambda size: weight(6, size, seed=3, slot="layer.0"))
+    cases = components_over(projection, projection_params)
+    assert cases
+    for case in cases:
+        params = dict(zip(("component", "component_params"), case.values, strict=True))
+        phi = make(
+            **params,
+            projection=projection,
+            dim=6,
+            num_features=9,
+            projection_params=projection_params,
+            seed=3,
+            slot="layer.0",
+        )
+        assert torch.equal(phi.projection.materialize(), alone(phi.num_features)), case.id
+
+
 @projection_cases
 def test_a_checksum_replaces_the_matrix(projection, projection_params):
     cls = PROJECTIONS[projection]
@@ -341,10 +373,21 @@ def estimates(
     """phi(x)·psi(y) under `draws` independent matrices, (draws, pairs)."""
     f = COMPONENTS[component](**component_params)
     results = []
-    for seed in range(draws):
-        phi = FeatureMap(f, matrix(projection, x.shape[-1], m, projection_params, seed=seed)).double()
-        results.append((phi.phi(x).dense() * phi.psi(y).dense()).sum(-1))
+    assert draws % 100 == 0
+    for hundred in range(draws // 100):
+        for w in hundred_matrices(projection, tuple(projection_params.items()), x.shape[-1], m, hundred):
+            phi = FeatureMap(f, w).double()
+            results.append((phi.phi(x).dense() * phi.psi(y).dense()).sum(-1))
     return torch.stack(results)
+
+
+@functools.lru_cache(maxsize=50)
+def hundred_matrices(
+    projection: str, projection_params: tuple[tuple[str, Any], ...], dim: int, m: int, hundred: int
+) -> list[Projection]:
+    """Matrices of a hundred seeds, shared by the components that follow each other; nobody changes them."""
+    seeds = range(100 * hundred, 100 * hundred + 100)
+    return [matrix(projection, dim, m, dict(projection_params), seed=seed).double() for seed in seeds]
 
 
 def pairs(dim: int, length: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
