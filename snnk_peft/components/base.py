@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from snnk_peft.functional.log_linear import LogLinear
+from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
 
@@ -47,6 +48,8 @@ class Component(nn.Module):
         formula: φ(x) in a line, for tables.
         kernel_formula: the kernel in a line.
         source: paper and equation.
+        periodic: whether features are cosines and sines, which the rounding of their argument to half precision moves
+            by a good part of a period: all that leads to it is then computed in at least fp32, also under autocast.
         cost: what the features cost beside the projection.
         params: the member's own keyword arguments, from which it can be built again.
     """
@@ -54,7 +57,7 @@ class Component(nn.Module):
     formula = kernel_formula = source = cost = ""
     distribution = "gaussian"
     positive = False
-    adapts = tilted = False
+    adapts = tilted = periodic = False
     params: Mapping[str, Any] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -127,7 +130,11 @@ class Component(nn.Module):
             statistics: see `statistics`; empty for the stored ones.
             second: whether this is psi: it carries the signs of the feature weights.
         """
-        return Features(self.activate(projection(x), projection.amplitudes(signed=second)))
+        amplitudes = projection.amplitudes(signed=second)
+        if not self.periodic:
+            return Features(self.activate(projection(x), amplitudes))
+        with full_precision(x):
+            return Features(self.activate(projection(wide(x)), amplitudes).to(x.dtype))
 
     def log_linear(
         self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype

@@ -44,6 +44,8 @@ class Hrf(Exponential):
     source = "Choromanski et al. 2022; Spectraformer"
     cost = "three transcendental functions per row, times n + 1"
 
+    periodic = True
+
     directions: torch.Tensor | None
 
     def __init__(self, mode: str = "angular", directions: int = 4, kernel: str = "softmax"):

@@ -48,6 +48,8 @@ class Trigrf(Component):
     source = "Rahimi & Recht 2007; Spectraformer"
     cost = "a cosine and a sine per row"
 
+    periodic = True
+
     phases: torch.Tensor | None
     multipliers: torch.Tensor | None
 

@@ -8,8 +8,9 @@ chunk of 64 tokens. Within a chunk, weights are formed and cut to the lower tria
     direct    φ and ψ at one scale per feature, the largest of all keys so far and in this block: e^{a + u} and e^{b − u}.
               Two exponentials per feature. What a row sees must not vanish beside keys that come after it: its
               denominator tells, and where one is too small the block is done again the other way.
-    careful   A = φ ψᵀ with queries and keys each at a scale of their own, spread over the whole range of fp32; then one
-              softmax over [a + log Z, log A], whose scales are those of the row. For graphs and accelerators too.
+    careful   log(φ ψᵀ) by halves: rows of the second half see all keys of the first, so that there one scale per
+              feature, that of the first half, loses nothing; and each half is cut in the same way. Then one softmax
+              over [a + log Z, log(φ ψᵀ)]. Exact whatever the keys; for graphs and accelerators too.
 
 One token alone needs neither: its key is added to the means, and then it sees all keys there are.
 
@@ -19,7 +20,6 @@ Shapes: q (B, H, L, d), k (B, G, L, d), v (B, G, L, D) -> (B, H, L, D); inside, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -32,7 +32,6 @@ from snnk_peft.functional.precision import full_precision
 
 TOKENS = 64  # per chunk
 LEAST = 2.0**-60  # of a denominator, relative to the largest that it could be: terms lost to underflow are e^-45 of it
-SPREAD = 40.0  # careful: features are at most e^40, products at most e^80; below e^-44 gradients would overflow
 
 
 def causal_exponential_attention(
@@ -95,7 +94,9 @@ def _causal_block(
     if state is None:
         shape = (*k.shape[:2], rows.shape[-2])
         state = KeyMeans(v.new_zeros(*shape, v.shape[-1]), v.new_full(shape, ABSENT))
-    chunk = TOKENS if exporting() else min(TOKENS, length)
+    chunk = TOKENS
+    while not exporting() and chunk // 2 >= length:
+        chunk //= 2
     chunks = block_count(length, chunk)
     padding = chunks * chunk - length
     offset = queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]
@@ -168,25 +169,53 @@ def _direct(
 
 def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, signs: Tensor | None) -> tuple[Tensor, KeyMeans]:
     """Results (B, G, chunks, rows, D), and the state behind the last chunk."""
-    chunk = b.shape[-2]
     prefixes, behind = _prefixes(means_of(b.clone(), v), state)
-    top = b.detach().amax(-2, keepdim=True)
-    top = torch.where(top > ABSENT / 2, top, 0.0)
-    b = b - top
-    key_scale = b.detach().amax(-1, keepdim=True)
-    from_keys = a + top
-    query_scale = from_keys.detach().amax(-1, keepdim=True)
-    phi = (from_keys - query_scale).add_(SPREAD - math.log(b.shape[-1])).exp_()
-    # Scales are taken out first: beside ABSENT, the spread would be rounded away or blown up.
-    products = (phi if signs is None else phi * signs) @ (b - key_scale).add_(SPREAD).exp_().mT
-    logs = products.abs().clamp_min(math.exp(-SPREAD - 4)).log()
-    later = b.new_full((chunk, chunk), 2 * ABSENT).triu(1)
-    logs = logs.unflatten(-2, (-1, chunk)) + (key_scale.mT + (math.log(b.shape[-1]) - 2 * SPREAD) + later).unsqueeze(-3)
-    weights = torch.cat((a - query_scale + prefixes.log_weight.unsqueeze(-2), logs.flatten(-3, -2)), -1).softmax(-1)
-    if signs is not None:
-        weights = weights * torch.cat((signs.expand(a.shape), products.detach().sign()), -1)
+    within, of_within = _pairs(a.unflatten(3, (-1, b.shape[-2])), b.unsqueeze(3), signs)
+    logs = torch.cat((a + prefixes.log_weight.unsqueeze(-2), within.flatten(3, 4)), -1)
+    weights = logs.softmax(-1)
+    if signs is not None and of_within is not None:
+        weights = weights * torch.cat((signs.expand(a.shape), of_within.flatten(3, 4)), -1)
     out = weights @ torch.cat((prefixes.values, v), -2)
     return out if signs is None else out / weights.sum(-1, keepdim=True), behind
+
+
+def _pairs(a: Tensor, b: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """log |Σ_r σ_r e^{a_ir + b_jr}| for j <= i within a chunk, below ABSENT for j > i, and the signs of the sums.
+
+    Args:
+        a: (..., tokens, m), tokens a power of two.
+        b: likewise.
+        signs: σ (m,), or None for all 1; then so are those of the sums, and None is returned.
+    """
+    tokens, size, found, of_found = a.shape[-2], 1, *_log_products(a.unsqueeze(-2), b.unsqueeze(-2), signs)
+    while size < tokens:
+        # The blocks (..., tokens / size, size, size) on the diagonal become blocks of twice the size.
+        halves = (tokens // (2 * size), 2, size)
+        rows, keys = (x.unflatten(-2, halves).select(-3, place) for x, place in ((a, 1), (b, 0)))
+        logs, of_logs = _log_products(rows, keys, signs)
+        found = _doubled(found, logs, 2 * ABSENT)
+        of_found = None if of_found is None or of_logs is None else _doubled(of_found, of_logs, 1.0)
+        size *= 2
+    return found.squeeze(-3), None if of_found is None else of_found.squeeze(-3)
+
+
+def _doubled(diagonal: Tensor, below: Tensor, above: float) -> Tensor:
+    """[[first, above], [below, second]] of each two neighbours (..., 2n, s, s) on the diagonal: (..., n, 2s, 2s)."""
+    first, second = diagonal.unflatten(-3, (-1, 2)).unbind(-3)
+    upper = torch.cat((first, torch.full_like(first, above)), -1)
+    return torch.cat((upper, torch.cat((below, second), -1)), -2)
+
+
+def _log_products(a: Tensor, b: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """log |Σ_r σ_r e^{a_ir + b_jr}| for all rows and keys of a block, and the signs of the sums (None without σ)."""
+    top = b.detach().amax(-2, keepdim=True)
+    shifted = a + top
+    largest = shifted.detach().amax(-1, keepdim=True)
+    phi, psi = (shifted - largest).exp(), (b - top).exp()
+    # Beside a row's largest product with the keys of the block, which is at least 1, what is cut off counts nothing.
+    products = (phi if signs is None else phi * signs) @ psi.mT
+    logs = products.abs().clamp_min(torch.finfo(a.dtype).tiny).log() + largest
+    return logs, None if signs is None else products.detach().sign()
 
 
 def _prefixes(chunks: KeyMeans, state: KeyMeans) -> tuple[KeyMeans, KeyMeans]:

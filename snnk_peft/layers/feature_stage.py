@@ -22,6 +22,7 @@ from snnk_peft.feature_map import FeatureMap, check_finite
 from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.gauss_hermite import hermite_coefficients
 from snnk_peft.functional.normalized_projection import EPSILON
+from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections import PROJECTIONS
 
 
@@ -96,6 +97,14 @@ class FeatureStage(nn.Module):
     @tensors_at_hand
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., out_dim)."""
+        if self.feature_map.component.periodic:
+            with full_precision(x):
+                features = self._features(wide(x)).to(x.dtype)
+        else:
+            features = self._features(x)
+        return torch.cat((features, x), -1) if self.append_input else features
+
+    def _features(self, x: torch.Tensor) -> torch.Tensor:
         projection = self.feature_map.projection
         if self.normalize and not self.feature_map.component.elementwise():
             features = self.feature_map(nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * self.scale)
@@ -105,9 +114,7 @@ class FeatureStage(nn.Module):
             features = self.feature_map.component.activate(z, projection.amplitudes())
         else:
             features = self.feature_map(self.transform(x))
-        if self.means is not None:
-            features = features - self.means.to(features.dtype)
-        return torch.cat((features, x), -1) if self.append_input else features
+        return features if self.means is None else features - self.means.to(features.dtype)
 
     def effective_rows(self, rows: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows and biases that act on x as `rows`, `bias` act on t(x); not defined for `normalize`."""

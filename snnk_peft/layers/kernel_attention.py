@@ -37,6 +37,9 @@ class KernelAttention(nn.Module):
     Attributes:
         blend: softplus⁻¹ of the weights, (fields, H), the near field first; None where there is one field only. At the
             start near and far field count the same, and so do all terms.
+
+    Raises:
+        ConfigError: terms and feature maps side by side, or something else.
     """
 
     def __init__(
@@ -49,6 +52,11 @@ class KernelAttention(nn.Module):
         super().__init__()
         given = [term for term in terms if isinstance(term, AttentionTerm)]
         maps = [feature_map for feature_map in terms if isinstance(feature_map, FeatureMap)]
+        if len(terms) not in (len(given), len(maps)):
+            raise ConfigError(
+                f"KernelAttention was given {', '.join(type(term).__name__ for term in terms)}; expected terms alone, "
+                "or feature maps alone, which are one term. Make a term of each map: AttentionTerm([feature_map])"
+            )
         self.terms = nn.ModuleList(given or [AttentionTerm(maps)])
         self.near_field, self.num_heads = near_field, num_heads
         far = [1 / len(self.terms)] * len(self.terms)
