@@ -304,7 +304,8 @@ def modules_to_save(config: SNNKConfig, model: nn.Module, family: ModelFamily, e
         names = [path] if present and path is not None else []
         # A head of another task (token classes, answers) is as new as the family's own, and named alike everywhere.
         own = {name for name, _ in model.named_children()} - {family.classifier}
-        names += [name for name in HEADS if name in own and name not in names]
+        if family.classifier is not None:  # None: the family says that no head is trained along
+            names += [name for name in HEADS if name in own and name not in names]
     else:
         names = list(config.modules_to_save)
         if inside and family.classifier in names:
