@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import warnings
 
 import peft
 import pytest
@@ -129,7 +128,7 @@ def test_lora_targets_that_match_nothing(monkeypatch, root):
     models, settings = (importlib.import_module(f"_lib.{name}") for name in ("models", "settings"))
     method = settings.MethodSection(name="lora", lora=settings.LoraSection(target_modules=["qurey"]))
     with pytest.raises(ConfigError, match=r"target_modules is \['qurey'\], which matches no module.*query, value"):
-        models.build_method(tiny("bert"), method, seed=0)
+        models.build_model(tiny("bert"), method, seed=0, calibration=None)
 
 
 def test_a_pooler_whose_activation_is_a_function(monkeypatch):
@@ -157,9 +156,3 @@ def test_a_pooler_whose_activation_is_a_function(monkeypatch):
     match = r"'classifier.out_proj' reads what 'classifier.dense' gives \(classifier_of_pooler\).*pooler_activation"
     with pytest.raises(UnsupportedError, match=match):
         bundle(patched)
-
-
-def test_patching_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        get_snnk_model(tiny("bert"), ADAPTER)

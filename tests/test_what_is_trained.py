@@ -184,9 +184,9 @@ def test_an_explicit_number_is_not_taken_for_the_default(tmp_path):
         config.save_pretrained(tmp_path)
         assert json.loads((tmp_path / "adapter_config.json").read_text())["attention"]["num_features"] == given
         assert SNNKConfig.from_pretrained(str(tmp_path)).attention.num_features == given
-    with pytest.raises(ConfigError, match="attention.num_features is 0"):
+    with pytest.raises(ConfigError, match=r"attention.num_features is 0"):
         SNNKConfig(attention=AttentionPart(num_features=0))
-    with pytest.raises(ConfigError, match="adapter.num_features is None"):
+    with pytest.raises(ConfigError, match=r"adapter.num_features is None"):
         SNNKConfig(adapter=AdapterPart(num_features=None))
 
 

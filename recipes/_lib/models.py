@@ -121,19 +121,25 @@ def build_model(
         return base
     if method.name == "lora":
         from peft import LoraConfig, TaskType, get_peft_model
+        from peft.utils.error import NoMatchingPeftModuleError
 
         lora = method.lora
-        return get_peft_model(
-            base,
-            LoraConfig(
-                task_type=TaskType.SEQ_CLS,
-                r=lora.r,
-                lora_alpha=lora.alpha,
-                lora_dropout=lora.dropout,
-                target_modules=lora.target_modules,
-                modules_to_save=["pooler"] if train_pooler else None,
-            ),
+        config = LoraConfig(
+            task_type=TaskType.SEQ_CLS,
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=lora.target_modules,
+            modules_to_save=["pooler"] if train_pooler else None,
         )
+        try:
+            return get_peft_model(base, config)
+        except NoMatchingPeftModuleError as error:
+            found = {name.rpartition(".")[2] for name, m in base.named_modules() if isinstance(m, torch.nn.Linear)}
+            raise ConfigError(
+                f"method.lora.target_modules is {lora.target_modules!r}, which matches no module of "
+                f"{type(base).__name__}; expected names among {', '.join(sorted(found))}"
+            ) from error
     from snnk_peft import get_snnk_model
 
     # None lets snnk_peft train the classifier; an explicit list has to name it too.

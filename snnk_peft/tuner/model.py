@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -151,6 +151,7 @@ class SNNKModel(BaseTuner):
         return peft_config  # the targets follow from the parts: see _prepare_model
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        refuse_prepared(model)
         family = family_of(model)
         found = measurements(model, family)
         check_measurements(peft_config, found)
@@ -194,18 +195,18 @@ class SNNKModel(BaseTuner):
         adapter_name: str,
         autocast_adapter_dtype: bool = True,
         low_cpu_mem_usage: bool = False,
-        **kwargs: Any,
+        state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """As in PEFT, and also at places inside a layer that an earlier adapter wrapped, which PEFT passes over."""
         # PEFT makes the modules of other methods while it goes through the model; ours are made before that.
         self._making = init_empty_weights if low_cpu_mem_usage else contextlib.nullcontext
-        super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, **kwargs)
+        super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
         guard_save(model)
         for path in list(self._slots):
             parent, _, name = path.rpartition(".")
             places = model.get_submodule(path), name, model.get_submodule(parent)
             self._create_and_replace(self.peft_config[adapter_name], adapter_name, *places, current_key=path)
-        warn_if_nothing_is_trained(self.peft_config[adapter_name], model, adapter_name)
+        warn_if_nothing_is_trained(cast(SNNKConfig, self.peft_config[adapter_name]), model, adapter_name)
         watch_first_forward(model, adapter_name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -326,7 +327,8 @@ def modules_to_save(config: SNNKConfig, model: nn.Module, family: ModelFamily, e
         names = [path] if present and path is not None else []
         # A head of another task (token classes, answers) is as new as the family's own, and named alike everywhere.
         own = {name for name, _ in model.named_children()} - {family.classifier}
-        names += [name for name in HEADS if name in own and name not in names]
+        if family.classifier is not None:  # None: the family says that no head is trained along
+            names += [name for name in HEADS if name in own and name not in names]
     else:
         names = list(config.modules_to_save)
         if inside and family.classifier in names:
