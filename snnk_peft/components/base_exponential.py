@@ -83,10 +83,11 @@ def exponential_logarithms(
         basis: (..., d, d).
         both_signs: whether each row serves as ω and as −ω.
     """
-    rows, a = projection.materialize().to(dtype), Exponential.tilt(a, projection)
+    rows = projection.materialize().to(dtype)
     more = 0.5 if kernel == "gaussian" else 0.0
-    offset, square = torch.zeros_like(rows[:, 0]), 0.5 + more
-    if not isinstance(a, float) or a != 0:
+    offset = torch.zeros_like(rows[:, 0])
+    square: torch.Tensor | float = 0.5 + more
+    if projection.sampled_lengths and (isinstance(a, torch.Tensor) or a != 0):
         a = torch.as_tensor(a, dtype=dtype, device=rows.device)
         offset, rows = (rows.square() * a).sum(-1), rows * (1 - 4 * a).sqrt()
     if stretch is not None:
