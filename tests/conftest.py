@@ -31,6 +31,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(allowed), MOST_WORKERS)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several workers begin with the slow tests: a slow one at the end would keep one busy while the others wait."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_sessionfinish() -> None:
     """The server of fresh processes ends with the tests."""
     fresh_process.close()

@@ -12,6 +12,7 @@ Shapes: z any; coefficients (K,).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -81,7 +82,7 @@ def activation_function(activation: str | Callable[[Tensor], Tensor]) -> Callabl
 def fit_trigonometric(
     function: Callable[[Tensor], Tensor], radius: float, atoms: int, *, reach: float = 0.0
 ) -> TrigonometricFit:
-    """Fit `function` on [−radius, radius].
+    """Fit `function` on [−radius, radius]; the fit of a function in ACTIVATIONS is computed once per process.
 
     Args:
         function: elementwise, called with an fp64 tensor.
@@ -99,6 +100,12 @@ def fit_trigonometric(
         faults.append(f"atoms is {atoms!r}; expected an integer >= 1")
     if faults:
         raise ConfigError(faults)
+    # Only these are known to stay what they are; a function of the user may have weights that are trained.
+    known = any(function is member for member in ACTIVATIONS.values())
+    return (_fit_once if known else _fit)(function, radius, atoms, reach)
+
+
+def _fit(function: Callable[[Tensor], Tensor], radius: float, atoms: int, reach: float) -> TrigonometricFit:
     z = torch.linspace(-radius, radius, _POINTS, dtype=torch.float64, device="cpu")
     target = function(z)
     if target.shape != z.shape or not target.isfinite().all():
@@ -112,6 +119,12 @@ def fit_trigonometric(
     return min(
         (fit for fit in fits if fit.sup_error <= limit), key=lambda fit: (fit.amplitudes() * growth).sum().item()
     )
+
+
+@functools.lru_cache(maxsize=256)
+@torch.inference_mode(False)  # so that a fit first made without gradients serves with them
+def _fit_once(function: Callable[[Tensor], Tensor], radius: float, atoms: int, reach: float) -> TrigonometricFit:
+    return _fit(function, radius, atoms, reach)
 
 
 def _ridge_fit(z: Tensor, target: Tensor, radius: float, atoms: int, reach: float, ridge: float) -> TrigonometricFit:
