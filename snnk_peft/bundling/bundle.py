@@ -101,7 +101,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         raise UnsupportedError(
             f"family {family.name!r} says that {plan.head!r} reads what {plan.pooler!r} gives (classifier_of_pooler), "
             f"but a bundle that multiplies the two differs by {error:.1e} in {where}: something lies between them, "
-            "such as an activation that forward() calls as a function. Leave classifier_of_pooler out of the ModelFamily, "
+            "such as an activation that forward() calls as a function. Leave classifier_of_pooler out of the family, "
             "or name that module as pooler_activation"
         )
     if not error <= tolerance:
