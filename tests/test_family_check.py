@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -18,7 +17,16 @@ from transformers import (
     ModernBertModel,
 )
 
-from snnk_peft import FAMILIES, ModelFamily, check_family, register_family
+from snnk_peft import (
+    FAMILIES,
+    AdapterPart,
+    ModelFamily,
+    SNNKConfig,
+    bundle,
+    check_family,
+    get_snnk_model,
+    register_family,
+)
 from snnk_peft.errors import UnsupportedError
 from tests.tiny_models import CLASSIFIERS, TEXT, TOKENS, tiny
 
@@ -112,12 +120,9 @@ def test_what_only_the_other_models_have_is_left_out_with_its_reason():
     assert "bert.pooler" in report.left_out["pooler"]
 
 
-def test_a_family_that_takes_nothing_is_refused(monkeypatch):
-    gated = dataclasses.replace(FAMILIES["gpt2"], gated=True)
-    monkeypatch.setitem(FAMILIES._members, "gpt2", gated)
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=100, add_cross_attention=True, **SPECIAL)
-    with pytest.raises(UnsupportedError, match="cross attention"):
-        check_family(GPT2LMHeadModel(config))
+def test_a_model_that_takes_nothing_is_refused():
+    with pytest.raises(UnsupportedError, match="is a bundle"):
+        check_family(bundle(get_snnk_model(tiny("bert", "BertModel"), SNNKConfig(adapter=AdapterPart(num_features=4)))))
 
 
 def test_inputs_can_be_given():

@@ -534,7 +534,7 @@ class TestBadCheckpoints:
         content = json.loads(path.read_text())
         del content["snnk_digests"]  # with them, the change itself is named: test_loading.py
         path.write_text(json.dumps(content | {"seed": 1}))
-        refused_everywhere(build("bert"), tmp_path, "from seed 1")
+        refused_everywhere(build("bert"), tmp_path, "seed 1")
 
     def test_a_model_that_is_already_patched_is_loaded_into_as_a_whole_or_not_at_all(self, tmp_path):
         model = patched("bert")
