@@ -28,7 +28,7 @@ from snnk_peft.config import AdapterPart, AttentionPart, FFNPart, PoolerPart, SN
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families.base import ModelFamily
 from snnk_peft.tuner.get_model import get_snnk_model
-from snnk_peft.tuner.model import family_of, plan_patches
+from snnk_peft.tuner.model import family_of, plan_patches, refuse_prepared
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 CASES: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
 
     Raises:
         UnsupportedError: the description is wrong: every fault of every part, with the path where it was seen; or the
-            family is unknown, or takes no part at all.
+            family is unknown or takes no part at all; or the model is no plain one (patched, a bundle, quantized).
 
     Example:
         >>> from transformers import ViTConfig, ViTModel
@@ -92,6 +92,7 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
         >>> report.left_out
         {'pooler': "family 'vit' has no pooler"}
     """
+    refuse_prepared(model)
     family = family_of(model)
     assert isinstance(model, PreTrainedModel)
     report = FamilyReport(type(model).__name__, family.name)

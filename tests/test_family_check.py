@@ -120,7 +120,7 @@ def test_what_only_the_other_models_have_is_left_out_with_its_reason():
     assert "bert.pooler" in report.left_out["pooler"]
 
 
-def test_a_model_that_takes_nothing_is_refused():
+def test_a_bundle_is_refused():
     with pytest.raises(UnsupportedError, match="is a bundle"):
         check_family(bundle(get_snnk_model(tiny("bert", "BertModel"), SNNKConfig(adapter=AdapterPart(num_features=4)))))
 
