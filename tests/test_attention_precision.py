@@ -1,7 +1,7 @@
 """Attention at the norms of real models and ten times as much, in half precision and fp32, against its definition.
 
-The oracle works in fp64 on the very numbers that the layer is given: the weights of all pairs of tokens by logsumexp over
-the features. It knows nothing of blocks, chunks, scales or states.
+The oracle works in fp64 on the very numbers that the layer is given: the weights of all pairs of tokens from the
+logarithms of their features. It knows nothing of blocks, chunks, scales or states.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 from snnk_peft import build_feature_map
 from snnk_peft.components import COMPONENTS
@@ -217,7 +218,7 @@ def test_both_causal_ways(projection, careful, monkeypatch):
         rows.append(row)
     torch.testing.assert_close(torch.cat(rows, -2), expected, rtol=1e-9, atol=1e-9)
     leaves = [t[:1, :, 8:17].clone().requires_grad_() for t in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda *t: kernel(*t, mask[:1, 8:17], causal=True), leaves)
+    assert torch.autograd.gradcheck(lambda *t: kernel(*t, mask[:1, 8:17], causal=True), leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("leading", [(), (1, 2)])
@@ -241,8 +242,8 @@ def test_gradients_block_by_block(leading, square, monkeypatch):
         return out, *means
 
     leaves = [t.clone().requires_grad_() for t in (q, k, v, rows, offset, rows)]
-    assert torch.autograd.gradcheck(run, leaves)
-    assert torch.autograd.gradgradcheck(lambda *t: run(*t)[0], leaves)
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *t: run(*t)[0], leaves, fast_mode=True)
 
 
 # --- logarithms and features say the same ---------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def test_logarithms_are_those_of_the_features(name, projection, kernel):
     component = features.component
     for statistics in ({}, component.statistics(x, y)):
         for second, given in enumerate((x, y)):
-            linear = component.log_linear(features.projection, statistics, bool(second), F64)
+            linear = component.log_linear(features.projection, statistics, bool(second), x)
             square = linear.square
             if isinstance(square, torch.Tensor) and square.shape[-2] > 1:
                 norms = ((given @ square) * given).sum(-1, keepdim=True)
@@ -279,8 +280,8 @@ def test_a_tower_of_ones_own_has_no_logarithms_of_another():
             return type(super().tower(x, projection, statistics, second))(values.square(), scale)
 
     features = build_feature_map("posrf", "orf", 4, 8)
-    assert features.component.log_linear(features.projection, {}, False, F64) is not None
-    assert Louder().log_linear(features.projection, {}, False, F64) is None
+    assert features.component.log_linear(features.projection, {}, False, torch.zeros(())) is not None
+    assert Louder().log_linear(features.projection, {}, False, torch.zeros(())) is None
 
 
 def test_terms_and_maps_are_not_mixed():
@@ -308,3 +309,23 @@ def test_arguments_of_cosines_are_not_rounded(name, options, autocast):
             out = stage(x)
         assert out.dtype == dtype
         assert relative(out, copy.deepcopy(stage).double()(x.double())) < 5e-3
+
+
+# --- the room around attention --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["posrf", "saderf", "derf"])
+def test_autocast_lowers_nothing(name):
+    kernel, (q, k, v) = kernel_of(name), tensors(100.0, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = kernel(q, k, v)
+    assert torch.equal(out, kernel(q, k, v))
+
+
+def test_tensors_that_come_when_a_module_is_called():
+    """accelerate's offloading: what a module holds is elsewhere until it is called."""
+    kernel, (q, k, v) = KernelAttention([build_feature_map("posrf", "gmm", DIM, 16)], 4), tensors(10.0, torch.float32)
+    expected = kernel(q, k, v)
+    cpu_offload(kernel, torch.device("cpu"))
+    assert {parameter.device.type for parameter in kernel.maps()[0].parameters()} == {"meta"}
+    torch.testing.assert_close(kernel(q, k, v), expected)

@@ -4,10 +4,12 @@
     python recipes/benchmarks/attention.py --sections forward causal --device cuda --dtype bfloat16
 
 12 heads of 64, one sequence, positive features over an orthogonal matrix (posrf, orf) with 64 rows; the two attentions
-are timed in turn. `forward` and `causal` time inference, `training` forward and backward, `memory` the growth of a
-fresh process, `decoding` one token of a two-layer Llama after prefixes of two lengths, `pairs` a training step of the
-Long Range Arena's Text model (length 4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax. Other
-sections of an earlier run are kept in the file. About a quarter of an hour on two quiet cores.
+are timed in turn. `forward` and `causal` time inference, `training` forward and backward, each beside the matrix
+products that linear attention consists of, done plainly and with nothing between them: `products_share` is their share
+of its time (above 1 where blocks that stay in the cache are quicker). `memory` measures the growth of a fresh process,
+`decoding` times one token of a two-layer Llama after prefixes of two lengths, `pairs` a training step of the Long Range
+Arena's Text model (length 4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax. Other sections of
+an earlier run are kept in the file. About a quarter of an hour on two quiet cores.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, get_snnk_model
 from snnk_peft.attention import RecurrentCache
 from snnk_peft.feature_map import advance
+from snnk_peft.functional.exponential_causal import TOKENS
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.tasks import LONG_RANGE_TASKS
 
@@ -55,11 +58,13 @@ def linear() -> KernelAttention:
 
 
 def candidates(length: int, causal: bool, gradient: bool, device: str, dtype: torch.dtype) -> dict[str, Run]:
-    """Both attentions on the same tensors, as functions."""
+    """Both attentions and the plain products on the same tensors, as functions."""
     inputs, kernel = tensors(length, device, dtype), linear().to(device)
+    rows = kernel.maps()[0].projection.materialize().mT.clone()
     functions = {
         "linear": lambda q, k, v: kernel(q, k, v, causal=causal),
         "softmax": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal),
+        "products": lambda q, k, v: products(q, k, v, rows, causal),
     }
 
     def call(function: Callable[..., torch.Tensor]) -> object:
@@ -76,17 +81,27 @@ def candidates(length: int, causal: bool, gradient: bool, device: str, dtype: to
     return {name: partial(call, function) for name, function in functions.items()}
 
 
+def products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, causal: bool) -> torch.Tensor:
+    """The matrix products of linear attention, (1, HEADS, length, DIM); causal with those within chunks."""
+    phi, psi = q @ rows, k @ rows
+    if not causal:
+        return phi @ (psi.mT @ v)
+    phi, psi, v = (tensor.unflatten(2, (-1, TOKENS)) for tensor in (phi, psi, v))
+    return ((phi @ psi.mT) @ v + phi @ (psi.mT @ v)).flatten(2, 3)
+
+
 def speed(section: str, repetitions: int, device: str, dtype: torch.dtype) -> Rows:
-    """Milliseconds and the speed-up over softmax, by length."""
+    """Milliseconds, the speed-up over softmax, and the share of the plain products, by length."""
     rows = []
     for length in LENGTHS:
         runs = candidates(length, section == "causal", section == "training", device, dtype)
         seconds = alternate(runs, repetitions, warmup=1)
         own = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
-        faster = ratio(seconds["softmax"], seconds["linear"])
-        rows.append(
-            {"section": section, "length": length, **{f"{k}_ms": v for k, v in own.items()}, "speed_up": faster}
-        )
+        compared = {
+            "speed_up": ratio(seconds["softmax"], seconds["linear"]),
+            "products_share": ratio(seconds["products"], seconds["linear"]),
+        }
+        rows.append({"section": section, "length": length, **{f"{k}_ms": v for k, v in own.items()}, **compared})
     return rows
 
 

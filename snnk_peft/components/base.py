@@ -137,7 +137,7 @@ class Component(nn.Module):
             return Features(self.activate(projection(wide(x)), amplitudes).to(x.dtype))
 
     def log_linear(
-        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear | None:
         """The logarithms of the features of one tower, for components whose features are exponentials; None for others.
 
@@ -147,7 +147,7 @@ class Component(nn.Module):
             projection: W.
             statistics: see `statistics`; empty for the stored ones.
             second: whether this is psi.
-            dtype: of the result, at least fp32.
+            like: any tensor on the device and in the dtype of the result, at least fp32.
         """
         return None
 

@@ -62,7 +62,7 @@ def exponential_logarithms(
     projection: Projection,
     kernel: str,
     second: bool,
-    dtype: torch.dtype,
+    like: torch.Tensor,
     *,
     a: torch.Tensor | float = 0.0,
     stretch: torch.Tensor | None = None,
@@ -77,27 +77,31 @@ def exponential_logarithms(
         projection: W.
         kernel: "softmax", or "gaussian" for another factor e^{−‖x‖²/2}.
         second: whether these are features of the second tower (psi), which carries the signs of the feature weights.
-        dtype: of the result, at least fp32.
+        like: any tensor on the device and in the dtype of the result, at least fp32.
         a: a number, (..., 1, 1), or one per coordinate (..., 1, d); see `Exponential.tilt`.
         stretch: (..., 1, d) or (d,).
         basis: (..., d, d).
         both_signs: whether each row serves as ω and as −ω.
     """
-    rows = projection.materialize().to(dtype)
+    # The images of unit vectors, and not `materialize`: a module that is called may have its tensors brought to it.
+    rows, bias = torch.eye(projection.dim, dtype=like.dtype, device=like.device), 0.0
+    if projection.bias is None:
+        rows = projection(rows).mT
+    else:
+        images = projection(torch.cat((rows, torch.zeros_like(rows[:1]))))
+        rows, bias = (images[:-1] - images[-1:]).mT, images[-1]
     more = 0.5 if kernel == "gaussian" else 0.0
+    square: float | torch.Tensor = 0.5 + more
     offset = torch.zeros_like(rows[:, 0])
-    square: torch.Tensor | float = 0.5 + more
     if projection.sampled_lengths and (isinstance(a, torch.Tensor) or a != 0):
-        a = torch.as_tensor(a, dtype=dtype, device=rows.device)
+        a = torch.as_tensor(a, dtype=like.dtype, device=like.device)
         offset, rows = (rows.square() * a).sum(-1), rows * (1 - 4 * a).sqrt()
     if stretch is not None:
-        stretch = stretch.to(dtype)
+        stretch = stretch.to(like)
         rows, square = rows * stretch, stretch.square().reshape(*stretch.shape[:-2], 1, -1) / 2 + more
     if basis is not None:
-        basis = basis.to(dtype)
-        identity = torch.eye(basis.shape[-1], dtype=dtype, device=rows.device)
-        rows, square = rows @ basis.mT, basis @ basis.mT / 2 + more * identity
-    bias = 0.0 if projection.bias is None else projection.bias.to(dtype)
+        basis = basis.to(like)
+        rows, square = rows @ basis.mT, basis @ basis.mT / 2 + more * torch.eye(projection.dim).to(like)
     if both_signs:
         rows, offset = torch.cat((rows, -rows), -2), torch.cat((offset + bias, offset - bias), -1)
     else:
@@ -105,5 +109,5 @@ def exponential_logarithms(
     amplitudes = projection.amplitudes(signed=second, copies=2 if both_signs else 1)
     if not isinstance(amplitudes, torch.Tensor):
         return LogLinear(rows, offset, square)
-    amplitudes = amplitudes.to(dtype)
+    amplitudes = amplitudes.to(like)
     return LogLinear(rows, offset + amplitudes.abs().log(), square, amplitudes.sign() if second else None)

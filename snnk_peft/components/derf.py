@@ -117,9 +117,9 @@ class Derf(Exponential):
             return Features(*stabilised(z + quadratic, factor, projection.amplitudes(signed=second), x.dtype))
 
     def log_linear(
-        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear:
         """See `Component.log_linear`."""
         basis = statistics.get("y_map", self.y_map) if second else statistics.get("x_map", self.x_map)
         a = statistics.get("a", self.a)
-        return exponential_logarithms(projection, self.kernel_name, second, dtype, a=a, basis=basis)
+        return exponential_logarithms(projection, self.kernel_name, second, like, a=a, basis=basis)

@@ -72,9 +72,9 @@ class Gerf(Exponential):
             return Features(values.to(x.dtype), scale)
 
     def log_linear(
-        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear | None:
         """See `Component.log_linear`."""
         if self.s == -1:
             return None
-        return exponential_logarithms(projection, self.kernel_name, second, dtype, a=self.A)
+        return exponential_logarithms(projection, self.kernel_name, second, like, a=self.A)

@@ -47,7 +47,7 @@ class Hyprf(Exponential):
             return Features(*stabilised(both, factor, projection.amplitudes(second, copies=2), x.dtype))
 
     def log_linear(
-        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear:
         """See `Component.log_linear`."""
-        return exponential_logarithms(projection, self.kernel_name, second, dtype, both_signs=True)
+        return exponential_logarithms(projection, self.kernel_name, second, like, both_signs=True)

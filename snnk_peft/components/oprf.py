@@ -71,8 +71,8 @@ class Oprf(Exponential):
             return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
 
     def log_linear(
-        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear:
         """See `Component.log_linear`."""
-        a = optimal_a(statistics.get("mean_square", self.mean_square).to(dtype), projection.dim)
-        return exponential_logarithms(projection, self.kernel_name, second, dtype, a=a)
+        a = optimal_a(statistics.get("mean_square", self.mean_square).to(like), projection.dim)
+        return exponential_logarithms(projection, self.kernel_name, second, like, a=a)

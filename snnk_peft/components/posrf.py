@@ -43,7 +43,7 @@ class Posrf(Exponential):
             return Features(*stabilised(projection(wide(x)), factor, projection.amplitudes(signed=second), x.dtype))
 
     def log_linear(
-        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear:
         """See `Component.log_linear`."""
-        return exponential_logarithms(projection, self.kernel_name, second, dtype)
+        return exponential_logarithms(projection, self.kernel_name, second, like)

@@ -95,13 +95,13 @@ class Saderf(Exponential):
             return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
 
     def log_linear(
-        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, dtype: torch.dtype
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear:
         """See `Component.log_linear`."""
-        balance = statistics.get("balance", self.balance).to(dtype)
+        balance = statistics.get("balance", self.balance).to(like)
         a = self._a(statistics, balance, projection.dim)
         stretch = 1 / balance if second else balance
-        return exponential_logarithms(projection, self.kernel_name, second, dtype, a=a, stretch=stretch)
+        return exponential_logarithms(projection, self.kernel_name, second, like, a=a, stretch=stretch)
 
     def _a(self, statistics: Mapping[str, torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
         if self.A is not None:

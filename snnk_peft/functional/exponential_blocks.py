@@ -22,7 +22,6 @@ from snnk_peft.functional.log_linear import key_logarithms, query_logarithms
 from snnk_peft.functional.precision import full_precision
 
 
-
 class AttentionInBlocks(torch.autograd.Function):
     """out, M and log Z from q, k, v, the rows of the queries, the offset of both sides and the rows of the keys.
 

@@ -5,7 +5,7 @@
 What lies before a chunk enters through the means M and weights log Z of its keys (`exponential_attention.py`), chunk by
 chunk of 64 tokens. Within a chunk, weights are formed and cut to the lower triangle. Two ways to do so:
 
-    direct    φ and ψ at one scale per feature, the largest of all keys so far and in this block: e^{a + u} and e^{b − u}.
+    direct    φ and ψ at one scale u per feature, the largest key so far or in this block: e^{a + u} and e^{b − u}.
               Two exponentials per feature. What a row sees must not vanish beside keys that come after it: its
               denominator tells, and where one is too small the block is done again the other way.
     careful   log(φ ψᵀ) by halves: rows of the second half see all keys of the first, so that there one scale per
@@ -62,8 +62,8 @@ def causal_exponential_attention(
 
     def blocks() -> Iterator[Tensor]:
         nonlocal state
-        for block in split_tokens(size, q, k, v, mask):
-            out, state = _causal_block(*block, queries, keys, state, careful=size is None)
+        for tokens, own, values, counts in split_tokens(size, q, k, v, mask):
+            out, state = _causal_block(tokens, own, values, counts, queries, keys, state, careful=size is None)
             yield out.to(v.dtype)
 
     with full_precision(v):
@@ -143,9 +143,7 @@ def _rows_zeroed(out: Tensor, seen: Tensor | None, heads: int) -> Tensor:
     return out.masked_fill(~seen.repeat_interleave(heads // seen.shape[1], 1).unsqueeze(-1), 0.0)
 
 
-def _direct(
-    a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, signs: Tensor | None
-) -> tuple[Tensor, Tensor, KeyMeans]:
+def _direct(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, signs: Tensor | None) -> tuple[Tensor, Tensor, KeyMeans]:
     """Numerators (B, G, chunks, rows, D), denominators (..., 1), and the state behind the last chunk."""
     top = torch.maximum(b.detach().amax((-3, -2)), state.log_weight.detach())
     psi = b.sub_(top[:, :, None, None]).exp_()

@@ -27,8 +27,7 @@ from snnk_peft.functional.exponential_attention import KeyMeans, exponential_att
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.linear_attention import AttentionState, attend, key_sums
 from snnk_peft.functional.log_linear import LogLinear, stack_heads
-from snnk_peft.functional.precision import wide
-
+from snnk_peft.functional.precision import full_precision, wide
 
 State = AttentionState | KeyMeans  # what is kept of keys: of features as they are, and of exponential ones
 
@@ -89,7 +88,7 @@ class AttentionTerm(nn.Module):
             UnsupportedError: a component that adapts to all tokens of an example, in causal attention.
         """
         statistics = self.statistics(q, k, mask, causal=causal, root=root)
-        logarithms = self.logarithms(statistics, root, wide(q).dtype)
+        logarithms = self.logarithms(statistics, root, wide(q.new_zeros(())))
         if logarithms is None:
             return self._of_features(q, k, v, mask, statistics, causal, root, cast("AttentionState | None", state))
         check_finite("phi", q, self.pairs()[0][0].projection)
@@ -104,23 +103,24 @@ class AttentionTerm(nn.Module):
         return causal_exponential_attention(q, k[:, :, before:], v[:, :, before:], *logarithms, own, means)
 
     def logarithms(
-        self, statistics: Mapping[str, torch.Tensor], root: float, dtype: torch.dtype
+        self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor
     ) -> tuple[LogLinear, LogLinear] | None:
         """The logarithms of the features of queries and of keys, for positive exponential features; None for others.
 
         Args:
             statistics: see `statistics`.
             root: what queries and keys are multiplied by.
-            dtype: in which attention computes.
+            like: any tensor on the device and in the dtype in which attention computes.
         """
         towers: tuple[list[LogLinear], list[LogLinear]] = ([], [])
-        for head, pair in enumerate(self.pairs()):
-            own = statistics if len(self.feature_maps) == 1 else _of_head(statistics, head)
-            for second, (tower, feature_map) in enumerate(zip(towers, pair, strict=True)):
-                found = feature_map.component.log_linear(feature_map.projection, own, bool(second), dtype)
-                if found is None:
-                    return None
-                tower.append(found.of_scaled(root))
+        with full_precision(like):
+            for head, pair in enumerate(self.pairs()):
+                own = statistics if len(self.feature_maps) == 1 else _of_head(statistics, head)
+                for second, (tower, feature_map) in enumerate(zip(towers, pair, strict=True)):
+                    found = feature_map.component.log_linear(feature_map.projection, own, bool(second), like)
+                    if found is None:
+                        return None
+                    tower.append(found.of_scaled(root))
         return stack_heads(towers[0]), stack_heads(towers[1])
 
     def _of_features(
