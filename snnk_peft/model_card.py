@@ -18,13 +18,16 @@ from typing import Any, Protocol
 from huggingface_hub import ModelCardData
 
 # Task head (end of the class name) -> the Hub's name for the task.
-PIPELINE_TAGS = {
+PIPELINE_TAGS: dict[str, str | None] = {
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
     "ForMaskedLM": "fill-mask",
     "ForCausalLM": "text-generation",
     "ForImageClassification": "image-classification",
+    "ForAudioClassification": "audio-classification",
+    "ForMultipleChoice": "multiple-choice",
+    "ForPreTraining": None,
     "Model": "feature-extraction",
 }
 # PEFT's name for a task -> task head.
@@ -95,6 +98,7 @@ def write_model_card(
     folder = Path(folder)
     is_adapter = (folder / "adapter_config.json").exists()
     name = model_class or (report.model_class if report is not None else "PreTrainedModel")
+    name = name.replace("LMHeadModel", "ForCausalLM")  # an older name of the same head; Auto classes have the new one
     base = hub_id(base_model) or (hub_id(report.base_model) if report is not None else None)
     parts = config if config is not None else (report.parts if report is not None else {})
     header = ModelCardData(

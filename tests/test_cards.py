@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import re
 
 import pytest
+import transformers
 from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
@@ -78,3 +80,15 @@ def test_tasks_name_their_real_data():
     docs = TASKS["stdlib_docs"]
     assert docs.hub_path is None  # nobody finds Python's docstrings in GLUE
     assert docs.source.endswith(f"of the standard library of Python {platform.python_version()}")
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "BertForMultipleChoice", "BertForPreTraining", "WhisperForAudioClassification"]
+)
+def test_a_card_loads_a_model_by_the_auto_class_that_leads_to_it(tmp_path, name):
+    cls = getattr(transformers, name)
+    text = write_model_card(tmp_path, model_class=name).read_text()
+    (auto,) = set(re.findall(r"\bAutoModel\w*", text))
+    found = getattr(transformers, auto)._model_mapping[cls.config_class]
+    assert found is cls or (isinstance(found, tuple) and cls in found)
+    assert "feature-extraction" not in text
