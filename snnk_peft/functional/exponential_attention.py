@@ -1,6 +1,6 @@
 """Linear attention over positive exponential features, from their logarithms: the query side is one softmax.
 
-With a_ir = log φ_r(q_i), b_jr = log ψ_r(k_j) and, per feature, Z_r = Σ_j e^{b_jr} and means M_r = Σ_j e^{b_jr} v_j / Z_r,
+With a_ir = log φ_r(q_i), b_jr = log ψ_r(k_j) and, per feature, Z_r = Σ_j e^{b_jr}, means M_r = Σ_j e^{b_jr} v_j / Z_r:
 
     out_i = Σ_r φ_r(q_i) Σ_j ψ_r(k_j) v_j / Σ_r φ_r(q_i) Z_r = softmax_r(a_ir + log Z_r) · M
 

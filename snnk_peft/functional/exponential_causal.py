@@ -99,11 +99,10 @@ def _causal_block(
         chunk //= 2
     chunks = block_count(length, chunk)
     padding = chunks * chunk - length
-    offset = queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]
     values = _in_chunks(v, chunks, padding, 0.0)
 
     def logarithms() -> tuple[Tensor, Tensor]:
-        a = _in_chunks(query_logarithms(q, rows, groups).add_(offset), chunks, padding, 0.0)
+        a = _in_chunks(query_logarithms(q, rows, groups), chunks, padding, 0.0)
         b = _in_chunks(key_logarithms(k, keys.rows, keys.square, mask), chunks, padding, ABSENT)
         # Rows of all query heads of a group side by side, chunk by chunk.
         return a.transpose(2, 3).flatten(3, 4), b
@@ -113,12 +112,14 @@ def _causal_block(
         return (rows[..., :length, :] if exporting() or padding else rows).flatten(1, 2)
 
     if not careful:
-        numerator, denominator, behind = _direct(*logarithms(), values, state, queries.signs)
+        numerator, denominator, behind = _direct(*logarithms(), values, state, queries)
         small = tokens(denominator.detach()).squeeze(-1).abs() < LEAST
         if not bool((small if seen is None else small & seen.repeat_interleave(q.shape[1] // groups, 1)).any()):
             denominator = denominator if seen is None else torch.where(denominator == 0, 1.0, denominator)
-            return _rows_zeroed(tokens(numerator / denominator), seen, q.shape[1]), behind
-    out, behind = _careful(*logarithms(), values, state, queries.signs)
+            # In its own memory where no gradient needs the numerator: fresh memory costs more than the division.
+            out = numerator / denominator if torch.is_grad_enabled() else numerator.div_(denominator)
+            return _rows_zeroed(tokens(out), seen, q.shape[1]), behind
+    out, behind = _careful(*logarithms(), values, state, queries)
     return _rows_zeroed(tokens(out), seen, q.shape[1]), behind
 
 
@@ -143,14 +144,14 @@ def _rows_zeroed(out: Tensor, seen: Tensor | None, heads: int) -> Tensor:
     return out.masked_fill(~seen.repeat_interleave(heads // seen.shape[1], 1).unsqueeze(-1), 0.0)
 
 
-def _direct(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, signs: Tensor | None) -> tuple[Tensor, Tensor, KeyMeans]:
+def _direct(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear) -> tuple[Tensor, Tensor, KeyMeans]:
     """Numerators (B, G, chunks, rows, D), denominators (..., 1), and the state behind the last chunk."""
     top = torch.maximum(b.detach().amax((-3, -2)), state.log_weight.detach())
     psi = b.sub_(top[:, :, None, None]).exp_()
     before = (state.log_weight - top).exp()
     # The part of the largest weight that cancels; e^(a + top) alone could overflow.
-    phi = a.add_(top[:, :, None, None]).softmax(-1)
-    phi = phi if signs is None else phi * signs
+    phi = a.add_((top + queries.offset)[:, :, None, None]).softmax(-1)
+    phi = phi if queries.signs is None else phi * queries.signs
     sums, totals = psi.mT @ v, psi.sum(-2)
     shape, sums = sums.shape[-2:], sums.flatten(-2)
     earlier = sums.new_ones(sums.shape[2], sums.shape[2]).tril(-1)
@@ -158,15 +159,17 @@ def _direct(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, signs: Tensor | No
     z = (earlier @ totals).add_(before.unsqueeze(2))
     weights = phi @ psi.mT
     weights.unflatten(-2, (-1, b.shape[-2])).tril_()
-    numerator = (phi @ S.unflatten(-1, shape)).add_(weights @ v)
+    numerator = (phi @ S.unflatten(-1, shape)).flatten(0, 2)
+    numerator = torch.baddbmm(numerator, weights.flatten(0, 2), v.flatten(0, 2)).unflatten(0, v.shape[:3])
     denominator = (phi @ z.unsqueeze(-1)).add_(weights.sum(-1, keepdim=True))
     total = z[:, :, -1] + totals[:, :, -1]
     values = (S[:, :, -1] + sums[:, :, -1]).unflatten(-1, shape) / total.unsqueeze(-1)
     return numerator, denominator, KeyMeans(values, total.log() + top)
 
 
-def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, signs: Tensor | None) -> tuple[Tensor, KeyMeans]:
+def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear) -> tuple[Tensor, KeyMeans]:
     """Results (B, G, chunks, rows, D), and the state behind the last chunk."""
+    a, signs = a + (queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]), queries.signs
     prefixes, behind = _prefixes(means_of(b.clone(), v), state)
     within, of_within = _pairs(a.unflatten(3, (-1, b.shape[-2])), b.unsqueeze(3), signs)
     logs = torch.cat((a + prefixes.log_weight.unsqueeze(-2), within.flatten(3, 4)), -1)
