@@ -344,7 +344,7 @@ def test_a_checksum_replaces_the_matrix(projection, projection_params):
     if not other.seeded:  # the same matrix for every seed: nothing to refuse
         other.load_state_dict(state)
         return
-    with pytest.raises(ConfigError, match="checksum of the redrawn projection of 's' differs"):
+    with pytest.raises(ConfigError, match=r"checksum of the redrawn projection of 's' \(seed 6\) differs"):
         other.load_state_dict(state)
     with pytest.raises(ConfigError, match="checksum"):
         other.checksum = state["checksum"]  # what the loader of transformers does
@@ -459,22 +459,22 @@ def test_variance_of_cosine_and_sine_together():
 
 
 @pytest.mark.parametrize(
-    "parts",
+    ("parts", "draws"),
     [
-        [("arccos", {"order": 0})],
-        [("arccos", {"order": 1})],
-        [("arccos", {"order": 2})],
-        [("cos", {"phases": False}), ("sin", {})],
+        ([("arccos", {"order": 0})], 1500),
+        ([("arccos", {"order": 1})], 1500),
+        ([("arccos", {"order": 2})], 6000),  # fourth powers of Gaussian numbers: their variance is known less well
+        ([("cos", {"phases": False}), ("sin", {})], 1500),
     ],
     ids=["step", "relu", "relu-squared", "cos-and-sin"],
 )
-def test_orthogonal_rows_have_less_variance(parts):
+def test_orthogonal_rows_have_less_variance(parts, draws):
     """Oracle 8, d = m = 16, summed over pairs at several angles. (Steps at small angles gain nothing.)"""
     u, v = torch.linalg.qr(torch.randn(16, 2, dtype=torch.float64))[0].T
     x = u.expand(3, 16)
     y = torch.stack([math.cos(angle) * u + math.sin(angle) * v for angle in (0.7, 1.2, math.pi / 2)])
     variance = {
-        name: sum(estimates(f, params, name, {}, x, y, 16, 1500) for f, params in parts).var(0).sum()
+        name: sum(estimates(f, params, name, {}, x, y, 16, draws) for f, params in parts).var(0).sum()
         for name in ("orf", "gaussian")
     }
     assert variance["orf"] / variance["gaussian"] < 0.95

@@ -86,7 +86,7 @@ class AttentionMethod:
         """The SNNKConfig described here, or None for softmax."""
         if isinstance(self.attention, str):
             return None
-        return SNNKConfig(attention=self.attention, seed=seed)  # type: ignore[arg-type]
+        return SNNKConfig(attention=self.attention, modules_to_save=[], seed=seed)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -142,7 +142,7 @@ def tiny_llama(linear_attention: bool) -> Any:
     )
     model = LlamaForCausalLM(config).eval()
     part = AttentionPart(projection="orf", num_features=FEATURES)
-    return get_snnk_model(model, SNNKConfig(attention=part)).eval() if linear_attention else model
+    return get_snnk_model(model, SNNKConfig(attention=part, modules_to_save=[])).eval() if linear_attention else model
 
 
 def decoding(repetitions: int) -> Rows:

@@ -161,7 +161,11 @@ def check_loaded(config: SNNKConfig, model: nn.Module, adapter_name: str, incomi
 def _embedding_keys(model: Any) -> set[str]:
     """Tensors of the embeddings, which PEFT saves where the vocabulary was changed, or on request."""
     found = set()
-    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+    for getter in (model.get_input_embeddings, model.get_output_embeddings):
+        try:
+            embedding = getter()
+        except NotImplementedError:  # how transformers says that a model has none that can be exchanged
+            continue
         for name, module in model.named_modules() if embedding is not None else ():
             if module is embedding:
                 found |= {original_path(f"{name}.{key}") for key in embedding.state_dict()}
