@@ -282,7 +282,7 @@ def test_terms_of_a_part():
         ("gerf", {"s": -1}, "gmm", {"components": 1}, 8, False, []),
         ("gerf", {"s": -1}, "gmm", {"components": 1}, 8, False, []),
         ("elu", {}, "gmm", {"components": 1}, 8, False, []),
-        ("gerf", {"s": -1}, "orf", {}, 64, True, []),
+        ("gerf", {"s": -1}, "orf", {}, None, True, []),
     ]
     assert SNNKConfig(attention=part).attention == part
 

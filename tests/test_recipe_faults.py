@@ -42,8 +42,6 @@ from _lib.loop import train_step
 from _lib.models import check_length, positions, resolve_model
 from accelerate.state import AcceleratorState
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def recipe(name: str) -> ModuleType:
     """A recipe by file name; `import evaluate` would be the package of Hugging Face."""
@@ -81,7 +79,7 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def straight(one_thread: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def straight(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("straight")
     write_settings(folder / "run.yaml", str(world / "bert"), str(world / "glue"), str(folder / "run"))
