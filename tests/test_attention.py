@@ -301,7 +301,7 @@ print(model.config._attn_implementation)
 """
     done = run_python(["-c", program])
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-1] == NAME
+    assert done.stdout.split()[-1].endswith(".modeling_snnk_bundle")
     if name == "llama":
         settings = {"max_new_tokens": 8, "do_sample": False}
         assert torch.equal(again.generate(**inputs, **settings), model.generate(**inputs, **settings))

@@ -12,6 +12,7 @@ import resource
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ sys.path.append(str(RECIPES))
 import finetune
 from _lib import checkpoint as checkpoints
 from _lib import sweep, training
+from _lib.files import temporary_name
 from _lib.guard import guarded
 from _lib.loop import train_step
 from _lib.models import check_length, positions, resolve_model
@@ -204,10 +206,13 @@ def test_leftovers_of_a_killed_run_go_when_it_is_continued(here: Path, monkeypat
     with monkeypatch.context() as patched:
         at_step(patched, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
         assert finetune.main(["run.yaml"]) == 143
-    left = here / "runs/one/checkpoints/.step-0000004.tmp"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = temporary_name(here / "runs/one/checkpoints/step-0000004")
+    left = left.with_name(left.name.replace(f".{os.getpid()}@", f".{gone.pid}@"))
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
-    (here / "runs/one/.config.yaml.99.tmp").write_text("half")
+    (here / "runs/one" / left.name).write_text("half")
     assert finetune.main(["run.yaml", "--resume"]) == 0
     assert not list((here / "runs").rglob("*.tmp"))
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from snnk_peft.attention.interface import NAME, active_kernel
+from snnk_peft.attention.interface import active_kernel, is_linear
 from snnk_peft.attention.recurrent_layer import GROWING, RecurrentLayer
 from snnk_peft.errors import ConfigError, UnsupportedError
 
@@ -122,7 +122,7 @@ def linear_layers(model: nn.Module) -> list[int]:
     Raises:
         ConfigError: an attention module that does not say which layer it is.
     """
-    if getattr(model.config, "_attn_implementation", None) != NAME:
+    if not is_linear(getattr(model.config, "_attn_implementation", None)):
         return []
     found = [module for module in model.modules() if active_kernel(module) is not None]
     unknown = {type(module).__name__ for module in found if getattr(module, "layer_idx", None) is None}

@@ -28,7 +28,8 @@ from snnk_peft.layers.kernel_attention import KernelAttention
 
 __all__ = ["NAME", "kernel_attention_forward", "padding_mask", "pairwise_mask"]
 
-NAME = "snnk_peft"
+# A bundle's code file holds this module too, and must not exchange the functions that the package registered.
+NAME = "snnk_peft" if __name__.startswith("snnk_peft.") else __name__
 CACHE_LAYER = "snnk_cache_layer"  # attribute of keys: the cache layer that they went through (attention/cache.py)
 
 
@@ -204,6 +205,12 @@ def active_kernel(module: nn.Module) -> KernelAttention | None:
         return bundled
     owner = getattr(module, "snnk_owner", None)
     return None if owner is None else owner()
+
+
+def is_linear(implementation: str | None) -> bool:
+    """Whether an attention implementation is this one, or the same in a bundle's code file."""
+    function = AttentionInterface().get(implementation)
+    return getattr(function, "__name__", None) == kernel_attention_forward.__name__
 
 
 def wants_weights(options: dict[str, Any]) -> bool:

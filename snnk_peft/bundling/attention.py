@@ -15,10 +15,13 @@ from snnk_peft.attention.cache import use_recurrent_cache
 from snnk_peft.attention.interface import NAME
 from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, FINISHERS, Spec
 from snnk_peft.bundling.plan import FIELDS, SIZE, Check, expects, field_faults, stage_faults
+from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
+
+PLANNED_ATTENTION = "snnk_peft"  # in plans; the name under which a function is registered depends on the module
 
 
 def attention_spec(kernel: KernelAttention) -> Spec:
@@ -28,7 +31,7 @@ def attention_spec(kernel: KernelAttention) -> Spec:
         "terms": [_term_spec(cast(AttentionTerm, term)) for term in kernel.terms],
         "num_heads": kernel.num_heads,
         "near_field": kernel.near_field,
-        "attention_implementation": NAME,
+        "attention_implementation": PLANNED_ATTENTION,
     }
 
 
@@ -50,6 +53,17 @@ def _attention(spec: Spec, present: Any) -> nn.Module:
         for term in spec["terms"]
     ]
     return KernelAttention(terms, spec["num_heads"], near_field=spec["near_field"])
+
+
+def _use_linear_attention(model: Any) -> None:
+    """Switch to the attention function, a choice that transformers does not write to config.json, and its cache."""
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise ConfigError(
+            f"{type(model).__name__} keeps attention {model.config._attn_implementation!r}, so its linear attention "
+            f"would be ignored; expected {NAME!r}. Use transformers 5 and the classes of this bundle"
+        )
+    use_recurrent_cache(model)
 
 
 def _term_faults(where: str, terms: Any) -> list[str]:
@@ -74,9 +88,10 @@ FIELDS["attention"] = {
     "num_heads": SIZE,
     "near_field": lambda where, width: [] if width is None else SIZE(where, width),
     "attention_implementation": expects(
-        f"{NAME!r}, without which the linear attention would be ignored", lambda value: value == NAME
+        f"{PLANNED_ATTENTION!r}, without which the linear attention would be ignored",
+        lambda value: value == PLANNED_ATTENTION,
     ),
 }
 BUILDERS["attention"] = _attention
 ADDITIONS.add("attention")
-FINISHERS["attention"] = use_recurrent_cache
+FINISHERS["attention"] = _use_linear_attention

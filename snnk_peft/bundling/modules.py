@@ -245,16 +245,6 @@ class BundledModel:
         with original_config(config, type(self)._original().config_class):
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install_plan(self, plan["modules"])  # type: ignore[arg-type]
-        # transformers does not write the choice of the attention function to config.json.
-        for wanted in {
-            spec["attention_implementation"] for spec in plan["modules"].values() if spec["kind"] == "attention"
-        }:
-            self.set_attn_implementation(wanted)  # type: ignore[attr-defined]
-            if self.config._attn_implementation != wanted:
-                raise ConfigError(
-                    f"{name} keeps attention {self.config._attn_implementation!r}, so its linear attention would be "
-                    f"ignored; expected {wanted!r}. Use transformers 5 and the classes of this bundle"
-                )
         for kind in {spec["kind"] for spec in plan["modules"].values()} & set(FINISHERS):
             FINISHERS[kind](self)
 
