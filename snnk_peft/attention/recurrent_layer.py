@@ -100,8 +100,8 @@ class RecurrentLayer(CacheLayerMixin):
         if not self._attended:
             raise UnsupportedError(
                 "a RecurrentCache got new keys, but those before were never attended to: the forward pass was "
-                "interrupted, or another attention was chosen after the cache was made. Start again with cache.reset(), "
-                f"and check that model.config._attn_implementation is {NAME!r}"
+                "interrupted, or another attention was chosen after the cache was made. Start again with "
+                f"cache.reset(), and check that model.config._attn_implementation is {NAME!r}"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

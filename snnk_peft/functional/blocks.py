@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,29 @@ def joined(blocks: Iterator[torch.Tensor], size: int | None, length: int) -> tor
         out[..., place : place + block.shape[-2], :] = block
         place += block.shape[-2]
     return out
+
+
+class BlockMemory:
+    """Memory that the blocks of a loop share: fresh memory for each would cost more than what is computed in it.
+
+    Args:
+        like: a tensor on its device and in its dtype.
+        shared: whether there is more than one block.
+    """
+
+    def __init__(self, like: torch.Tensor, shared: bool):
+        self._like = like
+        self._used = shared and not torch.is_grad_enabled()  # what a gradient needs must stay
+        self._memory: torch.Tensor | None = None
+
+    def of(self, *shape: int) -> torch.Tensor | None:
+        """A tensor of this shape for `out=`, over the one before; None, for fresh memory, where that must stay."""
+        if not self._used:
+            return None
+        count = math.prod(shape)
+        if self._memory is None or len(self._memory) < count:
+            self._memory = self._like.new_empty(count)
+        return self._memory[:count].view(shape)
 
 
 def exporting() -> bool:

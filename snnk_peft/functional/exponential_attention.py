@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.blocks import block_tokens, joined, split_tokens
+from snnk_peft.functional.blocks import BlockMemory, block_tokens, joined, split_tokens
 from snnk_peft.functional.exponential_blocks import AttentionInBlocks
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
 from snnk_peft.functional.precision import full_precision
@@ -74,9 +74,13 @@ def key_means(
         mask: (B, N) bool, True where a key counts.
         state: of other keys.
     """
+    rows = features.rows
+    size, (batch, groups, length, _), m = block_tokens(k, rows.shape[-2]), k.shape, rows.shape[-2]
+    memory = BlockMemory(rows, size is not None and length > size)
     with full_precision(v):
-        for keys, values, counts in split_tokens(block_tokens(k, features.rows.shape[-2]), k, v, mask):
-            logs = key_logarithms(keys.to(features.rows.dtype), features.rows, features.square, counts)
+        for keys, values, counts in split_tokens(size, k, v, mask):
+            keys, out = keys.to(rows.dtype), memory.of(batch, groups, keys.shape[-2], m)
+            logs = key_logarithms(keys, rows, features.square, counts, out)
             state = together(state, means_of(logs, values.to(logs.dtype)))
         assert state is not None
         return state
@@ -126,19 +130,23 @@ def attend_means(q: Tensor, means: KeyMeans, features: LogLinear) -> Tensor:
     """
     rows, signs = features.rows, features.signs
     offset = features.offset if features.offset.dim() == 1 else features.offset[..., None, None, :]
-    size = block_tokens(q, rows.shape[-2])
+    size, length = block_tokens(q, rows.shape[-2]), q.shape[-2]
+    groups, m, columns = means.values.shape[1:]
+    first, second = (BlockMemory(rows, size is not None and length > size) for _ in range(2))
+    bias, values = means.log_weight[:, :, None, None] + offset, means.values.unsqueeze(2)
 
     def blocks() -> Iterator[Tensor]:
         for (queries,) in split_tokens(size, q):
-            logs = query_logarithms(queries.to(rows.dtype), rows, means.log_weight.shape[1])
-            weights = logs.add_(means.log_weight[:, :, None, None] + offset).softmax(-1)
+            shape = q.shape[0], groups, q.shape[1] // groups, queries.shape[-2]
+            logs = query_logarithms(queries.to(rows.dtype), rows, groups, first.of(*shape, m)).add_(bias)
+            weights = torch.softmax(logs, -1, out=second.of(*shape, m))
             if signs is not None:
                 weights = weights * signs
-            out = weights @ means.values.unsqueeze(2)
+            out = torch.matmul(weights, values, out=first.of(*shape, columns))
             yield (out if signs is None else out / weights.sum(-1, keepdim=True)).flatten(1, 2)
 
     with full_precision(q):
-        return joined(blocks(), size, q.shape[-2])
+        return joined(blocks(), size, length)
 
 
 def _per_query_head(seen: Tensor, q: Tensor) -> Tensor:

@@ -58,7 +58,9 @@ def half_norms(x: Tensor, square: float | Tensor) -> Tensor:
     return (weighted * x).sum(-1, keepdim=True)
 
 
-def key_logarithms(k: Tensor, rows: Tensor, square: float | Tensor, mask: Tensor | None = None) -> Tensor:
+def key_logarithms(
+    k: Tensor, rows: Tensor, square: float | Tensor, mask: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Logarithms of the features of keys, without offset: (B, G, N, d) -> (B, G, N, m); the caller may overwrite them.
 
     Args:
@@ -66,18 +68,20 @@ def key_logarithms(k: Tensor, rows: Tensor, square: float | Tensor, mask: Tensor
         rows: (m, d) or (B, G, m, d).
         square: see `LogLinear`.
         mask: (B, N) bool, True where a key counts.
+        out: memory for the result, or None.
     """
-    logs = (k @ rows.mT).sub_(half_norms(k, square))
+    logs = torch.matmul(k, rows.mT, out=out).sub_(half_norms(k, square))
     return logs if mask is None else logs.masked_fill_(~mask[:, None, :, None], ABSENT)
 
 
-def query_logarithms(q: Tensor, rows: Tensor, groups: int) -> Tensor:
+def query_logarithms(q: Tensor, rows: Tensor, groups: int, out: Tensor | None = None) -> Tensor:
     """Logarithms of the features of queries, without offset: (B, H, L, d) -> (B, G, H/G, L, m), likewise.
 
     Args:
         q: queries in at least fp32.
         rows: (m, d) or (B, G, m, d).
         groups: G, number of key heads.
+        out: memory for the result, or None.
     """
     q = q.unflatten(1, (groups, -1))
-    return q @ (rows.mT if rows.dim() == 2 else rows.mT.unsqueeze(-3))
+    return torch.matmul(q, rows.mT if rows.dim() == 2 else rows.mT.unsqueeze(-3), out=out)
