@@ -113,3 +113,16 @@ def test_graphs_and_accelerators_take_all_at_once():
     traced = torch.jit.trace(lambda q: attention(q, q, q), q, check_trace=False)
     longer = torch.randn(1, 2, 700, 6)
     torch.testing.assert_close(traced(longer), attention(longer, longer, longer))
+
+
+@pytest.mark.parametrize("columns", [3, 40])
+@pytest.mark.parametrize(("component", "maps"), [("posrf", 1), ("posrf", 2), ("hyprf", 1), ("saderf", 1)])
+def test_blocks_that_share_memory_hold_the_same_numbers(component, maps, columns, small_blocks, monkeypatch):
+    """Without gradients; the last block is shorter, and values are longer or shorter than features (16 or 32)."""
+    q, k, _, mask = tensors()
+    v = torch.randn(2, 2, LENGTH, columns, dtype=torch.float64)
+    attention = kernel(component, maps)
+    with torch.no_grad():
+        in_blocks = attention(q, k, v, mask)
+        whole(monkeypatch)
+        torch.testing.assert_close(in_blocks, attention(q, k, v, mask), **CLOSE)
