@@ -156,6 +156,13 @@ def test_a_file_of_the_first_method_is_refused_by_its_name():
         w.load_state_dict({"checksum": later})
 
 
+def test_what_is_no_checksum_is_refused_as_such():
+    w = PROJECTIONS["gaussian"](4, 5, slot="s", save=False)
+    for wrong in (w.checksum.reshape(4, 8), w.checksum.to(torch.complex64), w.checksum.long(), w.checksum[:8]):
+        with pytest.raises(ConfigError, match="checksum of the redrawn projection"):
+            w.verify(wrong)
+
+
 def test_a_saved_matrix_is_taken_as_it_is():
     w = PROJECTIONS["gaussian"](4, 5, seed=1)
     w.load_state_dict({"weight": torch.arange(20.0).reshape(5, 4)})
