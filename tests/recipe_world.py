@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import yaml
 from glue_files import write_task
 from transformers import BertConfig, BertModel, BertTokenizerFast
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+def recipe(name: str) -> ModuleType:
+    """A recipe by file name; `import evaluate` would be the package of Hugging Face."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def write_world(folder: Path, positions: int = 512) -> Path:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
@@ -16,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ from safetensors.torch import load_file
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-from recipe_world import write_settings, write_world
+from recipe_world import recipe, write_settings, write_world
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from snnk_peft.errors import ConfigError
@@ -43,17 +41,6 @@ from _lib.guard import guarded
 from _lib.loop import train_step
 from _lib.models import check_length, positions, resolve_model
 from accelerate.state import AcceleratorState
-
-
-def recipe(name: str) -> ModuleType:
-    """A recipe by file name; `import evaluate` would be the package of Hugging Face."""
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 bundle, evaluate, write_listops = recipe("bundle"), recipe("evaluate"), recipe("write_listops")
 

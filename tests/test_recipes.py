@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +25,7 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 from glue_files import write_task
+from recipe_world import recipe
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from snnk_peft.errors import ConfigError
@@ -49,17 +48,6 @@ from _lib.settings import FinetuneConfig, TrainSection
 from _lib.sweep import Run, time_left
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-
-
-def recipe(name: str) -> ModuleType:
-    """A recipe by file name; `import evaluate` would be the package of Hugging Face."""
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 evaluate, bundle = recipe("evaluate"), recipe("bundle")
 
