@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from snnk_peft.layers.slots import Retrained
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_models import same
 
+# PEFT's own methods ask transformers by a deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 DIM, VOCAB = 16, 30
@@ -781,6 +783,15 @@ def test_training_mode_follows_the_model():
     slots = [m for m in evaluated.modules() if isinstance(m, SlotLayer)]
     assert slots
     assert not any(m.training for slot in slots for m in slot.modules())
+
+
+def test_get_snnk_model_warns_of_nothing():
+    base = build("bert")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_snnk_model(base, SNNKConfig(adapter=AdapterPart(num_features=4)))
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # whoever asks by the old name is still told
+        assert not base.is_gradient_checkpointing
 
 
 def test_the_global_random_state_is_untouched():

@@ -13,15 +13,20 @@ BLOCK = 2**19  # numbers in a block of features: a few such blocks fit in the ca
 FEWEST = 256  # tokens in a block at least
 
 
+def takes_blocks(x: torch.Tensor) -> bool:
+    """Whether to go block by block: on a CPU, but not in a graph that is traced, whose memory is planned as a whole."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or exporting()
+    return not traced and x.device.type == "cpu"
+
+
 def block_tokens(x: torch.Tensor, columns: int) -> int | None:
-    """How many tokens to take at a time, or None for all: in a graph that is traced, and on an accelerator.
+    """How many tokens to take at a time, or None for all.
 
     Args:
         x: (B, H, L, d).
         columns: numbers per token and head of what is made from a block.
     """
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or exporting()
-    if traced or x.device.type != "cpu":
+    if not takes_blocks(x):
         return None
     return max(FEWEST, BLOCK // (x.shape[0] * x.shape[1] * columns) // FEWEST * FEWEST)
 
@@ -66,16 +71,15 @@ def joined(blocks: Iterator[torch.Tensor], size: int | None, length: int) -> tor
 
 
 class BlockMemory:
-    """Memory that the blocks of a loop share: fresh memory for each would cost more than what is computed in it.
+    """Memory that steps share, and the blocks of a loop: fresh memory would cost more than what is computed in it.
 
     Args:
         like: a tensor on its device and in its dtype.
-        shared: whether there is more than one block.
     """
 
-    def __init__(self, like: torch.Tensor, shared: bool):
+    def __init__(self, like: torch.Tensor):
         self._like = like
-        self._used = shared and not torch.is_grad_enabled()  # what a gradient needs must stay
+        self._used = takes_blocks(like) and not torch.is_grad_enabled()  # what a gradient needs must stay
         self._memory: torch.Tensor | None = None
 
     def of(self, *shape: int) -> torch.Tensor | None:

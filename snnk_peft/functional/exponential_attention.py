@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.blocks import BlockMemory, block_tokens, joined, split_tokens
+from snnk_peft.functional.blocks import BlockMemory, block_tokens, joined, split_tokens, takes_blocks
 from snnk_peft.functional.exponential_blocks import AttentionInBlocks
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
 from snnk_peft.functional.precision import full_precision
@@ -63,7 +63,12 @@ def together(first: KeyMeans | None, second: KeyMeans) -> KeyMeans:
 
 
 def key_means(
-    k: Tensor, v: Tensor, features: LogLinear, mask: Tensor | None = None, state: KeyMeans | None = None
+    k: Tensor,
+    v: Tensor,
+    features: LogLinear,
+    mask: Tensor | None = None,
+    state: KeyMeans | None = None,
+    memory: BlockMemory | None = None,
 ) -> KeyMeans:
     """M and log Z of these keys, and of those in `state`; block by block of tokens on a CPU.
 
@@ -73,10 +78,10 @@ def key_means(
         features: of the keys; their offset is left to the queries.
         mask: (B, N) bool, True where a key counts.
         state: of other keys.
+        memory: for the logarithms; None for memory of its own.
     """
-    rows = features.rows
-    size, (batch, groups, length, _), m = block_tokens(k, rows.shape[-2]), k.shape, rows.shape[-2]
-    memory = BlockMemory(rows, size is not None and length > size)
+    rows, memory = features.rows, memory or BlockMemory(features.rows)
+    size, (batch, groups, _, _), m = block_tokens(k, rows.shape[-2]), k.shape, rows.shape[-2]
     with full_precision(v):
         for keys, values, counts in split_tokens(size, k, v, mask):
             keys, out = keys.to(rows.dtype), memory.of(batch, groups, keys.shape[-2], m)
@@ -110,29 +115,31 @@ def exponential_attention(
 
     def plain(*tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, rows, offset, key_rows = tensors
-        means = key_means(k, v, keys._replace(rows=key_rows), mask, state)
-        return attend_means(q, means, LogLinear(rows, offset, 0.0, signs)), *means
+        memory = BlockMemory(rows)
+        means = key_means(k, v, keys._replace(rows=key_rows), mask, state, memory)
+        return attend_means(q, means, LogLinear(rows, offset, 0.0, signs), memory), *means
 
     given = (q, k, v, queries.rows, offset, keys.rows)
-    in_blocks = signs is None and state is None and block_tokens(q, 1) is not None
+    in_blocks = signs is None and state is None and takes_blocks(q)
     out, *kept = AttentionInBlocks.apply(*given, keys.square, mask, plain) if in_blocks else plain(*given)
     means = KeyMeans(*kept)
     return (out if mask is None else out.masked_fill(~_per_query_head(means.seen, q), 0.0)).to(v.dtype), means
 
 
-def attend_means(q: Tensor, means: KeyMeans, features: LogLinear) -> Tensor:
+def attend_means(q: Tensor, means: KeyMeans, features: LogLinear, memory: BlockMemory | None = None) -> Tensor:
     """Every query attends to all keys in `means`, in at least fp32.
 
     Args:
         q: queries, (B, H, L, d).
         means: of the keys.
         features: of the queries, with the offset of both sides and the signs.
+        memory: for the logarithms; None for memory of its own.
     """
     rows, signs = features.rows, features.signs
     offset = features.offset if features.offset.dim() == 1 else features.offset[..., None, None, :]
     size, length = block_tokens(q, rows.shape[-2]), q.shape[-2]
     groups, m, columns = means.values.shape[1:]
-    first, second = (BlockMemory(rows, size is not None and length > size) for _ in range(2))
+    first, second = memory or BlockMemory(rows), BlockMemory(rows)
     bias, values = means.log_weight[:, :, None, None] + offset, means.values.unsqueeze(2)
 
     def blocks() -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import peft
 from torch import nn
@@ -59,4 +60,7 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)
     fresh.target_modules = fresh.made_for = fresh.saved_embeddings = None
-    return peft.get_peft_model(model, fresh, adapter_name=adapter_name)
+    with warnings.catch_warnings():
+        # PEFT 0.21 asks the model by a name that transformers 5.23 deprecates: nothing that our users could change.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return peft.get_peft_model(model, fresh, adapter_name=adapter_name)
