@@ -386,6 +386,22 @@ def test_an_adapter_folder_is_no_base_model(folders, adapter, monkeypatch):
         load_pretrained(str(adapter), Task())
 
 
+def test_what_was_saved_with_nan_is_refused_by_name(folders, tmp_path):
+    """The file is whole and as it was written; what was written is of no use."""
+    model = get_snnk_model(copy.deepcopy(folders.base), folders.configs["adapter"])
+    readouts = [name for name, _ in model.named_parameters() if "readout" in name]
+    folded = bundle(model)
+    with torch.no_grad():
+        model.get_parameter(readouts[0]).view(-1)[3] = float("nan")
+        folded.classifier.weight[0, 0] = float("inf")
+    model.save_pretrained(tmp_path / "adapter")
+    folded.save_pretrained(tmp_path / "bundled")
+    with pytest.raises(ConfigError, match=r"readout.* holds NaN or infinity"):
+        peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"classifier\.weight holds NaN or infinity"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "bundled")
+
+
 def test_stamping_twice_changes_nothing(adapter):
     before = (adapter / WEIGHTS).read_bytes()
     stamp_tensors(adapter / WEIGHTS)

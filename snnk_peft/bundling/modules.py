@@ -27,7 +27,16 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.plan import plan_faults, spec_faults
-from snnk_peft.digests import DIGESTS, content_faults, entry_faults, layout_faults, layout_of, open_tensors, refuse
+from snnk_peft.digests import (
+    DIGESTS,
+    content_faults,
+    entry_faults,
+    layout_faults,
+    layout_of,
+    open_tensors,
+    refuse,
+    start_digests,
+)
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections.base import Projection
@@ -209,8 +218,11 @@ class BundledConfig:
         return super().from_dict(content, **kwargs)  # type: ignore[misc]
 
 
-def check_files(model: nn.Module, files: Sequence[str], quantized: bool) -> None:
-    """ConfigError if a bundle's weights are damaged, or fit its modules only by force.
+@contextlib.contextmanager
+def checked_files(model: nn.Module, files: Sequence[str], quantized: bool) -> Iterator[None]:
+    """A context to load a bundle's weights in: ConfigError if they fit its modules only by force, or are damaged.
+
+    Digests are computed beside the loading, and asked for at its end.
 
     Args:
         model: as built from the config.
@@ -218,10 +230,17 @@ def check_files(model: nn.Module, files: Sequence[str], quantized: bool) -> None
         quantized: whether the modules expect another type than the files have.
     """
     expected = {key: (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
-    for path in files:
-        with open_tensors(path) as file:
-            faults = [] if quantized else layout_faults(layout_of(file), expected)
-            refuse(path, f"does not fit {type(model).__name__}, or is damaged", faults or content_faults(path, file))
+    what = f"does not fit {type(model).__name__}, or is damaged"
+    with contextlib.ExitStack() as stack:
+        opened = {path: stack.enter_context(open_tensors(path)) for path in files}
+        for path, file in opened.items():
+            refuse(path, what, [] if quantized else layout_faults(layout_of(file), expected))
+        digests = {path: start_digests(file) for path, file in opened.items()}
+        try:
+            yield
+        finally:  # damage may be the cause of whatever else went wrong
+            for path, file in opened.items():
+                refuse(path, what, content_faults(path, file, digests[path]))
 
 
 class BundledModel:
@@ -270,10 +289,10 @@ class BundledModel:
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **options: Any
     ) -> Any:
         """As in transformers, which knows here which files it will read; `expected_keys` are those of an adapter."""
-        if checkpoint_files and "expected_keys" not in options:
-            check_files(model, checkpoint_files, load_config.is_quantized)
         load = super(BundledModel, type(model))._load_pretrained_model  # type: ignore[misc]
-        return load(model, state_dict, checkpoint_files, load_config, **options)
+        files = checkpoint_files if checkpoint_files and "expected_keys" not in options else ()
+        with checked_files(model, files, load_config.is_quantized):
+            return load(model, state_dict, checkpoint_files, load_config, **options)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
