@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,25 @@ def test_a_flipped_bit_and_swapped_tensors_have_a_name(folders, adapter):
     rewrite(adapter / WEIGHTS, lambda tensors: tensors.update({A: tensors[OTHER], OTHER: tensors[A]}), digests=True)
     with pytest.raises(ConfigError, match="is not what was saved"):
         peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
+
+
+def test_digests_cover_names_and_shapes_and_are_not_left_out_by_damage(folders, adapter):
+    path = adapter / WEIGHTS
+    whole = path.read_bytes()
+    for edit, message in (
+        (lambda tensors: tensors.pop(A), r"readout\.A was saved in this file and is missing"),
+        (lambda tensors: tensors.update({A: tensors[A].reshape(4, 16)}), r"readout\.A is not what was saved"),
+    ):
+        path.write_bytes(whole)
+        rewrite(path, edit, digests=True)
+        with pytest.raises(ConfigError, match=message):
+            peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    for digests in ("{", "[]", "{}"):
+        save_file(tensors, path, {"format": "pt", "snnk_digests": digests})
+        with pytest.raises(ConfigError, match="is not what was saved"):
+            peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
 
 
 def test_files_without_digests_load_with_a_note(folders, adapter, bundled, caplog):
@@ -380,6 +400,12 @@ def test_another_methods_adapter_goes_onto_a_bundle(bundled, tmp_path):
         ({"stage": {"component_params": {"x": 1}}}, "parameter 'x' is unknown"),
         ({"stage": {"num_features": 10**9}}, r"num_features × dim is 1000000000 × 8; expected <="),
         ({"stage": None}, "expected an object with component"),
+        ({"stage": {"projection_params": {"x": 1}}}, "parameter 'x' is unknown"),
+        ({"stage": {"projection": "rademacher"}}, "needs rows drawn from 'gaussian'"),
+        ({"stage": {"scale": math.inf}}, r"scale is 'inf'; expected a finite number"),
+        ({"num_heads": True}, r"num_heads is 'True'; expected an integer >= 1"),
+        ({"num_heads": ...}, r"lacks 'num_heads'"),
+        ({"kind": "sequence", "modules": 3}, r"modules is '3'; expected a list of modules"),
     ],
 )
 def test_plans_are_validated_like_configs(folders, change, message):
@@ -392,8 +418,16 @@ def test_plans_are_validated_like_configs(folders, change, message):
         stages = spec["terms"][0]["stages"]
         stages[0] = None if change["stage"] is None else stages[0] | change["stage"]
     else:
-        modules[path] = None if change is None else spec | change
+        modules[path] = None if change is None else {k: v for k, v in (spec | change).items() if v is not ...}
     with pytest.raises(ConfigError, match=message):
+        type(model)(config)
+
+
+def test_a_plan_that_is_none_is_refused(folders):
+    model = AutoModelForSequenceClassification.from_pretrained(folders.top / "bundle-attention")
+    config = copy.deepcopy(model.config)
+    config.snnk_plan["modules"] = [3]
+    with pytest.raises(ConfigError, match=r"snnk_plan\.modules is '\[3\]'; expected an object"):
         type(model)(config)
 
 
