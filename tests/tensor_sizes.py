@@ -9,9 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Within this context, `numel` is the size of the largest tensor made so far."""
+    """Within this context, `numel` is the size of the largest tensor made so far.
 
-    numel = 0
+    Args:
+        limit: a larger tensor is an AssertionError at once, before more of its size are made.
+    """
+
+    def __init__(self, limit: float = float("inf")):
+        super().__init__()
+        self.numel, self.limit = 0, limit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and look at what it gives."""
@@ -19,4 +25,5 @@ class LargestTensor(TorchDispatchMode):
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:  # which takes no memory
                 self.numel = max(self.numel, tensor.numel())
+                assert self.numel < self.limit, f"a tensor of shape {tuple(tensor.shape)}"
         return out

@@ -589,3 +589,12 @@ def test_as_many_maps_for_keys_as_for_queries():
         AttentionTerm(maps, maps[:1])
     with pytest.raises(ConfigError, match="0 feature maps"):
         KernelAttention([], 2)
+
+
+def test_terms_and_maps_side_by_side_are_refused():
+    """Neither may be dropped without a word; what the message says keeps both."""
+    term, feature_map = AttentionTerm([made("posrf", "orf")]), made("elu", "identity")
+    for given in ([term, feature_map], [feature_map, term], [term, None]):
+        with pytest.raises(ConfigError, match=r"KernelAttention was given .*; expected terms alone, or feature maps"):
+            KernelAttention(given, 2)
+    assert len(KernelAttention([term, AttentionTerm([feature_map])], 2).maps()) == 2

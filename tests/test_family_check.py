@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from snnk_peft import (
     register_family,
 )
 from snnk_peft.errors import UnsupportedError
+from tests.tiny_families import build
 from tests.tiny_models import CLASSIFIERS, TEXT, TOKENS, tiny
 
 ALL = ["houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention"]
@@ -114,6 +116,68 @@ def test_a_false_description_is_found(changes, words, monkeypatch):
     assert not [word for word in words if word not in str(error.value)], str(error.value)
 
 
+def test_a_family_that_takes_no_part_at_all_is_refused(monkeypatch):
+    """DeBERTa takes no linear attention; with the FFN described wrongly and the rest left out, no part is left."""
+    nothing = {"query": None, "value": None, "pooler": None, "activation": None, "ffn_norm": None}
+    family = dataclasses.replace(FAMILIES["deberta-v2"], ffn_out="output.dropout", **nothing)
+    monkeypatch.setitem(FAMILIES._members, "deberta-v2", family)
+    with pytest.raises(UnsupportedError, match="family 'deberta-v2' does not fit DebertaV2Model") as error:
+        check_family(build("deberta-v2", "DebertaV2Model"))
+    assert [case for case in ALL if f"{case} left out: " not in str(error.value)] == []
+    assert "expected Linear" in str(error.value)  # the reason tells what is wrong
+
+
+class Blind(torch.autograd.Function):
+    """Zero, with the gradient of its input: what is trained before it gets a gradient and changes nothing."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Blinded(torch.nn.Module):
+    def forward(self, x):
+        return Blind.apply(x)
+
+
+class Counting(torch.nn.Module):
+    """Adds how often it was called: no call gives back what an earlier one gave."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.calls
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (Blinded, "other trained numbers leave the output as it is"),
+        (Counting, "with disable_adapter(), logits differs"),
+    ],
+)
+def test_a_model_that_belies_its_gradients_or_cannot_be_restored(end, message):
+    model = tiny("bert")
+    model.classifier = torch.nn.Sequential(model.classifier, end())
+    with pytest.raises(UnsupportedError) as error:
+        check_family(model)
+    assert f"houlsby: {message}" in str(error.value)
+
+
+def test_a_head_that_cannot_be_folded_is_found(monkeypatch):
+    """MPNet's head calls tanh between the pooler's dense layer and out_proj."""
+    family = dataclasses.replace(FAMILIES["mpnet"], pooler="classifier.dense", head_output="classifier.out_proj")
+    family = dataclasses.replace(family, pooler_activation=None, classifier_of_pooler="classifier.out_proj")
+    monkeypatch.setitem(FAMILIES._members, "mpnet", family)
+    with pytest.raises(UnsupportedError, match=r"- pooler: no bundle: .*'classifier.out_proj' reads what"):
+        check_family(build("mpnet", "MPNetForSequenceClassification"))
+
+
 def test_what_only_the_other_models_have_is_left_out_with_its_reason():
     report = check_family(tiny("bert", "BertForTokenClassification"))
     assert list(report.left_out) == ["pooler"]
@@ -126,5 +190,8 @@ def test_a_bundle_is_refused():
 
 
 def test_inputs_can_be_given():
-    ids = torch.ones(1, 4, dtype=torch.long)
-    assert check_family(tiny("bert", "BertModel"), probe={"input_ids": ids}).checked
+    ids, seen, model = torch.tensor([[1, 4, 2]]), [], tiny("bert", "BertModel")
+    model.embeddings.word_embeddings.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    assert check_family(model, probe={"input_ids": ids}).checked
+    assert seen
+    assert all(torch.equal(given, ids) for given in seen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
+from transformers.modeling_utils import LoadStateDictConfig
 
 from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.digests import stamp_tensors
@@ -83,11 +85,15 @@ def doors(folders: Folders, folder: Path) -> dict[str, Callable[[], Any]]:
         "another load": again,
         "Hub": lambda: peft.PeftModel.from_pretrained(copy.deepcopy(base), "me/mine", cache_dir=cache),
         "Hub, transformers": lambda: from_hub(copy.deepcopy(base), cache),
+        "Hub, load_config": lambda: from_hub(copy.deepcopy(base), cache, by_config=True),
     }
 
 
-def from_hub(base: Any, cache: Path) -> Any:
-    base.load_adapter("me/mine", adapter_kwargs={"cache_dir": str(cache)})
+def from_hub(base: Any, cache: Path, by_config: bool = False) -> Any:
+    options = {"cache_dir": str(cache)}
+    config = LoadStateDictConfig(pretrained_model_name_or_path="me/mine", download_kwargs=options)
+    given = {"load_config": config} if by_config else {"peft_model_id": "me/mine", "adapter_kwargs": options}
+    base.load_adapter(**given)
     return base
 
 
@@ -112,6 +118,10 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "base weight": (lambda tensors: tensors.update({WORDS: torch.zeros(30, 16)}), "embeddings.*would overwrite it"),
     "NaN": (poison(float("nan")), r"readout\.A holds NaN or infinity"),
     "infinity": (poison(float("inf")), r"readout\.A holds NaN or infinity"),
+    "NaN in bf16": (
+        lambda tensors: tensors.update({A: tensors[A].bfloat16() / 0}),
+        r"readout\.A holds NaN or infinity",
+    ),
     "int": (retype(torch.int64), r"readout\.A has dtype torch\.int64"),
     "bool": (retype(torch.bool), r"readout\.A has dtype torch\.bool"),
     "fp8": (retype(torch.float8_e4m3fn), r"readout\.A has dtype torch\.float8_e4m3fn"),
@@ -164,6 +174,25 @@ def test_a_flipped_bit_and_swapped_tensors_have_a_name(folders, adapter):
         peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
 
 
+def test_digests_cover_names_and_shapes_and_are_not_left_out_by_damage(folders, adapter):
+    path = adapter / WEIGHTS
+    whole = path.read_bytes()
+    for edit, message in (
+        (lambda tensors: tensors.pop(A), r"readout\.A was saved in this file and is missing"),
+        (lambda tensors: tensors.update({A: tensors[A].reshape(4, 16)}), r"readout\.A is not what was saved"),
+    ):
+        path.write_bytes(whole)
+        rewrite(path, edit, digests=True)
+        with pytest.raises(ConfigError, match=message):
+            peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    for digests in ("{", "[]", "{}"):
+        save_file(tensors, path, {"format": "pt", "snnk_digests": digests})
+        with pytest.raises(ConfigError, match="is not what was saved"):
+            peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
+
+
 def test_files_without_digests_load_with_a_note(folders, adapter, bundled, caplog):
     for path, load in (
         (adapter / WEIGHTS, lambda: peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)),
@@ -184,10 +213,20 @@ def test_only_safetensors_are_read(folders, adapter):
         copy.deepcopy(folders.base).load_adapter(str(adapter), use_safetensors=False)
     (adapter / WEIGHTS).unlink()
     for label, load in doors(folders, adapter).items():
-        message = "has no adapter_model.safetensors" if "Hub" not in label else "adapter_model.safetensors"
+        message = "adapter_model.safetensors"
+        if "Hub" not in label:
+            message = r"has no adapter_model.safetensors; .*adapter_model\.bin is not read, because unpickling"
         with pytest.raises(Exception, match=message) as caught:
             load()
         assert "Hub" in label or isinstance(caught.value, ConfigError), label
+
+
+def test_a_pickled_bundle_is_not_read(bundled):
+    torch.save(load_file(bundled / "model.safetensors"), bundled / "pytorch_model.bin")
+    (bundled / "model.safetensors").unlink()
+    for load in bundle_doors(bundled).values():
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin: only safetensors files are read"):
+            load()
 
 
 @pytest.mark.parametrize("name", ["adapter", "seeds", "replaced", "attention"])
@@ -196,12 +235,11 @@ def test_a_config_that_asks_for_too_much_allocates_nothing(name, folders, tmp_pa
     content = json.loads((folder / "adapter_config.json").read_text())
     del content["snnk_digests"]
     part = next(part for part in ("adapter", "ffn", "attention") if content[part] is not None)
-    content[part]["num_features"] = 10_000_000
+    content[part] |= {"num_features": 10_000_000, "projection": "gaussian"}  # drawn at once, not in a loop
     (folder / "adapter_config.json").write_text(json.dumps(content))
     for load in (peft.PeftModel.from_pretrained, lambda base, folder: base.load_adapter(str(folder))):
-        with LargestTensor() as largest, pytest.raises(ConfigError, match=r"asks for modules of [\d,]+ numbers"):
+        with LargestTensor(10_000_000), pytest.raises(ConfigError, match=r"asks for modules of [\d,]+ numbers"):
             load(copy.deepcopy(folders.base), folder)
-        assert largest.numel < 10_000_000
 
 
 def test_a_changed_config_names_the_field(folders, adapter):
@@ -212,6 +250,27 @@ def test_a_changed_config_names_the_field(folders, adapter):
     path.write_text(path.read_text().replace('"SNNK"', '"LORA"'))
     with pytest.raises(ConfigError, match="its peft_type is 'LORA'"):
         peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not valid JSON"), ("[3]", "is no adapter config"), ("{}", "is no adapter config")]
+)
+def test_a_config_that_is_none_is_named(text, message, folders, adapter):
+    path = adapter / "adapter_config.json"
+    path.write_text(text)
+    for label, load in doors(folders, adapter).items():
+        if "Hub" not in label and label != "Auto class":  # whose copy of from_pretrained is not watched
+            with pytest.raises(ConfigError, match=f"{path} {message}"):
+                load()
+
+
+@pytest.mark.parametrize("base", [None, "", 3])
+def test_a_config_without_its_base_model_is_named_where_that_is_needed(base, folders, adapter):
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
+    with pytest.raises(ConfigError, match=rf"{path}: base_model_name_or_path is {base!r}; expected a folder"):
+        doors(folders, adapter)["AutoPeftModel"]()
+    peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
 
 
 def test_a_config_changed_in_python_is_meant(folders, adapter):
@@ -313,6 +372,18 @@ def test_a_changed_bundle_config_names_the_entry(bundled):
     assert model.config.id2label[1] == "good"
 
 
+def test_another_methods_adapter_goes_onto_a_bundle(bundled, tmp_path):
+    """Its file is checked against nothing here: the tensors are not those of the bundle."""
+    small = AutoModelForSequenceClassification.from_pretrained(bundled)
+    lora = peft.get_peft_model(small, peft.LoraConfig(target_modules=["query"], init_lora_weights=False)).eval()
+    lora.save_pretrained(tmp_path / "lora")
+    again = AutoModelForSequenceClassification.from_pretrained(bundled)
+    before = logits(again)
+    again.load_adapter(str(tmp_path / "lora"))
+    torch.testing.assert_close(logits(again), logits(lora))
+    assert not torch.allclose(logits(again), before)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -329,6 +400,12 @@ def test_a_changed_bundle_config_names_the_entry(bundled):
         ({"stage": {"component_params": {"x": 1}}}, "parameter 'x' is unknown"),
         ({"stage": {"num_features": 10**9}}, r"num_features × dim is 1000000000 × 8; expected <="),
         ({"stage": None}, "expected an object with component"),
+        ({"stage": {"projection_params": {"x": 1}}}, "parameter 'x' is unknown"),
+        ({"stage": {"projection": "rademacher"}}, "needs rows drawn from 'gaussian'"),
+        ({"stage": {"scale": math.inf}}, r"scale is 'inf'; expected a finite number"),
+        ({"num_heads": True}, r"num_heads is 'True'; expected an integer >= 1"),
+        ({"num_heads": ...}, r"lacks 'num_heads'"),
+        ({"kind": "sequence", "modules": 3}, r"modules is '3'; expected a list of modules"),
     ],
 )
 def test_plans_are_validated_like_configs(folders, change, message):
@@ -341,8 +418,16 @@ def test_plans_are_validated_like_configs(folders, change, message):
         stages = spec["terms"][0]["stages"]
         stages[0] = None if change["stage"] is None else stages[0] | change["stage"]
     else:
-        modules[path] = None if change is None else spec | change
+        modules[path] = None if change is None else {k: v for k, v in (spec | change).items() if v is not ...}
     with pytest.raises(ConfigError, match=message):
+        type(model)(config)
+
+
+def test_a_plan_that_is_none_is_refused(folders):
+    model = AutoModelForSequenceClassification.from_pretrained(folders.top / "bundle-attention")
+    config = copy.deepcopy(model.config)
+    config.snnk_plan["modules"] = [3]
+    with pytest.raises(ConfigError, match=r"snnk_plan\.modules is '\[3\]'; expected an object"):
         type(model)(config)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
@@ -36,7 +36,7 @@ sys.path.append(str(RECIPES))
 import finetune
 from _lib import checkpoint as checkpoints
 from _lib import sweep, training
-from _lib.files import temporary_name
+from _lib.files import temporary_name, write_text
 from _lib.guard import guarded
 from _lib.loop import train_step
 from _lib.models import check_length, positions, resolve_model
@@ -189,6 +189,19 @@ def test_a_full_disk_is_told_and_the_run_can_be_continued(
     assert same(weights(here / "runs/one"), straight)
 
 
+def test_what_safetensors_cannot_write_is_told_like_any_other_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_space: Any
+) -> None:
+    no_space()
+    tensors = {"a": torch.zeros(100_000)}
+    assert guarded(lambda: save_file(tensors, tmp_path / "model.safetensors")) == 2
+    assert "File too large; raise the limit on the size of files (ulimit -f)" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="log: File too large"):
+        write_text(tmp_path / "log", "x" * 100_000)
+    assert not list(tmp_path.iterdir())
+
+
 def test_leftovers_of_a_killed_run_go_when_it_is_continued(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         at_step(patched, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -215,6 +228,9 @@ def test_an_output_that_cannot_be_made_is_refused_before_the_work(
     ):
         assert finetune.main(["run.yaml", f"output.dir={folder}"]) == 2
         assert message in capsys.readouterr().err
+    (here / "empty").mkdir()
+    assert bundle.main(["empty", "--task", "rte", "--output", "file/out"]) == 2
+    assert "the output folder is file, which is a file; expected a folder" in capsys.readouterr().err
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root, who runs tests in containers, may do anything
     assert finetune.main(["run.yaml"]) == 2
     assert f"the output folder is runs/one, but {here} cannot be written; choose another" in capsys.readouterr().err
@@ -294,6 +310,8 @@ def test_examples_longer_than_the_positions_are_refused_before_the_run(
     assert finetune.main(["run.yaml", "data.max_length=16", "train.epochs=1"]) == 0
     assert evaluate.main(["run", "data.max_length=17"]) == 2
     assert "set data.max_length=16" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="positions for 16 tokens"):
+        recipe("closed_form").main(["--task", "rte", "--data", "glue", "--model", "bert", "--output", "closed.json"])
 
 
 def test_roberta_counts_its_positions_from_the_padding_token() -> None:

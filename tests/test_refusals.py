@@ -116,6 +116,13 @@ def test_a_quantized_base(config):
     refused(whole, UnsupportedError, "is quantized; expected weights in floating point.*quantization_config", config)
 
 
+def test_a_model_quantized_after_patching():
+    model = get_snnk_model(tiny("bert"), FFN)
+    model.get_base_model().is_quantized = True  # what transformers sets
+    with pytest.raises(UnsupportedError, match="the model is quantized; load it in full precision"):
+        bundle(model)
+
+
 def test_weighted_sums_of_adapters():
     model = get_snnk_model(tiny("bert"), ADAPTER)
     model.add_adapter("second", ADAPTER)

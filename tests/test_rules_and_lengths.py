@@ -160,6 +160,7 @@ def test_urf_features_have_a_scale():
         long = feature_map.phi(40 * x)
     assert long.values.isfinite().all()
     assert long.values.abs().max() <= 40 * x.abs().max()
+    assert feature_map.psi(40 * x).values.isfinite().all()  # whose waves are far smaller than their affine part
     assert feature_map.phi(x.half()).values.isfinite().all()
     features = feature_map.double().phi(x.double())
     assert features.log_scale.shape == (5, 1)

@@ -117,6 +117,17 @@ def test_a_drawn_attention_alone_says_that_nothing_is_trained():
     assert all(word in text for word in ("BertModel", "modules_to_save=[", "'free'", "near_field", "AdapterPart"))
 
 
+def test_what_is_loaded_to_be_used_gives_no_warning(tmp_path):
+    with pytest.warns(UserWarning, match=NOTHING):
+        model = get_snnk_model(tiny("bert", "BertModel"), SNNKConfig(attention=AttentionPart(num_features=8)))
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{NOTHING}")
+        PeftModel.from_pretrained(tiny("bert", "BertModel"), tmp_path)
+        with pytest.raises(UserWarning, match=NOTHING):
+            PeftModel.from_pretrained(tiny("bert", "BertModel"), tmp_path, is_trainable=True)
+
+
 # --- places that do not run -----------------------------------------------------------------------------------------
 
 UNCALLED = "places that the first forward pass did not call"
