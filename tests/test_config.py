@@ -32,8 +32,9 @@ from snnk_peft import (
     get_snnk_model,
     register_family,
 )
-from snnk_peft.config import PARTS, layers_faults, resolve_layers
+from snnk_peft.config import SHORTCUTS
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.parts import PARTS, layers_faults, resolve_layers
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -330,7 +331,7 @@ FULL = {
 def test_parts_from_dicts():
     plain = {name: dataclasses.asdict(value) if name in PARTS else value for name, value in FULL.items()}
     assert SNNKConfig(**plain) == SNNKConfig(**FULL)
-    assert list(SNNKConfig(**plain).parts()) == list(PARTS)
+    assert list(SNNKConfig(**plain).named_parts()) == list(SHORTCUTS)
     assert SNNKConfig(adapter={}).adapter == AdapterPart()
 
 

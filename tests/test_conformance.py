@@ -20,15 +20,14 @@ import torch
 
 import snnk_peft.components
 import snnk_peft.families
-import snnk_peft.patchers
+import snnk_peft.parts
 import snnk_peft.projections
 from snnk_peft import COMPONENTS, FAMILIES, PROJECTIONS, build_feature_map
 from snnk_peft.components.base import Component, Features
-from snnk_peft.config import PARTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.random_directions import haar
-from snnk_peft.patchers import PATCHERS
+from snnk_peft.parts import PARTS
 from snnk_peft.projections.base import Projection, slot_generator
 from snnk_peft.registry import Registry
 
@@ -629,8 +628,7 @@ def test_file_name_is_registry_key_is_one_class(registry, package, base):
 def test_families_and_parts_follow_their_files():
     assert sorted(member_files(snnk_peft.families)) == sorted(n.replace("-", "_") for n in FAMILIES.names())
     assert all(FAMILIES[name].name == name for name in FAMILIES)
-    assert PATCHERS.names() == sorted(PARTS)
-    assert sorted(member_files(snnk_peft.patchers)) == PATCHERS.names()
+    assert sorted(member_files(snnk_peft.parts)) == PARTS.names()
 
 
 def test_registry_behaves_like_a_table():

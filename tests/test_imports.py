@@ -14,22 +14,22 @@ import pytest
 PACKAGE = "snnk_peft"
 
 # From the bottom up; a unit imports from units below its own line. Additions to DESIGN part 2: components may use
-# functional (exact kernels); parts read the registries that they check names against (inside functions, so that
-# importing them stays light); bundling writes the model card of what it saves. Some units are files, some folders.
+# functional (exact kernels); bundling writes the model card of what it saves. Some units are files, some folders.
 LAYERS: list[set[str]] = [
     {"errors"},
     {"registry", "digests"},
+    {"options"},
     {"model_card"},  # text from plain data
     {"functional"},
     {"projections"},
     {"components"},
     {"feature_map"},
-    {"parts"},
-    {"config"},
     {"calibration"},  # solvers: tensors in, tensors out
     {"layers"},
     {"families"},
-    {"patchers", "attention"},
+    {"attention"},
+    {"parts"},
+    {"config"},
     {"tuner"},
     {"bundling"},
     {"family_check"},
@@ -38,7 +38,7 @@ LAYERS: list[set[str]] = [
 ]
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 # Folders whose members stand side by side: a member knows its folder's base and registry, never a sibling.
-FLAT = {"projections", "components", "families", "patchers"}
+FLAT = {"projections", "components", "families", "parts"}
 
 
 def unit_of(dotted: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from _lib.config import setting
 from _lib.settings import StepSettings
-from snnk_peft.config import AttentionPart, SNNKConfig
+from snnk_peft import AttentionPart, SNNKConfig
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks import LONG_RANGE_TASKS

@@ -69,7 +69,7 @@ def save_models(
             tokenizer.save_pretrained(str(target))
             if name == "adapter" and config.method.name == "snnk":
                 # PEFT's own card does not say `import snnk_peft`, without which nothing loads.
-                parts = {part: vars(value) for part, value in content.peft_config["default"].parts().items()}
+                parts = {part: vars(value) for part, value in content.peft_config["default"].named_parts().items()}
                 class_name = type(content.get_base_model()).__name__
                 write_model_card(target, model_class=class_name, config=parts, **card)
             elif name == "bundle":

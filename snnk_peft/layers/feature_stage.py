@@ -161,6 +161,13 @@ class FeatureStage(nn.Module):
         stage.append_input = True
         return stage
 
+    def in_words(self) -> str:
+        """A short phrase, e.g. "64 relu features and the input"."""
+        component = registry_name(COMPONENTS, self.feature_map.component)
+        extra = " and the input" if self.append_input else ""
+        stored = "" if self.feature_map.projection.save else " (seed only)"
+        return f"{self.feature_map.num_features} {component} features{extra}{stored}"
+
     def spec(self) -> dict[str, Any]:
         """Plain data from which `FeatureStage.from_spec` builds a stage of the same shape (see bundling/)."""
         projection, component = self.feature_map.projection, self.feature_map.component
