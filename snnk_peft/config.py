@@ -64,6 +64,7 @@ class SNNKConfig(PeftConfig):
         ConfigError: every fault of every part at once.
 
     Example:
+        >>> from snnk_peft import AdapterPart
         >>> config = SNNKConfig(adapter=AdapterPart(num_features=16), task_type="SEQ_CLS")
         >>> config.adapter.placement
         'houlsby'
@@ -100,7 +101,9 @@ class SNNKConfig(PeftConfig):
             found += [fault for _, wrong in read for fault in wrong]
         else:
             found.append(f"parts is a {type(self.parts).__name__}; expected a list of parts")
-        for name, part in {} if found else self.named_parts().items():
+        for name, part in self.named_parts().items() if isinstance(self.parts, list) else ():
+            if not isinstance(part, Part):
+                continue  # told already
             found += part.faults(name)
             if not self.save_projection and (reason := part.redrawable()) is not None:
                 found.append(

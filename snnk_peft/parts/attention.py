@@ -61,7 +61,7 @@ class AttentionPart(FeaturePart):
         [('posrf', 'gmm', None), ('elu', 'gmm', 16)]
     """
 
-    component: str = option("posrf", "the function f of the features f(Wx), a name of `COMPONENTS`.")
+    component: str = option("posrf", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
     num_features: int | None = option(  # type: ignore[assignment]
         None,
         'rows of W. None: 64, or the number nearest to it that the projection can have (for "identity", the classical '

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -36,18 +36,11 @@ class Part:
         holds_head: whether it replaces what is inside the task head, which can then not be saved in full.
     """
 
-    _: KW_ONLY
-    layers: str | list[int] = option(
-        "all",
-        'which Transformer layers: "all", "top-K" (the last K), "bottom-K", or a list of indices from 0.',
-        kind=None,
-    )
-
     holds_head: ClassVar[bool] = False
 
     def faults(self, part: str) -> list[str]:
         """Everything that is wrong with this part, each message starting with the field's path."""
-        return option_faults(part, self) + layers_faults(f"{part}.layers", self.layers)
+        return option_faults(part, self)
 
     def plan(self, context: PatchContext) -> list[Patch]:
         """The changes that this part asks for; nothing is changed.
@@ -78,16 +71,21 @@ class Part:
 class FeaturePart(Part):
     """A part that consists of feature maps."""
 
-    component: str = option("relu", "the function f of the features f(Wx), a name of `COMPONENTS`.")
-    projection: str = option("orf", "the matrix W, a name of `PROJECTIONS`.")
+    component: str = option("relu", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
+    projection: str = option("orf", "the matrix W, a name of `PROJECTIONS`.", kind=None)
     num_features: int = option(16, "rows of W, >= 1. Cost and trainable parameters grow linearly with it.", low=1)
+    layers: str | list[int] = option(
+        "all",
+        'which Transformer layers: "all", "top-K" (the last K), "bottom-K", or a list of indices from 0.',
+        kind=None,
+    )
     component_params: dict[str, Any] = option(dict, "keyword arguments of the component.")
     projection_params: dict[str, Any] = option(dict, "keyword arguments of the projection.")
 
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
         found = [f"{part}.{f}" for f in (COMPONENTS.fault(self.component), PROJECTIONS.fault(self.projection)) if f]
-        found += super().faults(part)
+        found += super().faults(part) + layers_faults(f"{part}.layers", self.layers)
         if not all(isinstance(params, Mapping) for params in (self.component_params, self.projection_params)):
             return found
         if self.component in COMPONENTS:

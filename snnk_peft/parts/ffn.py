@@ -27,8 +27,8 @@ class FFNPart(ReplacingPart):
     `calibrate` replaces the start of A by a fit to real activations.
     """
 
-    component: str = option("gelu", "the function f of the features f(Wx), a name of `COMPONENTS`.")
-    projection: str = option("landmark", "the matrix W, a name of `PROJECTIONS`.")
+    component: str = option("gelu", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
+    projection: str = option("landmark", "the matrix W, a name of `PROJECTIONS`.", kind=None)
     num_features: int = option(64, "rows of W, >= 1.", low=1)
     linear_path: bool = option(
         False,

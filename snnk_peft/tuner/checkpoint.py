@@ -156,7 +156,8 @@ def check_loaded(config: SNNKConfig, model: nn.Module, adapter_name: str, incomi
 def _embedding_keys(model: Any) -> set[str]:
     """Tensors of the embeddings, which PEFT saves where the vocabulary was changed, or on request."""
     found = set()
-    for getter in (model.get_input_embeddings, model.get_output_embeddings):
+    getters = (getattr(model, name, lambda: None) for name in ("get_input_embeddings", "get_output_embeddings"))
+    for getter in getters:
         try:
             embedding = getter()
         except NotImplementedError:  # how transformers says that a model has none that can be exchanged
