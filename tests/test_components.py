@@ -16,7 +16,7 @@ from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.feature_map.describe import component_table, describe, main, projection_table
 from snnk_peft.functional.arccos import arccos_kernel
 from snnk_peft.functional.balancing import balancing_maps, second_moment
-from snnk_peft.functional.exponential import log_second_moment, optimal_a
+from snnk_peft.functional.exponential import optimal_a
 from snnk_peft.functional.gelu_kernel import gelu_kernel
 from snnk_peft.functional.polar_quadrature import gaussian_product_mean
 from snnk_peft.functional.power_series import series_coefficients
@@ -35,6 +35,13 @@ def products(name: str, x: torch.Tensor, y: torch.Tensor, m: int, projection: st
     fm = build_feature_map(name, projection, x.shape[-1], m, component_params=params).double()
     terms = fm.phi(x, stats).dense() * fm.psi(y, stats).dense() * m
     return terms.unflatten(-1, (-1, m)).sum(-2) if terms.shape[-1] > m else terms
+
+
+def log_second_moment(a: torch.Tensor | float, square: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """log E[f(x)² f(y)²] for scalar a, softmax kernel; `square` is ‖x + y‖² (...)."""
+    a, d = torch.as_tensor(a, dtype=square.dtype), x.shape[-1]
+    exponent = 2 * (1 - 4 * a) * square / (1 - 8 * a) - x.square().sum(-1) - y.square().sum(-1)
+    return d * (1 - 4 * a).log() - d / 2 * (1 - 8 * a).log() + exponent
 
 
 def variance_over_draws(name: str, projection: str, x, y, m: int, draws: int = 800, **params) -> torch.Tensor:
@@ -323,8 +330,8 @@ def test_urf_warns_at_bert_scale():
 
 @pytest.mark.parametrize("bound", [0.0, 0.1])
 def test_urf_is_its_atoms(bound):
-    """The features are those of functional/trigonometric_atom.py, atom by atom."""
-    from snnk_peft.functional.trigonometric_atom import atom_phi, atom_psi
+    """The features are those of trigonometric_atom.py, atom by atom."""
+    from tests.trigonometric_atom import atom_phi, atom_psi
 
     params = {"atoms": 3, "bound": bound, "x_norm": 0.7, "w_norm": 1.1}
     fm = build_feature_map("urf", "gaussian", 5, 24, component_params=params).double()

@@ -1,7 +1,7 @@
 """Universal random features (SNNK paper, section 3.1): Φ(x)·Ψ(w, b) is an unbiased estimate of f(w·x + b) for any f.
 
 f is written as an affine function plus K cosines and sines on [−radius, radius] (`functional/trigonometric_fit.py`),
-and each atom a cos τz + c sin τz is linearised with Gaussian draws g (`functional/trigonometric_atom.py`):
+and each atom a cos τz + c sin τz is linearised with Gaussian draws g (`tests/trigonometric_atom.py` derives it):
 
     Φ(x) = [1, x, ..., e^{τ²s²‖x‖²/2} (cos τs g·x, sin τs g·x), ...]
     Ψ(w) = [β + αb, αw, ..., e^{g·w/s − ‖w‖²/2s²} (a cos τb + c sin τb, c cos τb − a sin τb), ...]

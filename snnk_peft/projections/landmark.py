@@ -1,4 +1,4 @@
-"""Landmark rows: ω_i are rows of a pretrained weight matrix, c_i their biases (Nyström landmarks; cf. PAPERS part A).
+"""Landmark rows: ω_i are rows of a pretrained weight matrix, c_i their biases (Nyström landmarks).
 
 A feature relu(ω_i·x + c_i) at a landmark is one of the hidden units of the layer being replaced, so a readout fitted
 on a few of them starts from features that the network itself found useful. Which rows: the most important first,
