@@ -167,7 +167,7 @@ class Slot(nn.Module):
         """
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter | None:
-        """How the slot is fitted; None if it is only trained."""
+        """How the slot is fitted; a slot that does not define this is only trained."""
         return None
 
     def changes(self, path: str) -> tuple[str, ...]:

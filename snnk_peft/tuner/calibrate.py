@@ -23,7 +23,7 @@ from snnk_peft.calibration.ridge import DEFAULT_RIDGES
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import unwrap
 from snnk_peft.functional.at_hand import offloaded, place_of
-from snnk_peft.layers.slots import FitOptions, Fitter
+from snnk_peft.layers.slots import FitOptions, Fitter, Slot
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
 from snnk_peft.tuner.held_out import warn_of_repeated_rows
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
@@ -87,9 +87,9 @@ def calibrate(
         faults.append(f"landmarks is {landmarks!r}; expected one of {', '.join(RULES)}")
     if not 0 < held_out < 1:
         faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}
+    slots = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}
+    slots = {name: layer for name, layer in slots.items() if _slot_to_fit(layer) is not None}
     options = FitOptions(landmarks, ridges, refit)
-    slots = {name: layer for name, layer in layers.items() if _slot_to_fit(model, layer, options) is not None}
     if not slots:
         faults.append(
             "the model has no active part that can be calibrated; expected a model from get_snnk_model with ffn= or "
@@ -150,14 +150,15 @@ class _FitPlace:
         return active_module(self.root.get_submodule(path))
 
 
-def _slot_to_fit(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter | None:
-    """The fitter of the active slot of a layer that has one, or None."""
-    place = _FitPlace(_root(model), unwrap(layer.base_layer))
-    return next((found for slot in layer.active_slots() if (found := slot.fitter(place, options)) is not None), None)
+def _slot_to_fit(layer: SlotLayer) -> Slot | None:
+    """The active slot of a layer that can be fitted, or None."""
+    return next((slot for slot in layer.active_slots() if type(slot).fitter is not Slot.fitter), None)
 
 
 def _fitter(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter:
-    found = _slot_to_fit(model, layer, options)
+    slot = _slot_to_fit(layer)
+    assert slot is not None
+    found = slot.fitter(_FitPlace(_root(model), unwrap(layer.base_layer)), options)
     assert found is not None
     return found
 
