@@ -29,7 +29,8 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.random_directions import haar
 from snnk_peft.patchers import PATCHERS
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import slot_generator
 from snnk_peft.registry import Registry
 
 # Parameters worth a case of their own, beside every member's defaults.

@@ -18,7 +18,8 @@ from snnk_peft import get_snnk_model as patch
 from snnk_peft.bundling.code_file import assemble
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, advance
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import slot_generator
 from snnk_peft.projections.base_learned import Learned
 from tests.tiny_models import inputs_for, same, tiny, trained
 

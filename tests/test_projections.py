@@ -23,7 +23,8 @@ from snnk_peft.functional.circulant import circulant_matrix, hankel_matrix, toep
 from snnk_peft.functional.fourier_sphere import fourier_indices, riesz_energy, sphere_points
 from snnk_peft.functional.random_directions import simplex
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import slot_generator
 from snnk_peft.projections.base_structured import Structured
 from tests.tiny_models import inputs_for, same, tiny, trained
 

@@ -25,7 +25,8 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import half_square, log_factor
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import normal_numbers
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import slot_generator
 
 HRF_MODES = ("angular", "learned")
 

@@ -29,7 +29,8 @@ from snnk_peft.functional.exponential import half_square
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import uniform_numbers
 from snnk_peft.functional.spectra import SHIFT_INVARIANT, row_multipliers, shift_invariant_kernel
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import slot_generator
 
 TRIGRF_FORMS = ("cos_sin", "phase")
 

@@ -29,7 +29,8 @@ from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import random_choices
 from snnk_peft.functional.trigonometric_fit import activation_function, fit_trigonometric
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import slot_generator
 
 URF_SAMPLINGS = ("stratified", "iid", "block")
 

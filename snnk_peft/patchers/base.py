@@ -18,7 +18,7 @@ from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Slot
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import slot_generator
+from snnk_peft.projections.base_drawn import slot_generator
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from snnk_peft.functional.precision import full_precision
-from snnk_peft.projections.base import Projection, choice_faults, slot_generator
+from snnk_peft.projections.base import Projection, choice_faults
+from snnk_peft.projections.base_drawn import slot_generator
 
 
 class Structured(Projection):
