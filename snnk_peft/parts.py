@@ -52,7 +52,7 @@ class Part:
                 )
             ]
         if self.projection in PROJECTIONS:
-            reserved = ("dim", "num_features", "seed", "slot", "save", "source_weight", "source_bias", "importance")
+            reserved = ("dim", "num_features", "seed", "site", "save", "source_weight", "source_bias", "importance")
             found += [
                 f"{part}: {f}"
                 for f in parameter_faults(

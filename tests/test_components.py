@@ -466,7 +466,7 @@ def test_debug_mode_names_the_tensor(monkeypatch):
     from snnk_peft.errors import NumericalError
     from snnk_peft.layers.feature_stage import FeatureStage
 
-    fm = build_feature_map("posrf", "orf", 4, 8, projection_params={"slot": "layer.3.ffn"})
+    fm = build_feature_map("posrf", "orf", 4, 8, projection_params={"site": "layer.3.ffn"})
     stage = FeatureStage(build_feature_map("relu", "orf", 4, 8), normalize=True)
     x = torch.ones(2, 3, 4)
     x[1, 2, 0] = float("inf")
@@ -477,6 +477,6 @@ def test_debug_mode_names_the_tensor(monkeypatch):
             NumericalError, match=r"shape \(2, 3, 4\).*1 entries are not finite, the first at \(1, 2, 0\)"
         ):
             call(x)
-    with pytest.raises(NumericalError, match="input of psi in slot 'layer\\.3\\.ffn'"):
+    with pytest.raises(NumericalError, match="input of psi at site 'layer\\.3\\.ffn'"):
         fm.psi(x)
     fm.phi(x[0])

@@ -67,7 +67,7 @@ def stage_faults(where: str, stage: Any) -> list[str]:
     if faults:
         return faults
     component, projection = stage["component"], stage["projection"]
-    taken = ("dim", "num_features", "seed", "slot", "save", "source_weight", "source_bias", "importance")
+    taken = ("dim", "num_features", "seed", "site", "save", "source_weight", "source_bias", "importance")
     faults += parameter_faults(f"component {component!r}", COMPONENTS[component], stage["component_params"])
     faults += parameter_faults(f"projection {projection!r}", PROJECTIONS[projection], stage["projection_params"], taken)
     faults += pair_faults(component, projection)

@@ -29,7 +29,7 @@ def check_finite(tower: str, x: torch.Tensor, projection: Projection) -> None:
     Args:
         tower: "phi" or "psi", for the message.
         x: what the features are of.
-        projection: whose slot the message names.
+        projection: whose site the message names.
 
     Raises:
         NumericalError: some entries are not finite.
@@ -40,7 +40,7 @@ def check_finite(tower: str, x: torch.Tensor, projection: Projection) -> None:
     if bool(bad.any()):
         first = tuple(bad.nonzero()[0].tolist())
         raise NumericalError(
-            f"input of {tower} in slot {projection.slot!r}, shape {tuple(x.shape)} {x.dtype}: {int(bad.sum())} entries "
+            f"input of {tower} at site {projection.site!r}, shape {tuple(x.shape)} {x.dtype}: {int(bad.sum())} entries "
             f"are not finite, the first at {first}; expected finite numbers. Look at what computes this input (a loss "
             "that diverged, fp16 that overflowed, a mask filled with -inf)"
         )
@@ -159,7 +159,7 @@ def build_feature_map(
         projection: a name of `PROJECTIONS`, e.g. "orf".
         dim: length of the input vectors, >= 1.
         num_features: rows of W, >= 1; cost grows linearly, the standard error falls as 1/√num_features.
-        seed: decides the draw of W (together with `projection_params["slot"]`, if given).
+        seed: decides the draw of W (together with `projection_params["site"]`, if given).
         component_params: keyword arguments of the component, e.g. {"order": 2} for "arccos".
         projection_params: keyword arguments of the projection, e.g. {"norms": "sqrt_dim"} for "orf".
 

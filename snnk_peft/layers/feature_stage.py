@@ -148,7 +148,7 @@ class FeatureStage(nn.Module):
         if self.shift is None or not old.save or not dense_will_do:
             return self
         rows, bias = self.effective_rows(old.materialize(), old.bias)
-        dense = PROJECTIONS["landmark"](self.dim, self.feature_map.num_features, slot=old.slot)
+        dense = PROJECTIONS["landmark"](self.dim, self.feature_map.num_features, site=old.site)
         dense = dense.to(rows.device, rows.dtype)
         dense.weight, dense.bias = rows.clone(), (torch.zeros_like(rows[:, 0]) if bias is None else bias).clone()
         simple = FeatureStage(FeatureMap(self.feature_map.component, dense), append_input=self.append_input)
@@ -177,7 +177,7 @@ class FeatureStage(nn.Module):
             "dim": self.dim,
             "num_features": self.feature_map.num_features,
             "seed": projection.seed,
-            "slot": projection.slot,
+            "slot": projection.site,  # its name in files, from the first version on
             "save": projection.save,
             "normalize": self.normalize,
             "whitened": self.shift is not None,
@@ -193,7 +193,7 @@ class FeatureStage(nn.Module):
             spec["dim"],
             spec["num_features"],
             seed=spec["seed"],
-            slot=spec["slot"],
+            site=spec["slot"],
             save=spec["save"],
             **spec["projection_params"],
         )

@@ -18,7 +18,7 @@ from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Slot
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base_drawn import slot_generator
+from snnk_peft.projections.base_drawn import site_generator
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class PatchContext:
 
     def generator(self, slot: str) -> torch.Generator:
         """Randomness for the readout at `slot`."""
-        return slot_generator(self.seed, slot + ".readout")
+        return site_generator(self.seed, slot + ".readout")
 
     def stage(
         self, part: Part, dim: int, slot: str, source: nn.Linear | None = None, importance: Any = None, **options: Any
@@ -106,7 +106,7 @@ class PatchContext:
                 params.update(source_weight=source.weight.detach(), importance=importance)
                 params["source_bias"] = None if source.bias is None else source.bias.detach()
         projection = PROJECTIONS[part.projection](
-            dim, part.num_features, seed=self.seed, slot=slot, save=self.save_projection, **params
+            dim, part.num_features, seed=self.seed, site=slot, save=self.save_projection, **params
         )
         return FeatureStage(FeatureMap(COMPONENTS[part.component](**part.component_params), projection), **options)
 

@@ -40,8 +40,8 @@ class Projection(Drawn):
     Args:
         dim: length of the input vectors, >= 1.
         num_features: number of rows of W, >= 1. Cost grows linearly with it, the error falls as its square root.
-        seed: together with `slot` decides the draw.
-        slot: name of the place in the model that this matrix serves.
+        seed: together with `site` decides the draw.
+        site: name of the place in the model that this matrix serves.
         save: True keeps W in checkpoints. False keeps 32 bytes of checksum instead; W is drawn again on loading and
             loading fails if the checksum differs.
         redraw_every: draw anew after this many training steps (see `advance`; the paper on learned kernels takes 100),
@@ -83,11 +83,11 @@ class Projection(Drawn):
         num_features: int,
         *,
         seed: int = 0,
-        slot: str = "",
+        site: str = "",
         save: bool = True,
         redraw_every: int | None = None,
     ):
-        super().__init__(seed=seed, slot=slot, save=save, redraw_every=redraw_every)
+        super().__init__(seed=seed, site=site, save=save, redraw_every=redraw_every)
         sizes = (("dim", dim), ("num_features", num_features))
         faults = [
             f"{name} is {value!r}; expected an integer >= 1"
@@ -187,4 +187,4 @@ class Projection(Drawn):
 
     def extra_repr(self) -> str:
         """The arguments, for printing."""
-        return f"dim={self.dim}, num_features={self.num_features}, seed={self.seed}, slot={self.slot!r}"
+        return f"dim={self.dim}, num_features={self.num_features}, seed={self.seed}, site={self.site!r}"

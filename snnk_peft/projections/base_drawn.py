@@ -1,4 +1,4 @@
-"""Tensors that are drawn once, on the CPU, from a generator seeded by (seed, slot): two layers with different slots get
+"""Tensors that are drawn once, on the CPU, from a generator seeded by (seed, site): two layers with different sites get
 independent ones, the order of patching never matters, and the global random state is not touched.
 
 What was drawn is kept in buffers. A checkpoint holds them, or 32 bytes of checksum from which a wrong draw is known.
@@ -16,10 +16,10 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.functional.draw_checksum import checksum_fault, draw_checksum
 
 
-def slot_generator(seed: int, slot: str = "", number: int = 0) -> torch.Generator:
-    """A CPU generator whose stream depends on `seed`, the slot name and the number of the draw only."""
+def site_generator(seed: int, site: str = "", number: int = 0) -> torch.Generator:
+    """A CPU generator whose stream depends on `seed`, the site name and the number of the draw only."""
     again = f"\0{number}" if number else ""
-    digest = hashlib.sha256(f"{int(seed)}:{slot}{again}".encode()).digest()
+    digest = hashlib.sha256(f"{int(seed)}:{site}{again}".encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "little"))
 
 
@@ -32,15 +32,15 @@ class Drawn(nn.Module):
     """A module whose buffers follow from a seed. A member defines `draw_buffers` and `blank`, and calls `build`.
 
     Args:
-        seed: together with `slot` decides the draw.
-        slot: name of the place in the model that the draw serves.
+        seed: together with `site` decides the draw.
+        site: name of the place in the model that the draw serves.
         save: True keeps the draw in checkpoints. False keeps 32 bytes of checksum instead; it is drawn again on loading
             and loading fails if the checksum differs.
         redraw_every: draw anew after this many training steps (see `advance`), or None for never.
 
     Attributes:
         redrawable: whether everything follows from the seed alone, so that `save=False` is possible.
-        seeded: whether anything depends on the seed at all; False for deterministic designs, the same in every slot.
+        seeded: whether anything depends on the seed at all; False for deterministic designs, the same at every site.
         resamplable: whether something is random, so that `redraw_every` is possible.
     """
 
@@ -50,9 +50,9 @@ class Drawn(nn.Module):
 
     steps: torch.Tensor
 
-    def __init__(self, *, seed: int = 0, slot: str = "", save: bool = True, redraw_every: int | None = None):
+    def __init__(self, *, seed: int = 0, site: str = "", save: bool = True, redraw_every: int | None = None):
         super().__init__()
-        self.seed, self.slot, self.save, self.redraw_every = seed, slot, save, redraw_every
+        self.seed, self.site, self.save, self.redraw_every = seed, site, save, redraw_every
 
     def draw_faults(self) -> list[str]:
         """Messages for wishes about the draw that this class cannot fulfil."""
@@ -88,7 +88,7 @@ class Drawn(nn.Module):
             # A loader builds the model's shape first and brings the values from the checkpoint.
             drawn = self.blank()
         else:
-            drawn = self.draw_buffers(slot_generator(self.seed, self.slot))
+            drawn = self.draw_buffers(site_generator(self.seed, self.site))
         self._drawn = tuple(drawn)
         for name, tensor in drawn.items():
             self.register_buffer(name, tensor, persistent=self.save)
@@ -106,7 +106,7 @@ class Drawn(nn.Module):
 
     @torch.no_grad()
     def redraw(self, device: torch.device | None = None) -> None:
-        """Draw again from (seed, slot) and the number of draws that `advance` has made; learned parameters stay.
+        """Draw again from (seed, site) and the number of draws that `advance` has made; learned parameters stay.
 
         Needed where a loader left non-persistent buffers undefined.
 
@@ -114,7 +114,7 @@ class Drawn(nn.Module):
             device: where it is put; None for where it was, or the CPU if that was "meta".
         """
         number = 0 if self.redraw_every is None else int(self.steps) // self.redraw_every
-        for name, drawn in self.draw_buffers(slot_generator(self.seed, self.slot, number)).items():
+        for name, drawn in self.draw_buffers(site_generator(self.seed, self.site, number)).items():
             old = getattr(self, name)
             blank = old.device.type == "meta"
             target = device or (drawn.device if blank else old.device)
@@ -151,7 +151,7 @@ class Drawn(nn.Module):
         return any(tensor.is_meta for tensor in self.state_tensors())
 
     def verify(self, checksum: torch.Tensor) -> None:
-        """Refuse a checkpoint whose draw differs from the one that this machine makes from (seed, slot).
+        """Refuse a checkpoint whose draw differs from the one that this machine makes from (seed, site).
 
         Args:
             checksum: (32,) uint8, from the checkpoint.
@@ -161,9 +161,9 @@ class Drawn(nn.Module):
         """
         if checksum.device.type == "meta":
             return
-        fault = checksum_fault(checksum, self.draw_buffers(slot_generator(self.seed, self.slot)))
+        fault = checksum_fault(checksum, self.draw_buffers(site_generator(self.seed, self.site)))
         if fault is not None:
-            raise ConfigError(f"checksum of the redrawn projection of {self.slot!r} (seed {self.seed}) {fault}")
+            raise ConfigError(f"checksum of the redrawn projection of {self.site!r} (seed {self.seed}) {fault}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The loader of transformers assigns buffers one by one, without the hooks of load_state_dict.
