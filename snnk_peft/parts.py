@@ -9,9 +9,12 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from snnk_peft.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from snnk_peft.feature_map.spec import FeatureMapSpec
 
 
 @dataclass
@@ -37,43 +40,27 @@ class Part:
     def faults(self, part: str) -> list[str]:
         """Everything that is wrong with this part, each message starting with the field's path."""
         from snnk_peft.components import COMPONENTS
-        from snnk_peft.feature_map import pair_faults, parameter_faults
-        from snnk_peft.projections import PROJECTIONS
 
-        found = [f"{part}.{f}" for f in (COMPONENTS.fault(self.component), PROJECTIONS.fault(self.projection)) if f]
-        params = {"component_params": self.component_params, "projection_params": self.projection_params}
-        if wrong := [name for name, value in params.items() if not isinstance(value, Mapping)]:
-            return found + [f"{part}.{name} is {params[name]!r}; expected a dict of arguments" for name in wrong]
-        if self.component in COMPONENTS:
-            found += [
-                f"{part}: {f}"
-                for f in parameter_faults(
-                    f"component {self.component!r}", COMPONENTS[self.component], self.component_params
+        found = self.feature_map_spec().faults(part)
+        if self.component in COMPONENTS and getattr(self, "init", "") == "nystrom":
+            elementwise = [name for name in COMPONENTS if COMPONENTS[name].elementwise()]
+            if self.component not in elementwise:
+                found.append(
+                    f"{part}.init is 'nystrom', a closed form for elementwise features, and {self.component!r} is none "
+                    f"(these are: {', '.join(elementwise)}); use init='random' and calibrate"
                 )
-            ]
-        if self.projection in PROJECTIONS:
-            reserved = ("dim", "num_features", "seed", "site", "save", "source_weight", "source_bias", "importance")
-            found += [
-                f"{part}: {f}"
-                for f in parameter_faults(
-                    f"projection {self.projection!r}", PROJECTIONS[self.projection], self.projection_params, reserved
-                )
-            ]
-        if self.component in COMPONENTS and self.projection in PROJECTIONS:
-            found += [f"{part}: {f}" for f in pair_faults(self.component, self.projection)]
-        elementwise = [name for name in COMPONENTS if COMPONENTS[name].elementwise()]
-        if (
-            self.component in COMPONENTS
-            and getattr(self, "init", "") == "nystrom"
-            and self.component not in elementwise
-        ):
-            found.append(
-                f"{part}.init is 'nystrom', a closed form for elementwise features, and {self.component!r} is none "
-                f"(these are: {', '.join(elementwise)}); use init='random' and calibrate"
-            )
-        if not isinstance(self.num_features, int) or isinstance(self.num_features, bool) or self.num_features < 1:
-            found.append(f"{part}.num_features is {self.num_features!r}; expected an integer >= 1")
         return found + layers_faults(f"{part}.layers", self.layers)
+
+    def feature_map_spec(self, **known: Any) -> FeatureMapSpec:
+        """The feature map of this part, as far as the config decides it.
+
+        Args:
+            **known: further fields of `FeatureMapSpec`: dim, seed, site, save.
+        """
+        from snnk_peft.feature_map.spec import FeatureMapSpec
+
+        chosen = (self.component, self.projection, self.num_features, self.component_params, self.projection_params)
+        return FeatureMapSpec(*chosen, **known)
 
     def choice_fault(self, part: str, name: str, valid: tuple[str, ...]) -> list[str]:
         """A message if field `name` is not one of `valid`."""

@@ -46,7 +46,7 @@ quiet = pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
 
 def made(component: str, projection: str, site: str = "", m: int = 12, **params: object) -> FeatureMap:
     size = PROJECTIONS[projection].nearest_size(DIM, m)
-    return build_feature_map(component, projection, DIM, size, projection_params={"site": site, **params}).double()
+    return build_feature_map(component, projection, DIM, size, site=site, projection_params=params).double()
 
 
 def vivid():

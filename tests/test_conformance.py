@@ -139,13 +139,14 @@ def make(
     if component == "urf":  # equal feature weights: as many rows for each half of a Gaussian mixture
         num_features = -(-num_features // 4) * 4
     num_features = PROJECTIONS[projection].nearest_size(dim, num_features, **(projection_params or {}))
-    params = {"site": site, **(projection_params or {}), **source(projection, dim, num_features)}
+    params = {**(projection_params or {}), **source(projection, dim, num_features)}
     return build_feature_map(
         component,
         projection,
         dim,
         num_features,
         seed=seed,
+        site=site,
         component_params=component_params,
         projection_params=params,
     )
@@ -256,8 +257,9 @@ class TestEveryPair:
             6,
             phi.num_features,
             seed=2,
+            site="b",
             component_params=component_params,
-            projection_params={"site": "b", **projection_params},
+            projection_params=projection_params,
         )
         x = torch.randn(3, 6)
         copied = copy.deepcopy(phi)

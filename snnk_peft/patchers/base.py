@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.components import COMPONENTS
 from snnk_peft.config import Part
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import ModelFamily, module_at
@@ -17,7 +16,6 @@ from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Slot
-from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_drawn import site_generator
 
 
@@ -98,17 +96,15 @@ class PatchContext:
             importance: (rows,) scores of those rows.
             **options: passed to `FeatureStage`.
         """
-        params = dict(part.projection_params)
+        tensors: dict[str, Any] = {}
         if part.projection == "landmark":
             if source is None:
                 raise ConfigError(f"{slot}: projection 'landmark' needs a pretrained layer to take rows from")
             with at_hand(source):
-                params.update(source_weight=source.weight.detach(), importance=importance)
-                params["source_bias"] = None if source.bias is None else source.bias.detach()
-        projection = PROJECTIONS[part.projection](
-            dim, part.num_features, seed=self.seed, site=slot, save=self.save_projection, **params
-        )
-        return FeatureStage(FeatureMap(COMPONENTS[part.component](**part.component_params), projection), **options)
+                tensors.update(source_weight=source.weight.detach(), importance=importance)
+                tensors["source_bias"] = None if source.bias is None else source.bias.detach()
+        spec = part.feature_map_spec(dim=dim, seed=self.seed, site=slot, save=self.save_projection)
+        return FeatureStage(spec.build(**tensors), **options)
 
     def feature_maps(self, part: Part, dim: int, slots: list[str]) -> list[FeatureMap]:
         """One feature map of `part` per slot name."""

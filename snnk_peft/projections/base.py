@@ -58,6 +58,7 @@ class Projection(Drawn):
             the right mean over them. False for rows of one length, and for quadratures, which integrate polynomials.
         fast: whether W is applied by its structure, without ever being formed.
         trainable: whether W is learned.
+        layer_arguments: those of the member's arguments that are tensors of a pretrained layer, hence in no config.
         formula: the rows in a line, for tables.
         source: where they come from.
         cost: multiply-adds per vector, in m = num_features and d = dim.
@@ -72,6 +73,7 @@ class Projection(Drawn):
     sampled_lengths = True
     fast = False
     trainable = False
+    layer_arguments: tuple[str, ...] = ()
 
     params: Mapping[str, Any] = MappingProxyType({})
     weight: torch.Tensor

@@ -36,6 +36,7 @@ class Landmark(Projection):
     unbiased = False
     redrawable = False
     resamplable = False
+    layer_arguments = ("source_weight", "source_bias", "importance")
 
     def __init__(
         self,
