@@ -102,10 +102,10 @@ class SNNKConfig(PeftConfig):
                 setattr(self, name, value)
             if isinstance(value, cls):
                 found += value.faults(name)
-                if not self.save_projection and value.projection == "landmark":
+                if not self.save_projection and not value.feature_map_spec().redrawable:
                     found.append(
-                        f"{name}.projection is 'landmark' with save_projection=False: landmarks cannot be drawn again "
-                        "from a seed; use save_projection=True or a drawn projection such as 'orf'"
+                        f"{name}.projection is {value.projection!r} with save_projection=False: such a matrix cannot "
+                        "be drawn again from a seed; use save_projection=True or a drawn projection such as 'orf'"
                     )
             elif value is not None:
                 found.append(

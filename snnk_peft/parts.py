@@ -96,8 +96,10 @@ class AdapterPart(Part):
         found = super().faults(part)
         found += self.choice_fault(part, "placement", ("houlsby", "pfeiffer", "parallel", "query_value"))
         found += self.choice_fault(part, "init", ("default", "paper", "random"))
-        if self.projection == "landmark":
-            found.append(f"{part}.projection is 'landmark'; an adapter replaces no pretrained weight to take rows from")
+        if self.feature_map_spec().needs_layer:
+            found.append(
+                f"{part}.projection is {self.projection!r}; an adapter replaces no pretrained weight to take rows from"
+            )
         scaling = self.effective_scaling
         if isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling == 0:
             found.append(f"{part}.scaling is {self.scaling!r}; expected a number other than 0")
@@ -225,8 +227,10 @@ class AttentionPart(Part):
         width = self.near_field
         if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
             found.append(f"{part}.near_field is {width!r}; expected an integer >= 1, or None")
-        if self.projection == "landmark":
-            found.append(f"{part}.projection is 'landmark'; attention replaces no pretrained weight to take rows from")
+        if self.feature_map_spec().needs_layer:
+            found.append(
+                f"{part}.projection is {self.projection!r}; attention replaces no pretrained weight to take rows from"
+            )
         for name in ("per_head", "separate_maps"):
             if not isinstance(getattr(self, name), bool):
                 found.append(f"{part}.{name} is {getattr(self, name)!r}; expected True or False")

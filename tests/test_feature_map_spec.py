@@ -8,10 +8,12 @@ import json
 import pytest
 import torch
 
-from snnk_peft import AdapterPart, build_feature_map
+from snnk_peft import PROJECTIONS, AdapterPart, FFNPart, SNNKConfig, build_feature_map, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.projections import Projection
+from tests.tiny_models import tiny
 
 GOOD = FeatureMapSpec("cos", "orf", 12, {"phases": False}, {"norms": "sqrt_dim"}, dim=6, seed=3, site="layer.0")
 # A stage as bundles of version 0.1.0 hold it; never to be changed.
@@ -123,3 +125,75 @@ def test_a_function_of_ones_own_is_no_plain_data():
     params = {"activation": torch.tanh, "x_norm": 0.3, "w_norm": 0.3}
     with pytest.raises(ConfigError, match="Urf was given a function of your own as activation"):
         FeatureMapSpec.of(FeatureMapSpec("urf", "gaussian", 64, params, dim=4).build())
+
+
+# --- rows of a pretrained layer -------------------------------------------------------------------------------------
+
+
+class Tail(Projection):
+    """The last rows of a layer: a projection that nothing outside this file has heard of."""
+
+    redrawable = resamplable = False
+    needs_layer = True
+    layer_arguments = ("rows",)
+
+    def __init__(self, dim: int, num_features: int, *, rows: torch.Tensor | None = None, **kwargs: object):
+        self.given = rows
+        super().__init__(dim, num_features, **kwargs)
+
+    @classmethod
+    def from_layer(cls, layer, num_features, *, importance=None, **kwargs):
+        return cls(layer.in_features, num_features, rows=layer.weight.detach()[-num_features:], **kwargs)
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.zeros(self.num_features, self.dim) if self.given is None else self.given
+
+
+@pytest.fixture
+def tail(monkeypatch):
+    PROJECTIONS.names()
+    monkeypatch.setitem(PROJECTIONS._members, "tail", Tail)
+    return "tail"
+
+
+def test_any_projection_may_take_rows_from_a_layer(tail):
+    model = tiny("bert")
+    layer = model.get_submodule("bert.encoder.layer.0.intermediate.dense")
+    rows = layer.weight.detach().clone()
+    part = FFNPart("relu", tail, num_features=5, layers=[0])
+    patched = get_snnk_model(model, SNNKConfig(ffn=part))
+    (slot,) = patched.get_submodule("base_model.model.bert.encoder.layer.0.intermediate.dense").slots_of("default")
+    stage = slot.layer.stage
+    assert torch.equal(stage.feature_map.projection.weight, rows[-5:])
+    assert stage.shift is None  # such rows are made for the inputs as they are
+    again = FeatureStage.from_spec(stage.spec())
+    assert not again.feature_map.projection.weight.any()
+    again.load_state_dict(stage.state_dict())
+    assert torch.equal(again.feature_map.projection.weight, rows[-5:])
+
+
+@pytest.mark.parametrize("name", ["landmark", "tail"])
+def test_rows_of_a_layer_are_refused_where_there_are_none(tail, name):
+    for part in ("adapter", "attention"):
+        with pytest.raises(ConfigError, match=f"{part}.projection is '{name}'; .* no pretrained weight"):
+            SNNKConfig(**{part: {"projection": name}})
+    with pytest.raises(ConfigError, match=f"ffn.projection is '{name}' with save_projection=False"):
+        SNNKConfig(ffn={"projection": name}, save_projection=False)
+    for tensor in PROJECTIONS[name].layer_arguments:
+        with pytest.raises(ConfigError, match=f"ffn: projection '{name}' parameter '{tensor}' is unknown"):
+            SNNKConfig(ffn={"projection": name, "projection_params": {tensor: 1}})
+    config = SNNKConfig(ffn={"projection": name, "num_features": 10**4})
+    with pytest.raises(ConfigError, match=f"ffn.num_features is 10000 with projection '{name}'; layer 0 has only"):
+        get_snnk_model(tiny("bert"), config)
+
+
+def test_a_drawn_matrix_takes_nothing_but_the_size_from_a_layer():
+    layer = torch.nn.Linear(6, 20)
+    assert torch.equal(GOOD.build(layer).projection.weight, GOOD.build().projection.weight)
+    assert dataclasses.replace(GOOD, dim=None).build(layer).dim == 6
+    with pytest.raises(ConfigError, match="dim is 6; expected 7, the inputs of the layer"):
+        GOOD.build(torch.nn.Linear(7, 20))
+    landmarks = FeatureMapSpec("relu", "landmark", 12)
+    built = landmarks.build(layer, importance=torch.arange(20.0)).projection
+    assert torch.equal(built.weight, layer.weight[8:])
+    assert torch.equal(built.bias, layer.bias[8:])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from snnk_peft.components import COMPONENTS
@@ -102,11 +103,26 @@ class FeatureMapSpec:
             if not fits(getattr(self, name))
         ]
 
-    def build(self, **tensors: Any) -> FeatureMap:
+    @property
+    def needs_layer(self) -> bool:
+        """Whether the rows are taken from a pretrained layer; False for an unknown projection."""
+        return self.projection in PROJECTIONS and PROJECTIONS[self.projection].needs_layer
+
+    @property
+    def redrawable(self) -> bool:
+        """Whether W follows from the seed, so that `save=False` is possible; True for an unknown projection."""
+        return self.projection not in PROJECTIONS or PROJECTIONS[self.projection].redrawable
+
+    def build(
+        self, source: nn.Linear | None = None, *, importance: torch.Tensor | None = None, **tensors: Any
+    ) -> FeatureMap:
         """The feature map.
 
         Args:
-            **tensors: arguments of the projection that are no plain data, its `layer_arguments`.
+            source: the pretrained layer that the features stand in for. None where there is none, and for a map whose
+                tensors come from a checkpoint.
+            importance: (rows of the layer,) how much each of them matters; None where nothing is known.
+            **tensors: in the place of `source`: the `layer_arguments` of the projection themselves.
 
         Raises:
             ConfigError: everything that is wrong, with the component and the projection as well.
@@ -115,8 +131,15 @@ class FeatureMapSpec:
         if not faults:
             faults = self._value_faults("")
             component = _made(faults, COMPONENTS[self.component], **self.component_params)
+            matrix = PROJECTIONS[self.projection]
             shared = {"seed": self.seed, "site": self.site, "save": self.save, **self.projection_params, **tensors}
-            projection = _made(faults, PROJECTIONS[self.projection], self.dim, self.num_features, **shared)
+            if source is None:
+                projection = _made(faults, matrix, self.dim, self.num_features, **shared)
+            else:
+                if self.dim not in (None, source.in_features):
+                    faults.append(f"dim is {self.dim}; expected {source.in_features}, the inputs of the layer")
+                shared["importance"] = importance
+                projection = _made(faults, matrix.from_layer, source, self.num_features, **shared)
         if faults:
             raise ConfigError(dict.fromkeys(faults))
         return FeatureMap(component, projection)
@@ -179,10 +202,10 @@ class FeatureMapSpec:
         )
 
 
-def _made(faults: list[str], cls: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An object of `cls`; what is wrong with its arguments is added to `faults`."""
+def _made(faults: list[str], make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `make` makes; what is wrong with its arguments is added to `faults`."""
     try:
-        return cls(*args, **kwargs)
+        return make(*args, **kwargs)
     except ConfigError as error:
         faults += error.faults
         return None

@@ -92,19 +92,14 @@ class PatchContext:
             part: names component, projection, number of features and their parameters.
             dim: length of the inputs.
             slot: logical name of the place; decides the draw together with the seed.
-            source: the pretrained layer whose rows a landmark projection takes.
-            importance: (rows,) scores of those rows.
+            source: the pretrained layer that the features stand in for, if there is one.
+            importance: (rows,) how much each row of that layer matters.
             **options: passed to `FeatureStage`.
         """
-        tensors: dict[str, Any] = {}
-        if part.projection == "landmark":
-            if source is None:
-                raise ConfigError(f"{slot}: projection 'landmark' needs a pretrained layer to take rows from")
-            with at_hand(source):
-                tensors.update(source_weight=source.weight.detach(), importance=importance)
-                tensors["source_bias"] = None if source.bias is None else source.bias.detach()
         spec = part.feature_map_spec(dim=dim, seed=self.seed, site=slot, save=self.save_projection)
-        return FeatureStage(spec.build(**tensors), **options)
+        if spec.needs_layer and source is None:
+            raise ConfigError(f"{slot}: projection {part.projection!r} needs a pretrained layer to take rows from")
+        return FeatureStage(spec.build(source, importance=importance), **options)
 
     def feature_maps(self, part: Part, dim: int, slots: list[str]) -> list[FeatureMap]:
         """One feature map of `part` per slot name."""

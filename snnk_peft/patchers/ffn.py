@@ -29,9 +29,9 @@ def plan_ffn(context: PatchContext, part: FFNPart) -> list[Patch]:
         ffn_in = context.linear(f"{layer}.{family.ffn_in}", "the FFN expansion")
         activation = module_at(context.model, f"{layer}.{family.activation}", "the FFN activation")
         ffn_out = context.linear(f"{layer}.{family.ffn_out}", "the FFN contraction")
-        if part.projection == "landmark" and part.num_features > ffn_in.out_features:
+        if part.feature_map_spec().needs_layer and part.num_features > ffn_in.out_features:
             faults.append(
-                f"ffn.num_features is {part.num_features} with projection 'landmark'; layer {index} has only "
+                f"ffn.num_features is {part.num_features} with projection {part.projection!r}; layer {index} has only "
                 f"{ffn_in.out_features} hidden units to choose from"
             )
             continue
@@ -57,7 +57,7 @@ def _replace(
     mean, std = context.input_statistics(f"{layer}.{context.family.ffn_norm}", "the LayerNorm before the FFN")
     options: dict[str, object] = {"append_input": part.linear_path}
     importance = None
-    if part.projection == "landmark":
+    if part.feature_map_spec().needs_layer:
         # Without data, a unit matters by how much it varies times how much of it the contraction passes on.
         with at_hand(ffn_in), at_hand(ffn_out):
             spread = (ffn_in.weight.detach().float().cpu() * std).norm(dim=1)

@@ -30,9 +30,9 @@ def plan_pooler(context: PatchContext, part: PoolerPart) -> list[Patch]:
         )
     path = family.path(model, family.pooler)
     dense = context.linear(path, "pooler: its dense layer")
-    if part.projection == "landmark" and part.num_features > dense.out_features:
+    if part.feature_map_spec().needs_layer and part.num_features > dense.out_features:
         raise ConfigError(
-            f"pooler.num_features is {part.num_features} with projection 'landmark'; the pooler has only "
+            f"pooler.num_features is {part.num_features} with projection {part.projection!r}; the pooler has only "
             f"{dense.out_features} rows"
         )
     patches = []
@@ -50,7 +50,7 @@ def _replace(context: PatchContext, part: PoolerPart, dense: nn.Linear, activati
     if family.last_norm is not None:
         last = family.layer_paths(context.model)[-1]
         mean, std = context.input_statistics(f"{last}.{family.last_norm}", "the LayerNorm before the pooler")
-    scale = 1.0 if part.projection == "landmark" else dim**-0.25
+    scale = 1.0 if part.feature_map_spec().needs_layer else dim**-0.25
     stage = context.stage(part, dim, "pooler", dense, scale=scale)
     stand_in = SNNKLinear.from_linear(
         dense,

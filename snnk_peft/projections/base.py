@@ -58,7 +58,9 @@ class Projection(Drawn):
             the right mean over them. False for rows of one length, and for quadratures, which integrate polynomials.
         fast: whether W is applied by its structure, without ever being formed.
         trainable: whether W is learned.
-        layer_arguments: those of the member's arguments that are tensors of a pretrained layer, hence in no config.
+        needs_layer: whether the rows are taken from a pretrained layer, by `from_layer`; there are at most as many as
+            the layer has, and they are made for its inputs as they are.
+        layer_arguments: those of the member's arguments that are tensors of that layer, hence in no config.
         formula: the rows in a line, for tables.
         source: where they come from.
         cost: multiply-adds per vector, in m = num_features and d = dim.
@@ -73,6 +75,7 @@ class Projection(Drawn):
     sampled_lengths = True
     fast = False
     trainable = False
+    needs_layer = False
     layer_arguments: tuple[str, ...] = ()
 
     params: Mapping[str, Any] = MappingProxyType({})
@@ -118,6 +121,20 @@ class Projection(Drawn):
             **params: the member's own keyword arguments.
         """
         return num_features
+
+    @classmethod
+    def from_layer(
+        cls, layer: nn.Linear, num_features: int, *, importance: torch.Tensor | None = None, **kwargs: Any
+    ) -> Projection:
+        """W for features that stand in for a pretrained layer: here a draw for its inputs, whatever its weights are.
+
+        Args:
+            layer: what is replaced; its inputs are those of W.
+            num_features: rows of W.
+            importance: (rows of the layer,) how much each of them matters; None where nothing is known.
+            **kwargs: as in the constructor.
+        """
+        return cls(layer.in_features, num_features, **kwargs)
 
     def argument_faults(self) -> list[str]:
         """Messages for wrong arguments of the member's own; they are attributes by now."""
