@@ -105,10 +105,10 @@ class SNNKConfig(PeftConfig):
             if not isinstance(part, Part):
                 continue  # told already
             found += part.faults(name)
-            if not self.save_projection and (reason := part.redrawable()) is not None:
+            if not self.save_projection and (what := part.not_drawn()) is not None:
                 found.append(
-                    f"{name}: {reason}, and save_projection is False; use save_projection=True or a drawn projection "
-                    "such as 'orf'"
+                    f"{name}.{what} with save_projection=False: such a matrix cannot be drawn again from a seed; use "
+                    "save_projection=True or a drawn projection such as 'orf'"
                 )
         if not found and not self.named_parts():
             found.append(f"no part given; set at least one of {', '.join(SHORTCUTS)}, or parts")

@@ -469,11 +469,11 @@ def test_tables_list_everybody(capsys):
 
 def test_debug_mode_names_the_tensor(monkeypatch):
     """SNNK_DEBUG=1 looks at every input; without it nothing is looked at, because that costs time."""
-    from snnk_peft import feature_map as package
     from snnk_peft.errors import NumericalError
+    from snnk_peft.feature_map import base as package
     from snnk_peft.layers.feature_stage import FeatureStage
 
-    fm = build_feature_map("posrf", "orf", 4, 8, projection_params={"slot": "layer.3.ffn"})
+    fm = build_feature_map("posrf", "orf", 4, 8, site="layer.3.ffn")
     stage = FeatureStage(build_feature_map("relu", "orf", 4, 8), normalize=True)
     x = torch.ones(2, 3, 4)
     x[1, 2, 0] = float("inf")
@@ -484,6 +484,6 @@ def test_debug_mode_names_the_tensor(monkeypatch):
             NumericalError, match=r"shape \(2, 3, 4\).*1 entries are not finite, the first at \(1, 2, 0\)"
         ):
             call(x)
-    with pytest.raises(NumericalError, match="input of psi in slot 'layer\\.3\\.ffn'"):
+    with pytest.raises(NumericalError, match="input of psi at site 'layer\\.3\\.ffn'"):
         fm.psi(x)
     fm.phi(x[0])

@@ -125,7 +125,10 @@ def test_bad_adapters(part, message):
         ({"adapter": {"num_features": 0}}, "adapter.num_features is 0"),
         ({"adapter": {}, "seed": -1}, "seed is -1"),
         ({"adapter": {}, "seed": "0"}, "seed is '0'"),
-        ({"ffn": {}, "save_projection": False}, "landmarks cannot be drawn again"),
+        (
+            {"ffn": {}, "save_projection": False},
+            "'landmark' with save_projection=False: .* cannot be drawn again",
+        ),
         ({"pooler": {"layers": [0]}}, "a model has one pooler"),
         ({"adapter": {}, "modules_to_save": "classifier"}, r"expected a list, \['classifier'\]"),
     ],

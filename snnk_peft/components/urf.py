@@ -29,7 +29,8 @@ from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import random_choices
 from snnk_peft.functional.trigonometric_fit import activation_function, fit_trigonometric
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import site_generator
 
 URF_SAMPLINGS = ("stratified", "iid", "block")
 
@@ -129,7 +130,7 @@ class Urf(Component):
             atom = torch.repeat_interleave(counts)
             weight = 1 / counts.double()[atom]
         else:
-            generator = slot_generator(projection.seed, f"{projection.slot}:urf")
+            generator = site_generator(projection.seed, f"{projection.site}:urf")
             size = self.block_size if self.sampling == "block" else 1
             blocks = random_choices(probability, -(-m // size), generator)
             atom = torch.repeat_interleave(blocks, size)[:m]

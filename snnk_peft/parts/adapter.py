@@ -62,8 +62,10 @@ class AdapterPart(FeaturePart):
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
         found = super().faults(part)
-        if self.projection == "landmark":
-            found.append(f"{part}.projection is 'landmark'; an adapter replaces no pretrained weight to take rows from")
+        if self.needs_layer:
+            found.append(
+                f"{part}.projection is {self.projection!r}; an adapter replaces no pretrained weight to take rows from"
+            )
         scaling = self.effective_scaling
         if isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling == 0:
             found.append(f"{part}.scaling is {self.scaling!r}; expected a number other than 0")
@@ -115,10 +117,10 @@ class AdapterPart(FeaturePart):
                 patches += _query_value(context, self, layers[index], f"layer.{index}.adapter")
                 continue
             ffn_out = context.linear(f"{layers[index]}.{family.ffn_out}", "the FFN contraction")
-            slot = f"layer.{index}.adapter"
+            site = f"layer.{index}.adapter"
             if parallel:
                 ffn_in = context.linear(f"{layers[index]}.{family.ffn_in}", "the FFN expansion")
-                patches += _parallel(context, self, layers[index], ffn_in, slot)
+                patches += _parallel(context, self, layers[index], ffn_in, site)
                 continue
             places = {"ffn": family.ffn_adapter}
             if self.placement == "houlsby":
@@ -126,35 +128,35 @@ class AdapterPart(FeaturePart):
             for name, relative in places.items():
                 path = f"{layers[index]}.{relative}"
                 module_at(context.model, path, f"the end of the {name} block")
-                patches.append(Patch(path, partial(_after, context, self, ffn_out.out_features, f"{slot}.{name}")))
+                patches.append(Patch(path, partial(_after, context, self, ffn_out.out_features, f"{site}.{name}")))
         return patches
 
 
-def _stage(context: PatchContext, part: AdapterPart, dim: int, slot: str) -> FeatureStage:
+def _stage(context: PatchContext, part: AdapterPart, dim: int, site: str) -> FeatureStage:
     normalize = part.uses_normalize
     # Normalised inputs have length √dim; this gives unit pre-activations. Raw inputs are taken as they are.
     scale = dim**-0.5 if normalize else 1.0
-    stage = context.stage(part, dim, slot, normalize=normalize, center=normalize, scale=scale)
+    stage = context.stage(part, dim, site, normalize=normalize, center=normalize, scale=scale)
     # Learned rows take the factor themselves: else a step of the optimizer would move them by √dim less than LoRA's.
     if stage.feature_map.projection.absorb(scale):
         stage.scale = 1.0
     return stage
 
 
-def _readout_options(context: PatchContext, part: AdapterPart, slot: str) -> dict[str, object]:
+def _readout_options(context: PatchContext, part: AdapterPart, site: str) -> dict[str, object]:
     return {
         "init": part.init,
         "gate": part.uses_gate,
         "scaling": part.effective_scaling,
-        "generator": context.generator(slot),
+        "generator": context.generator(site),
     }
 
 
-def _after(context: PatchContext, part: AdapterPart, dim: int, slot: str) -> Slot:
-    return After(SNNKAdapter(_stage(context, part, dim, slot), **_readout_options(context, part, slot)))
+def _after(context: PatchContext, part: AdapterPart, dim: int, site: str) -> Slot:
+    return After(SNNKAdapter(_stage(context, part, dim, site), **_readout_options(context, part, site)))
 
 
-def _query_value(context: PatchContext, part: AdapterPart, layer: str, slot: str) -> list[Patch]:
+def _query_value(context: PatchContext, part: AdapterPart, layer: str, site: str) -> list[Patch]:
     patches = []
     for name, relative in (("query", context.family.query), ("value", context.family.value)):
         if relative is None:
@@ -165,25 +167,25 @@ def _query_value(context: PatchContext, part: AdapterPart, layer: str, slot: str
             )
         path = f"{layer}.{relative}"
         linear = context.linear(path, f"the {name} projection")
-        patches.append(Patch(path, partial(_beside, context, part, linear, f"{slot}.{name}")))
+        patches.append(Patch(path, partial(_beside, context, part, linear, f"{site}.{name}")))
     return patches
 
 
-def _beside(context: PatchContext, part: AdapterPart, linear: nn.Linear, slot: str) -> Slot:
-    stage = _stage(context, part, linear.in_features, slot)
-    options = _readout_options(context, part, slot)
+def _beside(context: PatchContext, part: AdapterPart, linear: nn.Linear, site: str) -> Slot:
+    stage = _stage(context, part, linear.in_features, site)
+    options = _readout_options(context, part, site)
     return BesideLinear(stage, GatedReadout(stage, out_dim=linear.out_features, **options))  # type: ignore[arg-type]
 
 
-def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.Linear, slot: str) -> list[Patch]:
+def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.Linear, site: str) -> list[Patch]:
     family, width = context.family, ffn_in.out_features
     module_at(context.model, f"{layer}.{family.activation}", "the FFN activation")
     behind = (f"{layer}.{family.activation}", f"{layer}.{family.ffn_out}")
     # One draw for both: init="paper" reads it at the contraction, where only A and v are kept.
-    stage = functools.cache(partial(_stage, context, part, ffn_in.in_features, slot))
+    stage = functools.cache(partial(_stage, context, part, ffn_in.in_features, site))
 
     def readout() -> Slot:
-        return BesideContraction(GatedReadout(stage(), **_readout_options(context, part, slot)))  # type: ignore[arg-type]
+        return BesideContraction(GatedReadout(stage(), **_readout_options(context, part, site)))  # type: ignore[arg-type]
 
     return [
         Patch(f"{layer}.{family.ffn_in}", lambda: BesideExpansion(stage(), behind)),

@@ -66,8 +66,7 @@ class AttentionPart(FeaturePart):
         None,
         'rows of W. None: 64, or the number nearest to it that the projection can have (for "identity", the classical '
         'linear attention with component "elu", the dimension of a head).',
-        kind=int,
-        low=1,
+        kind=None,
     )
     per_head: bool = option(False, "a matrix W for every key head instead of one per layer.")
     separate_maps: bool = option(
@@ -95,8 +94,10 @@ class AttentionPart(FeaturePart):
         """See `Part.faults`."""
         given = self if self.num_features is not None else dataclasses.replace(self, num_features=DEFAULT_ROWS)
         found = super(AttentionPart, given).faults(part)
-        if self.projection == "landmark":
-            found.append(f"{part}.projection is 'landmark'; attention replaces no pretrained weight to take rows from")
+        if self.needs_layer:
+            found.append(
+                f"{part}.projection is {self.projection!r}; attention replaces no pretrained weight to take rows from"
+            )
         found += self._separation_faults(part)
         if not isinstance(self.sum_of, (list, tuple)):
             return found
@@ -228,10 +229,10 @@ class ActiveKernel:
 def _attend(context: PatchContext, part: AttentionPart, index: int, dim: int, heads: int, key_heads: int) -> Slot:
     terms = []
     for number, own in enumerate(part.terms()):
-        slot = f"layer.{index}.attention" + (f".term.{number}" if number else "")
-        names = [f"{slot}.{head}" for head in range(key_heads)] if own.per_head else [slot]
+        site = f"layer.{index}.attention" + (f".term.{number}" if number else "")
+        names = [f"{site}.{head}" for head in range(key_heads)] if own.per_head else [site]
         sized = dataclasses.replace(own, num_features=_rows(own, dim))
-        # Keys of their own start as the same draw, and what is redrawn stays the same for both: same slot names.
+        # Keys of their own start as the same draw, and what is redrawn stays the same for both: same site names.
         queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
         terms.append(AttentionTerm(queries, keys if own.separate_maps else None))
     return Attend(KernelAttention(terms, heads, near_field=part.near_field))

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import ModelFamily, as_linear, module_at, plain_modules
-from snnk_peft.feature_map import FeatureMap, pair_faults, parameter_faults
+from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Slot
 from snnk_peft.options import option, option_faults
-from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import slot_generator
+from snnk_peft.projections.base_drawn import site_generator
 
 
 @dataclass
@@ -58,8 +56,8 @@ class Part:
         """A part of the same sizes whose start needs neither the pretrained weights nor a second draw."""
         return self
 
-    def redrawable(self) -> str | None:
-        """Why its matrices cannot be drawn again from a seed, or None."""
+    def not_drawn(self) -> str | None:
+        """What makes matrices that cannot be drawn again from a seed ("projection is 'landmark'"), or None."""
         return None
 
     @classmethod
@@ -69,41 +67,42 @@ class Part:
 
 @dataclass
 class FeaturePart(Part):
-    """A part that consists of feature maps."""
+    """A part that consists of feature maps; `FeatureMapSpec` checks what decides those."""
 
     component: str = option("relu", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
     projection: str = option("orf", "the matrix W, a name of `PROJECTIONS`.", kind=None)
-    num_features: int = option(16, "rows of W, >= 1. Cost and trainable parameters grow linearly with it.", low=1)
+    num_features: int = option(16, "rows of W, >= 1. Cost and trainable parameters grow linearly with it.", kind=None)
     layers: str | list[int] = option(
         "all",
         'which Transformer layers: "all", "top-K" (the last K), "bottom-K", or a list of indices from 0.',
         kind=None,
     )
-    component_params: dict[str, Any] = option(dict, "keyword arguments of the component.")
-    projection_params: dict[str, Any] = option(dict, "keyword arguments of the projection.")
+    component_params: dict[str, Any] = option(dict, "keyword arguments of the component.", kind=None)
+    projection_params: dict[str, Any] = option(dict, "keyword arguments of the projection.", kind=None)
 
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
-        found = [f"{part}.{f}" for f in (COMPONENTS.fault(self.component), PROJECTIONS.fault(self.projection)) if f]
-        found += super().faults(part) + layers_faults(f"{part}.layers", self.layers)
-        if not all(isinstance(params, Mapping) for params in (self.component_params, self.projection_params)):
-            return found
-        if self.component in COMPONENTS:
-            what, known = f"component {self.component!r}", COMPONENTS[self.component]
-            found += [f"{part}: {f}" for f in parameter_faults(what, known, self.component_params)]
-        if self.projection in PROJECTIONS:
-            reserved = ("dim", "num_features", "seed", "slot", "save", "source_weight", "source_bias", "importance")
-            what, drawn = f"projection {self.projection!r}", PROJECTIONS[self.projection]
-            found += [f"{part}: {f}" for f in parameter_faults(what, drawn, self.projection_params, reserved)]
-        if self.component in COMPONENTS and self.projection in PROJECTIONS:
-            found += [f"{part}: {f}" for f in pair_faults(self.component, self.projection)]
-        return found
+        return (
+            super().faults(part) + self.feature_map_spec().faults(part) + layers_faults(f"{part}.layers", self.layers)
+        )
 
-    def redrawable(self) -> str | None:
-        """See `Part.redrawable`."""
-        if self.projection == "landmark":
-            return "landmarks cannot be drawn again from a seed"
-        return None
+    def feature_map_spec(self, **known: Any) -> FeatureMapSpec:
+        """The feature map of this part, as far as the config decides it.
+
+        Args:
+            **known: further fields of `FeatureMapSpec`: dim, seed, site, save.
+        """
+        chosen = (self.component, self.projection, self.num_features, self.component_params, self.projection_params)
+        return FeatureMapSpec(*chosen, **known)
+
+    @property
+    def needs_layer(self) -> bool:
+        """Whether rows are taken from a pretrained layer."""
+        return self.feature_map_spec().needs_layer
+
+    def not_drawn(self) -> str | None:
+        """See `Part.not_drawn`."""
+        return None if self.feature_map_spec().redrawable else f"projection is {self.projection!r}"
 
 
 @dataclass(frozen=True)
@@ -192,15 +191,15 @@ class PatchContext:
                 "expansion and an activation"
             )
 
-    def generator(self, slot: str) -> torch.Generator:
-        """Randomness for the readout at `slot`."""
-        return slot_generator(self.seed, slot + ".readout")
+    def generator(self, site: str) -> torch.Generator:
+        """Randomness for the readout at a site."""
+        return site_generator(self.seed, site + ".readout")
 
     def stage(
         self,
         part: FeaturePart,
         dim: int,
-        slot: str,
+        site: str,
         source: nn.Linear | None = None,
         importance: Any = None,
         **options: Any,
@@ -210,26 +209,19 @@ class PatchContext:
         Args:
             part: names component, projection, number of features and their parameters.
             dim: length of the inputs.
-            slot: logical name of the place; decides the draw together with the seed.
-            source: the pretrained layer whose rows a landmark projection takes.
-            importance: (rows,) scores of those rows.
+            site: name of the place; decides the draw together with the seed.
+            source: the pretrained layer that the features stand in for, if there is one.
+            importance: (rows,) how much each row of that layer matters.
             **options: passed to `FeatureStage`.
         """
-        params = dict(part.projection_params)
-        if part.projection == "landmark":
-            if source is None:
-                raise ConfigError(f"{slot}: projection 'landmark' needs a pretrained layer to take rows from")
-            with at_hand(source):
-                params.update(source_weight=source.weight.detach(), importance=importance)
-                params["source_bias"] = None if source.bias is None else source.bias.detach()
-        projection = PROJECTIONS[part.projection](
-            dim, part.num_features, seed=self.seed, slot=slot, save=self.save_projection, **params
-        )
-        return FeatureStage(FeatureMap(COMPONENTS[part.component](**part.component_params), projection), **options)
+        spec = part.feature_map_spec(dim=dim, seed=self.seed, site=site, save=self.save_projection)
+        if spec.needs_layer and source is None:
+            raise ConfigError(f"{site}: projection {part.projection!r} needs a pretrained layer to take rows from")
+        return FeatureStage(spec.build(source, importance=importance), **options)
 
-    def feature_maps(self, part: FeaturePart, dim: int, slots: list[str]) -> list[FeatureMap]:
-        """One feature map of `part` per slot name."""
-        return [self.stage(part, dim, slot).feature_map for slot in slots]
+    def feature_maps(self, part: FeaturePart, dim: int, sites: list[str]) -> list[FeatureMap]:
+        """One feature map of `part` per site."""
+        return [self.stage(part, dim, site).feature_map for site in sites]
 
     def input_statistics(self, path: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of what a LayerNorm hands on, from its bias and weight alone; fp32, CPU."""

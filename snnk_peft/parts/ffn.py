@@ -29,7 +29,7 @@ class FFNPart(ReplacingPart):
 
     component: str = option("gelu", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
     projection: str = option("landmark", "the matrix W, a name of `PROJECTIONS`.", kind=None)
-    num_features: int = option(64, "rows of W, >= 1.", low=1)
+    num_features: int = option(64, "rows of W, >= 1.", kind=None)
     linear_path: bool = option(
         False,
         "append the input itself to the features, so that the readout holds an exact affine part. Costs dim² "
@@ -51,10 +51,10 @@ class FFNPart(ReplacingPart):
             ffn_in = context.linear(f"{layer}.{family.ffn_in}", "the FFN expansion")
             activation = module_at(context.model, f"{layer}.{family.activation}", "the FFN activation")
             ffn_out = context.linear(f"{layer}.{family.ffn_out}", "the FFN contraction")
-            if self.projection == "landmark" and self.num_features > ffn_in.out_features:
+            if self.needs_layer and self.num_features > ffn_in.out_features:
                 faults.append(
-                    f"{context.where}.num_features is {self.num_features} with projection 'landmark'; layer {index} "
-                    f"has only {ffn_in.out_features} hidden units to choose from"
+                    f"{context.where}.num_features is {self.num_features} with projection {self.projection!r}; "
+                    f"layer {index} has only {ffn_in.out_features} hidden units to choose from"
                 )
                 continue
             build = partial(_replace, context, self, index, layer, ffn_in, activation, ffn_out)
@@ -78,11 +78,11 @@ def _replace(
     activation: nn.Module,
     ffn_out: nn.Linear,
 ) -> Slot:
-    slot = f"layer.{index}.ffn"
+    site = f"layer.{index}.ffn"
     mean, std = context.input_statistics(f"{layer}.{context.family.ffn_norm}", "the LayerNorm before the FFN")
     options: dict[str, object] = {"append_input": part.linear_path}
     importance = None
-    if part.projection == "landmark":
+    if part.needs_layer:
         # Without data, a unit matters by how much it varies times how much of it the contraction passes on.
         with at_hand(ffn_in), at_hand(ffn_out):
             spread = (ffn_in.weight.detach().float().cpu() * std).norm(dim=1)
@@ -90,13 +90,13 @@ def _replace(
     else:
         # Whitened inputs have length √dim; the scale gives unit pre-activations.
         options.update(shift=mean, inverse_std=1 / std, scale=ffn_in.in_features**-0.5)
-    stage = context.stage(part, ffn_in.in_features, slot, ffn_in, importance, **options)
+    stage = context.stage(part, ffn_in.in_features, site, ffn_in, importance, **options)
     stand_in = SNNKLinear.from_linear(
         ffn_in,
         activation,
         stage,
         init=part.init,
-        generator=context.generator(slot),
+        generator=context.generator(site),
         input_mean=mean,
         input_std=std,
     )

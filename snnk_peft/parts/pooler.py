@@ -33,7 +33,7 @@ class PoolerPart(ReplacingPart):
     """
 
     component: str = option("cos", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
-    num_features: int = option(32, "rows of W, >= 1.", low=1)
+    num_features: int = option(32, "rows of W, >= 1.", kind=None)
 
     holds_head: ClassVar[bool] = True
 
@@ -54,10 +54,10 @@ class PoolerPart(ReplacingPart):
             )
         path = family.path(model, family.pooler)
         dense = context.linear(path, f"{context.where}: its dense layer")
-        if self.projection == "landmark" and self.num_features > dense.out_features:
+        if self.needs_layer and self.num_features > dense.out_features:
             raise ConfigError(
-                f"{context.where}.num_features is {self.num_features} with projection 'landmark'; the pooler has only "
-                f"{dense.out_features} rows"
+                f"{context.where}.num_features is {self.num_features} with projection {self.projection!r}; the pooler "
+                f"has only {dense.out_features} rows"
             )
         patches = []
         activation: nn.Module = nn.Identity()
@@ -82,7 +82,7 @@ def _replace(context: PatchContext, part: PoolerPart, dense: nn.Linear, activati
     if family.last_norm is not None:
         last = family.layer_paths(context.model)[-1]
         mean, std = context.input_statistics(f"{last}.{family.last_norm}", "the LayerNorm before the pooler")
-    scale = 1.0 if part.projection == "landmark" else dim**-0.25
+    scale = 1.0 if part.needs_layer else dim**-0.25
     stage = context.stage(part, dim, "pooler", dense, scale=scale)
     stand_in = SNNKLinear.from_linear(
         dense,
