@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
@@ -27,6 +30,7 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
 import finetune
+import tiny_llama
 import train_lra
 from _lib import lra_model, training
 from _lib.checkpoint import list_checkpoints
@@ -39,6 +43,7 @@ from _lib.schedule import learning_rate
 from _lib.settings import StepSettings
 from accelerate.state import AcceleratorState
 from recipe_world import write_world
+from transformers import LlamaConfig
 
 OLD = Path(__file__).with_name("old_runs")
 
@@ -184,6 +189,41 @@ def test_the_advice_is_the_experiments(tmp_path: Path, capsys: pytest.CaptureFix
     error = capsys.readouterr().err
     assert "the loss is inf at step 1" in error
     assert error.rstrip().endswith("Take fewer points.")
+
+
+# --- the language model ----------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_language_model_continues_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    monkeypatch.setattr(tiny_llama, "WINDOW", 8)
+    monkeypatch.setattr(tiny_llama, "llama_config", lambda: LlamaConfig(vocab_size=256, **sizes))
+    monkeypatch.setattr(tiny_llama.TinyLlama, "report", lambda self, done: {})
+    monkeypatch.setattr(tiny_llama.TinyLlama, "summary", lambda self, done, figures: "")
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("the quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    given = ["--text", "text", "--steps", "30", "--num-features", "4"]
+    assert tiny_llama.main([*given, "--output", "straight"]) == 0
+    steps = iter(range(30))
+
+    def stopping(*arguments: Any) -> torch.Tensor:
+        if next(steps) == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "train_step", stopping)
+        assert tiny_llama.main([*given, "--output", "run"]) == 143
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command[1:] == [os.path.relpath(RECIPES / "tiny_llama.py"), *given, "--output", "run", "--resume"]
+    assert tiny_llama.main([*given, "--output", "run", "--seed", "1", "--resume"]) == 2
+    assert "train.seed was 0 and is now 1" in capsys.readouterr().err
+    assert tiny_llama.main(command[2:]) == 0
+    ours, theirs = newest_weights(Path("run")), newest_weights(Path("straight"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 # --- runs of earlier versions ----------------------------------------------------------------------------------------
