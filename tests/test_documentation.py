@@ -111,5 +111,5 @@ def test_readme_results_are_the_measured_ones(root, monkeypatch, tmp_path):
     assert table_results.replaced(other, table_results.render(root)) == text
     with pytest.raises(ConfigError, match="has no lines"):
         table_results.replaced("no marks", "table")
-    with pytest.raises(table_results.ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         table_results.render(tmp_path)
