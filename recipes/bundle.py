@@ -14,17 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _lib.config import load_config
-from _lib.files import check_writable, write_folder, writing
-from _lib.guard import guarded
-from _lib.models import load_trained
-from _lib.results import load_run
-from _lib.settings import FinetuneConfig
-from _lib.terminal import quiet
-
-from snnk_peft import bundle
-from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
+# What imports torch is imported in the functions, so that `--help` answers at once.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="folder for the bundle (default: FOLDER/bundle of a run)")
     parser.add_argument("--overwrite", action="store_true", help="replace an older bundle")
     arguments = parser.parse_args(argv)
+    from _lib.guard import guarded
+    from _lib.terminal import quiet
+
     quiet()
 
     def work() -> None:
@@ -47,6 +40,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_bundle(folder: Path, task: str | None, output: Path | None, overwrite: bool) -> tuple[Any, Path]:
     """Load, fold, save; returns the bundle and its folder."""
+    from _lib.config import load_config
+    from _lib.files import check_writable, write_folder, writing
+    from _lib.models import load_trained
+    from _lib.results import load_run
+    from _lib.settings import FinetuneConfig
+
+    from snnk_peft import bundle
+    from snnk_peft.errors import ConfigError
+    from snnk_peft.tasks import TASKS
+
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}; expected a run of recipes/finetune.py or an adapter folder")

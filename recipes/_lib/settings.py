@@ -1,4 +1,7 @@
-"""The settings of recipes/finetune.py, section by section."""
+"""The settings of recipes/finetune.py, section by section.
+
+The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
+"""
 
 # `setting` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009
@@ -6,13 +9,12 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from _lib.config import setting
-from snnk_peft.config import SNNKConfig
-from snnk_peft.errors import ConfigError
-from snnk_peft.registry import did_you_mean
-from snnk_peft.tasks import TASKS
+
+if TYPE_CHECKING:
+    from snnk_peft.config import SNNKConfig
 
 METHODS = ("snnk", "lora", "full", "linear_probe")
 
@@ -73,6 +75,9 @@ class MethodSection:
 
     def check(self) -> list[str]:
         """Faults that involve several values, and the faults of the parts themselves."""
+        from snnk_peft.errors import ConfigError
+        from snnk_peft.registry import did_you_mean
+
         if isinstance(self.pooler, str) and self.pooler not in ("frozen", "dense"):
             return [f"pooler: {did_you_mean('value', self.pooler, ['frozen', 'dense'])}, or the fields of a PoolerPart"]
         if self.name == "snnk":
@@ -90,6 +95,8 @@ class MethodSection:
 
     def snnk_config(self, **arguments: Any) -> SNNKConfig:
         """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
+        from snnk_peft.config import SNNKConfig
+
         return SNNKConfig(
             adapter=self.adapter,  # type: ignore[arg-type]
             ffn=self.ffn,  # type: ignore[arg-type]
@@ -162,6 +169,8 @@ class FinetuneConfig:
 
     def check(self) -> list[str]:
         """The task must exist."""
+        from snnk_peft.tasks import TASKS
+
         fault = TASKS.fault(self.task)
         return [] if fault is None else [f"task: {fault}"]
 
@@ -178,10 +187,17 @@ class EvaluateConfig:
 
     def check(self) -> list[str]:
         """The task must exist."""
+        from snnk_peft.tasks import TASKS
+
         fault = TASKS.fault(self.task)
         return [] if fault is None else [f"task: {fault}"]
 
 
+# Where data are on this machine.
+PATHS = ("dir", "train_file")
 # These may differ between a run and its continuation: they do not change the weights that come out. The data themselves
 # are compared by a fingerprint, so the folder may have moved.
-FREE_ON_RESUME = ("output.", "data.dir", "train.save_every_steps", "train.keep_checkpoints", "train.log_every")
+FREE_ON_RESUME = (
+    *("output.", "train.save_every_steps", "train.keep_checkpoints", "train.log_every"),
+    *(f"data.{name}" for name in PATHS),
+)
