@@ -29,6 +29,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    RobertaTokenizerFast,
     pipeline,
 )
 
@@ -41,6 +42,7 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
 from _lib.data import Examples
+from _lib.models import load_tokenizer
 from accelerate.state import AcceleratorState
 
 finetune, evaluate, bundle = recipe("finetune"), recipe("evaluate"), recipe("bundle")
@@ -289,7 +291,9 @@ def test_words_with_tags(here: Path, method: str) -> None:
     assert bundle.main(["runs/x", "--output", "small"]) == 0
     found = pipeline("token-classification", model="small")("the film New York")
     assert {piece["entity"] for piece in found} <= {"B-LOC", "B-PER", "I-LOC", "I-PER", "O"}
-    assert "AutoModelForTokenClassification" in Path("runs/x/bundle/README.md").read_text()
+    card = Path("runs/x/bundle/README.md").read_text()
+    assert "AutoModelForTokenClassification" in card
+    assert "fine-tuned on x.jsonl" in card
     # An adapter folder says nothing about labels; the command line does.
     labels = ["data.kind=token_classification", "data.labels=[B-LOC,B-PER,I-LOC,I-PER,O]"]
     assert bundle.main(["runs/x/adapter", "--task", "table", "--output", "other"]) == 2
@@ -302,14 +306,14 @@ def test_words_with_tags(here: Path, method: str) -> None:
 
 def test_every_fault_of_a_csv_has_its_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "x.csv").write_text(
-        'text,label\n"two\nlines",pos\n ,neg\nfine,\nshort\n\none,two,three\nok,neg\n"ok, too",pos\n"open,neg\n'
+        'text,label\n"two\nlines",pos\n ,neg\n"more\nlines",\nshort\n\none,two,three\nok,neg\n"ok,so",pos\n"open,neg\n'
     )
     expected = [
         "x.csv, line 4: text is empty; expected a text",
         "x.csv, line 5: label is missing; expected a label",
-        "x.csv, line 6: 1 cells; expected 2 (text, label)",
-        "x.csv, line 8: 3 cells; expected 2 (text, label)",
-        "x.csv, line 11: unexpected end of data; expected quotes around a cell as a whole, those inside it doubled",
+        "x.csv, line 7: 1 cells; expected 2 (text, label)",
+        "x.csv, line 9: 3 cells; expected 2 (text, label)",
+        "x.csv, line 12: unexpected end of data; expected quotes around a cell as a whole, those inside it doubled",
     ]
     assert faults_of(table(train_file="x.csv").load) == expected
     (here / "y.csv").write_text("text,label\nfine,pso\n")
@@ -422,6 +426,13 @@ def test_folders_of_save_to_disk_and_data_sets(here: Path, monkeypatch: pytest.M
     assert "data.eval_split=train holds back a part" in fault
     [fault] = faults_of(table(dataset="all", eval_split="hidden").load)
     assert fault == "all, split hidden, row 2: label is missing; expected a label"
+    tags = datasets.Features({"text": datasets.List(datasets.Value("string")),
+                              "label": datasets.List(datasets.ClassLabel(names=["O", "B-X"]))})  # fmt: skip
+    datasets.Dataset.from_dict({"text": [["a", "b"]] * 2, "label": [[1, 0]] * 2}, features=tags).save_to_disk(
+        here / "t"
+    )
+    assert table(train_file="t", eval_file="t").label_names == ("O", "B-X")
+    assert table(train_file="t", eval_file="t").load()["train"]["label"][:] == [[1, 0]] * 2
     assert "give it as data.dataset" in faults_of(lambda: table(train_file="all"))[0]
     # What load_dataset reads: here a folder of files, as a repository of the Hub is one.
     rows.to_parquet(here / "hub/train.parquet")
@@ -538,6 +549,20 @@ def test_labels_stand_at_the_first_piece_of_a_word(world: Path) -> None:
     other = datasets.Dataset.from_dict({"words": rows["words"][:], "label": [[1, 2, 1], [1]]})
     assert examples.fingerprint() == Examples(rows, tokenizer, 16).fingerprint()
     assert examples.fingerprint() != Examples(other, tokenizer, 16).fingerprint()
+
+
+def test_words_of_a_byte_level_tokenizer_keep_their_spaces(tmp_path: Path) -> None:
+    """There " b" and "b" are different tokens: a word of a list must be the one that a text has."""
+    vocabulary = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4, "a": 5, "b": 6, "\u0120a": 7, "\u0120b": 8}
+    RobertaTokenizerFast(vocab=vocabulary | {"\u0120": 9}, merges=[("\u0120", "a"), ("\u0120", "b")]).save_pretrained(
+        tmp_path
+    )
+    task = table(kind="token_classification", labels=["O", "X"])
+    rows = datasets.Dataset.from_dict({"words": [["a", "b"]], "label": [[0, 1]]})
+    examples = Examples(rows, load_tokenizer(str(tmp_path), task), 8)
+    assert examples.columns["input_ids"][0].tolist() == [0, 7, 8, 2]
+    assert examples.columns["labels"][0].tolist() == [-100, 0, 1, -100]
+    assert load_tokenizer(str(tmp_path))("a b")["input_ids"] == [0, 5, 8, 2]  # for texts nothing changes
 
 
 def test_entities() -> None:

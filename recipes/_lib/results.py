@@ -59,7 +59,7 @@ def save_models(
         "dataset": task.hub_path,
         "data": task.source if config.data.dir is None else f"{task.source}, read from files in the official layout",
         "examples": examples,
-        "title": f"{Path(config.model.name_or_path).name} with SNNK layers, fine-tuned on {config.task}",
+        "title": f"{Path(config.model.name_or_path).name} with SNNK layers, fine-tuned on {task.title}",
     }
 
     def put(name: str, content: Any) -> None:

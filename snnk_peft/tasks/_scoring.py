@@ -39,6 +39,11 @@ class Scored:
         return self
 
     @property
+    def title(self) -> str:
+        """What the data are called in the title of a model card."""
+        return self.name
+
+    @property
     def validation_splits(self) -> tuple[str, ...]:
         """All splits but train."""
         return self.splits[1:]

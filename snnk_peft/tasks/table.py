@@ -211,10 +211,14 @@ class TableTask(RowTask):
         return None if dataset is None or Path(dataset).exists() else dataset
 
     @property
+    def title(self) -> str:
+        """The data set on the Hub, or the name of the file without its folder."""
+        return self.hub_path or Path(_train_source(self.settings)).name
+
+    @property
     def source(self) -> str:
-        """The table in words, for model cards; of a file its name only."""
-        known = self.settings
-        train = f"{known.dataset} ({known.train_split})" if self.hub_path else Path(_train_source(known)).name
+        """The table in words, for model cards."""
+        known, train = self.settings, self.title
         if known.held_out:
             return f"the table {train}, of which {known.hold_out:.0%} are held back for evaluation"
         evaluated = Path(known.eval_file).name if known.eval_file is not None else f"its split {known.eval_split}"
