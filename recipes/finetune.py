@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import launch
-from _lib.settings import FinetuneConfig
+from _lib.settings import FinetuneConfig, completed, find_task
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +30,8 @@ class Finetuning(Experiment[FinetuneConfig]):
     settings, program = FinetuneConfig, "finetune.py"
 
     def __init__(self, config: FinetuneConfig):
-        from snnk_peft.tasks import TASKS
-
-        super().__init__(config)
-        self.task = TASKS[config.task]
+        self.task = find_task(config)
+        super().__init__(completed(config, self.task))
 
     @property
     def method(self) -> str:
@@ -48,7 +46,9 @@ class Finetuning(Experiment[FinetuneConfig]):
 
         config, task = self.config, self.task
         self.pretrained = resolve_model(config.model.name_or_path)
-        self.tokenizer = tokenizer = load_tokenizer(self.pretrained)
+        self.tokenizer = tokenizer = load_tokenizer(self.pretrained, task)
+        for note in task.notes:
+            accelerator.print(f"note: {note}")
         data = task.load(config.data.dir, max_train_samples=config.data.max_train_samples, seed=config.train.seed)
         examples = Examples(data["train"], tokenizer, config.data.max_length)
         splits = {

