@@ -425,8 +425,12 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(
         ("train.mixed_precision=bf16", "train.gradient_accumulation=2", "train.schedule=linear", "train.epochs=5"),
         # What calibration wrote (landmarks, readouts) does not follow from the settings: the checkpoint has to hold it.
         ("method.adapter=null", "method.ffn={num_features: 8}", "method.calibrate=true", "method.pooler={init: paper}"),
+        (
+            "method.adapter=null",
+            "method.parts=[{part: ffn, num_features: 8, layers: [0]}, {part: adapter, num_features: 4}]",
+        ),
     ],
-    ids=["adapter", "bf16", "calibrated"],
+    ids=["adapter", "bf16", "calibrated", "parts"],
 )
 def test_resume_of_snnk_parts_is_exact(
     world: Path, tmp_path: Path, interrupt: Any, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...]

@@ -84,6 +84,9 @@ class MethodSection:
     pooler: dict[str, Any] | str = setting(
         "frozen", "frozen, dense (trained as it is), or fields of snnk_peft.PoolerPart"
     )
+    parts: list[dict[str, Any]] | None = setting(
+        None, "further parts, of which there may be several of one kind: each names its 'part' beside its fields"
+    )
     calibrate: bool = setting(False, "fit replaced layers to the originals before training (method snnk)")
     calibrate_samples: int = setting(1024, "training sentences that calibration reads", low=8)
     save_projection: bool = setting(True, "store the random matrices; false stores a seed and a checksum")
@@ -92,7 +95,7 @@ class MethodSection:
     def __post_init__(self) -> None:
         """`method.name=lora` on a file that describes SNNK parts means LoRA without them; the record must say so."""
         if self.name != "snnk":
-            self.adapter = self.ffn = self.attention = None
+            self.adapter = self.ffn = self.attention = self.parts = None
         if self.name == "full":
             self.pooler = "dense"
 
@@ -125,6 +128,7 @@ class MethodSection:
             ffn=self.ffn,  # type: ignore[arg-type]
             attention=self.attention,  # type: ignore[arg-type]
             pooler=self.pooler if isinstance(self.pooler, dict) else None,  # type: ignore[arg-type]
+            parts=self.parts or [],  # type: ignore[arg-type]
             save_projection=self.save_projection,
             task_type=task_type,
             **arguments,
