@@ -44,7 +44,7 @@ class FeatureMapSpec:
 
     Example:
         >>> spec = FeatureMapSpec("relu", "orf", 0, projection_params={"norm": "chi"})
-        >>> print(*spec.faults("adapter"), sep="\n")
+        >>> print(*spec.faults("adapter"), sep="\\n")
         adapter: projection 'orf' parameter 'norm' is unknown; valid: norms, redraw_every. Did you mean 'norms'?
         adapter.num_features is 0; expected an integer >= 1
     """
