@@ -14,7 +14,6 @@ from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks import TASKS
-from snnk_peft.tasks.table import KINDS, TableSettings
 
 METHODS = ("snnk", "lora", "full", "linear_probe")
 
@@ -45,7 +44,7 @@ class DataSection:
     text: str | None = setting(None, "task table: column of the text or of the list of words (text)")
     text_pair: str | None = setting(None, "task table: column of the second text of a pair")
     label: str | None = setting(None, "task table: column of the class, the number or the list of tags (label)")
-    kind: str | None = setting(None, "task table: what the label is; null infers it", choices=(*KINDS, None))
+    kind: str | None = setting(None, "task table: classification, regression or token_classification; null infers it")
     labels: list[str] | list[int] | None = setting(
         None, "task table: class names in the order of their ids; null takes those of the training rows, sorted"
     )
@@ -216,6 +215,8 @@ FREE_ON_RESUME = (
 
 def task_faults(name: str, data: DataSection) -> list[str]:
     """An unknown task, and data settings that do not fit it."""
+    from snnk_peft.tasks.table import TableSettings
+
     if (fault := TASKS.fault(name)) is not None:
         return [f"task: {fault}"]
     table = {key.name: getattr(data, key.name) for key in fields(TableSettings)}
