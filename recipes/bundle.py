@@ -15,16 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _lib.config import load_config
-from _lib.files import check_writable, write_folder, writing
-from _lib.guard import guarded
-from _lib.models import load_trained
-from _lib.results import load_run
-from _lib.settings import EvaluateConfig, FinetuneConfig, find_task
-from _lib.terminal import quiet
-
-from snnk_peft import bundle
-from snnk_peft.errors import ConfigError
+# What imports torch is imported in the functions, so that `--help` answers at once.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="folder for the bundle (default: FOLDER/bundle of a run)")
     parser.add_argument("--overwrite", action="store_true", help="replace an older bundle")
     arguments = parser.parse_intermixed_args(argv)
+    from _lib.guard import guarded
+    from _lib.terminal import quiet
+
     quiet()
 
     def work() -> None:
@@ -52,6 +46,15 @@ def make_bundle(
     folder: Path, task: str | None, output: Path | None, overwrite: bool, overrides: Sequence[str] = ()
 ) -> tuple[Any, Path]:
     """Load, fold, save; returns the bundle and its folder."""
+    from _lib.config import load_config
+    from _lib.files import check_writable, write_folder, writing
+    from _lib.models import load_trained
+    from _lib.results import load_run
+    from _lib.settings import EvaluateConfig, FinetuneConfig, find_task
+
+    from snnk_peft import bundle
+    from snnk_peft.errors import ConfigError
+
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}; expected a run of recipes/finetune.py or an adapter folder")

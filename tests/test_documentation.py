@@ -17,6 +17,7 @@ import pytest
 from glue_files import write_task
 
 import snnk_peft
+from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python
 
 MODULES = sorted(m.name for m in pkgutil.walk_packages(snnk_peft.__path__, "snnk_peft."))
@@ -124,7 +125,7 @@ def test_readme_results_are_the_measured_ones(root, monkeypatch, tmp_path):
     assert "benchmarks/attention.py" in table_results.render(root)
     other = text.replace("× faster at 4,096 tokens", "× slower at 4,096 tokens")
     assert table_results.replaced(other, table_results.render(root)) == text
-    with pytest.raises(table_results.ConfigError, match="has no lines"):
+    with pytest.raises(ConfigError, match="has no lines"):
         table_results.replaced("no marks", "table")
-    with pytest.raises(table_results.ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         table_results.render(tmp_path)

@@ -522,6 +522,7 @@ def test_settings_that_contradict_each_other(here: Path, capsys: pytest.CaptureF
     assert "labels are given, but a regression" in faults_of(lambda: table(kind="regression", labels=["a", "b"]))[0]
     assert "did you mean 'macro_f1'" in faults_of(lambda: table(train_file="x.csv", metric="macrof1"))[0]
     assert "data.train_file is missing" in faults_of(lambda: table())[0]
+    assert "no data before with_settings" in faults_of(TASKS["table"].load)[0]
     write_csv(here / "z.csv", ["text", "label"], [("a", "x"), ("b", "x")])
     assert "column 'label' of z.csv holds x; expected at least two" in faults_of(lambda: table(train_file="z.csv"))[0]
     assert train("data.train_file=x.csv", "data.kind=clasification") == 2

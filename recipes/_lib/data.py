@@ -45,6 +45,10 @@ class ExampleSet(ABC):
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: equal if and only if training would see the same data."""
 
+    def plan(self, batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:
+        """The optimizer steps of one epoch, see `epoch_plan`; as many as `steps_per_epoch` says."""
+        return epoch_plan(self.lengths, batch_size, train, epoch)
+
     def by_length(self, batch_size: int) -> Iterator[list[int]]:
         """Batches of indices, longest first: the evaluation order with the least padding."""
         order = sorted(range(len(self)), key=lambda index: -self.lengths[index])

@@ -1,4 +1,7 @@
-"""The settings of recipes/finetune.py, section by section."""
+"""The settings of recipes/finetune.py, section by section.
+
+The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
+"""
 
 # `setting` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009
@@ -7,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from _lib.config import setting
-from snnk_peft.config import SNNKConfig
-from snnk_peft.errors import ConfigError
-from snnk_peft.registry import did_you_mean
-from snnk_peft.tasks import TASKS
+
+if TYPE_CHECKING:
+    from snnk_peft.config import SNNKConfig
 
 METHODS = ("snnk", "lora", "full", "linear_probe")
 
@@ -95,6 +97,9 @@ class MethodSection:
 
     def check(self) -> list[str]:
         """Faults that involve several values, and the faults of the parts themselves."""
+        from snnk_peft.errors import ConfigError
+        from snnk_peft.registry import did_you_mean
+
         if isinstance(self.pooler, str) and self.pooler not in ("frozen", "dense"):
             return [f"pooler: {did_you_mean('value', self.pooler, ['frozen', 'dense'])}, or the fields of a PoolerPart"]
         if self.name == "snnk":
@@ -112,6 +117,8 @@ class MethodSection:
 
     def snnk_config(self, task_type: str = "SEQ_CLS", **arguments: Any) -> SNNKConfig:
         """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
+        from snnk_peft.config import SNNKConfig
+
         return SNNKConfig(
             adapter=self.adapter,  # type: ignore[arg-type]
             ffn=self.ffn,  # type: ignore[arg-type]
@@ -215,6 +222,7 @@ FREE_ON_RESUME = (
 
 def task_faults(name: str, data: DataSection) -> list[str]:
     """An unknown task, and data settings that do not fit it."""
+    from snnk_peft.tasks import TASKS
     from snnk_peft.tasks.table import TableSettings
 
     if (fault := TASKS.fault(name)) is not None:
@@ -236,6 +244,8 @@ def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] 
         config: task and data.
         model: config.json of a model that was trained on the task.
     """
+    from snnk_peft.tasks import TASKS
+
     return TASKS[config.task].with_settings(asdict(config.data), model)
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.backend import dispatched
 from snnk_peft.functional.blocks import block_count, exporting
 from snnk_peft.functional.linear_attention import AttentionState, divide, finite, grouped
 from snnk_peft.functional.precision import full_precision, wide
@@ -26,6 +27,7 @@ from snnk_peft.functional.precision import full_precision, wide
 CHUNK = 64  # tokens per chunk: the products within a chunk cost CHUNK per token and column
 
 
+@dispatched
 def causal_linear_attention(
     q: Tensor,
     k: Tensor,

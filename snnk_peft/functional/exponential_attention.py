@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.backend import dispatched
 from snnk_peft.functional.blocks import BlockMemory, block_tokens, joined, split_tokens, takes_blocks
 from snnk_peft.functional.exponential_blocks import AttentionInBlocks
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
@@ -62,6 +63,7 @@ def together(first: KeyMeans | None, second: KeyMeans) -> KeyMeans:
     return KeyMeans(first.values * next(shares) + second.values * next(shares), log_weight)
 
 
+@dispatched
 def key_means(
     k: Tensor,
     v: Tensor,

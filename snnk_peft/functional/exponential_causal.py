@@ -25,6 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.backend import dispatched
 from snnk_peft.functional.blocks import block_count, block_tokens, exporting, joined, split_tokens
 from snnk_peft.functional.exponential_attention import KeyMeans, attend_means, key_means, means_of
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
@@ -34,6 +35,7 @@ TOKENS = 64  # per chunk
 LEAST = 2.0**-60  # of a denominator, relative to the largest that it could be: terms lost to underflow are e^-45 of it
 
 
+@dispatched
 def causal_exponential_attention(
     q: Tensor,
     k: Tensor,

@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from snnk_peft.functional.backend import dispatched
+
 RADIX = 32
 
 
@@ -57,6 +59,13 @@ def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"the last axis has length {n}; expected a power of two, so pad to {next_power_of_two(max(n, 1))}"
         )
+    return hadamard_transform(x)
+
+
+@dispatched
+def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
+    """x H along the last axis, (..., n) -> (..., n); `walsh_hadamard` has checked that n is a power of two."""
+    n = x.shape[-1]
     lead, done = x.shape[:-1], 1
     for factor in _factors(n):
         # The axis as (before, factor, after): this factor's Hadamard matrix acts on the middle index.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.backend import dispatched
 from snnk_peft.functional.precision import full_precision, wide
 
 
@@ -83,6 +84,7 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     return numerator / torch.where(denominator == 0, 1.0, denominator)
 
 
+@dispatched
 def key_sums(
     k: Tensor,
     v: Tensor,

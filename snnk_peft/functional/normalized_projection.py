@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from snnk_peft.functional.backend import dispatched
+
 EPSILON = 1e-5
 
 
+@dispatched
 def normalized_linear(x: Tensor, weight: Tensor, eps: float = EPSILON) -> Tensor:
     """LayerNorm (without weights) of x, times Wᵀ.
 

@@ -1,0 +1,135 @@
+"""The seam under what costs the time: plain torch everywhere, and a kernel written for one device type where it serves.
+
+Each of OPERATIONS is a function that is written in torch: in eager mode, compiled, exported, on the meta device, with
+gradients. A device kernel is another function for one of them: the same arguments, results of the same shapes and
+dtypes, states that the torch form can continue from. Callers know of neither. Kernels of this package are files of
+`device_kernels/`, imported at the first call on their device type; others call `register_kernel` themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.blocks import exporting
+
+OPERATIONS = (
+    "causal_exponential_attention",
+    "causal_linear_attention",
+    "hadamard_transform",
+    "key_means",
+    "key_sums",
+    "normalized_linear",
+)
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+class DeviceKernel(NamedTuple):
+    """What runs in place of the torch form of an operation; see `register_kernel`."""
+
+    function: Callable[..., Any]
+    serves: Callable[..., bool] | None
+    differentiable: bool
+
+
+DEVICE_KERNELS: dict[tuple[str, str], DeviceKernel] = {}  # of (operation, device type)
+_DISCOVERED: set[str] = set()
+
+
+def register_kernel(
+    operation: str, *, device: str, serves: Callable[..., bool] | None = None, differentiable: bool = False
+) -> Callable[[AnyFunction], AnyFunction]:
+    """Decorator: the function is the kernel of an operation on a device type.
+
+    It is called with the arguments of the torch form (which is `__wrapped__` of the function of that name), as they
+    are: strides, dtypes and autocast are the caller's. Nothing is caught: what it raises, the caller sees. To be
+    compiled in one graph, it and `serves` must be traceable; a `torch.library.custom_op` and a Triton kernel are.
+
+    Args:
+        operation: one of OPERATIONS.
+        device: type of the device of the first argument, such as "cuda".
+        serves: whether the kernel can do it, asked of the same arguments at every call; None for always. Where it
+            says no, the torch form runs.
+        differentiable: whether its results carry gradients; if not, the torch form runs where they are wanted.
+
+    Raises:
+        ConfigError: no such operation or device type, or they have another kernel.
+    """
+    if operation not in OPERATIONS:
+        raise ConfigError(f"there is no operation {operation!r} to register a kernel for; expected one of {OPERATIONS}")
+    if device != _device_type(device):
+        raise ConfigError(f"device is {device!r}; expected a type without an index, such as {_device_type(device)!r}")
+    if (known := DEVICE_KERNELS.get((operation, device))) is not None:
+        raise ConfigError(
+            f"{operation} on {device!r} has a kernel, {known.function.__module__}.{known.function.__qualname__}; "
+            "expected one. Let one kernel call the other, or remove its file"
+        )
+
+    def add(function: AnyFunction) -> AnyFunction:
+        DEVICE_KERNELS[operation, device] = DeviceKernel(function, serves, differentiable)
+        return function
+
+    return add
+
+
+def dispatched(torch_form: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorator of an operation: where a kernel for the device of its first argument serves, that runs instead."""
+    operation, first = torch_form.__name__, next(iter(inspect.signature(torch_form).parameters))
+    assert operation in OPERATIONS
+
+    @functools.wraps(torch_form)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        given: Any = args[0] if args else kwargs[first]
+        device = given.device.type
+        _discover(device)
+        kernel = DEVICE_KERNELS.get((operation, device))
+        if kernel is None or not _runs(kernel, args, kwargs):
+            return torch_form(*args, **kwargs)
+        found: Result = kernel.function(*args, **kwargs)
+        return found
+
+    return call
+
+
+# A compiler must not follow imports; it runs this while it traces, and then looks into DEVICE_KERNELS.
+@torch.compiler.assume_constant_result
+def _discover(device: str) -> None:
+    """Import the kernels of this package for a device type, once. The code file of a bundle has no folder of them."""
+    if device in _DISCOVERED:
+        return
+    for module in pkgutil.iter_modules([str(Path(__file__).with_name("device_kernels"))]):
+        if _device_type(module.name.split("_")[0]) == device:
+            importlib.import_module(f"{__name__.rpartition('.')[0]}.device_kernels.{module.name}")
+    _DISCOVERED.add(device)
+
+
+def _device_type(name: str) -> str:
+    try:
+        return torch.device(name).type
+    except RuntimeError as error:
+        raise ConfigError(f"{name!r} is given as the device type of a kernel; {error}") from error
+
+
+def _runs(kernel: DeviceKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if exporting() or torch.jit.is_tracing():  # what is exported needs the operators of torch alone
+        return False
+    if not kernel.differentiable and torch.is_grad_enabled() and _wants_gradient((*args, *kwargs.values())):
+        return False
+    return kernel.serves is None or kernel.serves(*args, **kwargs)
+
+
+def _wants_gradient(given: Any) -> bool:
+    if isinstance(given, torch.Tensor):
+        return given.requires_grad
+    return isinstance(given, tuple) and any(_wants_gradient(part) for part in given)

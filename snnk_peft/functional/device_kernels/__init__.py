@@ -1,0 +1,20 @@
+"""Kernels for one device type each, in files named after it, which are imported at the first call on such a device.
+
+`cuda_hadamard.py`, for instance:
+
+    @torch.library.custom_op("snnk_peft::hadamard_cuda", mutates_args=(), device_types="cuda")
+    def transform(x: Tensor) -> Tensor: ...                          # the launch
+
+    @transform.register_fake
+    def _(x): return torch.empty_like(x)                             # for compilers
+
+    def _serves(x: Tensor) -> bool:
+        return x.dtype == torch.float32 and x.shape[-1] <= 8192      # else the torch form
+
+    @register_kernel("hadamard_transform", device="cuda", serves=_serves)
+    def hadamard_transform(x: Tensor) -> Tensor:
+        return transform(x.contiguous())
+
+What a kernel is given and must give is said by the docstring of the operation's torch form, which is also what it is
+tested against; what it may decline, by `backend.register_kernel`.
+"""
