@@ -259,7 +259,8 @@ def test_words_with_tags(here: Path, method: str) -> None:
     write_lines(here / "x.jsonl", tagged(40, 0))
     write_lines(here / "y.jsonl", eval_rows)
     files = ["data.train_file=x.jsonl", "data.eval_file=y.jsonl", "data.text=tokens", "data.label=tags"]
-    assert train(*files, "train.learning_rate=0.02", method=method, epochs=4) == 0
+    # Batches of different lengths are joined; a model that is always right would not show how.
+    assert train(*files, "train.learning_rate=0.01", "train.eval_batch_size=4", method=method) == 0
     report = read("runs/x/metrics.json")
     assert report["config"]["data"]["labels"] == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
     assert set(report["metrics"]) == {"accuracy", "macro_f1", "entity_f1", "score"}
@@ -285,7 +286,7 @@ def test_words_with_tags(here: Path, method: str) -> None:
     right = sum(len(spans(mine) & spans(theirs)) for mine, theirs in zip(predicted, true, strict=True))
     total = sum(len(spans(tags)) for tags in [*predicted, *true])
     assert report["score"] == report["metrics"]["entity_f1"] == pytest.approx(2 * right / total)
-    assert right > 0
+    assert 0 < 2 * right < total
     assert evaluate.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.jsonl", *files[2:]]) == 0
     assert read("runs/x/bundle/metrics.json")["metrics"] == pytest.approx(report["metrics"])
     assert bundle.main(["runs/x", "--output", "small"]) == 0
@@ -521,12 +522,13 @@ def test_settings_that_contradict_each_other(here: Path, capsys: pytest.CaptureF
     assert "labels are given, but a regression" in faults_of(lambda: table(kind="regression", labels=["a", "b"]))[0]
     assert "did you mean 'macro_f1'" in faults_of(lambda: table(train_file="x.csv", metric="macrof1"))[0]
     assert "data.train_file is missing" in faults_of(lambda: table())[0]
+    assert "no data before with_settings" in faults_of(TASKS["table"].load)[0]
     write_csv(here / "z.csv", ["text", "label"], [("a", "x"), ("b", "x")])
     assert "column 'label' of z.csv holds x; expected at least two" in faults_of(lambda: table(train_file="z.csv"))[0]
-    assert train("data.train_file=x.csv", "data.kind=clasification", "data.hold_out=0") == 2
-    said = capsys.readouterr().err
-    assert "did you mean 'classification'" in said
-    assert "data.hold_out is 0.0; expected more than 0" in said
+    assert train("data.train_file=x.csv", "data.kind=clasification") == 2
+    assert "data.kind: unknown kind 'clasification'; did you mean 'classification'?" in capsys.readouterr().err
+    assert train("data.train_file=x.csv", "data.hold_out=0") == 2
+    assert "data.hold_out is 0.0; expected more than 0" in capsys.readouterr().err
     assert train("data.train_file=x.csv", "data.dir=glue") == 2
     assert "data.dir is glue, but a table is given as data.train_file" in capsys.readouterr().err
     assert train("data.train_file=x.csv", "task=rte") == 2

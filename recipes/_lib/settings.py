@@ -17,7 +17,6 @@ from _lib.config import setting
 if TYPE_CHECKING:
     from snnk_peft.config import SNNKConfig
 
-TABLE_KINDS = ("classification", "regression", "token_classification")  # those of snnk_peft.tasks.table
 METHODS = ("snnk", "lora", "full", "linear_probe")
 
 
@@ -47,7 +46,7 @@ class DataSection:
     text: str | None = setting(None, "task table: column of the text or of the list of words (text)")
     text_pair: str | None = setting(None, "task table: column of the second text of a pair")
     label: str | None = setting(None, "task table: column of the class, the number or the list of tags (label)")
-    kind: str | None = setting(None, "task table: what the label is; null infers it", choices=(*TABLE_KINDS, None))
+    kind: str | None = setting(None, "task table: classification, regression or token_classification; null infers it")
     labels: list[str] | list[int] | None = setting(
         None, "task table: class names in the order of their ids; null takes those of the training rows, sorted"
     )

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -122,6 +122,13 @@ class Table:
     def check(self, settings: Mapping[str, Any]) -> list[str]:
         """The faults of the settings as far as they show without reading a row."""
         return _given(settings).faults()
+
+    def load(self, *arguments: Any, **options: Any) -> NoReturn:
+        """ConfigError: this is no task yet."""
+        raise ConfigError(
+            "task 'table' has no data before with_settings({'train_file': ...}); on the command line, use "
+            "recipes/finetune.py with recipes/configs/table.yaml"
+        )
 
     def with_settings(self, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> TableTask:
         """The task of one table; what the settings leave open comes from the model, or from the training rows.
@@ -250,6 +257,7 @@ class TableTask(RowTask):
                     for ids in (logits.argmax(-1), np.where(words, true, 0))
                 )
                 result["entity_f1"] = entity_f1(mine, theirs)
+        del result["score"]  # the mean of all
         return {**result, "score": result[str(self.settings.metric)]}
 
     def _read(
