@@ -202,7 +202,8 @@ def _listed_part(where: str, given: object) -> tuple[Any, list[str]]:
     if isinstance(given, Mapping):
         name = given.get("part")
         if name not in PARTS:
-            return None, [f"{where}.part: {did_you_mean('part', name, PARTS.names())}"]
+            known = did_you_mean("part", name, PARTS.names())
+            return None, [f"{where}.part: {known}. A part of your own is known once its file is imported"]
         return _part_from(where, PARTS[str(name)], {key: value for key, value in given.items() if key != "part"})
     if isinstance(given, Part) and any(PARTS[name] is type(given) for name in PARTS):
         return given, []
