@@ -15,7 +15,7 @@ from _lib.config import setting
 from _lib.settings import StepSettings
 
 if TYPE_CHECKING:
-    from snnk_peft.config import SNNKConfig
+    from snnk_peft import SNNKConfig
 
 SOFTMAX = "softmax"
 
@@ -81,7 +81,7 @@ class AttentionMethod:
 
     def label(self) -> str:
         """A short name for titles and tables: softmax, or component-projection."""
-        from snnk_peft.config import AttentionPart
+        from snnk_peft import AttentionPart
 
         if isinstance(self.attention, str):
             return self.attention
@@ -90,7 +90,7 @@ class AttentionMethod:
 
     def snnk_config(self, seed: int) -> SNNKConfig | None:
         """The SNNKConfig described here, or None for softmax."""
-        from snnk_peft.config import SNNKConfig
+        from snnk_peft import SNNKConfig
 
         if isinstance(self.attention, str):
             return None
