@@ -15,7 +15,7 @@ from _lib.config import setting
 from _lib.settings import StepSettings
 
 if TYPE_CHECKING:
-    from snnk_peft.config import SNNKConfig
+    from snnk_peft import SNNKConfig
 
 SOFTMAX = "softmax"
 
@@ -90,7 +90,7 @@ class AttentionMethod:
 
     def snnk_config(self, seed: int) -> SNNKConfig | None:
         """The SNNKConfig described here, or None for softmax."""
-        from snnk_peft.config import SNNKConfig
+        from snnk_peft import SNNKConfig
 
         if isinstance(self.attention, str):
             return None
