@@ -44,7 +44,8 @@ class FeatureMapSpec:
 
     Example:
         >>> spec = FeatureMapSpec("relu", "orf", 0, projection_params={"norm": "chi"})
-        >>> print(*spec.faults("adapter"), sep="\\n")
+        >>> for fault in spec.faults("adapter"):
+        ...     print(fault)
         adapter: projection 'orf' parameter 'norm' is unknown; valid: norms, redraw_every. Did you mean 'norms'?
         adapter.num_features is 0; expected an integer >= 1
     """
