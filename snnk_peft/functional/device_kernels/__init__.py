@@ -17,5 +17,5 @@
 
 What a kernel is given and must give is said by the docstring of the operation's torch form, which is also what it is
 tested against; what it may decline, by `backend.register_kernel`. Bundles that load with this package have these
-kernels; the code file of a bundle, which runs without it, has the torch forms alone.
+kernels; the code of a bundle, which runs without it, has the torch forms alone.
 """
