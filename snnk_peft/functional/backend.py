@@ -105,7 +105,7 @@ def dispatched(torch_form: Callable[Arguments, Result]) -> Callable[Arguments, R
 # A compiler must not follow imports; it runs this while it traces, and then looks into DEVICE_KERNELS.
 @torch.compiler.assume_constant_result
 def _discover(device: str) -> None:
-    """Import the kernels of this package for a device type, once. The code file of a bundle has no folder of them."""
+    """Import the kernels of this package for a device type, once. The code of a bundle has no folder of them."""
     if device in _DISCOVERED:
         return
     for module in pkgutil.iter_modules([str(Path(__file__).with_name("device_kernels"))]):

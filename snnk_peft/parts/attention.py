@@ -88,6 +88,7 @@ class AttentionPart(FeaturePart):
         "projection, num_features, component_params, projection_params, per_head and separate_maps; what it leaves out "
         "is as in this part; naming a component puts its params back to the defaults, naming a projection its params "
         "and num_features. Every entry costs as much as an attention of its own, and has its own draw.",
+        kind=None,
     )
 
     def faults(self, part: str) -> list[str]:
@@ -100,7 +101,7 @@ class AttentionPart(FeaturePart):
             )
         found += self._separation_faults(part)
         if not isinstance(self.sum_of, (list, tuple)):
-            return found
+            return [*found, f"{part}.sum_of is {self.sum_of!r}; expected a list of dicts, one for each further map"]
         wrong = self._sum_faults(part)
         if not wrong:
             wrong = [f for i, term in enumerate(self.terms()[1:]) for f in term.faults(f"{part}.sum_of[{i}]")]

@@ -16,5 +16,6 @@
         return transform(x.contiguous())
 
 What a kernel is given and must give is said by the docstring of the operation's torch form, which is also what it is
-tested against; what it may decline, by `backend.register_kernel`.
+tested against; what it may decline, by `backend.register_kernel`. Bundles that load with this package have these
+kernels; the code of a bundle, which runs without it, has the torch forms alone.
 """
