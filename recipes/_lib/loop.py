@@ -59,6 +59,7 @@ def train_step(
     """One optimizer step over `batches` (each split among the processes); returns [loss, gradient norm] on the device.
 
     The loss is the mean over all examples of the step, whatever the sizes of its batches and the number of processes.
+    Where words have labels, the loss of a batch is the mean over its words, and batches count by their examples.
     """
     world, total = accelerator.num_processes, sum(len(batch) for batch in batches)
     loss_sum = torch.zeros((), device=accelerator.device)
