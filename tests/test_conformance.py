@@ -631,7 +631,8 @@ def test_file_name_is_registry_key_is_one_class(registry, package, base):
 def test_families_and_parts_follow_their_files():
     assert sorted(member_files(snnk_peft.families)) == sorted(n.replace("-", "_") for n in FAMILIES.names())
     assert all(FAMILIES[name].name == name for name in FAMILIES)
-    assert sorted(member_files(snnk_peft.parts)) == PARTS.names()
+    own = [name for name in PARTS if PARTS[name].__module__.startswith("snnk_peft.")]  # another test brings its part
+    assert sorted(member_files(snnk_peft.parts)) == own
 
 
 def test_registry_behaves_like_a_table():
