@@ -11,48 +11,58 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _lib.config import load_config
-from _lib.files import check_writable, write_folder, writing
-from _lib.guard import guarded
-from _lib.models import load_trained
-from _lib.results import load_run
-from _lib.settings import FinetuneConfig
-from _lib.terminal import quiet
-
-from snnk_peft import bundle
-from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
+# What imports torch is imported in the functions, so that `--help` answers at once.
 
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line; returns the exit code (0 done, 2 wrong input)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="run of recipes/finetune.py, or adapter folder")
+    parser.add_argument("overrides", nargs="*", metavar="data.key=value", help="labels and kind of an adapter's table")
     parser.add_argument("--task", help="the task that an adapter was trained on; a run knows its own")
     parser.add_argument("--output", type=Path, help="folder for the bundle (default: FOLDER/bundle of a run)")
     parser.add_argument("--overwrite", action="store_true", help="replace an older bundle")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    from _lib.guard import guarded
+    from _lib.terminal import quiet
+
     quiet()
 
     def work() -> None:
-        small, output = make_bundle(arguments.folder, arguments.task, arguments.output, arguments.overwrite)
+        small, output = make_bundle(
+            arguments.folder, arguments.task, arguments.output, arguments.overwrite, arguments.overrides
+        )
         print(small.bundle_report)
         print(f"written to {output}")
 
     return guarded(work)
 
 
-def make_bundle(folder: Path, task: str | None, output: Path | None, overwrite: bool) -> tuple[Any, Path]:
+def make_bundle(
+    folder: Path, task: str | None, output: Path | None, overwrite: bool, overrides: Sequence[str] = ()
+) -> tuple[Any, Path]:
     """Load, fold, save; returns the bundle and its folder."""
+    from _lib.config import load_config
+    from _lib.files import check_writable, write_folder, writing
+    from _lib.models import load_trained
+    from _lib.results import load_run
+    from _lib.settings import EvaluateConfig, FinetuneConfig, find_task
+
+    from snnk_peft import bundle
+    from snnk_peft.errors import ConfigError
+
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}; expected a run of recipes/finetune.py or an adapter folder")
     run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None
     if run is None and task is None:
         raise ConfigError(f"{folder} is no run, so it does not say what it was trained on; give --task")
+    if run is not None and overrides:
+        raise ConfigError(f"{folder} is a run, which knows its data; leave out {' '.join(overrides)}")
     if run is None and output is None:
         raise ConfigError("give --output: an adapter folder is no place for a bundle")
     output = output or folder / "bundle"
@@ -62,7 +72,10 @@ def make_bundle(folder: Path, task: str | None, output: Path | None, overwrite: 
         raise ConfigError(f"--overwrite would delete {output}, which holds no model")
     check_writable(output.parent)
 
-    model, tokenizer = load_trained(folder, TASKS[str(task)]) if run is None else load_run(folder, run)
+    if run is None:
+        model, tokenizer = load_trained(folder, find_task(load_config(EvaluateConfig, {"task": task}, overrides)))
+    else:
+        model, tokenizer = load_run(folder, run)
     small = bundle(model)
 
     def fill(target: Path) -> None:

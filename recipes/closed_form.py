@@ -16,44 +16,56 @@ import copy
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import transformers
-from _lib.data import Examples
-from _lib.files import check_writable, write_json
-from _lib.guard import guarded
-from _lib.models import check_length, load_pretrained, load_tokenizer, resolve_model
-from _lib.run_folder import environment
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from sklearn.linear_model import Ridge
-from torch import nn
+from _lib.launch import ROOT
 
-from snnk_peft import PoolerPart, SNNKConfig, bundle, fit_closed_form, get_snnk_model
-from snnk_peft.bundling.closed_form import bundled_head, head_features
-from snnk_peft.calibration.closed_form import closed_form_head
-from snnk_peft.tasks import TASKS
+if TYPE_CHECKING:
+    import torch
+    from _lib.data import Examples
+    from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
-MAX_LENGTH = 128  # tokens
+# What imports torch is imported in the functions, so that `--help` answers at once.
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Fit both heads, compare, write."""
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line; returns the exit code (0 done, 2 wrong input)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", required=True, choices=TASKS.names())
+    parser.add_argument("--task", required=True, metavar="TASK", help="a name of snnk_peft.tasks")
     parser.add_argument("--data", required=True, help="folder of the official GLUE files")
     parser.add_argument("--model", default="minilm", help="pretrained model (minilm: the one of the demo extra)")
     parser.add_argument("--num-features", type=int, default=512, help="rows of W (512)")
     parser.add_argument("--component", default="cos", help="component function of the features (cos)")
     parser.add_argument("--epochs", type=int, default=30, help="of the trained head (30)")
+    parser.add_argument("--max-length", type=int, default=128, help="tokens per example; longer ones are cut (128)")
     parser.add_argument("--max-train-samples", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="metrics.json to write")
     arguments = parser.parse_args(argv)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    from _lib.guard import guarded
+    from _lib.terminal import quiet
+
+    quiet()
+    return guarded(lambda: compare(arguments))
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Fit both heads, compare, write."""
+    import torch
+    from _lib.data import Examples
+    from _lib.files import check_writable, write_json
+    from _lib.models import check_length, load_pretrained, load_tokenizer, resolve_model
+    from _lib.run_folder import environment
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+    from sklearn.linear_model import Ridge
+    from torch import nn
+
+    from snnk_peft import PoolerPart, SNNKConfig, bundle, fit_closed_form, get_snnk_model
+    from snnk_peft.bundling.closed_form import bundled_head, head_features
+    from snnk_peft.calibration.closed_form import closed_form_head
+    from snnk_peft.tasks import TASKS
 
     # 1. The frozen encoder with a bundled random-feature head.
     task = TASKS[arguments.task]
@@ -63,10 +75,12 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(folder)
     torch.manual_seed(arguments.seed)
     base, _ = load_pretrained(folder, task)
-    check_length(base, MAX_LENGTH)
+    check_length(base, arguments.max_length, "--max-length")
     part = PoolerPart(component=arguments.component, num_features=arguments.num_features)
     model = bundle(get_snnk_model(base, SNNKConfig(pooler=part, seed=arguments.seed)))
-    train, dev = (Examples(data[split], tokenizer, MAX_LENGTH) for split in ("train", task.validation_splits[0]))
+    train, dev = (
+        Examples(data[split], tokenizer, arguments.max_length) for split in ("train", task.validation_splits[0])
+    )
 
     # 2. Closed form: one pass over the training data.
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(arguments.seed)).tolist()
@@ -140,13 +154,19 @@ def main(argv: list[str] | None = None) -> None:
 
 def train_head(head: nn.Linear, x: torch.Tensor, y: torch.Tensor, epochs: int, seed: int) -> tuple[nn.Linear, float]:
     """The same head, trained with AdamW on cached features (n, m); returns it and the seconds."""
+    import torch
+    from rich.console import Console
+    from rich.progress import track
+    from torch import nn
+    from transformers import get_scheduler
+
     start = time.perf_counter()
     trained = copy.deepcopy(head)
     nn.init.zeros_(trained.weight)
     nn.init.zeros_(trained.bias)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, weight_decay=0.0)
     steps = epochs * -(-len(x) // 64)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
     generator = torch.Generator().manual_seed(seed)
     for _ in track(range(epochs), "AdamW", console=Console(stderr=True)):
         for index in torch.randperm(len(x), generator=generator).split(64):
@@ -163,4 +183,4 @@ def train_head(head: nn.Linear, x: torch.Tensor, y: torch.Tensor, epochs: int, s
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(main())

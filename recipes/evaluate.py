@@ -12,27 +12,16 @@ to `--output`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from _lib.config import describe, load_config
-from _lib.data import Examples
-from _lib.evaluation import DivergedError, evaluation_splits, score
-from _lib.files import check_writable, write_json, writing
-from _lib.guard import guarded
-from _lib.models import check_length, load_trained
-from _lib.results import load_run
-from _lib.run_folder import environment
-from _lib.settings import EvaluateConfig, FinetuneConfig
-from _lib.terminal import quiet
-from accelerate import Accelerator
+from _lib.settings import EvaluateConfig, FinetuneConfig, find_task
 
-from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
-
+# What imports torch is imported in the functions, so that `--help` answers at once.
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -48,6 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--task", help="short for task=NAME")
     parser.add_argument("--output", type=Path, help="file for the result")
     arguments = parser.parse_intermixed_args(argv)
+    from _lib.evaluation import DivergedError
+    from _lib.guard import guarded
+    from _lib.terminal import quiet
+
     quiet()
     overrides = [*([f"task={arguments.task}"] if arguments.task else []), *arguments.overrides]
 
@@ -64,6 +57,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[str, Any]:
     """Load, score, write; returns what was written."""
+    import torch
+    from _lib.data import Examples
+    from _lib.evaluation import evaluation_splits, score
+    from _lib.files import check_writable, read_json, write_json, writing
+    from _lib.models import check_length, load_trained
+    from _lib.results import load_run
+    from _lib.run_folder import environment
+    from accelerate import Accelerator
+
+    from snnk_peft.errors import ConfigError
+
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; expected a run, an adapter, a bundle or a model")
 
@@ -71,11 +75,16 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
     run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None
     known: dict[str, Any] = {}
     if run is not None:
-        data = {"dir": run.data.dir, "max_length": run.data.max_length, "max_eval_samples": run.data.max_eval_samples}
-        known = {"task": run.task, "data": data, "batch_size": run.train.eval_batch_size, "device": run.train.device}
+        known = {
+            "task": run.task,
+            "data": dataclasses.asdict(run.data),
+            "batch_size": run.train.eval_batch_size,
+            "device": run.train.device,
+        }
         known["mixed_precision"] = run.train.mixed_precision
     config = load_config(EvaluateConfig, known, overrides)
-    task = TASKS[config.task]
+    described = folder / "config.json"  # a model says which labels it has
+    task = find_task(config, read_json(described) if described.is_file() else None)
     if output is None:
         output = folder / ("metrics.json" if run is None else "evaluation.json")
     check_writable(output.parent)

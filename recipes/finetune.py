@@ -12,120 +12,100 @@ continues.
 
 from __future__ import annotations
 
+import math
 import sys
+from typing import TYPE_CHECKING, Any
 
-from _lib.checkpoint import load_model
-from _lib.data import Examples, calibration_batches, steps_per_epoch
-from _lib.evaluation import evaluation_splits
-from _lib.launch import ROOT, Request, launch, open_run
-from _lib.loop import learning_rate, make_optimizer
-from _lib.models import build_model, check_length, load_pretrained, load_tokenizer, parameter_counts, resolve_model
-from _lib.results import save_models, write_report
-from _lib.run_folder import StopSignal
-from _lib.settings import FinetuneConfig
-from _lib.tracking import Tracker
-from _lib.training import Training
-from accelerate.utils import set_seed
+from _lib.experiment import Data, Experiment, Finished, Schedule
+from _lib.launch import launch
+from _lib.settings import FinetuneConfig, completed, find_task
 
-from snnk_peft.tasks import TASKS
+if TYPE_CHECKING:
+    import torch
+
+
+class Finetuning(Experiment[FinetuneConfig]):
+    """A pretrained encoder with a fresh classifier on one of `snnk_peft.tasks`."""
+
+    settings, program = FinetuneConfig, "finetune.py"
+
+    def __init__(self, config: FinetuneConfig):
+        self.task = find_task(config)
+        super().__init__(completed(config, self.task))
+
+    @property
+    def method(self) -> str:
+        """SNNK or its peer."""
+        return self.config.method.name
+
+    def data(self, accelerator: Any) -> Data:
+        """The task's rows, tokenised once."""
+        from _lib.data import Examples
+        from _lib.evaluation import evaluation_splits
+        from _lib.models import load_tokenizer, resolve_model
+
+        config, task = self.config, self.task
+        self.pretrained = resolve_model(config.model.name_or_path)
+        self.tokenizer = tokenizer = load_tokenizer(self.pretrained, task)
+        for note in task.notes:
+            accelerator.print(f"note: {note}")
+        data = task.load(config.data.dir, max_train_samples=config.data.max_train_samples, seed=config.train.seed)
+        examples = Examples(data["train"], tokenizer, config.data.max_length)
+        splits = {
+            name: Examples(rows, tokenizer, config.data.max_length)
+            for name, rows in evaluation_splits(task, data, config.data.max_eval_samples).items()
+        }
+        return Data(examples, splits)
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        """The pretrained model, prepared by the method; calibrated, if that is asked for."""
+        from _lib.data import calibration_batches
+        from _lib.models import build_model, check_length, load_pretrained
+
+        config, device = self.config, accelerator.device
+        base, fresh = load_pretrained(self.pretrained, self.task)
+        check_length(base, config.data.max_length)
+        random = [name for name in fresh if "pooler." in name and config.method.pooler == "frozen"]
+        if random and config.method.name != "full":
+            accelerator.print(f"note: {self.pretrained} has no pooler weights; the frozen pooler is random: {random}")
+        calibration = None
+        if config.method.calibrate and not resumed:
+            calibration = calibration_batches(data.train, config, device)
+        return build_model(base.to(device), config.method, config.train.seed, calibration)
+
+    def schedule(self, per_epoch: int) -> Schedule:
+        """Whole epochs; the warm-up is a part of all steps."""
+        from _lib.schedule import learning_rate
+
+        train = self.config.train
+        total = train.epochs * per_epoch
+        warmup = math.ceil(train.warmup_ratio * total)
+        return Schedule(
+            total=total,
+            eval_every=per_epoch if train.eval_every == "epoch" else int(train.eval_every),
+            rate=learning_rate(train.schedule, train.learning_rate, warmup, total),
+        )
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        """adapter/, bundle/ or model/; the score of the best checkpoint."""
+        from _lib.results import save_models
+
+        state, best = done.state, done.best
+        if self.config.output.save_model:
+            save_models(done.model, self.tokenizer, self.config, done.folder, best["metrics"], done.data.sizes)
+        return {
+            "score": best["score"],
+            "metrics": best["metrics"],
+            "best_epoch": best["step"] / done.per_epoch,
+            "trainable_parameters_without_classifier": done.counts["trainable_without_classifier"],
+            "seconds_per_epoch": state.train_seconds / state.step * done.per_epoch,
+            "device": str(done.device),
+        }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
-    return launch("finetune.py", __doc__, FinetuneConfig, finetune, argv)
-
-
-def finetune(request: Request[FinetuneConfig]) -> int:
-    """The whole run; returns the exit code."""
-    stop = StopSignal()
-    run = open_run(request)
-    if run.finished:
-        return 0
-    config, accelerator, folder, start = request.config, run.accelerator, run.folder, run.start
-    train, task, world = config.train, TASKS[config.task], accelerator.num_processes
-
-    # --- data: read, checked and tokenised once ----------------------------------------------------------------------
-    base_folder = resolve_model(config.model.name_or_path)
-    tokenizer = load_tokenizer(base_folder)
-    data = task.load(config.data.dir, max_train_samples=config.data.max_train_samples, seed=train.seed)
-    examples = Examples(data["train"], tokenizer, config.data.max_length)
-    splits = {
-        name: Examples(rows, tokenizer, config.data.max_length)
-        for name, rows in evaluation_splits(task, data, config.data.max_eval_samples).items()
-    }
-    identity = {
-        "data": [part.fingerprint() for part in (examples, *splits.values())],
-        "processes": world,
-    }
-
-    # --- model and optimizer -----------------------------------------------------------------------------------------
-    set_seed(train.seed)
-    base, fresh = load_pretrained(base_folder, task)
-    check_length(base, config.data.max_length)
-    frozen_fresh = [name for name in fresh if "pooler." in name and config.method.pooler == "frozen"]
-    if frozen_fresh and config.method.name != "full":
-        accelerator.print(f"note: {base_folder} has no pooler weights; the frozen pooler is random: {frozen_fresh}")
-    calibration = None
-    if config.method.calibrate and start is None:
-        calibration = calibration_batches(examples, config, accelerator.device)
-    bare = build_model(base.to(accelerator.device), config.method, train.seed, calibration).to(accelerator.device)
-    bare.train()
-    counts = parameter_counts(bare)
-    plain_optimizer = make_optimizer(bare, train)
-    model, optimizer = accelerator.prepare(bare, plain_optimizer)
-    # From here on only dropout draws random numbers, differently in every process.
-    set_seed(train.seed + 1 + accelerator.process_index)
-
-    # --- where we are ------------------------------------------------------------------------------------------------
-    batch_size = train.batch_size * world
-    per_epoch = steps_per_epoch(len(examples), batch_size, train.gradient_accumulation)
-    total = train.epochs * per_epoch
-    state = run.restore(bare, plain_optimizer, identity)
-    tracker = Tracker(folder, total, state.step, config.output.tensorboard, accelerator.is_main_process)
-    tracker.say(
-        f"{config.task}, {config.method.name}: {len(examples)} examples, {per_epoch} steps per epoch, {total} in all; "
-        f"{counts['trainable']:,} of {counts['total']:,} parameters trained"
-        + (f"; continuing after step {state.step}" if start is not None else "")
-    )
-
-    # --- training ----------------------------------------------------------------------------------------------------
-    training = Training(
-        train=train,
-        task=task,
-        folder=folder,
-        accelerator=accelerator,
-        model=model,
-        bare=bare,
-        optimizer=optimizer,
-        plain_optimizer=plain_optimizer,
-        examples=examples,
-        splits=splits,
-        identity=identity,
-        per_epoch=per_epoch,
-        total=total,
-        eval_every=per_epoch if train.eval_every == "epoch" else int(train.eval_every),
-        rate=lambda now: learning_rate(train, now.step, total),
-        state=state,
-        tracker=tracker,
-        stop=stop,
-        command=request.command,
-    )
-    code = training.run()
-    if code != 0:
-        return code
-
-    # --- results: the best checkpoint, not the last ------------------------------------------------------------------
-    assert state.best is not None
-    load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", bare)
-    bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
-    if accelerator.is_main_process:
-        sizes = {"train": len(examples), **{name: len(part) for name, part in splits.items()}}
-        if config.output.save_model:
-            save_models(bare, tokenizer, config, folder, state.best["metrics"], sizes)
-        write_report(folder, config, state, (per_epoch, total), counts, sizes, accelerator.device, ROOT)
-        print(f"best score {state.best['score']:.4f} at step {state.best['step']}; everything is in {folder}")
-    accelerator.end_training()
-    return 0
+    return launch(Finetuning, __doc__, argv)
 
 
 if __name__ == "__main__":

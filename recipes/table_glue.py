@@ -16,9 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from _lib.files import write_text
-from _lib.guard import guarded
-from _lib.plots import score_bars
 from _lib.tables import Table, collect, grid, read_reports, spread
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,11 +44,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/glue", help="folder of recipes/sweep_glue.py")
     parser.add_argument("--out", type=Path, default=ROOT / "model_cards/glue", help="where files and table go")
     arguments = parser.parse_args(argv)
+    from _lib.guard import guarded
+
     return guarded(lambda: write(arguments.runs, arguments.out))
 
 
 def write(runs: Path, out: Path) -> None:
     """Copy the reports, then render page and figure."""
+    from _lib.files import write_text
+    from _lib.plots import score_bars
+
     copied = collect(runs, out)
     table = read_table(out)
     write_text(out / "README.md", render(table))

@@ -15,12 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _lib.files import write_text
-from _lib.guard import guarded
-from _lib.plots import score_bars
 from _lib.tables import Table, collect, grid, read_reports, spread
-
-from snnk_peft.tasks import LONG_RANGE_TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a reader must know before comparing two numbers: settings that a table may mix.
@@ -49,11 +44,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/lra", help="folder of recipes/sweep_lra.py")
     parser.add_argument("--out", type=Path, default=ROOT / "model_cards/lra", help="where files and page go")
     arguments = parser.parse_args(argv)
+    from _lib.guard import guarded
+
     return guarded(lambda: write(arguments.runs, arguments.out))
 
 
 def write(runs: Path, out: Path) -> None:
     """Copy the reports, then render page and figure."""
+    from _lib.files import write_text
+    from _lib.plots import score_bars
+
     copied = collect(runs, out)
     table = read_reports(out, "recipes/sweep_lra.py")
     write_text(out / "README.md", render(table))
@@ -92,6 +92,8 @@ def render(table: Table) -> str:
 
 def caveats(reports: list[dict[str, Any]]) -> list[str]:
     """How far the runs are from the published task and from each other, as computed from their settings."""
+    from snnk_peft.tasks import LONG_RANGE_TASKS
+
     shared, differing = [], []
     for name, describe in CAVEATS.items():
         found = sorted({describe(report) for report in reports})

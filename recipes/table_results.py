@@ -14,12 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _lib.files import read_json, write_text
-from _lib.guard import guarded
 from _lib.tables import grid, read_reports, spread
 from table_glue import NAMES, on_plateau, rank, read_table
-
-from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results: begin (python recipes/table_results.py) -->", "<!-- results: end -->"
@@ -30,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="replace the table in README.md")
     arguments = parser.parse_args(argv)
+    from _lib.files import write_text
+    from _lib.guard import guarded
 
     def work() -> None:
         table = render(ROOT)
@@ -50,12 +48,15 @@ def replaced(text: str, table: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
+        from snnk_peft.errors import ConfigError
+
         raise ConfigError(f"README.md has no lines {BEGIN!r} and {END!r}; put them where the table belongs")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def render(root: Path) -> str:
     """The Markdown table."""
+    from _lib.files import read_json
 
     def benchmark(name: str) -> dict[str, Any]:
         return read_json(root / f"recipes/benchmarks/results/{name}/metrics.json")
@@ -116,6 +117,8 @@ def glue(root: Path) -> str:
 
 def long_range(root: Path) -> str:
     """Softmax and the best linear attention of each task."""
+    from snnk_peft.errors import ConfigError
+
     parts = []
     for task, row in sorted(read_reports(root / "model_cards/lra", "recipes/sweep_lra.py").items()):
         scores = {name: 100 * spread(cell, "accuracy")[0] for name, cell in row.items()}

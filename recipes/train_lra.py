@@ -12,117 +12,103 @@ bit, as one that was never interrupted (on the same number of threads). SIGTERM 
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from _lib.checkpoint import load_model
-from _lib.data import steps_per_epoch
-from _lib.evaluation import score
-from _lib.launch import ROOT, Request, launch, open_run
-from _lib.loop import make_optimizer
-from _lib.lra_model import build_classifier
-from _lib.lra_results import parameter_counts, write_report
-from _lib.lra_settings import LongRangeConfig, learning_rate
-from _lib.run_folder import StopSignal, peak_memory
-from _lib.sequences import SequenceExamples
-from _lib.tracking import Tracker
-from _lib.training import Training
-from accelerate.utils import set_seed
+from _lib.experiment import Data, Experiment, Finished, Schedule
+from _lib.launch import launch
+from _lib.lra_settings import LongRangeConfig
 
-from snnk_peft.tasks import LONG_RANGE_TASKS
+if TYPE_CHECKING:
+    import torch
+
+# train.schedule -> transformers' name of the schedule
+SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "rsqrt": "inverse_sqrt"}
+
+
+class LongRange(Experiment[LongRangeConfig]):
+    """A small encoder from scratch on one of `snnk_peft.tasks.LONG_RANGE_TASKS`."""
+
+    settings, program = LongRangeConfig, "train_lra.py"
+
+    def __init__(self, config: LongRangeConfig):
+        from snnk_peft.tasks import LONG_RANGE_TASKS
+
+        super().__init__(config)
+        self.task = LONG_RANGE_TASKS[config.task]
+
+    @property
+    def method(self) -> str:
+        """softmax, or component-projection."""
+        return self.config.method.label()
+
+    def data(self, accelerator: Any) -> Data:
+        """Token ids and labels of all three splits."""
+        from _lib.sequences import SequenceExamples
+
+        data = self.config.data
+        limits = {name: getattr(data, f"max_{name}_samples") for name in ("train", "validation", "test")}
+        rows = self.task.load(data.dir, max_length=data.max_length, max_samples=limits, seed=self.config.train.seed)
+        splits = {name: SequenceExamples(part) for name, part in rows.items()}
+        return Data(splits["train"], {"validation": splits["validation"]}, {"test": splits["test"]})
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        """An encoder with a head, freshly initialised; all of it is trained."""
+        from _lib.lra_model import build_classifier
+
+        config = self.config
+        max_length = self.task.max_length if config.data.max_length is None else config.data.max_length
+        return build_classifier(self.task, config.model, config.method, max_length, config.train.seed)
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """AdamW; the second moment forgets as fast as the settings say."""
+        from _lib.loop import make_optimizer
+
+        return make_optimizer(model, self.config.train, self.config.train.beta2)
+
+    def schedule(self, per_epoch: int) -> Schedule:
+        """Optimizer steps or processor time, whichever ends first."""
+        from _lib.schedule import learning_rate
+
+        train = self.config.train
+        peak, warmup = train.learning_rate, train.warmup_steps
+        if train.schedule == "rsqrt":  # Long Range Arena: learning_rate is the rate of a single step of warm-up
+            warmup = max(1, warmup)
+            peak /= math.sqrt(warmup)
+        return Schedule(
+            total=train.steps,
+            eval_every=train.eval_every,
+            rate=learning_rate(SCHEDULES[train.schedule], peak, warmup, train.steps),
+            budget_seconds=None if train.max_cpu_minutes is None else 60 * train.max_cpu_minutes,
+        )
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        """Test accuracy of the checkpoint that is best on validation, and what a step costs."""
+        state = done.state
+        return {
+            "accuracy": done.test["accuracy"],
+            "validation_accuracy": done.best["metrics"]["accuracy"],
+            "steps": state.step,
+            "train_cpu_seconds": state.cpu_seconds,
+            "seconds_per_step": state.train_seconds / state.step,
+            "cpu_seconds_per_step": state.cpu_seconds / state.step,
+            "peak_memory_bytes_before_training": done.memory_before,
+            "longest_sequence": max(done.data.train.lengths),
+        }
+
+    def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
+        """Test and validation accuracy."""
+        return (
+            f"test accuracy {done.test['accuracy']:.4f}, validation {done.best['score']:.4f} at step "
+            f"{done.best['step']}; everything is in {done.folder}"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
-    return launch("train_lra.py", __doc__, LongRangeConfig, train_lra, argv)
-
-
-def train_lra(request: Request[LongRangeConfig]) -> int:
-    """The whole run; returns the exit code."""
-    stop = StopSignal()
-    run = open_run(request)
-    if run.finished:
-        return 0
-    config, accelerator, folder, start = request.config, run.accelerator, run.folder, run.start
-    train, task, world = config.train, LONG_RANGE_TASKS[config.task], accelerator.num_processes
-
-    # --- data -------------------------------------------------------------------------------------------------------
-    data = config.data
-    limits = {"train": data.max_train_samples, "validation": data.max_validation_samples, "test": data.max_test_samples}
-    rows = task.load(data.dir, max_length=data.max_length, max_samples=limits, seed=train.seed)
-    splits = {name: SequenceExamples(part) for name, part in rows.items()}
-    examples = splits.pop("train")
-    test = {"test": splits.pop("test")}
-    sizes = {"train": len(examples), **{name: len(part) for name, part in {**splits, **test}.items()}}
-    identity = {
-        "data": [part.fingerprint() for part in (examples, *splits.values(), *test.values())],
-        "processes": world,
-    }
-
-    # --- model and optimizer ----------------------------------------------------------------------------------------
-    set_seed(train.seed)
-    max_length = task.max_length if data.max_length is None else data.max_length
-    bare = build_classifier(task, config.model, config.method, max_length, train.seed).to(accelerator.device)
-    bare.train()
-    counts = parameter_counts(bare)
-    plain_optimizer = make_optimizer(bare, train, train.beta2)
-    model, optimizer = accelerator.prepare(bare, plain_optimizer)
-    # From here on only dropout draws random numbers, differently in every process.
-    set_seed(train.seed + 1 + accelerator.process_index)
-
-    # --- where we are -----------------------------------------------------------------------------------------------
-    per_epoch = steps_per_epoch(len(examples), train.batch_size * world, train.gradient_accumulation)
-    state = run.restore(bare, plain_optimizer, identity)
-    tracker = Tracker(folder, train.steps, state.step, config.output.tensorboard, accelerator.is_main_process)
-    tracker.say(
-        f"{config.task}, {config.method.label()}: {sizes['train']} examples of up to {max(examples.lengths)} tokens, "
-        f"{per_epoch} steps per epoch, at most {train.steps} in all; {counts['total']:,} parameters"
-        + (f"; continuing after step {state.step}" if start is not None else "")
-    )
-
-    # --- training ---------------------------------------------------------------------------------------------------
-    memory_before = peak_memory(accelerator.device)
-    training = Training(
-        train=train,
-        task=task,
-        folder=folder,
-        accelerator=accelerator,
-        model=model,
-        bare=bare,
-        optimizer=optimizer,
-        plain_optimizer=plain_optimizer,
-        examples=examples,
-        splits=splits,
-        identity=identity,
-        per_epoch=per_epoch,
-        total=train.steps,
-        eval_every=train.eval_every,
-        rate=lambda now: learning_rate(train, now.step, training.fraction()),
-        state=state,
-        tracker=tracker,
-        stop=stop,
-        command=request.command,
-        budget_seconds=None if train.max_cpu_minutes is None else 60 * train.max_cpu_minutes,
-    )
-    code = training.run()
-    if code != 0:
-        return code
-    memory = {"before_training": memory_before, "peak": peak_memory(accelerator.device)}
-
-    # --- results: the checkpoint that is best on validation, scored on test ------------------------------------------
-    assert state.best is not None
-    load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", bare)
-    metrics = score(model, task, test, train.eval_batch_size, accelerator, stop.received)
-    if metrics is None:
-        print(f"{stop.name}: training is done, the test is not; continue with:\n  {request.command}")
-        return stop.exit_code
-    if accelerator.is_main_process:
-        write_report(folder, config, state, metrics, per_epoch, counts, sizes, memory, max(examples.lengths), ROOT)
-        print(
-            f"test accuracy {metrics['accuracy']:.4f}, validation {state.best['score']:.4f} at step "
-            f"{state.best['step']}; everything is in {folder}"
-        )
-    accelerator.end_training()
-    return 0
+    return launch(LongRange, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from _lib.files import check_writable, write_folder
-from _lib.guard import guarded
-
-from snnk_peft.errors import ConfigError
-from snnk_peft.tasks.listops import write_listops
+# What imports torch is imported in the function, so that `--help` answers at once.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,6 +29,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-args", type=int, default=10, help="most arguments of an operator (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the generator (0)")
     given = parser.parse_args(argv)
+    from _lib.files import check_writable, write_folder
+    from _lib.guard import guarded
+
+    from snnk_peft.errors import ConfigError
+    from snnk_peft.tasks.listops import write_listops
 
     def work() -> None:
         if given.output.exists():

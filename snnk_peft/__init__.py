@@ -11,10 +11,15 @@ import snnk_peft.tuner  # noqa: F401 - registers the PEFT method
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.closed_form import fit_closed_form
 from snnk_peft.components import COMPONENTS
-from snnk_peft.config import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig
+from snnk_peft.config import SNNKConfig
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.family_check import FamilyReport, check_family
 from snnk_peft.feature_map import build_feature_map
+from snnk_peft.parts import PARTS, FeaturePart, Part, Patch, PatchContext
+from snnk_peft.parts.adapter import AdapterPart
+from snnk_peft.parts.attention import AttentionPart
+from snnk_peft.parts.ffn import FFNPart
+from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.calibrate import calibrate
 from snnk_peft.tuner.calibration_report import CalibrationReport
@@ -25,13 +30,18 @@ __version__ = "0.1.0"
 __all__ = [
     "COMPONENTS",
     "FAMILIES",
+    "PARTS",
     "PROJECTIONS",
     "AdapterPart",
     "AttentionPart",
     "CalibrationReport",
     "FFNPart",
     "FamilyReport",
+    "FeaturePart",
     "ModelFamily",
+    "Part",
+    "Patch",
+    "PatchContext",
     "PoolerPart",
     "SNNKConfig",
     "build_feature_map",

@@ -1,7 +1,7 @@
 """The configuration: which parts of a model become SNNK layers.
 
 `SNNKConfig` is a `peft.PeftConfig`; it is saved as adapter_config.json next to the weights. It is plain data: sizes and
-names are checked against the registries (`parts.py`), the model is checked when it is patched.
+names are checked against the registries by the parts themselves, the model is checked when it is patched.
 """
 
 from __future__ import annotations
@@ -9,33 +9,26 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peft import PeftConfig, TaskType
 
 from snnk_peft.digests import DIGESTS, entry_faults, open_tensors, stamp_entries, stamp_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_adapter_card
-from snnk_peft.parts import PARTS, AdapterPart, AttentionPart, FFNPart, Part, PoolerPart, layers_faults
+from snnk_peft.parts import PARTS, Part
 from snnk_peft.registry import did_you_mean
 
-__all__ = [
-    "PARTS",
-    "AdapterPart",
-    "AttentionPart",
-    "FFNPart",
-    "Part",
-    "PoolerPart",
-    "SNNKConfig",
-    "SNNKType",
-    "layers_faults",
-    "resolve_layers",
-]
-
+if TYPE_CHECKING:
+    from snnk_peft.parts.adapter import AdapterPart
+    from snnk_peft.parts.attention import AttentionPart
+    from snnk_peft.parts.ffn import FFNPart
+    from snnk_peft.parts.pooler import PoolerPart
 
 WEIGHTS = "adapter_model.safetensors"
+SHORTCUTS = ("adapter", "pooler", "ffn", "attention")  # parts that have a field of their own
 # Entries of adapter_config.json that do not decide what the adapter computes.
 FREE = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
 
@@ -55,6 +48,8 @@ class SNNKConfig(PeftConfig):
         pooler: replacement of the pooler, or None.
         ffn: replacement of feed-forward blocks, or None.
         attention: linear attention, or None.
+        parts: further parts, any number of every kind, for instance of one kind on other layers with other sizes; parts
+            without a field above stand here. In files, dicts with the name of the part as "part".
         seed: decides every random draw, together with the name of each place.
         save_projection: True saves the matrices W with the checkpoint. False saves 32 bytes of checksum for each and
             draws them again when loading; loading fails if the draw differs.
@@ -69,6 +64,7 @@ class SNNKConfig(PeftConfig):
         ConfigError: every fault of every part at once.
 
     Example:
+        >>> from snnk_peft import AdapterPart
         >>> config = SNNKConfig(adapter=AdapterPart(num_features=16), task_type="SEQ_CLS")
         >>> config.adapter.placement
         'houlsby'
@@ -78,6 +74,7 @@ class SNNKConfig(PeftConfig):
     pooler: PoolerPart | None = None
     ffn: FFNPart | None = None
     attention: AttentionPart | None = None
+    parts: list[Part] = field(default_factory=list)
     seed: int = 0
     save_projection: bool = True
     modules_to_save: list[str] | None = None
@@ -94,25 +91,27 @@ class SNNKConfig(PeftConfig):
         changed = self._take_digests()
         self.peft_type = SNNKType.SNNK
         found: list[str] = []
-        for name, cls in PARTS.items():
-            value = getattr(self, name)
-            if isinstance(value, Mapping):
-                value, wrong = part_from_mapping(name, cls, value)
-                found += wrong
-                setattr(self, name, value)
-            if isinstance(value, cls):
-                found += value.faults(name)
-                if not self.save_projection and value.projection == "landmark":
-                    found.append(
-                        f"{name}.projection is 'landmark' with save_projection=False: landmarks cannot be drawn again "
-                        "from a seed; use save_projection=True or a drawn projection such as 'orf'"
-                    )
-            elif value is not None:
+        for name in SHORTCUTS:
+            value, wrong = _part_from(name, PARTS[name], getattr(self, name))
+            setattr(self, name, value)
+            found += wrong
+        if isinstance(self.parts, (list, tuple)):
+            read = [_listed_part(f"parts[{index}]", value) for index, value in enumerate(self.parts)]
+            self.parts = [part for part, _ in read]
+            found += [fault for _, wrong in read for fault in wrong]
+        else:
+            found.append(f"parts is a {type(self.parts).__name__}; expected a list of parts")
+        for name, part in self.named_parts().items() if isinstance(self.parts, list) else ():
+            if not isinstance(part, Part):
+                continue  # told already
+            found += part.faults(name)
+            if not self.save_projection and (what := part.not_drawn()) is not None:
                 found.append(
-                    f"{name} is a {type(value).__name__}; expected {cls.__name__}, a dict of its fields or None"
+                    f"{name}.{what} with save_projection=False: such a matrix cannot be drawn again from a seed; use "
+                    "save_projection=True or a drawn projection such as 'orf'"
                 )
-        if not found and all(getattr(self, name) is None for name in PARTS):
-            found.append(f"no part given; set at least one of {', '.join(PARTS)}")
+        if not found and not self.named_parts():
+            found.append(f"no part given; set at least one of {', '.join(SHORTCUTS)}, or parts")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             found.append(f"seed is {self.seed!r}; expected an integer >= 0")
         if not isinstance(self.save_projection, bool):
@@ -165,32 +164,48 @@ class SNNKConfig(PeftConfig):
         own = (".snnk_slots.", *(f".{name}." for name in self.modules_to_save or ()))
         return sorted(key for key in keys if not any(mark in key for mark in own))
 
-    def parts(self) -> dict[str, Part]:
-        """The parts that are set, by name."""
-        return {name: getattr(self, name) for name in PARTS if getattr(self, name) is not None}
+    def named_parts(self) -> dict[str, Part]:
+        """The parts that are set: those with a field by its name, then parts[0], parts[1], ..."""
+        own = {name: getattr(self, name) for name in SHORTCUTS if getattr(self, name) is not None}
+        return own | {f"parts[{index}]": part for index, part in enumerate(self.parts)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as in PEFT; entries of `parts` say which part they are."""
+        names = [part_name(type(part)) for part in self.parts]
+        found: dict[str, Any] = super().to_dict()
+        found["parts"] = [{"part": name, **fields} for name, fields in zip(names, found["parts"], strict=True)]
+        return found
 
 
 def _is_paths(value: object) -> bool:
     return value is None or (isinstance(value, (list, tuple, set)) and all(isinstance(name, str) for name in value))
 
 
-def part_from_mapping(name: str, cls: type[Part], given: Mapping[str, Any]) -> tuple[Part | None, list[str]]:
-    """A part from a plain dict (JSON, YAML), and the messages for fields that it does not have."""
+def part_name(cls: type[Part]) -> str:
+    """The name under which a part is registered."""
+    return next(name for name in PARTS if PARTS[name] is cls)
+
+
+def _part_from(where: str, cls: type[Part], given: object) -> tuple[Any, list[str]]:
+    """A part, from itself or a plain dict (JSON, YAML) of its fields, and the messages about what is wrong."""
+    if given is None or isinstance(given, cls):
+        return given, []
+    if not isinstance(given, Mapping):
+        return given, [f"{where} is a {type(given).__name__}; expected {cls.__name__}, a dict of its fields or None"]
     valid = [f.name for f in dataclasses.fields(cls)]
-    wrong = [f"{name}.{did_you_mean('field', key, valid)}" for key in given if key not in valid]
+    wrong = [f"{where}.{did_you_mean('field', key, valid)}" for key in given if key not in valid]
     return (None, wrong) if wrong else (cls(**given), [])
 
 
-def resolve_layers(where: str, layers: str | list[int], total: int) -> tuple[list[int], list[str]]:
-    """Layer indices for a model of `total` layers, and the messages for those it does not have."""
-    if layers == "all":
-        return list(range(total)), []
-    if isinstance(layers, str):
-        end, count = layers.split("-")
-        if int(count) > total:
-            return [], [f"{where} is {layers!r}; the model has {total} layers"]
-        return list(range(total))[-int(count) :] if end == "top" else list(range(int(count))), []
-    outside = [i for i in layers if i >= total]
-    return sorted(set(layers) - set(outside)), (
-        [f"{where} has {outside}; the model has {total} layers, indices 0 to {total - 1}"] if outside else []
-    )
+def _listed_part(where: str, given: object) -> tuple[Any, list[str]]:
+    """The same for an entry of `parts`, which names its part."""
+    if isinstance(given, Mapping):
+        name = given.get("part")
+        if name not in PARTS:
+            known = did_you_mean("part", name, PARTS.names())
+            return None, [f"{where}.part: {known}. A part of your own is known once its file is imported"]
+        return _part_from(where, PARTS[str(name)], {key: value for key, value in given.items() if key != "part"})
+    if isinstance(given, Part) and any(PARTS[name] is type(given) for name in PARTS):
+        return given, []
+    kinds = ", ".join(PARTS[name].__name__ for name in PARTS)
+    return None, [f"{where} is a {type(given).__name__}; expected one of {kinds}, or a dict with 'part' and its fields"]

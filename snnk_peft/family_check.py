@@ -24,11 +24,16 @@ from transformers import PreTrainedModel
 
 from snnk_peft.bundling.bundle import TOLERANCES, bundle
 from snnk_peft.bundling.probe import probe_inputs
-from snnk_peft.config import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig
+from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import UnsupportedError
+from snnk_peft.families import family_of
 from snnk_peft.families.base import ModelFamily
+from snnk_peft.parts.adapter import AdapterPart
+from snnk_peft.parts.attention import AttentionPart
+from snnk_peft.parts.ffn import FFNPart
+from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.tuner.get_model import get_snnk_model
-from snnk_peft.tuner.model import family_of, plan_patches, refuse_prepared
+from snnk_peft.tuner.model import plan_patches, refuse_prepared
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 CASES: dict[str, dict[str, Any]] = {

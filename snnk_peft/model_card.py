@@ -47,7 +47,7 @@ class AdapterConfig(Protocol):
     base_model_name_or_path: str | None
     task_type: Any
 
-    def parts(self) -> Mapping[str, Any]:
+    def named_parts(self) -> Mapping[str, Any]:
         """The parts that are set, by name."""
 
 
@@ -147,7 +147,7 @@ def write_adapter_card(
         return
     head = TASK_HEADS.get(str(getattr(config.task_type, "value", config.task_type)))
     name = (class_mapping or {}).get("base_model_class") or f"Model{head or ''}"
-    parts = {part: vars(value) for part, value in config.parts().items()}
+    parts = {part: vars(value) for part, value in config.named_parts().items()}
     write_model_card(folder, base_model=config.base_model_name_or_path, model_class=name, config=parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -24,11 +25,12 @@ def recipe(name: str) -> ModuleType:
     return module
 
 
-def write_world(folder: Path, positions: int = 512) -> Path:
-    """`bert/` (random, with a tokenizer) and `glue/` (RTE) below `folder`."""
+def write_world(folder: Path, positions: int = 512, pieces: Sequence[str] = ()) -> Path:
+    """`bert/` (random, with a tokenizer; `pieces` join its vocabulary) and `glue/` (RTE) below `folder`."""
     write_task(folder / "glue", "rte", n_train=40, n_dev=10)
     text = (folder / "glue/RTE/train.tsv").read_text().lower().split()
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({word.strip('".') for word in text} - {""}), "."]
+    words += [piece for piece in pieces if piece not in words]
     (folder / "vocab.txt").write_text("\n".join(words) + "\n")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -26,7 +26,7 @@ def tensors(queries: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def kernel(component: str, maps: int = 1) -> KernelAttention:
-    features = [build_feature_map(component, "orf", 6, 16, projection_params={"slot": str(i)}) for i in range(maps)]
+    features = [build_feature_map(component, "orf", 6, 16, site=str(i)) for i in range(maps)]
     return KernelAttention([AttentionTerm(features)], 4).double()
 
 

@@ -44,9 +44,9 @@ PAIRS = [
 quiet = pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
 
 
-def made(component: str, projection: str, slot: str = "", m: int = 12, **params: object) -> FeatureMap:
+def made(component: str, projection: str, site: str = "", m: int = 12, **params: object) -> FeatureMap:
     size = PROJECTIONS[projection].nearest_size(DIM, m)
-    return build_feature_map(component, projection, DIM, size, projection_params={"slot": slot, **params}).double()
+    return build_feature_map(component, projection, DIM, size, site=site, projection_params=params).double()
 
 
 def vivid():

@@ -276,7 +276,7 @@ def test_a_few_batches_suffice(count):
 
 
 def test_nothing_to_calibrate():
-    with pytest.raises(ConfigError, match="no active replaced part"):
+    with pytest.raises(ConfigError, match="no active part that can be calibrated"):
         calibrate(tiny_bert(), batches(), progress=False)
 
 

@@ -16,7 +16,7 @@ from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.feature_map.describe import component_table, describe, main, projection_table
 from snnk_peft.functional.arccos import arccos_kernel
 from snnk_peft.functional.balancing import balancing_maps, second_moment
-from snnk_peft.functional.exponential import log_second_moment, optimal_a
+from snnk_peft.functional.exponential import optimal_a
 from snnk_peft.functional.gelu_kernel import gelu_kernel
 from snnk_peft.functional.polar_quadrature import gaussian_product_mean
 from snnk_peft.functional.power_series import series_coefficients
@@ -35,6 +35,13 @@ def products(name: str, x: torch.Tensor, y: torch.Tensor, m: int, projection: st
     fm = build_feature_map(name, projection, x.shape[-1], m, component_params=params).double()
     terms = fm.phi(x, stats).dense() * fm.psi(y, stats).dense() * m
     return terms.unflatten(-1, (-1, m)).sum(-2) if terms.shape[-1] > m else terms
+
+
+def log_second_moment(a: torch.Tensor | float, square: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """log E[f(x)² f(y)²] for scalar a, softmax kernel; `square` is ‖x + y‖² (...)."""
+    a, d = torch.as_tensor(a, dtype=square.dtype), x.shape[-1]
+    exponent = 2 * (1 - 4 * a) * square / (1 - 8 * a) - x.square().sum(-1) - y.square().sum(-1)
+    return d * (1 - 4 * a).log() - d / 2 * (1 - 8 * a).log() + exponent
 
 
 def variance_over_draws(name: str, projection: str, x, y, m: int, draws: int = 800, **params) -> torch.Tensor:
@@ -323,8 +330,8 @@ def test_urf_warns_at_bert_scale():
 
 @pytest.mark.parametrize("bound", [0.0, 0.1])
 def test_urf_is_its_atoms(bound):
-    """The features are those of functional/trigonometric_atom.py, atom by atom."""
-    from snnk_peft.functional.trigonometric_atom import atom_phi, atom_psi
+    """The features are those of trigonometric_atom.py, atom by atom."""
+    from tests.trigonometric_atom import atom_phi, atom_psi
 
     params = {"atoms": 3, "bound": bound, "x_norm": 0.7, "w_norm": 1.1}
     fm = build_feature_map("urf", "gaussian", 5, 24, component_params=params).double()
@@ -462,11 +469,11 @@ def test_tables_list_everybody(capsys):
 
 def test_debug_mode_names_the_tensor(monkeypatch):
     """SNNK_DEBUG=1 looks at every input; without it nothing is looked at, because that costs time."""
-    from snnk_peft import feature_map as package
     from snnk_peft.errors import NumericalError
+    from snnk_peft.feature_map import base as package
     from snnk_peft.layers.feature_stage import FeatureStage
 
-    fm = build_feature_map("posrf", "orf", 4, 8, projection_params={"slot": "layer.3.ffn"})
+    fm = build_feature_map("posrf", "orf", 4, 8, site="layer.3.ffn")
     stage = FeatureStage(build_feature_map("relu", "orf", 4, 8), normalize=True)
     x = torch.ones(2, 3, 4)
     x[1, 2, 0] = float("inf")
@@ -477,6 +484,6 @@ def test_debug_mode_names_the_tensor(monkeypatch):
             NumericalError, match=r"shape \(2, 3, 4\).*1 entries are not finite, the first at \(1, 2, 0\)"
         ):
             call(x)
-    with pytest.raises(NumericalError, match="input of psi in slot 'layer\\.3\\.ffn'"):
+    with pytest.raises(NumericalError, match="input of psi at site 'layer\\.3\\.ffn'"):
         fm.psi(x)
     fm.phi(x[0])

@@ -20,16 +20,16 @@ import torch
 
 import snnk_peft.components
 import snnk_peft.families
-import snnk_peft.patchers
+import snnk_peft.parts
 import snnk_peft.projections
 from snnk_peft import COMPONENTS, FAMILIES, PROJECTIONS, build_feature_map
 from snnk_peft.components.base import Component, Features
-from snnk_peft.config import PARTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.random_directions import haar
-from snnk_peft.patchers import PATCHERS
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.parts import PARTS
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.registry import Registry
 
 # Parameters worth a case of their own, beside every member's defaults.
@@ -131,20 +131,21 @@ def make(
     component_params: dict[str, Any] | None = None,
     projection_params: dict[str, Any] | None = None,
     seed: int = 0,
-    slot: str = "",
+    site: str = "",
 ) -> FeatureMap:
     """A feature map of about the wanted size."""
     num_features = max(num_features, COMPONENTS[component](**(component_params or {})).fewest_rows())
     if component == "urf":  # equal feature weights: as many rows for each half of a Gaussian mixture
         num_features = -(-num_features // 4) * 4
     num_features = PROJECTIONS[projection].nearest_size(dim, num_features, **(projection_params or {}))
-    params = {"slot": slot, **(projection_params or {}), **source(projection, dim, num_features)}
+    params = {**(projection_params or {}), **source(projection, dim, num_features)}
     return build_feature_map(
         component,
         projection,
         dim,
         num_features,
         seed=seed,
+        site=site,
         component_params=component_params,
         projection_params=params,
     )
@@ -247,7 +248,7 @@ class TestEveryPair:
         assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
 
     def test_state_dict_and_copies_are_bitwise(self, component, component_params, projection, projection_params):
-        phi = self.build(component, component_params, projection, projection_params, seed=1, slot="a")
+        phi = self.build(component, component_params, projection, projection_params, seed=1, site="a")
         # a map for another seed and, for landmarks, without the pretrained layer: everything must come from the file
         other = build_feature_map(
             component,
@@ -255,8 +256,9 @@ class TestEveryPair:
             6,
             phi.num_features,
             seed=2,
+            site="b",
             component_params=component_params,
-            projection_params={"slot": "b", **projection_params},
+            projection_params=projection_params,
         )
         x = torch.randn(3, 6)
         copied = copy.deepcopy(phi)
@@ -301,14 +303,14 @@ def test_draws_follow_seed_and_slot_alone(projection, projection_params):
         return matrix(projection, dim, num_features, projection_params, **kwargs).materialize()
 
     torch.manual_seed(1)
-    first = weight(6, 9, seed=3, slot="layer.0")
+    first = weight(6, 9, seed=3, site="layer.0")
     torch.manual_seed(2)
-    assert torch.equal(first, weight(6, 9, seed=3, slot="layer.0"))
+    assert torch.equal(first, weight(6, 9, seed=3, site="layer.0"))
     with_defaults = matrix(projection, 6, 9, projection_params)
     if with_defaults.redrawable and with_defaults.seeded:
-        assert not torch.equal(first, weight(6, 9, seed=3, slot="layer.1"))
-        assert not torch.equal(first, weight(6, 9, seed=4, slot="layer.0"))
-    alone = functools.cache(lambda size: weight(6, size, seed=3, slot="layer.0"))
+        assert not torch.equal(first, weight(6, 9, seed=3, site="layer.1"))
+        assert not torch.equal(first, weight(6, 9, seed=4, site="layer.0"))
+    alone = functools.cache(lambda size: weight(6, size, seed=3, site="layer.0"))
     cases = components_over(projection, projection_params)
     assert cases
     for case in cases:
@@ -320,7 +322,7 @@ def test_draws_follow_seed_and_slot_alone(projection, projection_params):
             num_features=9,
             projection_params=projection_params,
             seed=3,
-            slot="layer.0",
+            site="layer.0",
         )
         assert torch.equal(phi.projection.materialize(), alone(phi.num_features)), case.id
 
@@ -332,14 +334,14 @@ def test_a_checksum_replaces_the_matrix(projection, projection_params):
         with pytest.raises(ConfigError, match="save_projection=True"):
             cls(6, 9, save=False, **projection_params)
         return
-    w = matrix(projection, 6, 9, projection_params, seed=5, slot="s", save=False)
+    w = matrix(projection, 6, 9, projection_params, seed=5, site="s", save=False)
     state = w.state_dict()
     assert {key: tuple(value.shape) for key, value in state.items()} == {"checksum": (32,)}
-    again = matrix(projection, 6, 9, projection_params, seed=5, slot="s", save=False)
+    again = matrix(projection, 6, 9, projection_params, seed=5, site="s", save=False)
     again.load_state_dict(state)
     assert torch.equal(again.materialize(), w.materialize())
     again.half().load_state_dict(state)  # a cast W has the checksum of what was drawn
-    other = matrix(projection, 6, 9, projection_params, seed=6, slot="s", save=False)
+    other = matrix(projection, 6, 9, projection_params, seed=6, site="s", save=False)
     kept = other.materialize().clone()
     if not other.seeded:  # the same matrix for every seed: nothing to refuse
         other.load_state_dict(state)
@@ -488,7 +490,7 @@ def test_orthogonal_rows_have_less_variance(parts, draws):
 def test_orf_blocks_are_orthogonal(dim, m, norms):
     """Oracles 9 and 17."""
     w = PROJECTIONS["orf"](dim, m, norms=norms)
-    rows = w.draw(slot_generator(0, ""))
+    rows = w.draw(site_generator(0, ""))
     assert rows.shape == (m, dim) == w.materialize().shape
     assert rows.dtype == torch.float64
     for start in range(0, m, dim):
@@ -511,7 +513,7 @@ def test_orf_rows_are_as_long_as_gaussian_ones():
 def test_orf_is_haar():
     """Oracle 9: E[Q] = 0, which plain QR misses; E[Q_ij²] = 1/d and E[Q_11 Q_22 Q_12 Q_21] = −1/(d(d−1)(d+2))."""
     count, dim = 4000, 4
-    generator = slot_generator(0, "haar")
+    generator = site_generator(0, "haar")
     q = torch.stack([haar(dim, generator) for _ in range(count)])
     limit = 5 / count**0.5
     assert q.mean(0).abs().max() < limit
@@ -629,8 +631,7 @@ def test_file_name_is_registry_key_is_one_class(registry, package, base):
 def test_families_and_parts_follow_their_files():
     assert sorted(member_files(snnk_peft.families)) == sorted(n.replace("-", "_") for n in FAMILIES.names())
     assert all(FAMILIES[name].name == name for name in FAMILIES)
-    assert PATCHERS.names() == sorted(PARTS)
-    assert sorted(member_files(snnk_peft.patchers)) == PATCHERS.names()
+    assert sorted(member_files(snnk_peft.parts)) == PARTS.names()
 
 
 def test_registry_behaves_like_a_table():

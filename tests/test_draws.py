@@ -49,10 +49,10 @@ def all_draws(projections, components) -> dict[str, torch.Tensor]:
             cls = projections[name]
             for params in [{}, *VARIANTS.get(name, [])]:
                 m = cls.nearest_size(dim, rows, **params)
-                w = cls(dim, m, seed=3, slot="there", **params)
+                w = cls(dim, m, seed=3, site="there", **params)
                 found |= {f"{name}{params}.{dim}.{key}": value.detach() for key, value in w.state_dict().items()}
                 if cls.redrawable:
-                    w = cls(dim, m, seed=3, slot="there", save=False, **params)
+                    w = cls(dim, m, seed=3, site="there", save=False, **params)
                     found[f"{name}{params}.{dim}.checksum"] = w.checksum
     for name, variants in DRAWING_COMPONENTS.items():
         for params in variants:
@@ -120,14 +120,14 @@ def test_checksums_from_elsewhere_are_accepted(here, elsewhere):
         cls = PROJECTIONS[name]
         for params in [{}, *VARIANTS.get(name, [])] if cls.redrawable else []:
             m = cls.nearest_size(24, 60, **params)
-            w = cls(24, m, seed=3, slot="there", save=False, **params)
+            w = cls(24, m, seed=3, site="there", save=False, **params)
             w.load_state_dict({"checksum": elsewhere[f"{name}{params}.24.checksum"]})
             checked += 1
     assert checked > 10
 
 
 def test_a_checksum_bears_last_bits_and_nothing_else():
-    w = PROJECTIONS["orf"](24, 60, seed=3, slot="s", save=False)
+    w = PROJECTIONS["orf"](24, 60, seed=3, site="s", save=False)
     near = torch.nextafter(w.weight, torch.tensor(9.0))
     w.verify(draw_checksum({"weight": near}))
     one_off = w.weight.clone()
@@ -146,7 +146,7 @@ def test_a_checksum_bears_last_bits_and_nothing_else():
 
 
 def test_a_file_of_the_first_method_is_refused_by_its_name():
-    w = PROJECTIONS["gaussian"](4, 5, slot="s", save=False)
+    w = PROJECTIONS["gaussian"](4, 5, site="s", save=False)
     earlier = torch.tensor(list(b"\x07" * 32), dtype=torch.uint8)
     with pytest.raises(ConfigError, match=r"earlier version, which drew .* torch.randn.*save_projection=True"):
         w.load_state_dict({"checksum": earlier})
@@ -157,7 +157,7 @@ def test_a_file_of_the_first_method_is_refused_by_its_name():
 
 
 def test_what_is_no_checksum_is_refused_as_such():
-    w = PROJECTIONS["gaussian"](4, 5, slot="s", save=False)
+    w = PROJECTIONS["gaussian"](4, 5, site="s", save=False)
     for wrong in (w.checksum.reshape(4, 8), w.checksum.to(torch.complex64), w.checksum.long(), w.checksum[:8]):
         with pytest.raises(ConfigError, match="checksum of the redrawn projection"):
             w.verify(wrong)

@@ -303,7 +303,8 @@ def test_inputs_of_later_runs_are_those_of_the_original():
     hook.remove()
     changed = get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4, init="random"), modules_to_save=[])).eval()
     layer = next(m for path, m in changed.named_modules() if path.endswith("albert_layers.0.ffn"))
-    (_, rows), *_ = _slot_inputs(changed, layer, 3, [inputs], Bar())
+    together = ["encoder.albert_layer_groups.0.albert_layers.0.activation"]
+    (_, rows), *_ = _slot_inputs(changed, layer, together, 3, [inputs], Bar())
     keep = inputs["attention_mask"].bool()
     torch.testing.assert_close(rows, torch.cat([x[keep] for x in wanted]))
     assert len(wanted) == 3

@@ -15,10 +15,7 @@ from snnk_peft.functional.arccos import arccos_from_cosine, arccos_kernel
 from snnk_peft.functional.folding import (
     Affine,
     bundle_jacobian,
-    fold_gate,
     fold_linear,
-    fold_stack,
-    nested_readout,
 )
 from snnk_peft.functional.gauss_hermite import (
     dual_kernel,
@@ -269,9 +266,6 @@ def test_ffn_bundle(dtype, tolerance):
         assert (offset is None) == (bias_A is None and bias is None)
         expected = nn.functional.linear(nn.functional.linear(phi, A, bias_A), W2, bias)
         assert relative(nn.functional.linear(phi, weight, offset), expected) < tolerance
-    v = torch.randn(64, dtype=dtype)
-    assert relative(fold_gate(v, A, a)(phi), v * Affine(A, a)(phi)) < tolerance
-    assert fold_gate(v, A).bias is None
 
 
 def test_folding_rounds_once():
@@ -293,7 +287,12 @@ def test_stack_of_three_pairs(dtype, tolerance):
 
     stack = [affine(8, 10), torch.relu, affine(40, 8), affine(20, 40), affine(6, 20), torch.cos, affine(40, 6),
              normalise, affine(7, 40), torch.tanh, affine(30, 7), affine(3, 30), affine(2, 3)]  # fmt: skip
-    folded = fold_stack(stack)
+    folded: list = []
+    for item in stack:
+        if isinstance(item, Affine) and folded and isinstance(folded[-1], Affine):
+            folded[-1] = fold_linear(*folded[-1], *item)
+        else:
+            folded.append(item)
     shapes = [tuple(f.weight.shape) for f in folded if isinstance(f, Affine)]
     assert shapes == [(8, 10), (6, 8), (40, 6), (7, 40), (2, 7)]
     x = torch.randn(5, 10, dtype=dtype)
@@ -326,18 +325,17 @@ def test_nested_readout_equals_the_network_when_features_are_exact(dtype, tolera
     features, expected = x, x
     for weight, bias in zip(weights, biases):
         features, expected = phi(features), (expected @ weight.T + bias) ** 2
-    assert relative(features @ nested_readout([psi] * 3, weights, biases).T, expected) < tolerance
-    with pytest.raises(ConfigError, match="2 feature maps, 3 weights and 3 biases"):
-        nested_readout([psi] * 2, weights, biases)
+    # W̄: Ā_1 = Ψ_1(W_0, b_0), Ā_{k+1} = Ψ_{k+1}(W_k Ā_k, b_k). (The paper prints b_L in the outermost place; by its
+    # Eq. 12 it is b_{L−1}.)
+    readout = psi(weights[0], biases[0])
+    for weight, bias in zip(weights[1:], biases[1:]):
+        readout = psi(fold_linear(readout, None, weight, None).weight, bias)
+    assert relative(features @ readout.T, expected) < tolerance
 
 
 def test_folding_faults():
     with pytest.raises(ConfigError, match=r"readout of shape \(4, 3\) into a weight of shape \(2, 5\)"):
         fold_linear(torch.zeros(4, 3), None, torch.zeros(2, 5), None)
-    with pytest.raises(ConfigError, match=r"gate has shape \(3,\)"):
-        fold_gate(torch.zeros(3), torch.zeros(4, 3))
-    with pytest.raises(ConfigError, match="stack is empty"):
-        fold_stack([])
 
 
 @pytest.mark.parametrize("f", [torch.relu, torch.cos, torch.tanh, gelu])

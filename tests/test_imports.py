@@ -14,22 +14,22 @@ import pytest
 PACKAGE = "snnk_peft"
 
 # From the bottom up; a unit imports from units below its own line. Additions to DESIGN part 2: components may use
-# functional (exact kernels); parts read the registries that they check names against (inside functions, so that
-# importing them stays light); bundling writes the model card of what it saves. Some units are files, some folders.
+# functional (exact kernels); bundling writes the model card of what it saves. Some units are files, some folders.
 LAYERS: list[set[str]] = [
     {"errors"},
     {"registry", "digests"},
+    {"options"},
     {"model_card"},  # text from plain data
     {"functional"},
     {"projections"},
     {"components"},
     {"feature_map"},
-    {"parts"},
-    {"config"},
     {"calibration"},  # solvers: tensors in, tensors out
     {"layers"},
     {"families"},
-    {"patchers", "attention"},
+    {"attention"},
+    {"parts"},
+    {"config"},
     {"tuner"},
     {"bundling"},
     {"family_check"},
@@ -38,7 +38,7 @@ LAYERS: list[set[str]] = [
 ]
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 # Folders whose members stand side by side: a member knows its folder's base and registry, never a sibling.
-FLAT = {"projections", "components", "families", "patchers"}
+FLAT = {"projections", "components", "families", "parts"}
 
 
 def unit_of(dotted: str) -> str:
@@ -102,12 +102,33 @@ def test_imports_point_downwards(root):
     assert not wrong, "\n".join(wrong)
 
 
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    """The nodes of a graph that stand on a circle, or between two."""
+    left = dict(graph)
+    while ends := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in ends:
+            del left[name]
+    while starts := set(left) - {target for targets in left.values() for target in targets}:
+        for name in starts:
+            del left[name]
+    return set(left)
+
+
+def test_tasks_import_each_other_in_one_direction(root):
+    """Also inside functions and for types only."""
+    found = {name: source for name, source in modules(root).items() if unit_of(name) == "tasks"}
+    graph = {name: {module for _, module, _ in imports(ast.parse(source))} for name, source in found.items()}
+    assert len(graph) > 15
+    assert not circles(graph)
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"c"}}) == {"b", "c"}
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
         ("snnk_peft.layers.adapter", "from snnk_peft.tuner.model import SNNKModel"),
         ("snnk_peft.projections.orf", "from snnk_peft.projections.gaussian import Gaussian"),
-        ("snnk_peft.config", "def f():\n    from snnk_peft.layers.slots import Slot"),
+        ("snnk_peft.layers.slots", "def f():\n    from snnk_peft.config import SNNKConfig"),
         ("snnk_peft.functional.arccos", "import snnk_peft.projections.orf"),
         ("snnk_peft.tasks.rte", "from snnk_peft import get_snnk_model"),
         ("snnk_peft.layers.adapter", "from snnk_peft.brandnew import x"),
@@ -124,7 +145,7 @@ def test_the_check_finds_what_it_should(module, source):
         ("snnk_peft.projections.orf", "from snnk_peft.projections import PROJECTIONS"),
         ("snnk_peft.projections.sorf", "from snnk_peft.projections.base_structured import Structured"),
         ("snnk_peft.layers.slots", "from snnk_peft.layers.adapter import SNNKAdapter"),
-        ("snnk_peft.tuner.model", "import torch\nfrom snnk_peft.patchers import PATCHERS"),
+        ("snnk_peft.tuner.model", "import torch\nfrom snnk_peft.parts import PARTS"),
     ],
 )
 def test_the_check_lets_pass_what_it_should(module, source):
@@ -195,9 +216,9 @@ def test_importing_the_package_loads_no_heavy_module_and_no_member(fresh_imports
     assert "snnk_peft.projections.orf" not in added  # members are discovered on first use
 
 
-def test_importing_config_needs_no_module_of_torch_beyond_peft(fresh_imports):
-    """config.py is plain data: what importing it adds beside the package itself is the standard library's."""
+def test_importing_config_loads_nothing_beyond_peft_and_no_member(fresh_imports):
+    """Parts, components and projections are found when the first config is made."""
     added = fresh_imports[3][1]
     assert {"snnk_peft.config", "snnk_peft.parts", "snnk_peft.errors", "snnk_peft.registry"} <= set(added)
-    assert not [m for m in added if m.split(".")[0] in ("torch", "transformers")]
-    assert not [m for m in added if m.startswith(("snnk_peft.components", "snnk_peft.projections"))]
+    assert not [m for m in added if m.split(".")[0] in ("torch", "transformers", "accelerate")]
+    assert not {"snnk_peft.parts.ffn", "snnk_peft.projections.orf", "snnk_peft.components.relu"} & set(added)

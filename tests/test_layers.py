@@ -14,16 +14,10 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.slots import (
-    After,
-    Bypass,
-    ParallelActivation,
-    ParallelFeatures,
-    ParallelReadout,
-    Replace,
-    Retrained,
-)
+from snnk_peft.layers.slots import Retrained
 from snnk_peft.layers.snnk_linear import SNNKLinear
+from snnk_peft.parts.adapter import After, BesideContraction, BesideExpansion, OnHiddenUnits
+from snnk_peft.parts.base_replaced import Bypass, Replace
 
 DIM, HIDDEN = 6, 10
 
@@ -372,9 +366,9 @@ class TestSlots:
             readout = GatedReadout(stage, init="random", gate=True, scaling=2.0)
             nn.init.normal_(readout.v)
             expected = expected + readout.scaling * readout.v * (stage(x) @ readout.A.T)
-            wide = wrap(ParallelFeatures(stage), wide)
-            act = wrap(ParallelActivation(HIDDEN), act)
-            narrow = wrap(ParallelReadout(readout), narrow)
+            wide = wrap(BesideExpansion(stage), wide)
+            act = wrap(OnHiddenUnits(HIDDEN), act)
+            narrow = wrap(BesideContraction(readout), narrow)
         torch.testing.assert_close(narrow(act(wide(x))), expected)
 
 

@@ -18,7 +18,8 @@ from snnk_peft import get_snnk_model as patch
 from snnk_peft.bundling.code_file import assemble
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, advance
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.base_learned import Learned
 from tests.tiny_models import inputs_for, same, tiny, trained
 
@@ -46,7 +47,7 @@ resampled = pytest.mark.parametrize(
 
 
 def make(name: str, params: dict[str, Any], dim: int = 6, m: int = 20, **kwargs: Any) -> Projection:
-    return PROJECTIONS[name](dim, m, **{"seed": 3, "slot": "layer.0", **params, **kwargs})
+    return PROJECTIONS[name](dim, m, **{"seed": 3, "site": "layer.0", **params, **kwargs})
 
 
 def moved(w: Projection, size: float = 0.2) -> Projection:
@@ -234,10 +235,10 @@ def test_forward_is_deterministic_and_changes_nothing(name, params):
 @cases
 def test_copies_and_checkpoints_are_bitwise(name, params, tmp_path):
     w = moved(make(name, params))
-    other = make(name, params, seed=9, slot="other")
+    other = make(name, params, seed=9, site="other")
     assert not torch.equal(other.materialize(), w.materialize())
     other.load_state_dict(state(w))
-    rebuilt = PROJECTIONS[name](6, 20, seed=3, slot="layer.0", **w.params)
+    rebuilt = PROJECTIONS[name](6, 20, seed=3, site="layer.0", **w.params)
     assert rebuilt.state_dict().keys() == w.state_dict().keys()
     rebuilt.load_state_dict(state(w))
     copied = copy.deepcopy(w)
@@ -281,7 +282,7 @@ def test_seed_and_slot_decide_the_draw(name, params):
     first = make(name, params).materialize()
     assert torch.equal(first, make(name, params).materialize())
     assert not torch.equal(first, make(name, params, seed=4).materialize())
-    assert not torch.equal(first, make(name, params, slot="layer.1").materialize())
+    assert not torch.equal(first, make(name, params, site="layer.1").materialize())
 
 
 # --- gmm ------------------------------------------------------------------------------------------------------------
@@ -513,7 +514,7 @@ def test_free_orf_starts_with_orthogonal_blocks():
 
 def draw_of(w: Projection) -> list[torch.Tensor]:
     """What is random in a matrix."""
-    return [getattr(w, name).clone() for name in w.draw_buffers(slot_generator(0))]
+    return [getattr(w, name).clone() for name in w.draw_buffers(site_generator(0))]
 
 
 def identical(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -565,7 +566,7 @@ def test_a_resumed_run_continues_bit_for_bit(name, params):
     run(straight, 8)
     first = make(name, params, redraw_every=3)
     run(first, 4)
-    resumed = PROJECTIONS[name](6, 20, seed=3, slot="layer.0", **first.params)
+    resumed = PROJECTIONS[name](6, 20, seed=3, site="layer.0", **first.params)
     assert resumed.redraw_every == 3
     resumed.load_state_dict(state(first))
     run(resumed, 4)
@@ -592,7 +593,7 @@ def test_draws_follow_casts_and_meta(name, params):
 
 
 def test_two_places_draw_differently_and_sharing_counts_once():
-    first, second = (make("gmm", {}, slot=slot, redraw_every=2) for slot in ("a", "b"))
+    first, second = (make("gmm", {}, site=site, redraw_every=2) for site in ("a", "b"))
     model = nn.ModuleList([first, second, first])
     for _ in range(2):
         advance(model)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 for package in ("accelerate", "matplotlib", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
@@ -42,14 +41,22 @@ def test_a_single_point_is_marked(drawn: list[Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 13, 25])
-def test_the_curves_of_the_language_model_reach_the_last_step(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curves_of_the_language_model_reach_the_last_step(
+    steps: int, drawn: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import tiny_llama
-    from rich.console import Console
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from accelerate.state import AcceleratorState
+    from transformers import LlamaConfig
 
-    monkeypatch.setattr(tiny_llama, "WINDOW", 8)
+    AcceleratorState._reset_state(reset_partial_state=True)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
-    text = torch.randint(256, (400,))
-    curves = tiny_llama.train(model, text, text, steps, 0, Console(quiet=True))
-    assert [points[-1][0] for points in curves.values()] == [steps, steps]
+    monkeypatch.setattr(tiny_llama, "WINDOW", 8)
+    monkeypatch.setattr(tiny_llama, "llama_config", lambda: LlamaConfig(vocab_size=256, **sizes))
+    monkeypatch.setattr(tiny_llama.TinyLlama, "report", lambda self, done: {})
+    monkeypatch.setattr(tiny_llama.TinyLlama, "summary", lambda self, done, figures: "")
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    arguments = ["--text", str(tmp_path / "text"), "--steps", str(steps), "--output", str(tmp_path / "run")]
+    assert tiny_llama.main(arguments) == 0
+    curves = points(drawn[0])
+    assert curves["training"] == list(range(1, steps + 1))
+    assert (curves["held out"][0], curves["held out"][-1]) == (0, steps)

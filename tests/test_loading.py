@@ -259,7 +259,7 @@ def test_a_config_that_is_none_is_named(text, message, folders, adapter):
     path = adapter / "adapter_config.json"
     path.write_text(text)
     for label, load in doors(folders, adapter).items():
-        if "Hub" not in label and label != "Auto class":  # whose copy of from_pretrained is not watched
+        if "Hub" not in label:
             with pytest.raises(ConfigError, match=f"{path} {message}"):
                 load()
 

@@ -41,7 +41,7 @@ import write_listops as write_listops_recipe
 from _lib import checkpoint as checkpoints
 from _lib.config import load_config
 from _lib.lra_model import build_classifier
-from _lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, LongRangeTrain, learning_rate
+from _lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, LongRangeOutput, LongRangeTrain
 from _lib.sequences import SequenceExamples
 from accelerate.state import AcceleratorState
 
@@ -456,13 +456,16 @@ def test_a_budget_of_processor_time_ends_the_run(easy: Path, tmp_path: Path) -> 
 def test_schedules() -> None:
     def rate(schedule: str, step: int, fraction: float | None = None) -> float:
         train = LongRangeTrain(steps=100, warmup_steps=10, schedule=schedule, learning_rate=1.0)
-        return learning_rate(train, step, step / 100 if fraction is None else fraction)
+        config = LongRangeConfig(output=LongRangeOutput(dir="x"), task="listops", train=train)
+        return (
+            train_lra.LongRange(config).schedule(per_epoch=1).rate(step, step if fraction is None else 100 * fraction)
+        )
 
     assert [rate("linear", step) for step in (0, 9, 10, 55)] == pytest.approx([0.1, 1.0, 1.0, 0.5])
     assert [rate("cosine", step) for step in (10, 55, 99)] == pytest.approx([1.0, 0.5, 0.0], abs=1e-3)
     assert rate("linear", 20, fraction=0.55) == pytest.approx(0.5)
     assert rate("constant", 99) == 1.0
-    assert [rate("rsqrt", step) for step in (4, 39)] == pytest.approx([0.5 / 10**0.5, 1 / 40**0.5])
+    assert [rate("rsqrt", step) for step in (4, 9, 39)] == pytest.approx([0.5 / 10**0.5, 1 / 10**0.5, 1 / 40**0.5])
 
 
 def test_settings_are_strict(tmp_path: Path) -> None:

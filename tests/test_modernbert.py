@@ -17,7 +17,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.slots import After
+from snnk_peft.parts.adapter import After
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.fresh_process import run_python
 from tests.tiny_models import inputs_for, same, tiny, trained

@@ -163,7 +163,7 @@ def test_patch_train_save_load(family, part, task_type, tmp_path):
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
         n for n, p in other.named_parameters() if p.requires_grad
     ]
-    if set(config.parts()) == {"adapter"}:
+    if set(config.named_parts()) == {"adapter"}:
         # Adapters start as the identity, bitwise where they stand behind a module. The parallel one hands the
         # contraction a part of a wider tensor, which matrix kernels may sum in another order.
         exact = {"rtol": 0, "atol": 0} if part != "parallel" else {}
@@ -175,7 +175,7 @@ def test_patch_train_save_load(family, part, task_type, tmp_path):
         new = ".snnk_slots." in name or ".modules_to_save." in name
         assert parameter.requires_grad == new, name
         assert (parameter.grad is not None) == new, name
-    head = FAMILIES[family].head_output if "pooler" in config.parts() else None
+    head = FAMILIES[family].head_output if "pooler" in config.named_parts() else None
     trained_head = [n for n, p in model.named_parameters() if p.requires_grad and (head or "classifier") in n]
     assert trained_head
 

@@ -23,7 +23,8 @@ from snnk_peft.functional.circulant import circulant_matrix, hankel_matrix, toep
 from snnk_peft.functional.fourier_sphere import fourier_indices, riesz_energy, sphere_points
 from snnk_peft.functional.random_directions import simplex
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.base_structured import Structured
 from tests.tiny_models import inputs_for, same, tiny, trained
 
@@ -49,14 +50,14 @@ SIZES = [(16, 16), (16, 64), (16, 40), (16, 6), (7, 22), (1, 2)]
 
 def draw(name: str, dim: int, m: int, seed: int = 0, **params: Any) -> torch.Tensor:
     """W as drawn, in fp64 where the member works in it."""
-    return PROJECTIONS[name](dim, m, **params).draw(slot_generator(seed, "")).to(F64)
+    return PROJECTIONS[name](dim, m, **params).draw(site_generator(seed, "")).to(F64)
 
 
 def drawn_factors(name: str, dim: int, m: int, **params: Any) -> dict[str, torch.Tensor]:
     """What the matrix of seed 0 is made of, in fp64."""
     matrix = PROJECTIONS[name](dim, m, **params)
     assert isinstance(matrix, Structured)
-    return {key: value.to(F64) for key, value in matrix.draw_factors(slot_generator(0, "")).items()}
+    return {key: value.to(F64) for key, value in matrix.draw_factors(site_generator(0, "")).items()}
 
 
 def hadamard(n: int) -> torch.Tensor:
@@ -177,8 +178,8 @@ def test_circulant_matrices_are_those_of_scipy(dim, m):
 @pytest.mark.parametrize(("dim", "m"), SIZES)
 def test_the_fast_transform_is_the_dense_product(name, params, dim, m):
     """Oracles 11, 16, 17: the same matrix from the same seed, applied in two ways."""
-    slow = PROJECTIONS[name](dim, m, seed=3, slot="s", fast=False, **params)
-    fast = PROJECTIONS[name](dim, m, seed=3, slot="s", fast=True, **params)
+    slow = PROJECTIONS[name](dim, m, seed=3, site="s", fast=False, **params)
+    fast = PROJECTIONS[name](dim, m, seed=3, site="s", fast=True, **params)
     assert fast.fast
     assert "weight" in dict(slow.named_buffers())
     assert "weight" not in dict(fast.named_buffers())
@@ -187,7 +188,7 @@ def test_the_fast_transform_is_the_dense_product(name, params, dim, m):
     W = fast.materialize()
     assert W.shape == (m, dim)
     assert W.any()
-    assert_same(W, slow.draw(slot_generator(3, "s")))
+    assert_same(W, slow.draw(site_generator(3, "s")))
     x = torch.randn(2, 3, dim, dtype=F64, requires_grad=True)
     assert_same(fast(x), x @ W.T)
     assert torch.autograd.gradcheck(fast, x)
@@ -241,25 +242,25 @@ def test_fast_is_chosen_by_size_and_recorded(name, params):
 @structured_cases
 def test_factors_survive_what_a_matrix_survives(name, params):
     cls = PROJECTIONS[name]
-    w = cls(12, 20, seed=1, slot="a", fast=True, **params)
-    again = cls(12, 20, seed=1, slot="a", **w.params)
+    w = cls(12, 20, seed=1, site="a", fast=True, **params)
+    again = cls(12, 20, seed=1, site="a", **w.params)
     assert torch.equal(again.materialize(), w.materialize())
-    other = cls(12, 20, seed=2, slot="b", fast=True, **params)
+    other = cls(12, 20, seed=2, site="b", fast=True, **params)
     assert not torch.equal(other.materialize(), w.materialize())
     other.load_state_dict(w.state_dict())
     assert torch.equal(other.materialize(), w.materialize())
     # kept as a seed: 32 bytes, checked on loading, restored by redraw() after a loader lost the factors
-    seeds = cls(12, 20, seed=1, slot="a", fast=True, save=False, **params)
+    seeds = cls(12, 20, seed=1, site="a", fast=True, save=False, **params)
     assert list(seeds.state_dict()) == ["checksum"]
     with pytest.raises(ConfigError, match="checksum of the redrawn projection of 'b'"):
-        cls(12, 20, seed=2, slot="b", fast=True, save=False, **params).load_state_dict(seeds.state_dict())
+        cls(12, 20, seed=2, site="b", fast=True, save=False, **params).load_state_dict(seeds.state_dict())
     lost = copy.deepcopy(seeds).to_empty(device="meta")
     lost.redraw(torch.device("cpu"))
     assert {tensor.device.type for tensor in lost.state_tensors()} == {"cpu"}
     assert torch.equal(lost.materialize(), w.materialize())
     with torch.device("meta"):
         shapes = {key: value.shape for key, value in cls(12, 20, fast=True, **params).state_dict().items()}
-        drawn = cls(12, 20, seed=1, slot="a", fast=True, save=False, **params)
+        drawn = cls(12, 20, seed=1, site="a", fast=True, save=False, **params)
     assert shapes == {key: value.shape for key, value in w.state_dict().items()}
     assert torch.equal(drawn.materialize(), w.materialize())
 
@@ -337,7 +338,7 @@ def test_rows_are_standard_normal(name, params, row):
     dim, m, draws = 5, 14, 1000
     matrix = PROJECTIONS[name](dim, m, **params)
     assert matrix.unbiased
-    rows = torch.stack([matrix.draw(slot_generator(seed, "rows"))[row] for seed in range(draws)]).to(F64)
+    rows = torch.stack([matrix.draw(site_generator(seed, "rows"))[row] for seed in range(draws)]).to(F64)
     for vector in (torch.eye(5, dtype=F64)[2], torch.full((5,), 5**-0.5, dtype=F64)):
         assert stats.kstest((rows @ vector).numpy(), "norm").pvalue > 1e-4
     assert stats.kstest(rows.square().sum(1).numpy(), stats.chi2(dim).cdf).pvalue > 1e-4
@@ -418,12 +419,12 @@ def test_plain_sequences_are_those_of_scipy(sequence, dim, m):
 
 @pytest.mark.parametrize("sequence", ["sobol", "halton"])
 def test_scrambled_points_stay_even_and_inside(sequence):
-    points = getattr(low_discrepancy, sequence)(128, 30, slot_generator(1, "q"))
+    points = getattr(low_discrepancy, sequence)(128, 30, site_generator(1, "q"))
     assert points.shape == (128, 30)
     assert ((points > 0) & (points < 1)).all()
     # the first coordinate is in base 2 for both: one point in each of 128 intervals
     assert torch.equal((points[:, 0] * 128).long().sort().values, torch.arange(128))
-    again = getattr(low_discrepancy, sequence)(128, 30, slot_generator(2, "q"))
+    again = getattr(low_discrepancy, sequence)(128, 30, site_generator(2, "q"))
     assert not torch.equal(points, again)
     if sequence == "halton":  # base 3: one in each of 81
         assert torch.equal((points[:81, 1] * 81).long().sort().values, torch.arange(81))
@@ -449,7 +450,7 @@ def test_even_points_have_smaller_errors(params):
 @pytest.mark.parametrize("name", ["qmc", "mm"])
 def test_plain_sequences_do_not_depend_on_the_seed(name):
     cls = PROJECTIONS[name]
-    first, second = (cls(4, 8, seed=seed, slot=str(seed), scramble=False, save=False) for seed in (1, 2))
+    first, second = (cls(4, 8, seed=seed, site=str(seed), scramble=False, save=False) for seed in (1, 2))
     assert torch.equal(first.weight, second.weight)
     assert not first.seeded
     assert cls(4, 8).seeded
@@ -494,7 +495,7 @@ def test_moment_matching_below_full_rank():
 
 def weighted(matrix: Projection) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and nodes in fp64, as drawn."""
-    nodes = matrix.draw(slot_generator(matrix.seed, matrix.slot))
+    nodes = matrix.draw(site_generator(matrix.seed, matrix.site))
     matrix = matrix.double()
     matrix.weight = nodes
     return matrix.feature_weights, nodes
@@ -585,7 +586,7 @@ def test_signed_weights_ride_on_the_towers(name, m, dtype):
 
 @pytest.mark.parametrize(("h", "n"), [(1, 2), (2, 3), (3, 7), (4, 16), (8, 32)])
 def test_fourier_points_are_a_tight_frame_on_the_sphere(h, n):
-    indices = fourier_indices(h, n, slot_generator(0, "f"))
+    indices = fourier_indices(h, n, site_generator(0, "f"))
     assert len(set(indices.tolist())) == h
     assert indices.min() >= 1
     assert indices.max() < n
@@ -608,7 +609,7 @@ def test_the_search_spreads_the_points():
         return torch.pdist(points).square().clamp_min(1e-12).pow(-1.0).mean()
 
     for h, n in [(4, 16), (8, 24)]:
-        generator = slot_generator(0, "f")
+        generator = site_generator(0, "f")
         found = energy(sphere_points(fourier_indices(h, n, generator), n))
         random = [energy(sphere_points(torch.randperm(n - 1, generator=generator)[:h] + 1, n)) for _ in range(50)]
         independent = [

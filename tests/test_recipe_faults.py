@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+from glue_files import write_task
 from recipe_world import recipe, write_settings, write_world
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
@@ -35,7 +36,7 @@ sys.path.append(str(RECIPES))
 
 import finetune
 from _lib import checkpoint as checkpoints
-from _lib import sweep, training
+from _lib import models, sweep, training
 from _lib.files import temporary_name, write_text
 from _lib.guard import guarded
 from _lib.loop import train_step
@@ -96,6 +97,29 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Any) -> None:
 
     counter = {"done": 0}
     monkeypatch.setattr(training, "train_step", stepping)
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+HEAVY = ("torch", "transformers", "peft", "datasets", "sklearn", "accelerate")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("finetune", "train_lra", "tiny_llama", "closed_form", "evaluate"),
+        *("bundle", "sweep_glue", "sweep_lra", "write_listops", "table_glue", "table_lra", "table_results"),
+    ],
+)
+def test_help_answers_before_the_large_libraries_are_loaded(name: str) -> None:
+    # -X importtime names every module that is loaded, on standard error.
+    command = [sys.executable, "-X", "importtime", str(RECIPES / f"{name}.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "usage:" in done.stdout
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in loaded
+    assert not loaded & set(HEAVY)
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
@@ -220,7 +244,7 @@ def test_leftovers_of_a_killed_run_go_when_it_is_continued(here: Path, monkeypat
 def test_an_output_that_cannot_be_made_is_refused_before_the_work(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(finetune, "load_tokenizer", lambda _: pytest.fail("the work has begun"))
+    monkeypatch.setattr(models, "load_tokenizer", lambda _: pytest.fail("the work has begun"))
     (here / "file").write_text("")
     for folder, message in (
         ("file", "the output folder is file, which is a file; expected a folder"),
@@ -310,8 +334,14 @@ def test_examples_longer_than_the_positions_are_refused_before_the_run(
     assert finetune.main(["run.yaml", "data.max_length=16", "train.epochs=1"]) == 0
     assert evaluate.main(["run", "data.max_length=17"]) == 2
     assert "set data.max_length=16" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="positions for 16 tokens"):
-        recipe("closed_form").main(["--task", "rte", "--data", "glue", "--model", "bert", "--output", "closed.json"])
+    closed_form = ["--task", "rte", "--data", "glue", "--model", "bert", "--output", "closed.json"]
+    assert recipe("closed_form").main(closed_form) == 2
+    expected = "--max-length is 128; BertForSequenceClassification has positions for 16 tokens: set --max-length=16 or"
+    assert expected in capsys.readouterr().err
+    write_task(tmp_path / "glue", "rte", n_train=300, n_dev=10)  # five batches, one of which chooses the ridge
+    assert recipe("closed_form").main([*closed_form, "--max-length=16", "--num-features=8", "--epochs=1"]) == 0
+    rows = json.loads((tmp_path / "closed.json").read_text())["rows"]
+    assert [row["head"] for row in rows] == ["closed form", "AdamW, 1 epochs"]
 
 
 def test_roberta_counts_its_positions_from_the_padding_token() -> None:
@@ -342,8 +372,6 @@ def test_empty_texts_are_refused_with_file_and_line(world: Path, tmp_path: Path,
 
 
 def test_the_few_empty_texts_of_an_official_file_are_left_out(tmp_path: Path) -> None:
-    from glue_files import write_task
-
     write_task(tmp_path, "qqp", n_train=5000, n_dev=10)
     file = tmp_path / "QQP/train.tsv"
     header, first, *rest = file.read_text().splitlines()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -43,7 +44,8 @@ from _lib import training
 from _lib.config import describe, load_config
 from _lib.data import Examples, epoch_plan, share, steps_per_epoch
 from _lib.evaluation import DivergedError
-from _lib.loop import FiniteWatch, learning_rate, make_optimizer, train_step
+from _lib.loop import FiniteWatch, make_optimizer, train_step
+from _lib.schedule import learning_rate
 from _lib.settings import FinetuneConfig, TrainSection
 from _lib.sweep import Run, time_left
 from accelerate import Accelerator
@@ -269,11 +271,28 @@ def test_accumulated_gradients_equal_those_of_one_large_batch(world: Path) -> No
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
 
 
-def test_schedules() -> None:
-    train = TrainSection(learning_rate=1.0, warmup_ratio=0.06)
-    assert [learning_rate(train, step, 100) for step in (0, 2, 5, 6, 99)] == pytest.approx([1 / 6, 0.5, 1, 1, 1])
-    linear = TrainSection(learning_rate=1.0, warmup_ratio=0.1, schedule="linear")
-    assert [learning_rate(linear, step, 100) for step in (0, 9, 10, 55, 99)] == pytest.approx([0.1, 1, 1, 0.5, 1 / 90])
+@pytest.mark.parametrize(("warmup", "total"), [(0, 9), (6, 100), (10, 100), (100, 100), (7, 3), (1, 1)])
+def test_every_step_learns_at_the_rate_of_its_schedule(warmup: int, total: int) -> None:
+    """By the definition: a rise whose first step is not lost and whose last is the peak, then constant or a fall."""
+    for name, after in (
+        ("constant_with_warmup", lambda step: 1.0),
+        ("linear", lambda step: (total - step) / (total - warmup)),
+        ("cosine", lambda step: (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2),
+    ):
+        rate = learning_rate(name, 2e-3, warmup, total)
+        for step in range(total):
+            expected = (step + 1) / warmup if step < warmup else after(step)
+            assert rate(step, step) == pytest.approx(2e-3 * expected, rel=1e-12, abs=0), (name, step)
+            assert rate(step, step) > 0
+
+
+def test_the_rate_follows_the_settings() -> None:
+    changes = ["task=rte", "output.dir=x", "method.name=full", "train.warmup_ratio=0.1", "train.learning_rate=1.0"]
+    for name, expected in (("constant_with_warmup", [0.1, 1, 1, 1, 1]), ("linear", [0.1, 1, 1, 0.5, 1 / 90])):
+        config = load_config(FinetuneConfig, None, [*changes, "train.epochs=4", f"train.schedule={name}"])
+        schedule = finetune.Finetuning(config).schedule(per_epoch=25)
+        assert (schedule.total, schedule.eval_every, schedule.budget_seconds) == (100, 25, None)
+        assert [schedule.rate(step, step) for step in (0, 9, 10, 55, 99)] == pytest.approx(expected)
 
 
 def test_vectors_are_not_decayed() -> None:
@@ -406,8 +425,12 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(
         ("train.mixed_precision=bf16", "train.gradient_accumulation=2", "train.schedule=linear", "train.epochs=5"),
         # What calibration wrote (landmarks, readouts) does not follow from the settings: the checkpoint has to hold it.
         ("method.adapter=null", "method.ffn={num_features: 8}", "method.calibrate=true", "method.pooler={init: paper}"),
+        (
+            "method.adapter=null",
+            "method.parts=[{part: ffn, num_features: 8, layers: [0]}, {part: adapter, num_features: 4}]",
+        ),
     ],
-    ids=["adapter", "bf16", "calibrated"],
+    ids=["adapter", "bf16", "calibrated", "parts"],
 )
 def test_resume_of_snnk_parts_is_exact(
     world: Path, tmp_path: Path, interrupt: Any, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...]

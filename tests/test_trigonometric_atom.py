@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snnk_peft.functional.trigonometric_atom import atom_phi, atom_psi, best_scale
+from tests.trigonometric_atom import atom_phi, atom_psi, best_scale
 
 DRAWS = 400_000
 

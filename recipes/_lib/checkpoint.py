@@ -24,7 +24,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from _lib.files import flush, read_json, remove, sha256, temporary_name, write_json, writing
+from snnk_peft import __version__
 from snnk_peft.errors import ConfigError
+
+
+class MisfitError(ConfigError):
+    """A whole checkpoint of another model: of other settings, or of a version that built it in another way."""
+
 
 _NAME = re.compile(r"step-\d{7}")
 _ADDED = re.compile(r"(^|\.)(snnk_|lora_)")
@@ -119,7 +125,10 @@ def verify(checkpoint: Path) -> None:
         raise ConfigError(f"checkpoint {checkpoint} has no manifest.json{_alternative(checkpoint)}")
     manifest = read_json(checkpoint / "manifest.json")
     if not isinstance(manifest, dict) or manifest.get("format") != 1:
-        raise ConfigError(f"{checkpoint / 'manifest.json'}: expected format 1{_alternative(checkpoint)}")
+        raise ConfigError(
+            f"{checkpoint / 'manifest.json'}: expected format 1, which snnk-peft {__version__} reads; continue "
+            f"with the version that wrote it (see the run's environment.json){_alternative(checkpoint)}"
+        )
     for name, entry in manifest["files"].items():
         file = checkpoint / name
         if not file.is_file():
@@ -177,7 +186,7 @@ def load_checkpoint(
     for key, value in moments.items():
         name, _, kind = key.rpartition("/")
         if name not in trained or (value.dim() > 0 and value.shape != trained[name].shape):
-            raise ConfigError(f"{checkpoint}: optimizer state {key!r} fits no trained parameter of this model")
+            raise MisfitError(f"{checkpoint}: optimizer state {key!r} fits no trained parameter of this model")
         per_parameter.setdefault(name, {})[kind] = value
     generators = _read(checkpoint / f"rng-{rank}.safetensors")
     plain = read_json(checkpoint / f"rng-{rank}.json")
@@ -245,7 +254,7 @@ def _compare(checkpoint: Path, found: Mapping[str, torch.Tensor], expected: Mapp
             given, wanted = f"{tuple(theirs.shape)} {theirs.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
             faults.append(f"{checkpoint}: tensor {name} is {given}; this model has {wanted}")
     if faults:
-        raise ConfigError(sorted(faults))
+        raise MisfitError(sorted(faults))
 
 
 def _fill(target: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:

@@ -3,6 +3,8 @@
 A section is a dataclass whose fields are made with `setting(default, help, ...)`. Unknown keys, wrong types and values
 out of range are collected over the whole file and reported together, each with the closest valid name. A section may
 define `check() -> list[str]` for faults that involve several of its values.
+
+The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -17,9 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-
-from snnk_peft.errors import ConfigError
-from snnk_peft.registry import did_you_mean
 
 Section = TypeVar("Section")
 # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3); people write 1e-3.
@@ -67,6 +66,8 @@ def load_config(
     Raises:
         ConfigError: with every fault of the file and of the overrides.
     """
+    from snnk_peft.errors import ConfigError
+
     faults: list[str] = []
     given = copy.deepcopy(dict(source or {})) if isinstance(source, Mapping | None) else read_yaml(source)
     for override in overrides:
@@ -80,6 +81,8 @@ def load_config(
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file; a ConfigError names the file and the line otherwise."""
+    from snnk_peft.errors import ConfigError
+
     try:
         given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -129,6 +132,8 @@ def describe(cls: type[Any], prefix: str = "") -> list[str]:
 
 def build(cls: type[Section], given: Any, faults: list[str], path: str = "") -> Section | None:
     """An instance of the dataclass `cls` from a mapping; faults are appended, and None returned if there were any."""
+    from snnk_peft.registry import did_you_mean
+
     where = path.rstrip(".") or "the settings"
     if not isinstance(given, Mapping):
         faults.append(f"{where}: expected a section with keys, got {given!r}")
@@ -186,6 +191,8 @@ def _apply(given: dict[str, Any], override: str, faults: list[str]) -> None:
 
 def _checked(value: Any, hint: Any, limits: Mapping[str, Any], name: str, faults: list[str]) -> Any:
     """`value` converted to `hint` if it fits type and limits; otherwise a fault."""
+    from snnk_peft.registry import did_you_mean
+
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
     if float in allowed and isinstance(value, str) and _NUMBER.fullmatch(value):
         value = float(value)

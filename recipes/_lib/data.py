@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from _lib.settings import FinetuneConfig, StepSettings
 from snnk_peft.errors import ConfigError
+from snnk_peft.tasks.table import IGNORED
 
 _MEGABATCH = 50  # batches sorted together: long enough to find similar lengths, short enough to keep the order random
 
@@ -26,7 +27,7 @@ class ExampleSet(ABC):
     """Examples that can be drawn in batches.
 
     Attributes:
-        labels: (n,) int64 class indices, or float32 targets.
+        labels: (n,) int64 class indices, or float32 targets; absent where every word has a label.
         lengths: tokens per example.
     """
 
@@ -44,6 +45,10 @@ class ExampleSet(ABC):
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: equal if and only if training would see the same data."""
 
+    def plan(self, batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:
+        """The optimizer steps of one epoch, see `epoch_plan`; as many as `steps_per_epoch` says."""
+        return epoch_plan(self.lengths, batch_size, train, epoch)
+
     def by_length(self, batch_size: int) -> Iterator[list[int]]:
         """Batches of indices, longest first: the evaluation order with the least padding."""
         order = sorted(range(len(self)), key=lambda index: -self.lengths[index])
@@ -52,10 +57,12 @@ class ExampleSet(ABC):
 
 
 class Examples(ExampleSet):
-    """Tokenised sentences or sentence pairs with their labels.
+    """Tokenised sentences or sentence pairs with their labels, or words with one label each.
+
+    The label of a word stands at its first token; the other tokens have `IGNORED`. Words behind `max_length` are cut.
 
     Args:
-        rows: a `datasets.Dataset` with the columns sentence1, optionally sentence2, and label.
+        rows: a `datasets.Dataset` with the columns sentence1, optionally sentence2, and label; or words and label.
         tokenizer: a transformers tokenizer.
         max_length: tokens per example; longer ones are cut.
     """
@@ -63,19 +70,31 @@ class Examples(ExampleSet):
     def __init__(self, rows: Any, tokenizer: PreTrainedTokenizerBase, max_length: int):
         if len(rows) == 0:
             raise ConfigError("the data hold no example; expected at least one row per split")
-        sentences = [list(rows["sentence1"])]
-        if "sentence2" in rows.column_names:
-            sentences.append(list(rows["sentence2"]))
-        encoded = tokenizer(*sentences, truncation=True, max_length=max_length, return_attention_mask=False)
+        of_words = "words" in rows.column_names
+        names = [name for name in ("words", "sentence1", "sentence2") if name in rows.column_names]
+        encoded = tokenizer(
+            *(list(rows[name]) for name in names),
+            is_split_into_words=of_words,
+            truncation=True,
+            max_length=max_length,
+            return_attention_mask=False,
+        )
         self.columns = {name: [np.asarray(ids, dtype=np.int64) for ids in values] for name, values in encoded.items()}
-        labels = np.asarray(list(rows["label"]))
-        self.labels = torch.from_numpy(labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64))
+        if of_words:
+            self.columns["labels"] = _at_first_tokens(encoded, list(rows["label"]))
+        else:
+            labels = np.asarray(list(rows["label"]))
+            self.labels = torch.from_numpy(labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64))
         self.lengths = [len(ids) for ids in self.columns["input_ids"]]
         self._pad = {"input_ids": tokenizer.pad_token_id or 0, "token_type_ids": tokenizer.pad_token_type_id}
+        self._pad["labels"] = IGNORED
         self._left = tokenizer.padding_side == "left"
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """Model inputs of the chosen examples: input_ids, attention_mask, ... (batch, longest) and labels (batch,)."""
+        """Model inputs of the chosen examples: input_ids, attention_mask, ... (batch, longest).
+
+        And labels, (batch,), or of words (batch, longest).
+        """
         longest = max(self.lengths[index] for index in indices)
         mask = np.zeros((len(indices), longest), dtype=np.int64)
         filled = {name: np.full_like(mask, self._pad.get(name, 0)) for name in self.columns}
@@ -87,17 +106,32 @@ class Examples(ExampleSet):
                 filled[name][row, place] = values[index]
         inputs = {name: torch.from_numpy(values).to(device) for name, values in filled.items()}
         inputs["attention_mask"] = torch.from_numpy(mask).to(device)
-        inputs["labels"] = self.labels[list(indices)].to(device)
+        if "labels" not in inputs:
+            inputs["labels"] = self.labels[list(indices)].to(device)
         return inputs
 
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: equal if and only if training would see the same data."""
-        digest = hashlib.sha256(self.labels.numpy().tobytes())
+        digest = hashlib.sha256(b"" if "labels" in self.columns else self.labels.numpy().tobytes())
         for name in sorted(self.columns):
             digest.update(name.encode())
             digest.update(np.asarray(self.lengths, dtype=np.int64).tobytes())
             digest.update(np.concatenate(self.columns[name]).tobytes())
         return digest.hexdigest()
+
+
+def _at_first_tokens(encoded: Any, labels: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Labels of words as labels of tokens, (length,) each."""
+    found = []
+    for row, of_words in enumerate(labels):
+        words = encoded.word_ids(row)
+        first = [word is not None and word != before for before, word in zip([None, *words], words, strict=False)]
+        found.append(np.asarray([of_words[word] if new else IGNORED for word, new in zip(words, first, strict=True)]))
+        if all(found[-1] == IGNORED):
+            raise ConfigError(
+                f"example {row} of the data: the tokenizer makes no token of its words; leave the row out"
+            )
+    return found
 
 
 def epoch_plan(lengths: Sequence[int], batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from _lib.data import ExampleSet, share
+from snnk_peft.tasks.table import IGNORED
 
 
 class DivergedError(ArithmeticError):
@@ -32,13 +34,15 @@ def predict(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Logits (n, classes) in fp32 and labels (n,), on the CPU, of all examples; None if `stopped` became true.
 
+    Where every word has a label: (n, longest, classes) and (n, longest), padded with zeros and `IGNORED`.
+
     With several processes each takes part of every batch and all receive the whole result.
     """
     was_training = model.training
     model.eval()
     logits: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
-    world = accelerator.num_processes
+    world, longest = accelerator.num_processes, max(examples.lengths)
     for indices in examples.by_length(batch_size * world):
         # With several processes only an agreed stop is safe, and that comes at the next step boundary.
         if world == 1 and stopped():
@@ -48,11 +52,14 @@ def predict(
         inputs = examples.batch(mine, accelerator.device)
         target = inputs.pop("labels")
         output = model(**inputs).logits.float()
+        if target.dim() == 2:
+            missing = longest - target.shape[1]
+            output, target = pad(output, (0, 0, 0, missing)), pad(target, (0, missing), value=IGNORED)
         if world > 1:
             sizes = accelerator.gather(torch.tensor([count], device=output.device))
             size = max(1, -(-len(indices) // world))
             padded = torch.zeros(size, *output.shape[1:], device=output.device)
-            wanted = torch.zeros(size, device=output.device, dtype=target.dtype)
+            wanted = torch.zeros(size, *target.shape[1:], device=output.device, dtype=target.dtype)
             padded[: len(output)], wanted[: len(target)] = output, target
             parts = zip(
                 accelerator.gather(padded).split(size), accelerator.gather(wanted).split(size), sizes, strict=True

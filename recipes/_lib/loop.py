@@ -12,7 +12,7 @@ import torch
 
 from _lib.data import ExampleSet, share
 from _lib.evaluation import DivergedError
-from _lib.settings import StepSettings, TrainSection
+from _lib.settings import StepSettings
 from snnk_peft.feature_map import advance
 
 
@@ -35,16 +35,6 @@ class RunState:
     evaluations_without_gain: int = 0
     train_seconds: float = 0.0
     cpu_seconds: float = 0.0
-
-
-def learning_rate(train: TrainSection, step: int, total: int) -> float:
-    """Rate of optimizer step number `step` (from 0): a linear rise, then constant or a linear fall to zero."""
-    warmup = math.ceil(train.warmup_ratio * total)
-    if step < warmup:
-        return train.learning_rate * (step + 1) / warmup
-    if train.schedule == "constant_with_warmup":
-        return train.learning_rate
-    return train.learning_rate * (total - step) / (total - warmup)
 
 
 def make_optimizer(model: torch.nn.Module, train: StepSettings, beta2: float = 0.999) -> torch.optim.AdamW:

@@ -1,20 +1,21 @@
-"""The settings of recipes/train_lra.py, section by section."""
+"""The settings of recipes/train_lra.py, section by section.
+
+The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
+"""
 
 # `setting` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
 
-import math
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from _lib.config import setting
 from _lib.settings import StepSettings
-from snnk_peft.config import AttentionPart, SNNKConfig
-from snnk_peft.errors import ConfigError
-from snnk_peft.registry import did_you_mean
-from snnk_peft.tasks import LONG_RANGE_TASKS
+
+if TYPE_CHECKING:
+    from snnk_peft import SNNKConfig
 
 SOFTMAX = "softmax"
 
@@ -66,6 +67,9 @@ class AttentionMethod:
 
     def check(self) -> list[str]:
         """Faults of the AttentionPart itself."""
+        from snnk_peft.errors import ConfigError
+        from snnk_peft.registry import did_you_mean
+
         if isinstance(self.attention, str) and self.attention != SOFTMAX:
             hint = did_you_mean("value", self.attention, [SOFTMAX])
             return [f"attention: {hint}, or the fields of an AttentionPart, such as {{component: posrf}}"]
@@ -77,6 +81,8 @@ class AttentionMethod:
 
     def label(self) -> str:
         """A short name for titles and tables: softmax, or component-projection."""
+        from snnk_peft import AttentionPart
+
         if isinstance(self.attention, str):
             return self.attention
         part = AttentionPart(**self.attention)
@@ -84,6 +90,8 @@ class AttentionMethod:
 
     def snnk_config(self, seed: int) -> SNNKConfig | None:
         """The SNNKConfig described here, or None for softmax."""
+        from snnk_peft import SNNKConfig
+
         if isinstance(self.attention, str):
             return None
         return SNNKConfig(attention=self.attention, modules_to_save=[], seed=seed)  # type: ignore[arg-type]
@@ -132,26 +140,7 @@ class LongRangeConfig:
 
     def check(self) -> list[str]:
         """The task must exist."""
+        from snnk_peft.tasks import LONG_RANGE_TASKS
+
         fault = LONG_RANGE_TASKS.fault(self.task)
         return [] if fault is None else [f"task: {fault}"]
-
-
-def learning_rate(train: LongRangeTrain, step: int, fraction: float) -> float:
-    """Rate of optimizer step number `step` (from 0).
-
-    Args:
-        train: the settings.
-        step: optimizer steps done.
-        fraction: of the run, 0 to 1; it equals step / steps without a budget of processor time.
-    """
-    warmup, peak = train.warmup_steps, train.learning_rate
-    if train.schedule == "rsqrt":
-        return peak * min(1.0, (step + 1) / max(1, warmup)) / math.sqrt(max(step + 1, warmup, 1))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if train.schedule == "constant":
-        return peak
-    # The fall begins where warm-up ends, if the run is that long.
-    start = min(1.0, warmup / train.steps)
-    left = min(1.0, (1.0 - fraction) / (1.0 - start)) if start < 1 else 0.0
-    return peak * left if train.schedule == "linear" else peak * (1 - math.cos(math.pi * left)) / 2

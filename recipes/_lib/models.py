@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from _lib.settings import MethodSection
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -57,12 +63,28 @@ def _model_folder(name_or_path: str, asked_by: str) -> str:
     return name_or_path
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder` or on the Hub."""
+def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder` or on the Hub; for a task that labels words, one that takes words."""
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer could be read from {folder!r}{_nowhere(folder)}: {error}") from error
+    if task is None or not task.tokens:
+        return tokenizer
+    if not tokenizer.is_fast:
+        raise ConfigError(f"the tokenizer in {folder!r} does not say which word a token is from; expected a fast one")
+    # Byte-level ones write the space before a word into its token, and a word alone has none.
+    alone = "ByteLevel" in str(tokenizer.backend_tokenizer.pre_tokenizer)
+    return AutoTokenizer.from_pretrained(folder, add_prefix_space=True) if alone else tokenizer
+
+
+def _auto_class(task: Any) -> Any:
+    return AutoModelForTokenClassification if task.tokens else AutoModelForSequenceClassification
+
+
+def _task_type(model: PreTrainedModel) -> str:
+    """PEFT's name of what the model is for."""
+    return "TOKEN_CLS" if "ForTokenClassification" in type(model).__name__ else "SEQ_CLS"
 
 
 def _nowhere(folder: str) -> str:
@@ -76,7 +98,7 @@ def load_pretrained(folder: str, task: Any, **arguments: Any) -> tuple[PreTraine
     # A regression has no class names; transformers' own placeholder stays.
     names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
     try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        model, report = _auto_class(task).from_pretrained(
             folder,
             num_labels=task.num_labels,
             problem_type=task.problem_type,
@@ -86,7 +108,7 @@ def load_pretrained(folder: str, task: Any, **arguments: Any) -> tuple[PreTraine
             **arguments,
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no sequence classifier could be made from {folder!r}{_nowhere(folder)}: {error}") from error
+        raise ConfigError(f"no classifier could be made from {folder!r}{_nowhere(folder)}: {error}") from error
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
             f"model.name_or_path is {folder!r}, an adapter: a second one would be trained on top. Give its base model, "
@@ -120,12 +142,12 @@ def build_model(
             parameter.requires_grad_(not name.startswith(prefix) or (train_pooler and bool(_POOLER.search(name))))
         return base
     if method.name == "lora":
-        from peft import LoraConfig, TaskType, get_peft_model
+        from peft import LoraConfig, get_peft_model
         from peft.utils.error import NoMatchingPeftModuleError
 
         lora = method.lora
         config = LoraConfig(
-            task_type=TaskType.SEQ_CLS,
+            task_type=_task_type(base),
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
@@ -144,7 +166,7 @@ def build_model(
 
     # None lets snnk_peft train the classifier; an explicit list has to name it too.
     saved = [*_heads(base), "pooler"] if train_pooler else None
-    model = get_snnk_model(base, method.snnk_config(seed=seed, modules_to_save=saved))
+    model = get_snnk_model(base, method.snnk_config(_task_type(base), seed=seed, modules_to_save=saved))
     if calibration is not None:
         from snnk_peft import calibrate
 
@@ -158,13 +180,13 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return [name for name in found if name != model.base_model_prefix]
 
 
-def check_length(model: PreTrainedModel, max_length: int) -> None:
-    """ConfigError if examples of `max_length` tokens are longer than the model has positions for."""
+def check_length(model: PreTrainedModel, max_length: int, setting: str = "data.max_length") -> None:
+    """ConfigError if examples of `max_length` tokens (so says `setting`) are longer than the model has positions."""
     room = positions(model)
     if room is not None and max_length > room:
         raise ConfigError(
-            f"data.max_length is {max_length}; {type(model).__name__} has positions for {room} tokens: set "
-            f"data.max_length={room} or less (longer examples are cut)"
+            f"{setting} is {max_length}; {type(model).__name__} has positions for {room} tokens: set "
+            f"{setting}={room} or less (longer examples are cut)"
         )
 
 
@@ -212,13 +234,13 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, PreTrainedTokenizerBase]
         except RuntimeError as error:
             raise ConfigError(f"the adapter in {folder} does not fit its base model and task: {error}") from error
         tokens = str(folder) if (folder / "tokenizer_config.json").is_file() else config.base_model_name_or_path
-        return model, load_tokenizer(tokens)
+        return model, load_tokenizer(tokens, task)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{folder}: expected a run (config.yaml), an adapter (adapter_config.json) or a model (config.json); "
             f"found {', '.join(sorted(entry.name for entry in folder.iterdir())) or 'nothing'}"
         )
-    model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32)
+    model = _auto_class(task).from_pretrained(str(folder), dtype=torch.float32)
     if model.config.num_labels != task.num_labels:
         raise ConfigError(f"{folder} has {model.config.num_labels} outputs; the task has {task.num_labels} labels")
-    return model, load_tokenizer(str(folder))
+    return model, load_tokenizer(str(folder), task)

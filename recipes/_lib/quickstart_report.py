@@ -14,7 +14,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-COLORS = ("#9aa5b1", "#3b82c4", "#e07a3f")
+COLORS = ("#9aa5b1", "#6b9e78", "#3b82c4", "#e07a3f")
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Row:
         return centre - half, centre + half
 
 
-def comparison(rows: Sequence[Row]) -> Table:
-    """The rows as a table for the terminal; speed-up is against the first row."""
-    table = Table(title="accuracy on unseen modules (95 %), median latency of one batch", box=SIMPLE)
+def comparison(rows: Sequence[Row], unseen: str) -> Table:
+    """The rows as a table for the terminal; speed-up is against the first row, `unseen` says what is in the test."""
+    table = Table(title=f"accuracy on {unseen} (95 %), median latency of one batch", box=SIMPLE)
     for column in ("", "accuracy", "trained", "weights", "latency", "speed-up"):
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
@@ -76,7 +76,7 @@ def predictions(texts: Sequence[str], labels: Sequence[str], scores: Sequence[di
     table = Table(
         title="pipeline('text-classification') on the bundle, in a fresh process", box=SIMPLE, show_lines=True
     )
-    for column in ("test sentence", "area", "predicted"):
+    for column in ("new sentence", "label", "predicted"):
         table.add_column(column)
     for text, label, score in zip(texts, labels, scores, strict=True):
         best = max(score, key=score.__getitem__)
@@ -85,11 +85,13 @@ def predictions(texts: Sequence[str], labels: Sequence[str], scores: Sequence[di
     return table
 
 
-def draw(rows: Sequence[Row], batch: str, chance: float, file: Path) -> None:
+def draw(rows: Sequence[Row], title: str, unseen: str, batch: str, chance: float, file: Path) -> None:
     """Accuracy, latency and size of the models side by side.
 
     Args:
-        rows: the models, at most three.
+        rows: the models, at most four.
+        title: of the picture.
+        unseen: what the accuracy is of, e.g. "unseen sentences".
         batch: what the latency is of, e.g. "32 × 64 tokens".
         chance: accuracy of guessing.
         file: the PNG to write.
@@ -101,11 +103,11 @@ def draw(rows: Sequence[Row], batch: str, chance: float, file: Path) -> None:
 
     names = [row.name for row in rows]
     panels = [
-        ("accuracy on unseen modules", [100 * row.accuracy for row in rows], "{:.1f} %"),
+        (f"accuracy on {unseen}", [100 * row.accuracy for row in rows], "{:.1f} %"),
         (f"latency of {batch}", [row.latency_ms for row in rows], "{:.0f} ms"),
         ("weights on disk", [row.bytes / 1e6 for row in rows], "{:.1f} MB"),
     ]
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.2), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), sharey=True, layout="constrained")
     for axis, (title, values, form) in zip(axes, panels, strict=True):
         axis.barh(names, values, color=COLORS[: len(rows)], height=0.62)
         for place, value in enumerate(values):
@@ -119,9 +121,7 @@ def draw(rows: Sequence[Row], batch: str, chance: float, file: Path) -> None:
     axes[0].axvline(100 * chance, color="white", linestyle=":")
     axes[0].text(100 * chance, len(rows) - 0.55, "chance", ha="center", va="top", fontsize=8)
     axes[0].invert_yaxis()
-    figure.suptitle(
-        "MiniLM-L6 with SNNK layers: which part of the standard library does a docstring sentence describe?"
-    )
+    figure.suptitle(title)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 

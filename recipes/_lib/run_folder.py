@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -10,15 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
+import snnk_peft
 from _lib.checkpoint import list_checkpoints, verify
-from _lib.config import flatten, read_yaml
+from _lib.config import flatten, load_config
 from _lib.files import check_writable, read_json, remove_leftovers, write_json, write_text, writing
 from _lib.settings import FREE_ON_RESUME
 from snnk_peft.errors import ConfigError
@@ -29,12 +30,12 @@ CONTENT = (
 )  # fmt: skip
 
 
-def check_folder(folder: Path, config: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
+def check_folder(folder: Path, config: Any, resume: bool, overwrite: bool) -> None:
     """Refuse a folder that this run must not touch; changes nothing.
 
     Args:
         folder: the run folder; it need not exist.
-        config: the resolved settings as nested dicts.
+        config: the resolved settings.
         resume: continue what is there; the settings must agree in everything that decides the weights.
         overwrite: a run folder that is there will be deleted.
 
@@ -96,8 +97,13 @@ def best_checkpoint(folder: Path) -> Path:
     return folder / "checkpoints" / f"step-{best['step']:07d}"
 
 
-def _compare(folder: Path, config: Mapping[str, Any]) -> None:
-    before, now = flatten(read_yaml(folder / "config.yaml")), flatten(config)
+def _compare(folder: Path, config: Any) -> None:
+    try:
+        # Settings that did not exist when the run was started have their defaults.
+        stored = load_config(type(config), folder / "config.yaml")
+    except ConfigError as error:
+        raise refusal(folder, [f"{folder / 'config.yaml'}: {fault}" for fault in error.faults]) from error
+    before, now = flatten(dataclasses.asdict(stored)), flatten(dataclasses.asdict(config))
     faults = [
         f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
@@ -107,6 +113,21 @@ def _compare(folder: Path, config: Mapping[str, Any]) -> None:
         raise ConfigError(
             [f"--resume in {folder} needs the settings that the run was started with: {faults[0]}", *faults[1:]]
         )
+
+
+def refusal(folder: Path, faults: list[str]) -> ConfigError:
+    """A run that another version wrote, and that this one cannot continue for these reasons."""
+    file = folder / "environment.json"
+    written = read_json(file) if file.is_file() else {}
+    version = written.get("packages", {}).get("snnk-peft", "unknown")
+    return ConfigError(
+        [
+            f"{folder} cannot be continued by snnk-peft {snnk_peft.__version__}; it was written by version {version}, "
+            f"git commit {written.get('git_commit') or 'unknown'}: continue it with that one, or start again with "
+            "--overwrite",
+            *faults,
+        ]
+    )
 
 
 def environment(root: Path) -> dict[str, Any]:

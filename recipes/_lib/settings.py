@@ -1,18 +1,21 @@
-"""The settings of recipes/finetune.py, section by section."""
+"""The settings of recipes/finetune.py, section by section.
+
+The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
+"""
 
 # `setting` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from _lib.config import setting
-from snnk_peft.config import SNNKConfig
-from snnk_peft.errors import ConfigError
-from snnk_peft.registry import did_you_mean
-from snnk_peft.tasks import TASKS
+
+if TYPE_CHECKING:
+    from snnk_peft.config import SNNKConfig
 
 METHODS = ("snnk", "lora", "full", "linear_probe")
 
@@ -31,6 +34,27 @@ class DataSection:
     """What is read, and how much of it."""
 
     dir: str | None = setting(None, "folder with the official files (train.tsv, dev.tsv); null reads from the Hub")
+    # Those of task table (snnk_peft.tasks.table.TableSettings, which has the defaults), null for every other task.
+    train_file: str | None = setting(None, "task table: .csv, .tsv, .jsonl, .parquet, or a folder of save_to_disk")
+    eval_file: str | None = setting(None, "task table: the same; null holds back a part of the training rows")
+    dataset: str | None = setting(None, "task table, instead of train_file: a folder of save_to_disk, or a Hub id")
+    dataset_config: str | None = setting(None, "task table: which configuration of the dataset")
+    train_split: str | None = setting(None, "task table: split of the dataset to train on (train)")
+    eval_split: str | None = setting(
+        None, "task table: split of the dataset to evaluate (validation); that of training holds back a part of it"
+    )
+    text: str | None = setting(None, "task table: column of the text or of the list of words (text)")
+    text_pair: str | None = setting(None, "task table: column of the second text of a pair")
+    label: str | None = setting(None, "task table: column of the class, the number or the list of tags (label)")
+    kind: str | None = setting(None, "task table: classification, regression or token_classification; null infers it")
+    labels: list[str] | list[int] | None = setting(
+        None, "task table: class names in the order of their ids; null takes those of the training rows, sorted"
+    )
+    metric: str | None = setting(None, "task table: chooses the checkpoint (accuracy, pearson, or F1 of entities)")
+    hold_out: float | None = setting(
+        None, "task table: share of the training rows to hold back (0.1)", above=0, high=0.9
+    )
+    split_seed: int | None = setting(None, "task table: decides which rows are held back (0)", low=0)
     max_length: int = setting(128, "tokens per example; longer ones are cut", low=4)
     max_train_samples: int | None = setting(None, "train on a subset drawn with train.seed", low=1)
     max_eval_samples: int | None = setting(None, "evaluate on the first rows only", low=1)
@@ -59,6 +83,9 @@ class MethodSection:
     pooler: dict[str, Any] | str = setting(
         "frozen", "frozen, dense (trained as it is), or fields of snnk_peft.PoolerPart"
     )
+    parts: list[dict[str, Any]] | None = setting(
+        None, "further parts, of which there may be several of one kind: each names its 'part' beside its fields"
+    )
     calibrate: bool = setting(False, "fit replaced layers to the originals before training (method snnk)")
     calibrate_samples: int = setting(1024, "training sentences that calibration reads", low=8)
     save_projection: bool = setting(True, "store the random matrices; false stores a seed and a checksum")
@@ -67,12 +94,15 @@ class MethodSection:
     def __post_init__(self) -> None:
         """`method.name=lora` on a file that describes SNNK parts means LoRA without them; the record must say so."""
         if self.name != "snnk":
-            self.adapter = self.ffn = self.attention = None
+            self.adapter = self.ffn = self.attention = self.parts = None
         if self.name == "full":
             self.pooler = "dense"
 
     def check(self) -> list[str]:
         """Faults that involve several values, and the faults of the parts themselves."""
+        from snnk_peft.errors import ConfigError
+        from snnk_peft.registry import did_you_mean
+
         if isinstance(self.pooler, str) and self.pooler not in ("frozen", "dense"):
             return [f"pooler: {did_you_mean('value', self.pooler, ['frozen', 'dense'])}, or the fields of a PoolerPart"]
         if self.name == "snnk":
@@ -88,15 +118,18 @@ class MethodSection:
             faults.append(f"calibrate is true; method {self.name} has no replaced layer to fit: set it to false")
         return faults
 
-    def snnk_config(self, **arguments: Any) -> SNNKConfig:
+    def snnk_config(self, task_type: str = "SEQ_CLS", **arguments: Any) -> SNNKConfig:
         """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
+        from snnk_peft.config import SNNKConfig
+
         return SNNKConfig(
             adapter=self.adapter,  # type: ignore[arg-type]
             ffn=self.ffn,  # type: ignore[arg-type]
             attention=self.attention,  # type: ignore[arg-type]
             pooler=self.pooler if isinstance(self.pooler, dict) else None,  # type: ignore[arg-type]
+            parts=self.parts or [],  # type: ignore[arg-type]
             save_projection=self.save_projection,
-            task_type="SEQ_CLS",
+            task_type=task_type,
             **arguments,
         )
 
@@ -161,9 +194,8 @@ class FinetuneConfig:
     train: TrainSection = field(default_factory=TrainSection)
 
     def check(self) -> list[str]:
-        """The task must exist."""
-        fault = TASKS.fault(self.task)
-        return [] if fault is None else [f"task: {fault}"]
+        """The task must exist and fit the data settings."""
+        return task_faults(self.task, self.data)
 
 
 @dataclass
@@ -177,11 +209,53 @@ class EvaluateConfig:
     device: str = setting("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
 
     def check(self) -> list[str]:
-        """The task must exist."""
-        fault = TASKS.fault(self.task)
-        return [] if fault is None else [f"task: {fault}"]
+        """The task must exist and fit the data settings."""
+        return task_faults(self.task, self.data)
 
 
+# Where data are on this machine.
+PATHS = ("dir", "train_file", "eval_file", "dataset")
 # These may differ between a run and its continuation: they do not change the weights that come out. The data themselves
-# are compared by a fingerprint, so the folder may have moved.
-FREE_ON_RESUME = ("output.", "data.dir", "train.save_every_steps", "train.keep_checkpoints", "train.log_every")
+# are compared by a fingerprint, so that files may have moved.
+FREE_ON_RESUME = (
+    "output.",
+    *(f"data.{name}" for name in PATHS),
+    *("train.save_every_steps", "train.keep_checkpoints", "train.log_every"),
+)
+
+
+def task_faults(name: str, data: DataSection) -> list[str]:
+    """An unknown task, and data settings that do not fit it."""
+    from snnk_peft.tasks import TASKS
+    from snnk_peft.tasks.table import TableSettings
+
+    if (fault := TASKS.fault(name)) is not None:
+        return [f"task: {fault}"]
+    table = {key.name: getattr(data, key.name) for key in fields(TableSettings)}
+    if name == "table":
+        return [f"data.{fault}" for fault in TASKS["table"].check(table)]
+    return [
+        f"data.{key} is {value!r}, but task {name} has its own files; set task=table, or leave it out"
+        for key, value in table.items()
+        if value is not None
+    ]
+
+
+def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] | None = None) -> Any:
+    """The task of the settings; a table's kind and labels, where not given, are those of the model or of its rows.
+
+    Args:
+        config: task and data.
+        model: config.json of a model that was trained on the task.
+    """
+    from snnk_peft.tasks import TASKS
+
+    return TASKS[config.task].with_settings(asdict(config.data), model)
+
+
+def completed(config: FinetuneConfig, task: Any) -> FinetuneConfig:
+    """The settings with what was inferred about a table, as the record of the run must have it."""
+    if config.task != "table":
+        return config
+    known = task.settings
+    return replace(config, data=replace(config.data, kind=known.kind, labels=known.labels, metric=known.metric))

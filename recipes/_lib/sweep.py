@@ -14,8 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from _lib.files import read_json, write_json, writing
-from _lib.guard import guarded
+# What imports torch is imported in the functions, so that `--help` answers at once.
 
 RECIPES = Path(__file__).resolve().parents[1]
 # Exit codes of a run that was asked to stop: it saved itself, or had not got as far as that.
@@ -103,12 +102,16 @@ def main(
         for seed, task, method in itertools.product(arguments.seeds, arguments.tasks, arguments.methods)
     ]
     overrides = [*arguments.overrides, *rest]
+    from _lib.guard import guarded
+
     grid = Sweep(program, config, methods, overrides, arguments.configs, arguments.out)
     return guarded(lambda: sweep(grid, runs))
 
 
 def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
     """Run everything that has no metrics.json; returns 1 if something failed, 130 or 143 if it was stopped."""
+    from _lib.files import read_json, write_json, writing
+
     with writing(grid.out):
         grid.out.mkdir(parents=True, exist_ok=True)
     record = grid.out / "seconds.json"

@@ -7,14 +7,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from _lib.files import read_json, write_json
-from snnk_peft.errors import ConfigError
+# What imports torch is imported in the functions, so that `--help` answers at once.
 
 Table = dict[str, dict[str, list[dict[str, Any]]]]  # task -> method -> one report per seed
 
 
 def collect(runs: Path, out: Path) -> int:
     """Copy the reports of finished runs; returns how many were new or changed."""
+    from _lib.files import read_json, write_json
+
     changed = 0
     for file in sorted(runs.glob("*/*/seed*/metrics.json")):
         task, method, seed = file.relative_to(runs).parts[:3]
@@ -28,6 +29,9 @@ def collect(runs: Path, out: Path) -> int:
 
 def read_reports(out: Path, sweep: str) -> Table:
     """All stored reports by task and method; `sweep` is the program that makes them."""
+    from _lib.files import read_json
+    from snnk_peft.errors import ConfigError
+
     table: defaultdict[str, defaultdict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(out.glob("*/*/seed*.json")):
         table[file.parts[-3]][file.parts[-2]].append(read_json(file))

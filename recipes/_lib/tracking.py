@@ -32,7 +32,7 @@ class Tracker:
         self._file, self._events, self._bar = folder / "log.jsonl", None, None
         if not active:
             return
-        rows = [row for row in read_log(self._file) if row["step"] <= first_step]
+        rows = [row for row in read_log(self._file) if row["step"] <= first_step] if first_step else []
         write_text(self._file, "".join(json.dumps(row) + "\n" for row in rows))
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter

@@ -1,11 +1,11 @@
-"""The loop of a training run: steps, evaluations, checkpoints, stops. The recipes differ in what they put into it."""
+"""The loop of a training run: steps, evaluations, checkpoints, stops. Model and data are the experiment's."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from _lib.checkpoint import prune, save_checkpoint
-from _lib.data import ExampleSet, epoch_plan
-from _lib.evaluation import DivergedError, score
+from _lib.evaluation import DivergedError
+from _lib.experiment import Data, Experiment, Schedule
 from _lib.loop import FiniteWatch, RunState, train_step
 from _lib.run_folder import StopSignal, choose_checkpoint
 from _lib.settings import StepSettings
@@ -26,60 +26,51 @@ class Training:
     """One run; `run()` trains from `state` to the end.
 
     Args:
-        train: batch sizes, intervals and the rest of the settings.
-        task: computes the scores.
+        experiment: its settings and scores.
         folder: the run folder.
         accelerator: of this process.
         model: as prepared by the accelerator.
         bare: the same, unwrapped.
         optimizer: as prepared by the accelerator.
         plain_optimizer: the same, unwrapped.
-        examples: to train on.
-        splits: to evaluate on; the best checkpoint is chosen by their score.
+        data: examples to train and to evaluate on.
         identity: what a continuation must agree in (data, number of processes).
         per_epoch: optimizer steps per epoch.
-        total: optimizer steps of the whole run, at most.
-        eval_every: optimizer steps between evaluations.
-        rate: the learning rate of the step that comes next.
+        schedule: steps and learning rates.
         state: where the run is.
         tracker: log and terminal.
         stop: whether SIGTERM or Ctrl-C was received.
         command: continues this run; shown when it is stopped.
-        budget_seconds: processor time of training after which the run ends, or None for no limit.
     """
 
-    train: StepSettings
-    task: Any
+    experiment: Experiment[Any]
     folder: Path
     accelerator: Any
     model: torch.nn.Module
     bare: torch.nn.Module
     optimizer: Any
     plain_optimizer: torch.optim.Optimizer
-    examples: ExampleSet
-    splits: Mapping[str, ExampleSet]
+    data: Data
     identity: Mapping[str, Any]
     per_epoch: int
-    total: int
-    eval_every: int
-    rate: Callable[[RunState], float]
+    schedule: Schedule
     state: RunState
     tracker: Tracker
     stop: StopSignal
     command: str
-    budget_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        self.train: StepSettings = self.experiment.config.train
         self._watch = FiniteWatch(self.accelerator, allow_infinite_norm=self.train.mixed_precision == "fp16")
 
-    def fraction(self) -> float:
-        """How much of the run is done, 0 to 1: by steps or by processor time, whichever is further."""
-        spent = 0.0 if self.budget_seconds is None else self.state.cpu_seconds / self.budget_seconds
-        return min(1.0, max(self.state.step / self.total, spent))
+    def position(self) -> float:
+        """Steps done as far as the schedule is concerned: of a budget, the spent part may be further."""
+        step, total, budget = self.state.step, self.schedule.total, self.schedule.budget_seconds
+        return step if budget is None else min(total, max(step, self.state.cpu_seconds / budget * total))
 
     def over(self) -> bool:
         """Whether all steps are done or the budget is spent."""
-        return self.fraction() >= 1
+        return self.position() >= self.schedule.total
 
     def run(self) -> int:
         """Train to the end; returns 0 done, 1 diverged, 130 or 143 stopped by Ctrl-C or SIGTERM (and saved)."""
@@ -89,24 +80,29 @@ class Training:
         except DivergedError as error:
             last = choose_checkpoint(self.folder / "checkpoints", None)
             kept = "no checkpoint had been written yet" if last is None else f"the last good checkpoint is kept: {last}"
-            print(f"error: training diverged: {error}; {kept}. Try a lower train.learning_rate.", file=sys.stderr)
+            print(f"error: training diverged: {error}; {kept}. {self.experiment.advice}", file=sys.stderr)
             return 1
 
     def _run(self) -> int:
         train, state, world = self.train, self.state, self.accelerator.num_processes
         patience = train.early_stop_patience or float("inf")
-        batch_size = train.batch_size * world
+        examples, batch_size = self.data.train, train.batch_size * world
         plan: list[list[list[int]]] = []
+        if state.step == 0 and self.schedule.eval_first:
+            metrics = self._score()
+            if metrics is None:
+                return self._stopped()
+            self.tracker.log(0, {"epoch": 0.0, **metrics})
         if state.step and self._due() and state.evaluated_step < state.step and not self._evaluate():
             return self._stopped()
         while not self.over() and state.evaluations_without_gain < patience:
             started, cpu_started = time.perf_counter(), time.process_time()
             epoch, position = divmod(state.step, self.per_epoch)
             if not plan or position == 0:
-                plan = epoch_plan(self.examples.lengths, batch_size, train, epoch)
-            rate = self.rate(state)
+                plan = examples.plan(batch_size, train, epoch)
+            rate = self.schedule.rate(state.step, self.position())
             values = train_step(
-                self.accelerator, self.model, self.optimizer, self.examples, plan[position], rate, train.max_grad_norm
+                self.accelerator, self.model, self.optimizer, examples, plan[position], rate, train.max_grad_norm
             )
             state.step += 1
             state.cpu_seconds += time.process_time() - cpu_started
@@ -115,7 +111,8 @@ class Training:
                 loss = self._watch.mean_loss()
                 row = {"epoch": state.step / self.per_epoch, "loss": loss, "learning_rate": rate}
                 self.tracker.log(state.step, {**row, "grad_norm": self._watch.norm})
-                self.tracker.progress(state.step, f"loss {loss:.4f}", state.step / self.fraction())
+                expected = state.step / self.position() * self.schedule.total
+                self.tracker.progress(state.step, f"loss {loss:.4f}", expected)
             state.train_seconds += time.perf_counter() - started
             at_check = world == 1 or state.step % train.log_every == 0
             if at_check and self.stop.agreed(self.accelerator):
@@ -129,14 +126,15 @@ class Training:
         return 0
 
     def _due(self) -> bool:
-        return self.state.step % self.eval_every == 0 or self.over()
+        return self.state.step % self.schedule.eval_every == 0 or self.over()
+
+    def _score(self) -> dict[str, float] | None:
+        return self.experiment.score(self.model, self.data.splits, self.accelerator, self.stop.received)
 
     def _evaluate(self) -> bool:
         """Score the model and keep the checkpoint; False if a stop came first."""
         state = self.state
-        metrics = score(
-            self.model, self.task, self.splits, self.train.eval_batch_size, self.accelerator, self.stop.received
-        )
+        metrics = self._score()
         if metrics is None:
             return False
         state.evaluated_step = state.step
@@ -147,7 +145,7 @@ class Training:
             state.evaluations_without_gain = 0
         self.tracker.log(state.step, {"epoch": state.step / self.per_epoch, **metrics})
         values = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-        self.tracker.say(f"step {state.step}/{self.total}  {values}")
+        self.tracker.say(f"step {state.step}/{self.schedule.total}  {values}")
         self._save()
         self._prune()
         return True

@@ -22,9 +22,9 @@ from snnk_peft.bundling.modules import spec_of
 from snnk_peft.bundling.probe import compare, probe_inputs
 from snnk_peft.bundling.report import BundleReport
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import known_family
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.model_card import hub_id
-from snnk_peft.tuner.model import family_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -73,7 +73,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
             "nothing more to fold: use it, or save it with save_pretrained (LoRA that was put on it is merged by "
             "merge_and_unload)"
         )
-    family = family_of(base)
+    family = known_family(base)
     if not isinstance(base, PreTrainedModel):
         raise UnsupportedError(
             f"{type(base).__name__} is not a transformers PreTrainedModel; it could not be loaded back"
@@ -86,7 +86,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
             "of them. Load the model without device_map, bundle it, and offload the bundle"
         )
     table = dict(places(base))
-    plan = plan_folds(table, family, family.layer_paths(base), base.dtype)
+    plan = plan_folds(table, base.dtype)
     if not plan.modules and not plan.additions:
         raise ConfigError(
             "nothing to bundle: no active SNNK adapter in this model; use get_snnk_model first, or activate one with "
@@ -97,7 +97,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
     inputs = probe_inputs(base) if probe is None else dict(probe)
     error, where = compare(base, bundled, inputs)
     tolerance = TOLERANCES.get(base.dtype, 1e-5)
-    if not error <= tolerance and plan.head is not None and family.pooler_activation is None:
+    if not error <= tolerance and plan.head is not None and family is not None and family.pooler_activation is None:
         raise UnsupportedError(
             f"family {family.name!r} says that {plan.head!r} reads what {plan.pooler!r} gives (classifier_of_pooler), "
             f"but a bundle that multiplies the two differs by {error:.1e} in {where}: something lies between them, "
@@ -202,9 +202,9 @@ def _write_report(
         model_class=type(bundled).__name__,
         base_model=hub_id(named) or hub_id(base.config._name_or_path),
         parts={
-            name: {part: vars(value) for part, value in configs[name].parts().items()}
+            name: {part: vars(value) for part, value in configs[name].named_parts().items()}
             for name in names
-            if hasattr(configs.get(name), "parts")
+            if hasattr(configs.get(name), "named_parts")
         },
         folded=plan.folded,
         remarks=plan.remarks,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.classes import SavedBundle
+from snnk_peft.calibration.closed_form import one_hot_targets
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, fit_ridge
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.folding import bundle_jacobian
@@ -161,9 +162,7 @@ def _as_targets(labels: Any, width: int) -> torch.Tensor:
             f"targets are {tuple(labels.shape)} {labels.dtype} and the head has {width} outputs; expected floating "
             "targets for regression, or class indices (n,) and a head with one output per class"
         )
-    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < width:
-        raise ConfigError(f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to {width - 1}")
-    return nn.functional.one_hot(labels.long(), width).double()
+    return one_hot_targets(labels, width)
 
 
 def head_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -39,51 +39,10 @@ from snnk_peft.digests import (
 )
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.folded import Beside, BundledAdapter, Leading
 from snnk_peft.projections.base import Projection
 
 Spec = dict[str, Any]
-
-
-class BundledAdapter(nn.Module):
-    """x + Φ(x) Mᵀ: an adapter whose gate and scaling are multiplied into one matrix.
-
-    Args:
-        stage: the features, over inputs of length dim.
-        linear: M, (dim, feature_dim), without bias.
-    """
-
-    def __init__(self, stage: FeatureStage, linear: nn.Linear):
-        super().__init__()
-        self.stage, self.linear = stage, linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., dim) -> (..., dim)."""
-        # Called, and not multiplied with its weight: the Linear may be offloaded, adapted or exchanged by now.
-        return x + self.linear(self.stage(x)).to(x.dtype)
-
-
-class Beside(nn.Module):
-    """[module(x), Φ(x)]: the features of a parallel adapter, emitted by the module it stands beside."""
-
-    def __init__(self, module: nn.Module, stage: FeatureStage):
-        super().__init__()
-        self.module, self.stage = module, stage
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., dim) -> (..., out + feature_dim)."""
-        return torch.cat((self.module(x), self.stage(x)), -1)
-
-
-class Leading(nn.Module):
-    """[module(h), z] for x = [h, z] with h of length `width`."""
-
-    def __init__(self, module: nn.Module, width: int):
-        super().__init__()
-        self.module, self.width = module, width
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., width + rest) -> the same shape."""
-        return torch.cat((self.module(x[..., : self.width]), x[..., self.width :]), -1)
 
 
 def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:

@@ -12,9 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from snnk_peft.components import COMPONENTS
-from snnk_peft.feature_map import pair_faults, parameter_faults
-from snnk_peft.projections import PROJECTIONS
+from snnk_peft.feature_map.spec import FeatureMapSpec
 from snnk_peft.registry import did_you_mean
 
 Check = Callable[[str, Any], list[str]]
@@ -37,18 +35,10 @@ def _is_number(value: Any) -> bool:
 
 SIZE = expects("an integer >= 1", lambda value: _is_whole(value, 1))
 YES_OR_NO = expects("true or false", lambda value: isinstance(value, bool))
-_PARAMS = expects("an object of arguments", lambda value: isinstance(value, Mapping))
 
 STAGE: dict[str, Check] = {
-    "component": lambda where, value: _named(where, COMPONENTS.fault(value)),
-    "component_params": _PARAMS,
-    "projection": lambda where, value: _named(where, PROJECTIONS.fault(value)),
-    "projection_params": _PARAMS,
-    "dim": SIZE,
-    "num_features": SIZE,
-    "seed": expects("an integer >= 0", lambda value: _is_whole(value, 0)),
-    "slot": expects("a path", lambda value: isinstance(value, str)),
-    "save": YES_OR_NO,
+    **dict.fromkeys(FeatureMapSpec.stored_names(), lambda where, value: []),  # it checks them itself
+    "dim": expects("an integer >= 1", lambda value: value is not None),
     "normalize": YES_OR_NO,
     "whitened": YES_OR_NO,
     "center": YES_OR_NO,
@@ -57,23 +47,16 @@ STAGE: dict[str, Check] = {
 }
 
 
-def _named(where: str, fault: str | None) -> list[str]:
-    return [] if fault is None else [f"{where}: {fault}"]
-
-
 def stage_faults(where: str, stage: Any) -> list[str]:
     """Messages about the spec of a FeatureStage."""
     faults = field_faults(where, stage, STAGE)
-    if faults:
+    if not isinstance(stage, Mapping) or any(name not in stage for name in STAGE):
         return faults
-    component, projection = stage["component"], stage["projection"]
-    taken = ("dim", "num_features", "seed", "slot", "save", "source_weight", "source_bias", "importance")
-    faults += parameter_faults(f"component {component!r}", COMPONENTS[component], stage["component_params"])
-    faults += parameter_faults(f"projection {projection!r}", PROJECTIONS[projection], stage["projection_params"], taken)
-    faults += pair_faults(component, projection)
-    if stage["num_features"] * stage["dim"] > LARGEST_DRAW:
-        faults.append(f"num_features × dim is {stage['num_features']} × {stage['dim']}; expected <= {LARGEST_DRAW}")
-    return [f"{where}: {fault}" for fault in faults]
+    spec = FeatureMapSpec.from_dict({name: stage[name] for name in FeatureMapSpec.stored_names()})
+    faults += spec.faults(where)
+    if not faults and spec.num_features * stage["dim"] > LARGEST_DRAW:
+        faults.append(f"{where}: num_features × dim is {spec.num_features} × {spec.dim}; expected <= {LARGEST_DRAW}")
+    return faults
 
 
 def spec_faults(where: str, spec: Any) -> list[str]:

@@ -20,7 +20,8 @@ from snnk_peft.registry import did_you_mean
 TASKS = ["classification", "regression"]
 
 
-def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
+def one_hot_targets(labels: Tensor, num_classes: int) -> Tensor:
+    """Class indices (n,) as targets (n, num_classes) of a regression, in fp64; ConfigError for anything else."""
     if labels.is_floating_point() or labels.ndim != 1:
         raise ConfigError(f"labels are {tuple(labels.shape)} {labels.dtype}; expected integer class indices (n,)")
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
@@ -28,7 +29,7 @@ def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
             f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to {num_classes - 1} "
             f"(num_classes={num_classes})"
         )
-    return torch.nn.functional.one_hot(labels.long(), num_classes)
+    return torch.nn.functional.one_hot(labels.long(), num_classes).double()
 
 
 def closed_form_head(
@@ -64,7 +65,7 @@ def closed_form_head(
     accumulator: GramAccumulator | None = None
     for features, targets in batches:
         if num_classes is not None:
-            targets = _one_hot(targets, num_classes)
+            targets = one_hot_targets(targets, num_classes)
         elif targets.ndim == 1:
             targets = targets.unsqueeze(1)
         if accumulator is None:

@@ -15,16 +15,12 @@ Shapes: x and y (..., dim), the kernel (...). What the members have in common is
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 
 from snnk_peft.components.base import Component
 from snnk_peft.functional.exponential import check_kernel, exact_kernel
 from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.projections.base import Projection
-
-Tilt = TypeVar("Tilt", float, torch.Tensor)
 
 
 class Exponential(Component):
@@ -48,7 +44,7 @@ class Exponential(Component):
         return exact_kernel(x, y, self.kernel_name)
 
     @staticmethod
-    def tilt(a: Tilt, projection: Projection) -> Tilt:
+    def tilt(a: torch.Tensor | float, projection: Projection) -> torch.Tensor | float:
         """The parameter of e^{a‖ω‖²} to use with a matrix: a, or 0 where its mean over the rows would be wrong.
 
         Args:

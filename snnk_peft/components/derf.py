@@ -21,19 +21,10 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential, exponential_logarithms
+from snnk_peft.components.base_tilted import Coordinates, Tilted
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.balancing import balancing_maps, second_moment
-from snnk_peft.functional.exponential import (
-    half_square,
-    log_factor,
-    masked_mean,
-    mean_square_of_sums,
-    optimal_a,
-    stabilised,
-)
-from snnk_peft.functional.log_linear import LogLinear
+from snnk_peft.functional.exponential import masked_mean, mean_square_of_sums, optimal_a
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 
@@ -41,7 +32,7 @@ DERF_MODES = ("symmetric", "asymmetric")
 
 
 @COMPONENTS.register("derf")
-class Derf(Exponential):
+class Derf(Tilted):
     """gerf in the coordinates of the data.
 
     Args:
@@ -53,7 +44,7 @@ class Derf(Exponential):
     source = "Likhosherstov et al. 2023; Spectraformer"
     cost = "one exponential per row, dim² per vector, eigenvectors per head"
 
-    adapts = positive = tilted = True
+    adapts = positive = True
     x_map: torch.Tensor
     y_map: torch.Tensor
     a: torch.Tensor
@@ -97,29 +88,11 @@ class Derf(Exponential):
         for name in ("x_map", "y_map", "a"):
             setattr(self, name, statistics[name].to(getattr(self, name)).clone())
 
-    def tower(
-        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
-    ) -> Features:
-        """See `Component.tower`."""
-        if x.dim() == 1:
-            one = self.tower(x.unsqueeze(0), projection, statistics, second)
-            return Features(*(value[0] for value in one if value is not None))
-        with full_precision(x):
-            name = "y_map" if second else "x_map"
-            mapped = wide(x) @ statistics.get(name, getattr(self, name)).to(wide(x))
-            a = self.tilt(statistics.get("a", self.a).to(mapped), projection)
-            z = projection(mapped * (1 - 4 * a).sqrt())
-            # Σ_l a_l ω_l² of every row.
-            quadratic = a @ projection.materialize().to(mapped).square().mT
-            factor = log_factor(mapped, "softmax", a)
-            if self.kernel_name == "gaussian":
-                factor = factor - half_square(x)
-            return Features(*stabilised(z + quadratic, factor, projection.amplitudes(signed=second), x.dtype))
-
-    def log_linear(
-        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
-    ) -> LogLinear:
-        """See `Component.log_linear`."""
-        basis = statistics.get("y_map", self.y_map) if second else statistics.get("x_map", self.x_map)
-        a = statistics.get("a", self.a)
-        return exponential_logarithms(projection, self.kernel_name, second, like, a=a, basis=basis)
+    def coordinates(
+        self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int
+    ) -> Coordinates:
+        """a per coordinate, and the change of basis."""
+        name = "y_map" if second else "x_map"
+        # Without its leading 1, the stored a fits vectors of any shape.
+        a = statistics.get("a", self.a.squeeze(0)).to(like)
+        return Coordinates(a, basis=statistics.get(name, getattr(self, name)).to(like))

@@ -15,7 +15,7 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential, exponential_logarithms
+from snnk_peft.components.base_tilted import Coordinates, Tilted, quadratic_forms
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import log_factor, stabilised
 from snnk_peft.functional.log_linear import LogLinear
@@ -24,7 +24,7 @@ from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("gerf")
-class Gerf(Exponential):
+class Gerf(Tilted):
     """D exp(A‖ω‖² + B ω·x + C‖x‖²).
 
     Args:
@@ -37,8 +37,6 @@ class Gerf(Exponential):
     formula = "m^-½ D exp(A‖ω‖² + B ω·x + C‖x‖²)"
     source = "Likhosherstov et al. 2022; Spectraformer"
     cost = "one exponential per row"
-
-    tilted = True
 
     def __init__(self, A: float = -0.03, s: int = 1, kernel: str = "softmax"):
         super().__init__(kernel)
@@ -56,25 +54,27 @@ class Gerf(Exponential):
         """One per row, or two for s = −1."""
         return num_features if self.s == 1 else 2 * num_features
 
+    def coordinates(
+        self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int
+    ) -> Coordinates:
+        """A, and the vectors as they are."""
+        return Coordinates(self.A)
+
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
         """See `Component.tower`."""
+        if self.s == 1:
+            return super().tower(x, projection, statistics, second)
         with full_precision(x):
             a = self.tilt(self.A, projection)
             z = projection(wide(x)) * (1 - 4 * a) ** 0.5
-            quadratic = a * projection.squared_row_norms().to(z.dtype)
-            exponents = z + quadratic if self.s == 1 else quadratic + torch.zeros_like(z)
-            factor = log_factor(x, self.kernel_name, a, self.s)
+            exponents, factor = quadratic_forms(a, projection, z), log_factor(x, self.kernel_name, a, sign=-1)
             values, scale = stabilised(exponents, factor, projection.amplitudes(signed=second), z.dtype)
-            if self.s == -1:
-                values = torch.cat((values * torch.cos(z), values * torch.sin(z)), -1)
-            return Features(values.to(x.dtype), scale)
+            return Features(torch.cat((values * torch.cos(z), values * torch.sin(z)), -1).to(x.dtype), scale)
 
     def log_linear(
         self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear | None:
         """See `Component.log_linear`."""
-        if self.s == -1:
-            return None
-        return exponential_logarithms(projection, self.kernel_name, second, like, a=self.A)
+        return super().log_linear(projection, statistics, second, like) if self.s == 1 else None

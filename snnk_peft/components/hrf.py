@@ -25,7 +25,8 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import half_square, log_factor
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import normal_numbers
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import site_generator
 
 HRF_MODES = ("angular", "learned")
 
@@ -67,9 +68,9 @@ class Hrf(Exponential):
         return 3 * num_features * (1 + self.count if self.mode == "angular" else 1)
 
     def prepare(self, projection: Projection) -> None:
-        """Draw the directions from the projection's seed and slot."""
+        """Draw the directions from the projection's seed and site."""
         if self.mode == "angular":
-            generator = slot_generator(projection.seed, f"{projection.slot}:hrf")
+            generator = site_generator(projection.seed, f"{projection.site}:hrf")
             self.directions = normal_numbers(self.count, projection.dim, generator=generator).float()
 
     def tower(

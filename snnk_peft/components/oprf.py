@@ -15,21 +15,12 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential, exponential_logarithms
-from snnk_peft.functional.exponential import (
-    log_factor,
-    mean_square_of_sums,
-    optimal_a,
-    stabilised,
-)
-from snnk_peft.functional.log_linear import LogLinear
-from snnk_peft.functional.precision import full_precision, wide
-from snnk_peft.projections.base import Projection
+from snnk_peft.components.base_tilted import Coordinates, Tilted
+from snnk_peft.functional.exponential import mean_square_of_sums, optimal_a
 
 
 @COMPONENTS.register("oprf")
-class Oprf(Exponential):
+class Oprf(Tilted):
     """gerf with A from the data.
 
     Args:
@@ -40,7 +31,7 @@ class Oprf(Exponential):
     source = "Likhosherstov et al. 2022; Spectraformer Eq. 35"
     cost = "one exponential per row, means over the tokens"
 
-    adapts = positive = tilted = True
+    adapts = positive = True
     mean_square: torch.Tensor
 
     def __init__(self, kernel: str = "softmax"):
@@ -58,21 +49,8 @@ class Oprf(Exponential):
         """Keep the mean of S over all leading dimensions."""
         self.mean_square = statistics["mean_square"].mean().to(self.mean_square)
 
-    def tower(
-        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
-    ) -> Features:
-        """See `Component.tower`."""
-        with full_precision(x):
-            a = optimal_a(statistics.get("mean_square", self.mean_square).to(wide(x)), x.shape[-1])
-            a = self.tilt(a, projection)
-            exponents = projection(wide(x) * (1 - 4 * a).sqrt())
-            exponents += a * projection.squared_row_norms().to(exponents.dtype)
-            factor = log_factor(x, self.kernel_name, a)
-            return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
-
-    def log_linear(
-        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
-    ) -> LogLinear:
-        """See `Component.log_linear`."""
-        a = optimal_a(statistics.get("mean_square", self.mean_square).to(like), projection.dim)
-        return exponential_logarithms(projection, self.kernel_name, second, like, a=a)
+    def coordinates(
+        self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int
+    ) -> Coordinates:
+        """A for the mean of ‖x + y‖², and the vectors as they are."""
+        return Coordinates(optimal_a(statistics.get("mean_square", self.mean_square).to(like), dim))

@@ -16,24 +16,15 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential, exponential_logarithms
+from snnk_peft.components.base_tilted import Coordinates, Tilted
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.exponential import (
-    half_square,
-    log_factor,
-    masked_mean,
-    mean_square_of_sums,
-    optimal_a,
-    stabilised,
-)
-from snnk_peft.functional.log_linear import LogLinear
-from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.functional.exponential import masked_mean, mean_square_of_sums, optimal_a
+from snnk_peft.functional.precision import wide
 from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("saderf")
-class Saderf(Exponential):
+class Saderf(Tilted):
     """gerf on diagonally balanced vectors.
 
     Args:
@@ -45,7 +36,7 @@ class Saderf(Exponential):
     source = "Likhosherstov et al. 2023; Spectraformer"
     cost = "one exponential per row, means over the tokens"
 
-    adapts = positive = tilted = True
+    adapts = positive = True
     mean_square: torch.Tensor
     balance: torch.Tensor
 
@@ -79,31 +70,12 @@ class Saderf(Exponential):
         self.balance = balance.reshape(-1, balance.shape[-1]).log().mean(0).exp().to(self.balance)
         self.mean_square = statistics["mean_square"].mean().to(self.mean_square)
 
-    def tower(
-        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
-    ) -> Features:
-        """See `Component.tower`."""
-        with full_precision(x):
-            balance = statistics.get("balance", self.balance).to(wide(x))
-            balanced = wide(x) / balance if second else wide(x) * balance
-            a = self.tilt(self._a(statistics, balanced, x.shape[-1]), projection)
-            exponents = projection(balanced * (1 - 4 * a).sqrt())
-            exponents += a * projection.squared_row_norms().to(exponents.dtype)
-            factor = log_factor(balanced, "softmax", a)
-            if self.kernel_name == "gaussian":
-                factor = factor - half_square(x)
-            return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
-
-    def log_linear(
-        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
-    ) -> LogLinear:
-        """See `Component.log_linear`."""
+    def coordinates(
+        self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int
+    ) -> Coordinates:
+        """A for the balanced vectors, and Ψ or its inverse."""
         balance = statistics.get("balance", self.balance).to(like)
-        a = self._a(statistics, balance, projection.dim)
         stretch = 1 / balance if second else balance
-        return exponential_logarithms(projection, self.kernel_name, second, like, a=a, stretch=stretch)
-
-    def _a(self, statistics: Mapping[str, torch.Tensor], like: torch.Tensor, dim: int) -> torch.Tensor:
         if self.A is not None:
-            return torch.as_tensor(self.A, dtype=like.dtype, device=like.device)
-        return optimal_a(statistics.get("mean_square", self.mean_square).to(like), dim)
+            return Coordinates(self.A, stretch)
+        return Coordinates(optimal_a(statistics.get("mean_square", self.mean_square).to(like), dim), stretch)

@@ -29,7 +29,8 @@ from snnk_peft.functional.exponential import half_square
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import uniform_numbers
 from snnk_peft.functional.spectra import SHIFT_INVARIANT, row_multipliers, shift_invariant_kernel
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import site_generator
 
 TRIGRF_FORMS = ("cos_sin", "phase")
 
@@ -72,8 +73,8 @@ class Trigrf(Component):
         return 2 * num_features if self.form == "cos_sin" else num_features
 
     def prepare(self, projection: Projection) -> None:
-        """Draw phases and multipliers from the projection's seed and slot."""
-        generator = slot_generator(projection.seed, f"{projection.slot}:trigrf")
+        """Draw phases and multipliers from the projection's seed and site."""
+        generator = site_generator(projection.seed, f"{projection.site}:trigrf")
         if self.form == "phase":
             self.phases = (2 * math.pi * uniform_numbers(projection.num_features, generator=generator)).float()
         self.multipliers = row_multipliers(self.kernel_name, projection.num_features, generator)

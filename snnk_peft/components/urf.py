@@ -1,7 +1,7 @@
 """Universal random features (SNNK paper, section 3.1): Φ(x)·Ψ(w, b) is an unbiased estimate of f(w·x + b) for any f.
 
 f is written as an affine function plus K cosines and sines on [−radius, radius] (`functional/trigonometric_fit.py`),
-and each atom a cos τz + c sin τz is linearised with Gaussian draws g (`functional/trigonometric_atom.py`):
+and each atom a cos τz + c sin τz is linearised with Gaussian draws g (`tests/trigonometric_atom.py` derives it):
 
     Φ(x) = [1, x, ..., e^{τ²s²‖x‖²/2} (cos τs g·x, sin τs g·x), ...]
     Ψ(w) = [β + αb, αw, ..., e^{g·w/s − ‖w‖²/2s²} (a cos τb + c sin τb, c cos τb − a sin τb), ...]
@@ -29,7 +29,8 @@ from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import random_choices
 from snnk_peft.functional.trigonometric_fit import activation_function, fit_trigonometric
-from snnk_peft.projections.base import Projection, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import site_generator
 
 URF_SAMPLINGS = ("stratified", "iid", "block")
 
@@ -129,7 +130,7 @@ class Urf(Component):
             atom = torch.repeat_interleave(counts)
             weight = 1 / counts.double()[atom]
         else:
-            generator = slot_generator(projection.seed, f"{projection.slot}:urf")
+            generator = site_generator(projection.seed, f"{projection.site}:urf")
             size = self.block_size if self.sampling == "block" else 1
             blocks = random_choices(probability, -(-m // size), generator)
             atom = torch.repeat_interleave(blocks, size)[:m]

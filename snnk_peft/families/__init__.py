@@ -1,7 +1,10 @@
 """Model families: where attention, FFN, pooler and classifier of an architecture live. One data file each."""
 
+from torch import nn
+
+from snnk_peft.errors import UnsupportedError
 from snnk_peft.families.base import ModelFamily, module_at, unwrap
-from snnk_peft.registry import Registry
+from snnk_peft.registry import Registry, did_you_mean
 
 FAMILIES: Registry[ModelFamily] = Registry("model family", __name__)
 
@@ -26,4 +29,30 @@ def register_family(family: ModelFamily) -> ModelFamily:
     return family
 
 
-__all__ = ["FAMILIES", "ModelFamily", "module_at", "register_family", "unwrap"]
+def family_of(model: nn.Module) -> ModelFamily:
+    """The family of a transformers model, by its config's model_type.
+
+    Raises:
+        UnsupportedError: not a transformers model, or an unknown architecture; says how to describe it.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no config.model_type; expected a transformers model of one of the families "
+            f"{', '.join(FAMILIES.names())}"
+        )
+    if model_type not in FAMILIES:
+        raise UnsupportedError(
+            f"{did_you_mean('model family', model_type, FAMILIES.names())}. To add {type(model).__name__}, describe "
+            "its module paths with snnk_peft.ModelFamily and snnk_peft.register_family"
+        )
+    return FAMILIES[model_type]
+
+
+def known_family(model: nn.Module) -> ModelFamily | None:
+    """The family of a model, or None for an architecture that nobody has described."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    return FAMILIES[str(model_type)] if model_type in FAMILIES else None
+
+
+__all__ = ["FAMILIES", "ModelFamily", "family_of", "known_family", "module_at", "register_family", "unwrap"]

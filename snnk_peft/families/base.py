@@ -6,7 +6,7 @@ or to the model itself if it is the bare encoder. Paths of the `layer` group are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +133,16 @@ def unwrap(module: nn.Module) -> nn.Module:
     while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
         module = inner
     return module
+
+
+def plain_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module of the unpatched model by its path, whatever is wrapped by now."""
+    original = unwrap(model)
+    if isinstance(kept := getattr(original, "original_module", None), nn.Module):  # PEFT's modules_to_save
+        original = unwrap(kept)
+    yield path, original
+    for name, child in original.named_children():
+        yield from plain_modules(child, f"{path}.{name}" if path else name)
 
 
 def as_linear(module: nn.Module) -> nn.Module:

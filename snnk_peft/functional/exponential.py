@@ -103,14 +103,6 @@ def optimal_a(mean_square: Tensor, dim: int) -> Tensor:
     return (1 - 1 / rho) / 8
 
 
-def log_second_moment(a: Tensor | float, square: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """log E[f(x)² f(y)²] for scalar a, softmax kernel; `square` is ‖x + y‖² (...)."""
-    a = torch.as_tensor(a, dtype=square.dtype)
-    d = x.shape[-1]
-    exponent = 2 * (1 - 4 * a) * square / (1 - 8 * a) - x.square().sum(-1) - y.square().sum(-1)
-    return d * (1 - 4 * a).log() - d / 2 * (1 - 8 * a).log() + exponent
-
-
 def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     """Mean of x (..., n, k) over n where mask (..., n) is True: (..., 1, k); 0 where nothing is."""
     if mask is None:
@@ -124,6 +116,3 @@ def mean_square_of_sums(x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Ten
     x, y = wide(x), wide(y)
     cross = masked_mean(x, x_mask) * masked_mean(y, y_mask)
     return masked_mean(x.square(), x_mask) + masked_mean(y.square(), y_mask) + 2 * cross
-
-
-TAU = 2 * math.pi

@@ -13,7 +13,7 @@ The Jacobian of a bundled layer x -> W̄ s f(G x + c) + b is explicit: J = W̄ d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,84 +65,6 @@ def fold_linear(A: Tensor, bias_A: Tensor | None, W2: Tensor, b2: Tensor | None)
     if b2 is not None:
         bias = b2.double() if bias is None else bias + b2.double()
     return Affine((wide @ A.double()).to(dtype), None if bias is None else bias.to(dtype))
-
-
-def fold_gate(v: Tensor, A: Tensor, bias_A: Tensor | None = None) -> Affine:
-    """Absorb an elementwise gate: v ⊙ (A Φ + bias_A) = (diag(v) A) Φ + v ⊙ bias_A (the adapter's gate, Eq. 22).
-
-    Args:
-        v: (l,) gate.
-        A: (l, m) readout.
-        bias_A: (l,) or None.
-
-    Returns:
-        Affine of the same shapes.
-    """
-    if v.ndim != 1 or len(v) != len(A):
-        raise ConfigError(
-            f"the gate has shape {tuple(v.shape)}; expected ({len(A)},), one entry per row of the readout"
-        )
-    dtype = torch.promote_types(v.dtype, A.dtype)
-    weight = (v.double().unsqueeze(1) * A.double()).to(dtype)
-    return Affine(weight, None if bias_A is None else (v.double() * bias_A.double()).to(dtype))
-
-
-def fold_stack(stack: Sequence[Affine | Callable[[Tensor], Tensor]]) -> list[Affine | Callable[[Tensor], Tensor]]:
-    """Fold every run of adjacent affine maps of a network into one (Eq. 13 repeated).
-
-    Args:
-        stack: the network in order of application: `Affine` items, and any other callables (feature maps, activations)
-            between them. A pair [Φ, A] is written Φ, Affine(A); give f(G· + c) as Affine(G, c), f to let the affine map
-            before it fold into G.
-
-    Returns:
-        The equivalent list with no two adjacent Affine items; other callables are kept as they are.
-
-    Raises:
-        ConfigError: the stack is empty, or neighbouring shapes do not match.
-
-    Example:
-        >>> net = [torch.cos, Affine(torch.ones(3, 4)), Affine(torch.ones(2, 3), torch.ones(2))]
-        >>> [f if callable(f) and not isinstance(f, Affine) else tuple(f.weight.shape) for f in fold_stack(net)][1:]
-        [(2, 4)]
-    """
-    if not stack:
-        raise ConfigError("the stack is empty; expected at least one affine map or feature map")
-    folded: list[Affine | Callable[[Tensor], Tensor]] = []
-    for item in stack:
-        last = folded[-1] if folded else None
-        if isinstance(item, Affine) and isinstance(last, Affine):
-            folded[-1] = fold_linear(last.weight, last.bias, item.weight, item.bias)
-        else:
-            folded.append(item)
-    return folded
-
-
-def nested_readout(
-    psis: Sequence[Callable[[Tensor, Tensor], Tensor]], weights: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    """W̄ of Eq. 14: the one matrix that a fully bundled network applies to its nested features.
-
-    The network x_{i+1} = f_{i+1}(W_i x_i + b_i), i = 0..L−1, becomes W̄ Φ_L(...Φ_1(x)), with Ā_1 = Ψ_1(W_0, b_0) and
-    Ā_{k+1} = Ψ_{k+1}(W_k Ā_k, b_k). (The paper prints b_L in the outermost place; by its Eq. 12 it is b_{L−1}.)
-    Equal to the network wherever Φ·Ψ equals f exactly, an estimate otherwise, with errors that compound over depth.
-
-    Args:
-        psis: L functions Ψ: (weight (n, k), bias (n,)) -> (n, m); the matching Φ maps R^k to R^m.
-        weights: L matrices W_i (d_{i+1}, d_i).
-        biases: L vectors (d_{i+1},).
-
-    Returns:
-        (d_L, m_L).
-    """
-    if not psis or not len(psis) == len(weights) == len(biases):
-        raise ConfigError(
-            f"got {len(psis)} feature maps, {len(weights)} weights and {len(biases)} biases; expected L >= 1 of each"
-        )
-    readout = psis[0](weights[0], biases[0])
-    for psi, weight, bias in zip(psis[1:], weights[1:], biases[1:], strict=True):
-        readout = psi(fold_linear(readout, None, weight, None).weight, bias)
-    return readout
 
 
 def bundle_jacobian(

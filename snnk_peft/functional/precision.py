@@ -1,4 +1,4 @@
-"""Full precision where a rounding error would be multiplied: exponents, norms, denominators (DESIGN.md part 5)."""
+"""Full precision where a rounding error would be multiplied: exponents, norms, denominators."""
 
 from __future__ import annotations
 

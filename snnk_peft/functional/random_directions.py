@@ -17,6 +17,11 @@ def haar(dim: int, generator: torch.Generator) -> torch.Tensor:
     return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
 
 
+def block_orthogonal(count: int, dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Unit rows (count, dim) in fp64, orthogonal within independent Haar blocks of `dim`; the last block is cut."""
+    return torch.cat([haar(dim, generator) for _ in range(-(-count // dim))])[:count]
+
+
 def gaussian_lengths(count: int, dim: int, generator: torch.Generator) -> torch.Tensor:
     """Lengths of `count` independent standard normal vectors of length `dim` (χ_dim), (count,) in fp64."""
     return normal_numbers(count, dim, generator=generator).norm(dim=1)

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.components import COMPONENTS
-from snnk_peft.errors import ConfigError
-from snnk_peft.feature_map import FeatureMap, check_finite
+from snnk_peft.feature_map.base import FeatureMap, check_finite
+from snnk_peft.feature_map.spec import FeatureMapSpec
 from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.gauss_hermite import hermite_coefficients
 from snnk_peft.functional.normalized_projection import EPSILON
@@ -148,7 +147,7 @@ class FeatureStage(nn.Module):
         if self.shift is None or not old.save or not dense_will_do:
             return self
         rows, bias = self.effective_rows(old.materialize(), old.bias)
-        dense = PROJECTIONS["landmark"](self.dim, self.feature_map.num_features, slot=old.slot)
+        dense = PROJECTIONS["landmark"](self.dim, self.feature_map.num_features, site=old.site)
         dense = dense.to(rows.device, rows.dtype)
         dense.weight, dense.bias = rows.clone(), (torch.zeros_like(rows[:, 0]) if bias is None else bias).clone()
         simple = FeatureStage(FeatureMap(self.feature_map.component, dense), append_input=self.append_input)
@@ -161,24 +160,17 @@ class FeatureStage(nn.Module):
         stage.append_input = True
         return stage
 
+    def in_words(self) -> str:
+        """A short phrase, e.g. "64 relu features and the input"."""
+        spec = FeatureMapSpec.of(self.feature_map)
+        extra = " and the input" if self.append_input else ""
+        stored = "" if spec.save else " (seed only)"
+        return f"{spec.num_features} {spec.component} features{extra}{stored}"
+
     def spec(self) -> dict[str, Any]:
         """Plain data from which `FeatureStage.from_spec` builds a stage of the same shape (see bundling/)."""
-        projection, component = self.feature_map.projection, self.feature_map.component
-        if functions := [name for name, value in component.params.items() if callable(value)]:
-            raise ConfigError(
-                f"{type(component).__name__} was given a function of your own as {', '.join(functions)}, which no file "
-                "can hold; use one of the named ones, or register a component (one file, see CONTRIBUTING.md)"
-            )
         return {
-            "component": registry_name(COMPONENTS, component),
-            "component_params": dict(component.params),
-            "projection": registry_name(PROJECTIONS, projection),
-            "projection_params": dict(projection.params),
-            "dim": self.dim,
-            "num_features": self.feature_map.num_features,
-            "seed": projection.seed,
-            "slot": projection.slot,
-            "save": projection.save,
+            **FeatureMapSpec.of(self.feature_map).as_dict(),
             "normalize": self.normalize,
             "whitened": self.shift is not None,
             "center": self.means is not None,
@@ -189,24 +181,11 @@ class FeatureStage(nn.Module):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> FeatureStage:
         """Build a stage from `spec()`; its tensors come from a checkpoint afterwards."""
-        projection = PROJECTIONS[spec["projection"]](
-            spec["dim"],
-            spec["num_features"],
-            seed=spec["seed"],
-            slot=spec["slot"],
-            save=spec["save"],
-            **spec["projection_params"],
-        )
-        component = COMPONENTS[spec["component"]](**spec["component_params"])
         options = {name: spec[name] for name in ("normalize", "scale", "append_input")}
-        stage = cls(FeatureMap(component, projection), **options)
+        plain = {name: spec[name] for name in FeatureMapSpec.stored_names()}
+        stage = cls(FeatureMapSpec.from_dict(plain).build(), **options)
         if spec["whitened"]:
             stage.shift, stage.inverse_std = torch.zeros(stage.dim), torch.ones(stage.dim)
         if spec["center"]:
             stage.means = torch.zeros(stage.feature_map.feature_dim)
         return stage
-
-
-def registry_name(registry: Any, member: nn.Module) -> str:
-    """The name under which the class of `member` is registered."""
-    return next(name for name in registry.names() if registry[name] is type(member))

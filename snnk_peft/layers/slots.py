@@ -1,162 +1,194 @@
 """What can be done to one module of a model, as modules that receive the original as a function.
 
 A slot's forward takes `base`, the original module (or a slot that already wraps it), and the original's inputs. Slots
-hold the new parameters; the original stays where it is. `replaces` says that `base` is never called.
+hold the new parameters; the original stays where it is. The slots themselves stand beside the parts that plan them
+(parts/); here is what all of them say about themselves, from first to last:
 
-The parallel adapter needs three of them, because the FFN it stands beside is three modules: the expansion also emits
-the adapter's features, the activation lets them pass, the contraction reads them out.
+    placed       they are in the model
+    forward      what the place computes now
+    fitter       how they are fitted to what they replace (`calibrate`), or None
+    fold         which plain module takes their place (`bundle`)
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from snnk_peft.errors import UnsupportedError
 from snnk_peft.functional.at_hand import at_hand
-from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
-from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.snnk_linear import SNNKLinear
 
 Base = Callable[..., torch.Tensor]
+Tokens = Iterable[tuple[bool, torch.Tensor]]  # (is it held out?, inputs (n, dim)), batch by batch; can be read again
+
+
+class FoldPlace(Protocol):
+    """One module of a model that is folded; the model itself does not change.
+
+    Attributes:
+        path: its path in the unpatched model.
+        module: what stands there so far: the module in use, or what was put in its place.
+        original: whether that is still the module in use.
+        slots: the slots of the active adapters here, innermost first.
+    """
+
+    @property
+    def path(self) -> str:
+        """See above."""
+
+    @property
+    def module(self) -> nn.Module:
+        """See above."""
+
+    @property
+    def original(self) -> bool:
+        """See above."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """See above."""
+
+    def at(self, path: str) -> FoldPlace:
+        """Another module; LookupError if the model has none at this path."""
+
+    def put(self, module: nn.Module) -> None:
+        """Let `module` take this place."""
+
+    def add(self, name: str, module: nn.Module, before: str, after: str) -> None:
+        """Put `module` inside the one that stands here, under a new name; `before` and `after` say what that means."""
+
+    def remark(self, text: str) -> None:
+        """Tell the reader of the report."""
+
+    def reads_features(self, stage: FoldPlace) -> None:
+        """This is the head that reads the features which `stage` makes."""
+
+
+class FitPlace(Protocol):
+    """A module with slots in a model that is calibrated.
+
+    Attributes:
+        original: the module that the slot stands in for.
+    """
+
+    @property
+    def original(self) -> nn.Module:
+        """See above."""
+
+    def original_at(self, path: str) -> nn.Module:
+        """The pretrained module at a path of the unpatched model."""
+
+    def active_at(self, path: str) -> nn.Module:
+        """The module in use there: a trained copy, or the original."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What `calibrate` was asked for.
+
+    Args:
+        landmarks: rule by which rows are chosen.
+        ridges: candidates for the regularisation.
+        refit: whether the held-out rows are fitted as well in the end.
+    """
+
+    landmarks: str
+    ridges: Sequence[float]
+    refit: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit did.
+
+    Args:
+        size: the number that the part's size is told by (rows of W, a rank).
+        tokens: rows fitted while choosing the regularisation.
+        held_out_tokens: rows that the errors are measured on.
+        ridge: the chosen regularisation, as a fraction of the mean feature variance; None where there is none.
+        error_before: squared error relative to the variance of the target, on held-out rows.
+        error_after: the same after the fit.
+    """
+
+    size: int
+    tokens: int
+    held_out_tokens: int
+    ridge: float | None
+    error_before: float
+    error_after: float
+
+
+class Fitter:
+    """Fits one slot to what it stands in for.
+
+    Attributes:
+        reads: how often `fit` reads the data.
+        together: paths of further modules whose original stands in beside this one's, where the layer runs several
+            times and the inputs of all runs are wanted before anything is fitted.
+    """
+
+    reads = 1
+    together: Sequence[str] = ()
+
+    def fit(self, data: Tokens) -> Fit:
+        """Fit, in place, without gradients; `data` is read `reads` times."""
+        raise TypeError(f"{type(self).__name__} does not define fit()")
 
 
 class Slot(nn.Module):
-    """Base class: changes what one module of the model computes."""
+    """Base class: changes what one module of the model computes.
+
+    Attributes:
+        replaces: `base` is never called.
+        alone: there can be one of its class in a place.
+        lets_pass: what is behind the module still gets what the module gave, or what stands for it, at the front of its
+            input.
+    """
 
     replaces = False
+    alone = True
+    lets_pass = False
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """The new output for input `x`; `base` computes the original one."""
         raise TypeError(f"{type(self).__name__} does not define forward()")
 
+    def placed(self, layer: Any, model: nn.Module) -> None:
+        """The slot is in the model now.
 
-class Replace(Slot):
-    """layer(x) instead of the original module and the activation behind it.
+        Args:
+            layer: the `SlotLayer` that holds it.
+            model: the transformers model.
+        """
 
-    Args:
-        layer: the stand-in.
-        activation: path in the model of the activation that the stand-in contains, or None.
-        following: path in the model of the Linear that reads the output, or None; calibration measures errors behind
-            it, bundling multiplies it in.
-    """
+    def fitter(self, place: FitPlace, options: FitOptions) -> Fitter | None:
+        """How the slot is fitted; a slot that does not define this is only trained."""
+        return None
 
-    replaces = True
+    def changes(self, path: str) -> tuple[str, ...]:
+        """The modules that change together when this slot at `path` is folded, in the order of the report."""
+        return (path,)
 
-    def __init__(self, layer: SNNKLinear, activation: str | None = None, following: str | None = None):
-        super().__init__()
-        self.layer, self.activation, self.following = layer, activation, following
+    def fold(self, place: FoldPlace) -> None:
+        """Put plain modules in the place of the slot and of what it acts on; slots that replace come first.
 
-    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """x (..., dim) -> (..., out)."""
-        return self.layer(x)
-
-
-class Bypass(Slot):
-    """x instead of the original module: an activation that a replacement already contains."""
-
-    replaces = True
-
-    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """x unchanged."""
-        return x
+        Raises:
+            UnsupportedError: there is no plain form here.
+        """
+        raise UnsupportedError(f"{place.path}: a {type(self).__name__} slot has no folded form")
 
 
-class After(Slot):
-    """adapter(original(x)): the sequential placement."""
-
-    def __init__(self, adapter: SNNKAdapter):
-        super().__init__()
-        self.adapter = adapter
-
-    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """(..., dim) -> (..., dim)."""
-        return self.adapter(base(x, *args, **kwargs))
-
-
-class BesideLinear(Slot):
-    """linear(x) + scaling · v ⊙ (Φ(x) Aᵀ): an adapter beside one Linear, where LoRA puts its two matrices.
-
-    Args:
-        stage: Φ.
-        readout: holds A and v.
-    """
-
-    def __init__(self, stage: FeatureStage, readout: GatedReadout):
-        super().__init__()
-        self.stage, self.readout = stage, readout
-
-    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """x (..., dim) -> (..., out_dim)."""
-        return self.readout(self.stage(x.to(self.readout.A.dtype)), base(x, *args, **kwargs))
-
-
-class ParallelFeatures(Slot):
-    """[expansion(x), Φ(x)]: the FFN's expansion also emits the features of an adapter beside the FFN."""
-
-    def __init__(self, stage: FeatureStage):
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """x (..., dim) -> (..., hidden + feature_dim)."""
-        hidden = base(x, *args, **kwargs)
-        features = self.stage(x.to(self.stage.feature_map.projection.dtype))
-        return torch.cat((hidden, features.to(hidden.dtype)), -1)
-
-
-class ParallelActivation(Slot):
-    """[activation(h), Φ(x)]: the activation acts on the hidden units only.
-
-    Args:
-        width: number of hidden units; the adapter's features come behind them.
-    """
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.width = width
-
-    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """(..., width + feature_dim) -> the same shape."""
-        hidden = base(x[..., : self.width], *args, **kwargs)
-        return torch.cat((hidden, x[..., self.width :]), -1)
-
-
-class ParallelReadout(Slot):
-    """contraction(h) + scaling · v ⊙ (Φ(x) Aᵀ).
-
-    Args:
-        readout: holds A and v; the features come from the `ParallelFeatures` slot, behind everything else.
-    """
-
-    def __init__(self, readout: GatedReadout):
-        super().__init__()
-        self.readout = readout
-
-    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """(..., width + feature_dim) -> (..., dim)."""
-        features = self.readout.A.shape[1]
-        return self.readout(x[..., -features:], base(x[..., :-features], *args, **kwargs))
-
-
-class Attend(Slot):
-    """Says which linear attention an attention module uses; attention/interface.py asks for it.
-
-    Args:
-        kernel: the linear attention.
-    """
-
-    def __init__(self, kernel: KernelAttention):
-        super().__init__()
-        self.kernel = kernel
-
-    def forward(self, base: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The original's signature: the module itself calls the attention function."""
-        return base(*args, **kwargs)
+def no_folded_form(place: FoldPlace, slot: Slot) -> UnsupportedError:
+    """The error for a slot in a combination that has none."""
+    return UnsupportedError(
+        f"{place.path}: a {type(slot).__name__} slot has no folded form in this place; activate one adapter at a time "
+        "with set_adapter, and check that the family describes the model's FFN"
+    )
 
 
 class Retrained(Slot):

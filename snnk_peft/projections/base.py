@@ -2,13 +2,11 @@
 
 Shapes: W is (num_features, dim), c is (num_features,) or absent, x is (..., dim), the result (..., num_features).
 A kernel is estimated by Σ_i a_i f(ω_i·x) f(ω_i·y); the weights a_i are 1/num_features but for quadratures.
-W is drawn once, on the CPU, from a generator seeded by (seed, slot): two layers with different slots get independent
-matrices, the order of patching never matters, and the global random state is not touched.
+This file holds the map; how W is drawn, saved and checked is in base_drawn.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,15 +15,8 @@ import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.draw_checksum import checksum_fault, draw_checksum
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
-
-
-def slot_generator(seed: int, slot: str = "", number: int = 0) -> torch.Generator:
-    """A CPU generator whose stream depends on `seed`, the slot name and the number of the draw only."""
-    again = f"\0{number}" if number else ""
-    digest = hashlib.sha256(f"{int(seed)}:{slot}{again}".encode()).digest()
-    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "little"))
+from snnk_peft.projections.base_drawn import Drawn
 
 
 def choice_faults(kind: str, given: Mapping[str, tuple[object, tuple[object, ...]]]) -> list[str]:
@@ -43,14 +34,14 @@ def choice_faults(kind: str, given: Mapping[str, tuple[object, tuple[object, ...
     ]
 
 
-class Projection(nn.Module):
+class Projection(Drawn):
     """Base class of the weight matrices.
 
     Args:
         dim: length of the input vectors, >= 1.
         num_features: number of rows of W, >= 1. Cost grows linearly with it, the error falls as its square root.
-        seed: together with `slot` decides the draw.
-        slot: name of the place in the model that this matrix serves.
+        seed: together with `site` decides the draw.
+        site: name of the place in the model that this matrix serves.
         save: True keeps W in checkpoints. False keeps 32 bytes of checksum instead; W is drawn again on loading and
             loading fails if the checksum differs.
         redraw_every: draw anew after this many training steps (see `advance`; the paper on learned kernels takes 100),
@@ -65,15 +56,16 @@ class Projection(nn.Module):
         uniform: whether all feature weights are equal.
         sampled_lengths: whether lengths of rows are a sample of those that Gaussian vectors have, so that e^{a‖ω‖²} has
             the right mean over them. False for rows of one length, and for quadratures, which integrate polynomials.
-        redrawable: whether W follows from the seed alone, so that `save=False` is possible.
-        seeded: whether W depends on the seed at all; False for deterministic designs, the same in every slot.
         fast: whether W is applied by its structure, without ever being formed.
-        resamplable: whether something in W is random, so that `redraw_every` is possible.
         trainable: whether W is learned.
+        needs_layer: whether the rows are taken from a pretrained layer, by `from_layer`; there are at most as many as
+            the layer has, and they are made for its inputs as they are.
+        layer_arguments: those of the member's arguments that are tensors of that layer, hence in no config.
         formula: the rows in a line, for tables.
         source: where they come from.
         cost: multiply-adds per vector, in m = num_features and d = dim.
         params: the member's own keyword arguments, from which it can be built again.
+        redrawable, seeded, resamplable: see `Drawn`.
     """
 
     formula = source = cost = ""
@@ -81,16 +73,14 @@ class Projection(nn.Module):
     unbiased = True
     uniform = True
     sampled_lengths = True
-    redrawable = True
-    seeded = True
     fast = False
-    resamplable = True
     trainable = False
+    needs_layer = False
+    layer_arguments: tuple[str, ...] = ()
 
     params: Mapping[str, Any] = MappingProxyType({})
     weight: torch.Tensor
     bias: torch.Tensor | None
-    steps: torch.Tensor
 
     def __init__(
         self,
@@ -98,25 +88,19 @@ class Projection(nn.Module):
         num_features: int,
         *,
         seed: int = 0,
-        slot: str = "",
+        site: str = "",
         save: bool = True,
         redraw_every: int | None = None,
     ):
-        super().__init__()
-        self.redraw_every = redraw_every
+        super().__init__(seed=seed, site=site, save=save, redraw_every=redraw_every)
         sizes = (("dim", dim), ("num_features", num_features))
         faults = [
             f"{name} is {value!r}; expected an integer >= 1"
             for name, value in sizes
             if not isinstance(value, int) or isinstance(value, bool) or value < 1
         ]
-        self.dim, self.num_features, self.seed, self.slot, self.save = dim, num_features, seed, slot, save
-        if not save and not self.redrawable:
-            faults.append(
-                f"save_projection=False with projection {type(self).__name__.lower()!r}: this matrix is learned, or "
-                "depends on the pretrained weights, and cannot be drawn again from a seed; use save_projection=True"
-            )
-        faults += self._redraw_faults()
+        self.dim, self.num_features = dim, num_features
+        faults += self.draw_faults()
         wrong_arguments = self.argument_faults()
         # What follows from sizes and arguments together can be asked only of valid ones.
         faults += wrong_arguments or ([] if faults else self.settle())
@@ -126,36 +110,6 @@ class Projection(nn.Module):
         self.build()
         if redraw_every is not None:
             self.params = {**self.params, "redraw_every": redraw_every}
-            self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=construction_device()))
-
-    def _redraw_faults(self) -> list[str]:
-        every, name = self.redraw_every, type(self).__name__.lower()
-        if every is None:
-            return []
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            return [f"redraw_every is {every!r}; expected a number of training steps >= 1, or None for never"]
-        if not (self.resamplable and self.seeded):
-            return [f"redraw_every={every} with projection {name!r}, in which nothing is random; leave it None"]
-        if not self.save:
-            return [
-                f"redraw_every={every} with save_projection=False: a matrix drawn anew during training must be saved; "
-                "use save_projection=True"
-            ]
-        return []
-
-    def build(self) -> None:
-        """Register what W is made of: here what `draw_buffers` keeps of the draw, as buffers."""
-        if self.save and torch.get_default_device().type == "meta":
-            # A loader builds the model's shape first and brings W from the checkpoint.
-            drawn = self.blank()
-        else:
-            drawn = self.draw_buffers(slot_generator(self.seed, self.slot))
-        self._drawn = tuple(drawn)
-        for name, tensor in drawn.items():
-            self.register_buffer(name, tensor, persistent=self.save)
-        if not self.save:
-            self.register_buffer("checksum", draw_checksum(drawn))
-            self.register_load_state_dict_pre_hook(_verify_checksum)
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
@@ -167,6 +121,20 @@ class Projection(nn.Module):
             **params: the member's own keyword arguments.
         """
         return num_features
+
+    @classmethod
+    def from_layer(
+        cls, layer: nn.Linear, num_features: int, *, importance: torch.Tensor | None = None, **kwargs: Any
+    ) -> Projection:
+        """W for features that stand in for a pretrained layer: here a draw for its inputs, whatever its weights are.
+
+        Args:
+            layer: what is replaced; its inputs are those of W.
+            num_features: rows of W.
+            importance: (rows of the layer,) how much each of them matters; None where nothing is known.
+            **kwargs: as in the constructor.
+        """
+        return cls(layer.in_features, num_features, **kwargs)
 
     def argument_faults(self) -> list[str]:
         """Messages for wrong arguments of the member's own; they are attributes by now."""
@@ -189,52 +157,6 @@ class Projection(nn.Module):
         """Tensors like those of `draw_buffers`, on the default device, with undefined values."""
         return {"weight": torch.empty(self.num_features, self.dim, dtype=torch.float32)}
 
-    @torch.no_grad()
-    def redraw(self, device: torch.device | None = None) -> None:
-        """Draw again from (seed, slot) and the number of draws that `advance` has made; learned parameters stay.
-
-        Needed where a loader left non-persistent buffers undefined.
-
-        Args:
-            device: where it is put; None for where it was, or the CPU if that was "meta".
-        """
-        number = 0 if self.redraw_every is None else int(self.steps) // self.redraw_every
-        for name, drawn in self.draw_buffers(slot_generator(self.seed, self.slot, number)).items():
-            old = getattr(self, name)
-            blank = old.device.type == "meta"
-            target = device or (drawn.device if blank else old.device)
-            setattr(self, name, drawn.to(target, drawn.dtype if blank else old.dtype))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating-point type in which W, or what it is made of, is stored."""
-        return next(tensor.dtype for tensor in self.state_tensors() if tensor.is_floating_point())
-
-    @property
-    def device(self) -> torch.device:
-        """Where W is."""
-        return self.state_tensors()[0].device
-
-    def state_tensors(self) -> list[torch.Tensor]:
-        """W, or what it is made of, as stored."""
-        return [getattr(self, name) for name in self._drawn]
-
-    def is_blank(self) -> bool:
-        """Whether something that W is made of has no values yet: a loader will bring it."""
-        return any(tensor.is_meta for tensor in self.state_tensors())
-
-    @torch.no_grad()
-    def advance(self) -> None:
-        """One training step has passed: every `redraw_every`-th one draws anew. Does nothing in eval.
-
-        Never called by a forward pass, of which gradient checkpointing makes two per step.
-        """
-        if self.redraw_every is None or not self.training:
-            return
-        self.steps.add_(1)
-        if int(self.steps) % self.redraw_every == 0:
-            self.redraw()
-
     def absorb(self, factor: float) -> bool:
         """Multiply W by a number where W is parameters; whether that was possible. The rows are then no draw any more.
 
@@ -242,27 +164,6 @@ class Projection(nn.Module):
             factor: the number.
         """
         return False
-
-    def verify(self, checksum: torch.Tensor) -> None:
-        """Refuse a checkpoint whose matrix differs from the one this machine draws from (seed, slot).
-
-        Args:
-            checksum: (32,) uint8, from the checkpoint.
-
-        Raises:
-            ConfigError: they differ.
-        """
-        if checksum.device.type == "meta":
-            return
-        fault = checksum_fault(checksum, self.draw_buffers(slot_generator(self.seed, self.slot)))
-        if fault is not None:
-            raise ConfigError(f"checksum of the redrawn projection of {self.slot!r} (seed {self.seed}) {fault}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The loader of transformers assigns buffers one by one, without the hooks of load_state_dict.
-        if name == "checksum" and isinstance(value, torch.Tensor):
-            self.verify(value)
-        super().__setattr__(name, value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x Wᵀ + c for x (..., dim); result (..., num_features) in the dtype of x; callers may overwrite it."""
@@ -305,16 +206,4 @@ class Projection(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments, for printing."""
-        return f"dim={self.dim}, num_features={self.num_features}, seed={self.seed}, slot={self.slot!r}"
-
-
-def construction_device() -> str:
-    """Where new tensors belong: the CPU, unless a loader builds shapes only and brings the values afterwards."""
-    return "meta" if torch.get_default_device().type == "meta" else "cpu"
-
-
-def _verify_checksum(module: nn.Module, state_dict: dict, prefix: str, *args: object) -> None:
-    """The check for everything that goes through load_state_dict; see `Projection.__setattr__` for the rest."""
-    assert isinstance(module, Projection)
-    if (saved := state_dict.get(prefix + "checksum")) is not None:
-        module.verify(saved)
+        return f"dim={self.dim}, num_features={self.num_features}, seed={self.seed}, site={self.site!r}"

@@ -10,7 +10,8 @@ from torch import nn
 
 from snnk_peft.functional.precision import full_precision
 from snnk_peft.functional.random_numbers import normal_numbers
-from snnk_peft.projections.base import Projection, construction_device, slot_generator
+from snnk_peft.projections.base import Projection
+from snnk_peft.projections.base_drawn import construction_device, site_generator
 
 
 class Learned(Projection):
@@ -31,9 +32,9 @@ class Learned(Projection):
 
     noise: torch.Tensor
 
-    def build(self) -> None:
+    def register_draw(self) -> None:
         """Register the noise as buffers and the initial values as parameters."""
-        generator, device = slot_generator(self.seed, self.slot), construction_device()
+        generator, device = site_generator(self.seed, self.site), construction_device()
         drawn = self.draw_buffers(generator)
         self._drawn = tuple(drawn)
         for name, value in drawn.items():

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from snnk_peft.functional.precision import full_precision
-from snnk_peft.projections.base import Projection, choice_faults, slot_generator
+from snnk_peft.projections.base import Projection, choice_faults
+from snnk_peft.projections.base_drawn import site_generator
 
 
 class Structured(Projection):
@@ -73,7 +74,7 @@ class Structured(Projection):
         """Undefined tensors of the right shapes; drawing a few factors is the short way to know them."""
         if not self.fast:
             return super().blank()
-        drawn = self.draw_factors(slot_generator(self.seed, self.slot))
+        drawn = self.draw_factors(site_generator(self.seed, self.site))
         return {name: torch.empty(factor.shape, dtype=factor.dtype) for name, factor in drawn.items()}
 
     def factors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from snnk_peft.functional.random_directions import gaussian_lengths, haar
+from snnk_peft.functional.random_directions import block_orthogonal, gaussian_lengths
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import choice_faults
 from snnk_peft.projections.base_learned import Learned
@@ -45,8 +45,7 @@ class Free(Learned):
         """W at the start, (num_features, dim)."""
         if self.init == "gaussian":
             return super().draw(generator)
-        blocks = [haar(self.dim, generator) for _ in range(-(-self.num_features // self.dim))]
-        rows = torch.cat(blocks)[: self.num_features]
+        rows = block_orthogonal(self.num_features, self.dim, generator)
         return rows * gaussian_lengths(self.num_features, self.dim, generator)[:, None]
 
     @torch.no_grad()

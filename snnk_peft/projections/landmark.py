@@ -1,4 +1,4 @@
-"""Landmark rows: ω_i are rows of a pretrained weight matrix, c_i their biases (Nyström landmarks; cf. PAPERS part A).
+"""Landmark rows: ω_i are rows of a pretrained weight matrix, c_i their biases (Nyström landmarks).
 
 A feature relu(ω_i·x + c_i) at a landmark is one of the hidden units of the layer being replaced, so a readout fitted
 on a few of them starts from features that the network itself found useful. Which rows: the most important first,
@@ -10,9 +10,13 @@ error remains until num_features equals the number of rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 
@@ -36,6 +40,8 @@ class Landmark(Projection):
     unbiased = False
     redrawable = False
     resamplable = False
+    needs_layer = True
+    layer_arguments = ("source_weight", "source_bias", "importance")
 
     def __init__(
         self,
@@ -57,6 +63,16 @@ class Landmark(Projection):
         if source_weight is not None:
             scores = source_weight.norm(dim=1) if importance is None else importance
             self.select(source_weight, source_bias, scores)
+
+    @classmethod
+    def from_layer(
+        cls, layer: nn.Linear, num_features: int, *, importance: torch.Tensor | None = None, **kwargs: Any
+    ) -> Landmark:
+        """Rows of a layer and their biases; see `Projection.from_layer`."""
+        with at_hand(layer):
+            bias = None if layer.bias is None else layer.bias.detach()
+            tensors = {"source_weight": layer.weight.detach(), "source_bias": bias, "importance": importance}
+            return cls(layer.in_features, num_features, **tensors, **kwargs)
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """Zeros: the rows are copied from the pretrained weight by `select`."""

@@ -33,7 +33,7 @@ class Mm(Projection):
 
     Args:
         sequence: "sobol" (default; up to 21201 dimensions) or "halton".
-        scramble: randomise the sequence by the seed (default). False gives the same matrix for every seed and slot.
+        scramble: randomise the sequence by the seed (default). False gives the same matrix for every seed and site.
         covariance: match the covariance as well as the mean; needs num_features > dim. None (default): where possible.
         **kwargs: as in `Projection`.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from snnk_peft.functional.random_directions import gaussian_lengths, haar
+from snnk_peft.functional.random_directions import block_orthogonal, gaussian_lengths
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection, choice_faults
 
@@ -43,8 +43,7 @@ class Orf(Projection):
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) in fp64; rows of a block are orthogonal to rounding."""
-        blocks = [haar(self.dim, generator) for _ in range(-(-self.num_features // self.dim))]
-        rows = torch.cat(blocks)[: self.num_features]
+        rows = block_orthogonal(self.num_features, self.dim, generator)
         if self.norms == "sqrt_dim":
             return rows * self.dim**0.5
         return rows * gaussian_lengths(self.num_features, self.dim, generator)[:, None]

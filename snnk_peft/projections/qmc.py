@@ -3,7 +3,7 @@ Eq. 28): num_features points in dim dimensions. (The paper's code has this trans
 
 Points that fill the cube evenly leave a smaller error than independent ones, most of all in few dimensions and for many
 features; a power of two suits "sobol". Scrambled points are each exactly uniform (to 2⁻³⁰ for Sobol), so each row alone
-is N(0, I) and estimates are unbiased. Unscrambled, the matrix is the same for every seed and slot, has an error that no
+is N(0, I) and estimates are unbiased. Unscrambled, the matrix is the same for every seed and site, has an error that no
 averaging removes, and in many dimensions its coordinates are strongly correlated until num_features is far above dim.
 
 Cost: as gaussian.

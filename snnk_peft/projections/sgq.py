@@ -28,8 +28,8 @@ class Sgq(Projection):
     """The 2·dim + 1 nodes of the rule.
 
     Args:
-        rotate: turn the nodes by a random rotation, a different one in each slot. False (default) leaves them on the
-            axes: the same matrix in every slot, whatever the seed.
+        rotate: turn the nodes by a random rotation, a different one at each site. False (default) leaves them on the
+            axes: the same matrix at every site, whatever the seed.
         **kwargs: as in `Projection`.
     """
 

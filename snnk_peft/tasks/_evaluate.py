@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import datasets
 import evaluate
 
-from snnk_peft.tasks.metrics import METRICS
+from snnk_peft.tasks._functions import METRICS
 
 _INPUTS = """
 Args:
@@ -49,6 +49,12 @@ class F1(_Metric):
     metric = "f1"
 
 
+class MacroF1(_Metric):
+    """Mean of the F1 of every class."""
+
+    metric = "macro_f1"
+
+
 class MatthewsCorrelation(_Metric):
     """Matthews correlation coefficient."""
 
@@ -70,6 +76,6 @@ class Spearmanr(_Metric):
 
 
 CLASSES: dict[str, type[_Metric]] = {
-    kind.__name__: kind for kind in (Accuracy, F1, MatthewsCorrelation, Pearson, Spearmanr)
+    kind.__name__: kind for kind in (Accuracy, F1, MacroF1, MatthewsCorrelation, Pearson, Spearmanr)
 }
 """Metric classes by their names."""

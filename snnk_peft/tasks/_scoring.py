@@ -24,6 +24,7 @@ class Scored:
         metrics: keys of `snnk_peft.tasks.metrics.METRICS` that are reported.
         primary: those whose mean is the `score` that selects the best checkpoint; None takes all `metrics`.
         splits: "train" first, the others are for evaluation.
+        notes: what a user should know about the data before training.
     """
 
     name: str
@@ -31,6 +32,16 @@ class Scored:
     metrics: tuple[str, ...]
     primary: tuple[str, ...] | None
     splits: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def with_settings(self, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Scored:
+        """The task itself; `Table`, which is none yet, becomes one here."""
+        return self
+
+    @property
+    def title(self) -> str:
+        """What the data are called in the title of a model card."""
+        return self.name
 
     @property
     def validation_splits(self) -> tuple[str, ...]:
@@ -43,8 +54,13 @@ class Scored:
         return 1 if self.label_names is None else len(self.label_names)
 
     @property
-    def problem_type(self) -> str:
-        """As in a transformers model config: "regression" or "single_label_classification"."""
+    def tokens(self) -> bool:
+        """Whether every word of an example has a label; otherwise the example as a whole has one."""
+        return False
+
+    @property
+    def problem_type(self) -> str | None:
+        """As in a transformers model config: "regression", "single_label_classification" or None."""
         return "regression" if self.label_names is None else "single_label_classification"
 
     @property
@@ -71,7 +87,7 @@ class Scored:
         Raises:
             ConfigError: wrong shapes, NaN, or class ids out of range.
         """
-        predicted, true = _to_numpy(predictions), _to_numpy(references)
+        predicted, true = to_numpy(predictions), to_numpy(references)
         if self.label_names is not None and predicted.shape == (len(true), self.num_labels):
             if np.isnan(predicted).any():
                 raise ConfigError(f"task {self.name!r}: logits contain NaN; expected numbers (did training diverge?)")
@@ -123,7 +139,7 @@ class Scored:
         return require("evaluate").combine([load_metric(name, **kwargs) for name in self.metrics])
 
 
-def _to_numpy(values: Any) -> np.ndarray:
+def to_numpy(values: Any) -> np.ndarray:
     """Array of numbers from a list, array or tensor (on any device, bfloat16 included)."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().double()

@@ -97,15 +97,15 @@ def read_tsv(path: Path, layout: TsvLayout) -> TsvRows:
         ConfigError: missing columns, rows with too few or too many cells or an empty text, unknown labels, numbers out
             of range, bytes that are not UTF-8, a file without examples. Up to ten faults, each with file and line.
     """
-    lines, faults = _decode(path)
+    lines, faults = decode(path)
     if faults:
-        raise ConfigError(_capped(faults, path))
+        raise ConfigError(capped(faults, path))
     if not lines:
         raise ConfigError(f"{path}: the file is empty; expected {_expected(layout)}")
     header = list(layout.header) if layout.header else [name.strip() for name in lines[0].split("\t")]
     first = 0 if layout.header else 1
     if faults := _header_faults(path, header, layout):
-        raise ConfigError(_capped(faults, path))
+        raise ConfigError(capped(faults, path))
     if len(lines) == first:
         raise ConfigError(f"{path}: there is a header but no example after line 1; expected {_expected(layout)}")
     return _read_rows(path, lines[first:], first + 1, header, layout)
@@ -121,10 +121,10 @@ def _read_rows(path: Path, lines: list[str], first_line: int, header: list[str],
         cells = line.split("\t")
         number = first_line + idx
         if len(cells) < len(header):
-            broken.append((number, f"{len(cells)} cells; expected {len(header)} ({_listed(header)})"))
+            broken.append((number, f"{len(cells)} cells; expected {len(header)} ({listed(header)})"))
             continue
         if any(cells[len(header) :]):  # empty cells at the end of a line shift nothing
-            faults.append((number, f"{len(cells)} cells; expected {len(header)} ({_listed(header)})"))
+            faults.append((number, f"{len(cells)} cells; expected {len(header)} ({listed(header)})"))
             continue
         try:
             label = layout.parse_label(cells[label_at])
@@ -143,18 +143,18 @@ def _read_rows(path: Path, lines: list[str], first_line: int, header: list[str],
     if broken and len(broken) <= layout.broken_row_rate * len(lines):
         warnings.warn(
             f"{path}: left out {len(broken)} of {len(lines)} lines, which have too few cells or an empty text (the "
-            f"official file is known to have such rows): lines {_listed([str(number) for number, _ in broken])}",
+            f"official file is known to have such rows): lines {listed([str(number) for number, _ in broken])}",
             stacklevel=2,
         )
     else:
         faults = sorted(faults + broken)
     if faults:
-        raise ConfigError(_capped([f"{path}, line {number}: {text}" for number, text in faults], path))
+        raise ConfigError(capped([f"{path}, line {number}: {text}" for number, text in faults], path))
     return rows
 
 
-def _decode(path: Path) -> tuple[list[str], list[str]]:
-    """Lines without their ends, and a fault for each line that is not UTF-8."""
+def decode(path: Path) -> tuple[list[str], list[str]]:
+    """The lines of a UTF-8 file without their ends, and a fault for each line that is not UTF-8."""
     lines, faults = [], []
     raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     while raw and not raw[-1].strip():
@@ -178,7 +178,7 @@ def _header_faults(path: Path, header: list[str], layout: TsvLayout) -> list[str
         if count == 0:
             close = difflib.get_close_matches(name.lower(), list(by_lower_case), n=1, cutoff=0.5)
             hint = f"; did you mean {by_lower_case[close[0]]!r}?" if close else "."
-            faults.append(f"{path}, line 1: no column {name!r}{hint} Found: {_listed(header)}")
+            faults.append(f"{path}, line 1: no column {name!r}{hint} Found: {listed(header)}")
         elif count > 1:
             faults.append(f"{path}, line 1: column {name!r} occurs {count} times; expected once")
     return faults
@@ -186,14 +186,16 @@ def _header_faults(path: Path, header: list[str], layout: TsvLayout) -> list[str
 
 def _expected(layout: TsvLayout) -> str:
     names = layout.header or (*layout.text, layout.label)
-    return f"{'no header and ' if layout.header else ''}tab-separated columns {_listed(names)}"
+    return f"{'no header and ' if layout.header else ''}tab-separated columns {listed(names)}"
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Names with commas between them; behind the twentieth, their number."""
     names = list(names)
     return ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
 
 
-def _capped(faults: list[str], path: Path) -> list[str]:
+def capped(faults: list[str], path: Path | str) -> list[str]:
+    """The first faults of a file, and how many more there are."""
     extra = len(faults) - MAX_FAULTS
     return faults if extra <= 0 else [*faults[:MAX_FAULTS], f"{path}: ... and {extra} more"]

@@ -1,8 +1,7 @@
-"""calibrate: fit every replaced part to the module it replaces, on real activations, in closed form.
+"""calibrate: fit every slot that can be fitted to what it stands in for, on real activations.
 
-Front to back, one pass over the batches per slot: inputs come from the already converted stack, targets from the
-original module on those very inputs, so a later layer repairs what an earlier one got wrong. No labels and no
-backpropagation. Moments are kept in fp64; memory does not depend on the number of tokens.
+The schedule of passes and nothing else: front to back, as often as each slot's fitter (`Slot.fitter`, in parts/) reads
+the batches. Inputs come from the stack as fitted so far, so a later layer repairs what an earlier one got wrong.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from snnk_peft.calibration.error_meter import ErrorMeter
-from snnk_peft.calibration.landmarks import RULES, SecondMoments, choose_landmarks, fit_landmarks
-from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
+from snnk_peft.calibration.landmarks import RULES
+from snnk_peft.calibration.ridge import DEFAULT_RIDGES
 from snnk_peft.errors import ConfigError
-from snnk_peft.families.base import as_linear, unwrap
-from snnk_peft.functional.at_hand import at_hand, offloaded, place_of
-from snnk_peft.layers.slots import Replace
-from snnk_peft.projections.landmark import Landmark
+from snnk_peft.families.base import unwrap
+from snnk_peft.functional.at_hand import offloaded, place_of
+from snnk_peft.layers.slots import FitOptions, Fitter, Slot
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
 from snnk_peft.tuner.held_out import warn_of_repeated_rows
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
@@ -91,10 +88,11 @@ def calibrate(
     if not 0 < held_out < 1:
         faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
     slots = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}
-    slots = {name: layer for name, layer in slots.items() if _replacement(layer) is not None}
+    slots = {name: layer for name, layer in slots.items() if _slot_to_fit(layer) is not None}
+    options = FitOptions(landmarks, ridges, refit)
     if not slots:
         faults.append(
-            "the model has no active replaced part to calibrate; expected a model from get_snnk_model with ffn= or "
+            "the model has no active part that can be calibrated; expected a model from get_snnk_model with ffn= or "
             "pooler=, with that adapter active (adapters and linear attention are trained, not calibrated)"
         )
     if away := [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]:
@@ -122,10 +120,12 @@ def calibrate(
     model.eval()
     try:
         order = _execution_order(model, slots, batches)
-        passes = sum(_passes(_Target.of(model, slots[name])) for name in order)
+        passes = sum(_fitter(model, slots[name], options).reads for name in order)
         with tqdm(total=passes * total, desc="calibrate", unit="batch", disable=not progress) as bar:
             reports = [
-                _calibrate_slot(model, name, slots[name], runs, batches, landmarks, held_out, ridges, refit, bar)
+                _fit_slot(
+                    name, _fitter(model, slots[name], options), _Pass(model, slots[name], runs, batches, held_out, bar)
+                )
                 for name, runs in order.items()
             ]
     finally:
@@ -134,8 +134,37 @@ def calibrate(
     return CalibrationReport(reports)
 
 
-def _replacement(layer: SlotLayer) -> Replace | None:
-    return next((slot for slot in layer.active_slots() if isinstance(slot, Replace)), None)
+@dataclass(frozen=True)
+class _FitPlace:
+    """A `FitPlace`: one slotted module of a model."""
+
+    root: nn.Module
+    original: nn.Module
+
+    def original_at(self, path: str) -> nn.Module:
+        """The pretrained module at a path of the unpatched model."""
+        return unwrap(self.root.get_submodule(path))
+
+    def active_at(self, path: str) -> nn.Module:
+        """The module in use there."""
+        return active_module(self.root.get_submodule(path))
+
+
+def _slot_to_fit(layer: SlotLayer) -> Slot | None:
+    """The active slot of a layer that can be fitted, or None."""
+    return next((slot for slot in layer.active_slots() if type(slot).fitter is not Slot.fitter), None)
+
+
+def _fitter(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter:
+    slot = _slot_to_fit(layer)
+    assert slot is not None
+    found = slot.fitter(_FitPlace(_root(model), unwrap(layer.base_layer)), options)
+    assert found is not None
+    return found
+
+
+def _root(model: nn.Module) -> Any:
+    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
 
 
 def _read(batches: Batches) -> Iterator[Batch]:
@@ -183,7 +212,7 @@ def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: 
 
 
 def _slot_inputs(
-    model: nn.Module, layer: SlotLayer, runs: int, batches: Batches, bar: Any
+    model: nn.Module, layer: SlotLayer, together: Sequence[str], runs: int, batches: Batches, bar: Any
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(batch index, real-token inputs (n, dim)) of a slot, from the stack as it is now; stops each pass there.
 
@@ -201,7 +230,7 @@ def _slot_inputs(
     try:
         for index, batch in enumerate(_read(batches)):
             inputs = _inputs(model, batch)
-            with torch.no_grad(), _as_it_was(model, layer, runs), contextlib.suppress(_Reached):
+            with torch.no_grad(), _as_it_was(model, layer, together, runs), contextlib.suppress(_Reached):
                 model(**inputs)
             mask = inputs.get("attention_mask")
             yield index, torch.cat([_real_tokens(x, mask) for x in caught])
@@ -212,14 +241,12 @@ def _slot_inputs(
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, layer: SlotLayer, runs: int) -> Iterator[None]:
-    """The original of a layer with several runs, and of the activation behind it, in place of what replaces them."""
-    slot = _replacement(layer)
+def _as_it_was(model: nn.Module, layer: SlotLayer, together: Sequence[str], runs: int) -> Iterator[None]:
+    """The original of a layer with several runs, and of what goes with it, in place of what replaces them."""
     inside: list[SlotLayer] = []
-    if runs > 1 and slot is not None:
-        root: Any = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-        behind = None if slot.activation is None else root.get_submodule(slot.activation)
-        inside = [place for place in (layer, behind) if isinstance(place, SlotLayer)]
+    if runs > 1:
+        others = [_root(model).get_submodule(path) for path in together]
+        inside = [place for place in (layer, *others) if isinstance(place, SlotLayer)]
     for place in inside:
         place._disable_adapters = True
     try:
@@ -235,161 +262,25 @@ def _real_tokens(x: torch.Tensor, mask: Any) -> torch.Tensor:
     return rows[mask.bool().flatten()] if isinstance(mask, torch.Tensor) and mask.numel() == len(rows) else rows
 
 
-def _passes(target: _Target) -> int:
-    """Reads of the data that a slot needs: choosing rows is one of its own where features are not hidden units."""
-    return 2 if target.landmarks is not None and not target.features_are_hidden_units() else 1
-
-
-@dataclass(frozen=True)
-class _Target:
-    """A slot next to the original that it stands in for."""
-
-    layer: SlotLayer
-    slot: Replace
-    activation: nn.Module
-    output_weight: torch.Tensor | None
-
-    @classmethod
-    def of(cls, model: nn.Module, layer: SlotLayer) -> _Target:
-        slot = _replacement(layer)
-        assert slot is not None
-        root = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-        activation = nn.Identity() if slot.activation is None else unwrap(root.get_submodule(slot.activation))
-        following = None if slot.following is None else as_linear(active_module(root.get_submodule(slot.following)))
-        weight = None
-        if isinstance(following, nn.Linear):
-            with at_hand(following):
-                weight = following.weight.detach()
-        return cls(layer, slot, activation, weight)
-
-    def hidden(self, x: torch.Tensor) -> torch.Tensor:
-        """What the original makes of x (n, dim)."""
-        return self.activation(self.layer.base_layer(x))
-
-    @property
-    def landmarks(self) -> Landmark | None:
-        """The landmark projection, if the slot has one whose rows can be chosen by their effect on the output."""
-        projection = self.slot.layer.stage.feature_map.projection
-        return projection if isinstance(projection, Landmark) and self.output_weight is not None else None
-
-    def features_are_hidden_units(self) -> bool:
-        """Whether a landmark feature equals a hidden unit: the component is the original activation."""
-        z = torch.linspace(-6, 6, 97, device=self.slot.layer.A.device)
-        component = self.slot.layer.stage.feature_map.component
-        if not component.elementwise():
-            return False
-        return torch.allclose(component.function(z), self.activation(z), rtol=1e-5, atol=1e-6)
-
-
 class _Pass:
-    """One streaming pass per call: (is it held out?, inputs of the slot)."""
+    """One streaming pass per iteration: (is it held out?, inputs of the slot)."""
 
     def __init__(self, model: nn.Module, layer: SlotLayer, runs: int, batches: Batches, held_out: float, bar: Any):
         self.model, self.layer, self.runs, self.batches = model, layer, runs, batches
         self.held_out, self.bar = held_out, bar
+        self.together: Sequence[str] = ()
 
     def __iter__(self) -> Iterator[tuple[bool, torch.Tensor]]:
-        for index, x in _slot_inputs(self.model, self.layer, self.runs, self.batches, self.bar):
+        for index, x in _slot_inputs(self.model, self.layer, self.together, self.runs, self.batches, self.bar):
             yield _is_held_out(index, self.held_out), x
 
 
 @torch.no_grad()
-def _calibrate_slot(
-    model: nn.Module,
-    name: str,
-    layer: SlotLayer,
-    runs: int,
-    batches: Batches,
-    rule: str,
-    held_out: float,
-    ridges: Sequence[float],
-    refit: bool,
-    bar: Any,
-) -> SlotReport:
+def _fit_slot(name: str, fitter: Fitter, data: _Pass) -> SlotReport:
     start = time.perf_counter()
-    target, data = _Target.of(model, layer), _Pass(model, layer, runs, batches, held_out, bar)
-    before = ErrorMeter(target.output_weight)
-    if target.landmarks is not None and target.features_are_hidden_units():
-        fit, tokens = _fit_hidden_units(target, data, rule, ridges, refit, before)
-    else:
-        if target.landmarks is not None:
-            _select_rows(target, _joint_moments(target, data)[0], rule)
-        fit, tokens = _fit_features(target, data, ridges, refit, before)
-    stand_in = target.slot.layer
-    stand_in.A.copy_(fit.weight)
-    stand_in.bias.copy_(fit.bias)  # type: ignore[union-attr, arg-type]
+    data.together = fitter.together
+    fit = fitter.fit(data)
+    path, seconds = name.removeprefix("base_model.model."), time.perf_counter() - start
     return SlotReport(
-        path=name.removeprefix("base_model.model."),
-        num_features=stand_in.stage.feature_map.num_features,
-        tokens=tokens,
-        held_out_tokens=before.count,
-        ridge=fit.ridge,
-        error_before=before.value(),
-        error_after=fit.error,
-        seconds=time.perf_counter() - start,
+        path, fit.size, fit.tokens, fit.held_out_tokens, fit.ridge, fit.error_before, fit.error_after, seconds
     )
-
-
-def _joint_moments(
-    target: _Target, data: _Pass, before: ErrorMeter | None = None
-) -> tuple[SecondMoments, SecondMoments]:
-    """Moments of [hidden units, inputs if the readout sees them], of fitted and of held-out tokens."""
-    stand_in = target.slot.layer
-    append = stand_in.stage.append_input
-    train, test = (SecondMoments(stand_in.out_features + append * stand_in.stage.dim) for _ in range(2))
-    for is_test, x in data:
-        hidden = target.hidden(x)
-        (test if is_test else train).update(torch.cat((hidden, x), -1) if append else hidden)
-        if is_test and before is not None:
-            before.update(hidden, stand_in(x))
-    return train, test
-
-
-def _select_rows(target: _Target, moments: SecondMoments, rule: str) -> torch.Tensor:
-    """Choose the landmarks and copy their rows; returns their indices."""
-    projection, stand_in = target.landmarks, target.slot.layer
-    assert projection is not None
-    assert target.output_weight is not None
-    given = len(moments.mean) - stand_in.out_features
-    chosen = choose_landmarks(moments, target.output_weight, projection.num_features, rule=rule, given=given)
-    importance = torch.zeros(stand_in.out_features, device=chosen.device).index_fill_(0, chosen, 1.0)
-    linear = as_linear(target.layer.base_layer)
-    assert isinstance(linear, nn.Linear)
-    with at_hand(linear):
-        return projection.select(linear.weight, linear.bias, importance.to(linear.weight.device))
-
-
-def _fit_hidden_units(
-    target: _Target, data: _Pass, rule: str, ridges: Sequence[float], refit: bool, before: ErrorMeter
-) -> tuple[RidgeFit, int]:
-    """Features are hidden units: their joint moments decide which to keep and the readout, in one pass."""
-    train, test = _joint_moments(target, data, before)
-    stand_in = target.slot.layer
-    given, m = len(train.mean) - stand_in.out_features, stand_in.stage.feature_map.num_features
-    chosen = _select_rows(target, train, rule).to(train.mean.device)
-    assert target.output_weight is not None
-    fit = fit_landmarks(train, test, chosen, target.output_weight, given=given, ridges=ridges, refit=refit)
-    fit.weight[:, :m] *= m**0.5  # the feature map divides by √m
-    return fit, train.count
-
-
-def _fit_features(
-    target: _Target, data: _Pass, ridges: Sequence[float], refit: bool, before: ErrorMeter
-) -> tuple[RidgeFit, int]:
-    """Any features: ridge regression of the original's output on them."""
-    stand_in = target.slot.layer
-    train, test = (
-        GramAccumulator(stand_in.stage.out_dim, stand_in.out_features, output_weight=target.output_weight)
-        for _ in range(2)
-    )
-    for is_test, x in data:
-        hidden = target.hidden(x)
-        if is_test:
-            before.update(hidden, stand_in(x))
-        (test if is_test else train).update(stand_in.stage(x.to(stand_in.A.dtype)), hidden)
-    fit, fitted = fit_ridge(train, test, ridges), train.count
-    if refit:
-        train.merge(test)
-        final = train.solve(fit.ridge * train.ridge_scale)
-        fit = fit._replace(weight=final.weight, bias=final.bias)
-    return fit, fitted

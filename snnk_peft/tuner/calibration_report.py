@@ -12,10 +12,10 @@ class SlotReport:
 
     Args:
         path: the replaced module.
-        num_features: rows of W.
+        num_features: rows of W, or whatever number tells the size of the part.
         tokens: tokens (or examples, for a pooler) fitted while choosing the regularisation.
         held_out_tokens: tokens that chose it and that the errors are measured on; fitted as well after `refit`.
-        ridge: the chosen regularisation, as a fraction of the mean feature variance.
+        ridge: the chosen regularisation, as a fraction of the mean feature variance; None where there is none.
         error_before: squared error of the slot as it was, relative to the target's variance, on held-out tokens.
         error_after: the same after fitting. 1 means no better than the mean.
         seconds: wall time, forward passes included.
@@ -25,7 +25,7 @@ class SlotReport:
     num_features: int
     tokens: int
     held_out_tokens: int
-    ridge: float
+    ridge: float | None
     error_before: float
     error_after: float
     seconds: float
@@ -51,7 +51,7 @@ class CalibrationReport:
         lines = [f"{'slot':<{width}}  features   tokens  error before -> after (held out)   ridge  seconds"]
         lines += [
             f"{s.path:<{width}}  {s.num_features:>8}  {s.tokens:>7}  {s.error_before:>12.4f} -> {s.error_after:<15.4f}"
-            f"  {s.ridge:>7.0e}  {s.seconds:>7.1f}"
+            f"  {'-' if s.ridge is None else f'{s.ridge:.0e}':>7}  {s.seconds:>7.1f}"
             for s in self.slots
         ]
         return "\n".join(lines)

@@ -7,7 +7,6 @@ modules it is about to install: first their sizes alone, so that nothing large i
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
@@ -34,8 +33,10 @@ ADDED_BY_PEFT = {"classifier", "score", "qa_outputs"}  # for a task_type, whethe
 ROOM, UNASKED = 4, 1 << 26
 
 
-def measurements(model: nn.Module, family: ModelFamily) -> dict[str, str | int]:
+def measurements(model: nn.Module, family: ModelFamily | None) -> dict[str, str | int]:
     """What decides the shapes of an adapter: the architecture and its sizes."""
+    if family is None:
+        return {"model_class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
     layers = family.layer_paths(model)
     expansion = module_at(model, f"{layers[0]}.{family.ffn_in}", "the FFN expansion")
     found: dict[str, str | int] = {"model_type": family.name, "layers": len(layers)}
@@ -82,13 +83,7 @@ def plain_start(config: SNNKConfig) -> SNNKConfig:
 
     Its modules can be built on the meta device, which tells their sizes before memory is asked for.
     """
-    parts: dict[str, Any] = dict(config.parts())
-    for name in ("pooler", "ffn"):
-        if name in parts:
-            parts[name] = dataclasses.replace(parts[name], init="random")
-    if "adapter" in parts:
-        parts["adapter"] = dataclasses.replace(parts["adapter"], init="default", gate=None)
-    return SNNKConfig(**parts, seed=config.seed)
+    return SNNKConfig(parts=[part.undrawn() for part in config.named_parts().values()], seed=config.seed)
 
 
 def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
@@ -161,7 +156,8 @@ def check_loaded(config: SNNKConfig, model: nn.Module, adapter_name: str, incomi
 def _embedding_keys(model: Any) -> set[str]:
     """Tensors of the embeddings, which PEFT saves where the vocabulary was changed, or on request."""
     found = set()
-    for getter in (model.get_input_embeddings, model.get_output_embeddings):
+    getters = (getattr(model, name, lambda: None) for name in ("get_input_embeddings", "get_output_embeddings"))
+    for getter in getters:
         try:
             embedding = getter()
         except NotImplementedError:  # how transformers says that a model has none that can be exchanged

@@ -25,7 +25,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from peft import PeftModel
 from peft.auto import _BaseAutoPeftModel
 from transformers.integrations.peft import PeftAdapterMixin
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.models.auto import auto_factory
 
 from snnk_peft.config import WEIGHTS, SNNKConfig
 from snnk_peft.digests import DIGESTS, content_faults, entry_faults, layout_of, open_tensors, refuse
@@ -155,6 +155,17 @@ def _watch_from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
+def _watch_search(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def find_adapter_config_file(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if found is not None:
+            Door(str(Path(found).parent)).check_config(needs_base=True)
+        return found
+
+    return find_adapter_config_file
+
+
 def _watch_auto(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_pretrained(cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,8 +208,9 @@ def _watch_transformers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def watch_doors() -> None:
     """Let PEFT's and transformers' loading methods note what they are given; once."""
-    for auto in (_BaseAutoModelClass, _BaseAutoPeftModel):
-        auto.from_pretrained = classmethod(_watch_auto(auto.from_pretrained.__func__))  # type: ignore
+    # Every Auto class has a copy of its own of `from_pretrained`; what all of them call is one function.
+    auto_factory.find_adapter_config_file = _watch_search(auto_factory.find_adapter_config_file)
+    _BaseAutoPeftModel.from_pretrained = classmethod(_watch_auto(_BaseAutoPeftModel.from_pretrained.__func__))  # type: ignore
     PeftModel.from_pretrained = classmethod(_watch_from_pretrained(PeftModel.from_pretrained.__func__))  # type: ignore
     PeftModel.load_adapter = _watch_peft(PeftModel.load_adapter)  # type: ignore[method-assign]
     PeftAdapterMixin.load_adapter = _watch_transformers(PeftAdapterMixin.load_adapter)  # type: ignore[method-assign]

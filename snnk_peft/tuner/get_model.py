@@ -10,7 +10,7 @@ from torch import nn
 
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.tuner.model import plan_patches, refuse_prepared
+from snnk_peft.tuner.model import refuse_prepared
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 
@@ -55,7 +55,6 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
             "plain transformers model. Use the PeftModel that patching it returned: model.add_adapter(name, config) "
             "puts a second adapter beside the first, model.unload() gives the plain model back"
         )
-    plan_patches(model, config)
     # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)

@@ -18,18 +18,14 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
-from snnk_peft.attention import NAME as ATTENTION
-from snnk_peft.attention.cache import release_recurrent_cache, use_recurrent_cache
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.families import FAMILIES
+from snnk_peft.families import known_family
 from snnk_peft.families.base import ModelFamily, module_at, unwrap
 from snnk_peft.functional.at_hand import place_of
-from snnk_peft.layers.slots import Attend, Retrained, Slot
-from snnk_peft.patchers import PATCHERS
-from snnk_peft.patchers.attention import check_attention
-from snnk_peft.patchers.base import Patch, PatchContext
-from snnk_peft.registry import did_you_mean
+from snnk_peft.layers.slots import Retrained, Slot
+from snnk_peft.parts import PARTS
+from snnk_peft.parts.base import Part, Patch, PatchContext
 from snnk_peft.tuner.checkpoint import (
     check_measurements,
     check_size,
@@ -44,33 +40,13 @@ from snnk_peft.tuner.patched_save import guard_save, release_save
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 
-def family_of(model: nn.Module) -> ModelFamily:
-    """The family of a transformers model, by its config's model_type.
-
-    Raises:
-        UnsupportedError: not a transformers model, or an unknown architecture; says how to describe it.
-    """
+def refuse_prepared(model: nn.Module) -> None:
+    """UnsupportedError for a model that is no plain one: wrapped by PEFT or in copies, a bundle, or quantized."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise UnsupportedError(
             f"the model is wrapped in {type(model).__name__}; patch the bare model first, "
             "get_snnk_model(model.module, config), and wrap the result"
         )
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type is None:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no config.model_type; expected a transformers model of one of the families "
-            f"{', '.join(FAMILIES.names())}"
-        )
-    if model_type not in FAMILIES:
-        raise UnsupportedError(
-            f"{did_you_mean('model family', model_type, FAMILIES.names())}. To add {type(model).__name__}, describe "
-            "its module paths with snnk_peft.ModelFamily and snnk_peft.register_family"
-        )
-    return FAMILIES[model_type]
-
-
-def refuse_prepared(model: nn.Module) -> None:
-    """UnsupportedError for a model that is no plain pretrained one: wrapped by PEFT, a bundle, or quantized."""
     if isinstance(model, PeftModel):
         names = ", ".join(f"{name!r} ({config.peft_type})" for name, config in model.peft_config.items())
         raise UnsupportedError(
@@ -108,25 +84,43 @@ def plan_patches(model: nn.Module, config: SNNKConfig) -> list[Patch]:
     Raises:
         ConfigError, UnsupportedError: every fault of every part in one error.
     """
-    refuse_prepared(model)
-    if config.attention is not None and hasattr(model, "config"):
-        check_attention(model)  # says more about an architecture that cannot be supported than that it is unknown
-    context = PatchContext(model, family_of(model), config.seed, config.save_projection)
     patches: list[Patch] = []
+    taken: dict[str, list[tuple[str, Part, Patch]]] = {}
     faults: list[str] = []
     unsupported: list[str] = []
-    for name, part in config.parts().items():
+    for name, part in config.named_parts().items():
         try:
-            patches += PATCHERS[name](context, part)
+            if hasattr(model, "config"):
+                part.check_model(model)  # says more about an architecture than that it is unknown
+            planned = part.plan(PatchContext(model, config.seed, config.save_projection, where=name))
         except ConfigError as error:
             faults += error.faults
         except UnsupportedError as error:
             unsupported.append(str(error))
+        else:
+            if not planned:
+                faults.append(f"{name} changes nothing in {type(model).__name__}; leave it out, or name other modules")
+            for patch in planned:
+                taken.setdefault(patch.path, []).append((name, part, patch))
+            patches += planned
+    faults += [fault for path, several in taken.items() if (fault := _clash(path, several))]
     if faults:
         raise ConfigError(faults + unsupported)
     if unsupported:
-        raise UnsupportedError("; ".join(unsupported))
+        raise UnsupportedError("; ".join(dict.fromkeys(unsupported)))
     return patches
+
+
+def _clash(path: str, several: list[tuple[str, Part, Patch]]) -> str | None:
+    """A message if two parts want the same of one module."""
+    several = [entry for entry in several if entry[2].build is not None]
+    for index, (name, part, patch) in enumerate(several):
+        for other, second, change in several[:index]:
+            both_replace = patch.replaces and change.replaces
+            if name != other and (both_replace or type(part) is type(second)):
+                what = "replace" if both_replace else "change in the same way"
+                return f"{other} and {name} both {what} {path!r}; give them different layers, or leave one out"
+    return None
 
 
 def build_slots(patches: list[Patch]) -> dict[str, list[Slot]]:
@@ -152,7 +146,7 @@ class SNNKModel(BaseTuner):
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         refuse_prepared(model)
-        family = family_of(model)
+        family = known_family(model)
         found = measurements(model, family)
         check_measurements(peft_config, found)
         patches = plan_patches(model, peft_config)
@@ -161,7 +155,7 @@ class SNNKModel(BaseTuner):
         places = {patch.path for patch in patches if patch.build is not None}
         # PEFT takes modules_to_save by their ending: "classifier" would also catch a changed "pre_classifier".
         copied = [n for n in saved or () if any(p != n and p.endswith(n) for p in places) and n in module_names(model)]
-        head = None if family.classifier is None else family.path(model, family.classifier)
+        head = None if family is None or family.classifier is None else family.path(model, family.classifier)
         if head is not None and head in (peft_config.target_modules or ()) and head not in {*places, *copied}:
             copied.append(head)  # a loaded config, written after `head` was taken out of modules_to_save
         saved = [name for name in saved or () if name not in copied] or None
@@ -237,7 +231,8 @@ class SNNKModel(BaseTuner):
             layer = target
         else:
             layer = SlotLayer(target)
-        for slot in self._slots.pop(original_path(current_key)):
+        slots = self._slots.pop(original_path(current_key))
+        for slot in slots:
             layer.add_slot(adapter_name, slot)
         layer.train(layer.base_layer.training)
         home: nn.Module = self.model if next(parent.parameters(), None) is None else parent
@@ -246,20 +241,8 @@ class SNNKModel(BaseTuner):
         layer.set_adapter(self.active_adapters, inference_mode=peft_config.inference_mode)
         if layer is not target:
             setattr(unwrap(parent), target_name, layer)
-        if any(isinstance(slot, Attend) for slot in layer.slots_of(adapter_name)):
-            self._use_attention_interface()
-
-    def _use_attention_interface(self) -> None:
-        """Switch the model to the attention function that asks the slots; softmax layers stay softmax layers."""
-        if self.model.config._attn_implementation != ATTENTION:
-            self.model.snnk_attention_before = self.model.config._attn_implementation
-            self.model.set_attn_implementation(ATTENTION)
-        if self.model.config._attn_implementation != ATTENTION:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} keeps its attention implementation "
-                f"{self.model.config._attn_implementation!r} and would ignore an AttentionPart"
-            )
-        use_recurrent_cache(self.model)
+        for slot in slots:
+            slot.placed(layer, self.model)
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = super()._unload_and_optionally_merge(*args, **kwargs)
@@ -268,13 +251,8 @@ class SNNKModel(BaseTuner):
                 if isinstance(child, SlotLayer):
                     setattr(module, name, unwrap(child))
         release_save(model)
-        before = getattr(model, "snnk_attention_before", None)
-        if before is not None:
-            model.set_attn_implementation(before)
-            del model.snnk_attention_before
-            release_recurrent_cache(model)
-            for module in model.modules():
-                vars(module).pop("snnk_owner", None)
+        for name in PARTS:
+            PARTS[name].taken_out(model)
         return model
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
@@ -317,21 +295,24 @@ def module_names(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_modules()}
 
 
-def modules_to_save(config: SNNKConfig, model: nn.Module, family: ModelFamily, extra: list[str]) -> list[str] | None:
+def modules_to_save(
+    config: SNNKConfig, model: nn.Module, family: ModelFamily | None, extra: list[str]
+) -> list[str] | None:
     """What is trained and saved in full: the config's list, or the model's task head, plus the parts' own wishes."""
-    inside = config.pooler is not None and family.head_output is not None
+    classifier, output = (None, None) if family is None else (family.classifier, family.head_output)
+    inside = output is not None and any(part.holds_head for part in config.named_parts().values())
     if config.modules_to_save is None:
-        head = family.head_output if inside else family.classifier
-        path = None if head is None else family.path(model, head)
+        head = output if inside else classifier
+        path = None if head is None or family is None else family.path(model, head)
         present = path is not None and path in module_names(model)
         names = [path] if present and path is not None else []
         # A head of another task (token classes, answers) is as new as the family's own, and named alike everywhere.
-        own = {name for name, _ in model.named_children()} - {family.classifier}
-        if family.classifier is not None:  # None: the family says that no head is trained along
+        own = {name for name, _ in model.named_children()} - {classifier}
+        if family is None or classifier is not None:  # None: the family says that no head is trained along
             names += [name for name in HEADS if name in own and name not in names]
     else:
         names = list(config.modules_to_save)
-        if inside and family.classifier in names:
+        if output is not None and inside and classifier in names:
             # The head holds the replaced pooler; only its last layer can be saved in full beside it.
-            names = [family.head_output if name == family.classifier else name for name in names]  # type: ignore[misc]
+            names = [output if name == classifier else name for name in names]
     return names + [path for path in extra if path not in names] or None

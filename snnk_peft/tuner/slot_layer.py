@@ -16,24 +16,7 @@ from torch import nn
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import unwrap
 from snnk_peft.functional.at_hand import place_of
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.slots import Attend, Slot
-
-
-class ActiveKernel:
-    """Tells the attention function which linear attention a module uses; no module itself, so nothing is saved twice.
-
-    Args:
-        layer: the SlotLayer around the attention module.
-    """
-
-    def __init__(self, layer: SlotLayer):
-        self.layer = layer
-
-    def __call__(self) -> KernelAttention | None:
-        """The kernel of the last active adapter that has one here, or None for softmax."""
-        kernels = [slot.kernel for slot in self.layer.active_slots() if isinstance(slot, Attend)]
-        return kernels[-1] if kernels else None
+from snnk_peft.layers.slots import Slot
 
 
 class SlotLayer(nn.Module, BaseTunerLayer):
@@ -76,8 +59,6 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         if adapter_name not in self.snnk_slots:
             self.snnk_slots[adapter_name] = nn.ModuleList()
         self.slots_of(adapter_name).append(slot)
-        if isinstance(slot, Attend):
-            unwrap(self.base_layer).snnk_owner = ActiveKernel(self)  # type: ignore[assignment]
 
     def slots_of(self, adapter_name: str) -> nn.ModuleList:
         """The slots of one adapter, innermost first."""

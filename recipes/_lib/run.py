@@ -1,0 +1,177 @@
+"""One run of an experiment: its folder, the state that a stopped run left behind, the loop, and what stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from _lib.checkpoint import MisfitError, discard_newer, load_checkpoint, load_model
+from _lib.config import dump_yaml
+from _lib.data import steps_per_epoch
+from _lib.experiment import Experiment, Finished
+from _lib.files import write_json
+from _lib.launch import ROOT, Request
+from _lib.loop import RunState
+from _lib.models import parameter_counts
+from _lib.run_folder import StopSignal, check_folder, choose_checkpoint, claim_folder, environment, peak_memory, refusal
+from _lib.settings import PATHS
+from _lib.tracking import Tracker, read_log
+from _lib.training import Training
+from snnk_peft.errors import ConfigError
+
+
+def run(experiment: Experiment[Any], request: Request) -> int:
+    """Train, evaluate, report; returns the exit code (0 done, 1 diverged, 130 or 143 stopped and saved).
+
+    Raises:
+        ConfigError: the run folder is in use or does not fit the settings, the data or the model; nothing was changed.
+    """
+    stop = StopSignal()
+    config, folder = experiment.config, Path(experiment.config.output.dir)
+    train = config.train
+    accelerator = _accelerator(train)
+    if accelerator.is_main_process:
+        check_folder(folder, config, request.resume, request.overwrite)
+    accelerator.wait_for_everyone()
+    start = choose_checkpoint(folder / "checkpoints", request.checkpoint) if request.resume else None
+    if request.resume and request.checkpoint is None and (folder / "metrics.json").is_file():
+        accelerator.print(f"{folder} is finished; its results are in {folder / 'metrics.json'}")
+        return 0
+
+    # --- data, model and optimizer -----------------------------------------------------------------------------------
+    data, world = experiment.data(accelerator), accelerator.num_processes
+    identity = {"data": data.fingerprints(), "processes": world}
+    set_seed(train.seed)
+    bare = experiment.model(data, accelerator, resumed=start is not None).to(accelerator.device)
+    bare.train()
+    counts = parameter_counts(bare)
+    plain_optimizer = experiment.optimizer(bare)
+    model, optimizer = accelerator.prepare(bare, plain_optimizer)
+    # From here on only dropout draws random numbers, differently in every process.
+    set_seed(train.seed + 1 + accelerator.process_index)
+
+    # --- where we are ------------------------------------------------------------------------------------------------
+    per_epoch = steps_per_epoch(len(data.train), train.batch_size * world, train.gradient_accumulation)
+    schedule = experiment.schedule(per_epoch)
+    state = RunState() if start is None else _restore(start, bare, plain_optimizer, identity, accelerator)
+    accelerator.wait_for_everyone()  # all processes have read it
+    if accelerator.is_main_process:
+        claim_folder(folder, dump_yaml(config), ROOT, request.resume)
+        for name in discard_newer(start) if start is not None else []:
+            print(f"discarded {name}, which is newer than {start.name}")
+    tracker = Tracker(folder, schedule.total, state.step, config.output.tensorboard, accelerator.is_main_process)
+    tracker.say(
+        f"{experiment.title}: {len(data.train)} examples of up to {max(data.train.lengths)} tokens, {per_epoch} steps "
+        f"per epoch, at most {schedule.total} in all; {counts['trainable']:,} of {counts['total']:,} parameters trained"
+        + (f"; continuing after step {state.step}" if start is not None else "")
+    )
+
+    # --- training ----------------------------------------------------------------------------------------------------
+    memory_before = peak_memory(accelerator.device)
+    training = Training(
+        experiment=experiment,
+        folder=folder,
+        accelerator=accelerator,
+        model=model,
+        bare=bare,
+        optimizer=optimizer,
+        plain_optimizer=plain_optimizer,
+        data=data,
+        identity=identity,
+        per_epoch=per_epoch,
+        schedule=schedule,
+        state=state,
+        tracker=tracker,
+        stop=stop,
+        command=request.command,
+    )
+    code = training.run()
+    if code != 0:
+        return code
+
+    # --- results: the best checkpoint, not the last ------------------------------------------------------------------
+    assert state.best is not None
+    memory = peak_memory(accelerator.device)
+    load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", bare)
+    test: dict[str, float] | None = {}
+    if data.test:
+        test = experiment.score(model, data.test, accelerator, stop.received)
+        if test is None:
+            print(f"{stop.name}: training is done, the test is not; continue with:\n  {request.command}")
+            return stop.exit_code
+    best = accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
+    if accelerator.is_main_process:
+        done = Finished(
+            folder, best, data, state, state.best, test, per_epoch, memory_before, counts, accelerator.device
+        )
+        figures = experiment.report(done)
+        experiment.curve(read_log(folder / "log.jsonl"), folder / "learning_curve.png")
+        # The presence of metrics.json means that the run is complete.
+        common = _common_figures(experiment, done, schedule.total, memory)
+        write_json(folder / "metrics.json", {**common, **figures, "environment": environment(ROOT)})
+        print(experiment.summary(done, figures))
+    accelerator.end_training()
+    return 0
+
+
+def _accelerator(train: Any) -> Accelerator:
+    cpu = train.device == "cpu" or not torch.cuda.is_available()
+    if cpu and train.mixed_precision == "fp16":
+        raise ConfigError("train.mixed_precision is fp16, which needs a CUDA device; use bf16 or no")
+    return Accelerator(cpu=cpu, mixed_precision=train.mixed_precision)
+
+
+def _restore(
+    start: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    identity: Mapping[str, Any],
+    accelerator: Accelerator,
+) -> RunState:
+    """Fill model, optimizer and generators; a ConfigError if the checkpoint is damaged or belongs to other data."""
+    try:
+        saved = load_checkpoint(start, model, optimizer, identity, accelerator.process_index)
+    except MisfitError as error:
+        raise refusal(start.parent.parent, error.faults) from error
+    strange = saved["run"].keys() - {entry.name for entry in dataclasses.fields(RunState)}
+    if strange:
+        raise refusal(start.parent.parent, [f"{start / 'state.json'}: unknown entries {sorted(strange)}"])
+    state = RunState(**saved["run"])
+    if accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(saved["scaler"])
+    before, now = saved.get("torch_threads"), torch.get_num_threads()
+    if accelerator.device.type == "cpu" and before != now:
+        accelerator.print(
+            f"note: saved with {before} threads, continued with {now}: sums are taken in another order, so the "
+            f"weights will equal those of an uninterrupted run within rounding; OMP_NUM_THREADS={before} "
+            "makes them equal bit for bit"
+        )
+    return state
+
+
+def _common_figures(experiment: Experiment[Any], done: Finished, total: int, memory: int) -> dict[str, Any]:
+    """What metrics.json says about every run."""
+    # Paths of this machine are of no use to a reader of the numbers; config.yaml has them.
+    settings = dataclasses.asdict(experiment.config)
+    del settings["output"]
+    settings["data"] = {key: value for key, value in settings["data"].items() if key not in PATHS}
+    return {
+        "task": experiment.config.task,
+        "method": experiment.method,
+        "seed": experiment.config.train.seed,
+        "best_step": done.best["step"],
+        "epochs": done.state.step / done.per_epoch,
+        "stopped_early": done.state.step < total,
+        "train_seconds": done.state.train_seconds,
+        "peak_memory_bytes": memory,
+        "trainable_parameters": done.counts["trainable"],
+        "total_parameters": done.counts["total"],
+        "examples": done.data.sizes,
+        "config": settings,
+    }

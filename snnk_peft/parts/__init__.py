@@ -1,0 +1,12 @@
+"""The parts of a model that can be changed, one file each: everything about a part is in its file.
+
+A part is a dataclass of options. It plans which module gets which slot (`plan`); its slots say what the place computes,
+how it is fitted and what it folds to. To add one, add a file with `@PARTS.register("name")`.
+"""
+
+from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, layers_faults, resolve_layers
+from snnk_peft.registry import Registry
+
+PARTS: Registry[type[Part]] = Registry("part", __name__)
+
+__all__ = ["PARTS", "FeaturePart", "Part", "Patch", "PatchContext", "layers_faults", "resolve_layers"]

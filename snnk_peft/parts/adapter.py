@@ -1,0 +1,330 @@
+"""Adapters: Houlsby (behind attention and FFN), Pfeiffer (behind the FFN), parallel (beside the FFN), query_value.
+
+behind        x + scaling · v ⊙ (Φ(x) Aᵀ)         folds to  x + Φ(x) Mᵀ
+parallel      W₂ h + scaling · v ⊙ (Φ(x) Aᵀ)      folds to  [W₂, M] [h, Φ(x)]
+query_value   W x + scaling · v ⊙ (Φ(x) Aᵀ)       folds to  [M, W] [Φ(x), x]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families.base import as_linear, module_at
+from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.folded import Beside, BundledAdapter, Leading
+from snnk_peft.layers.slots import Base, FoldPlace, Slot, no_folded_form
+from snnk_peft.layers.snnk_linear import plain_linear
+from snnk_peft.options import documented, option
+from snnk_peft.parts import PARTS
+from snnk_peft.parts.base import FeaturePart, Patch, PatchContext, resolve_layers
+
+
+@PARTS.register("adapter")
+@documented
+@dataclass
+class AdapterPart(FeaturePart):
+    """Non-linear adapters y = x + scaling · v ⊙ (Φ(x) Aᵀ) (SNNK paper, Eq. 22, App. D)."""
+
+    placement: str = option(
+        "houlsby",
+        '"houlsby" (after attention and after the FFN), "pfeiffer" (after the FFN only), "parallel" (beside the FFN: '
+        'reads the FFN\'s input, adds to its output; folds completely when bundled) or "query_value" (beside the query '
+        "and value projections, LoRA's place; each becomes one Linear of [Φ(x), x] when bundled; slow to start on some "
+        "seeds, see model_cards/glue).",
+        choices=("houlsby", "pfeiffer", "parallel", "query_value"),
+    )
+    init: str = option(
+        "default",
+        '"default" is what won on GLUE: normalised inputs, A = 0, no gate. "paper" is the paper\'s form: raw inputs, '
+        'A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) behind a gate.',
+        choices=("default", "paper", "random"),
+    )
+    gate: bool | None = option(None, "whether there is a trainable vector v; None follows `init`.", kind=bool)
+    normalize: bool | None = option(
+        None,
+        "whether Φ sees (x − mean) / std of each token, and each feature loses its mean; None follows `init`.",
+        kind=bool,
+    )
+    scaling: float | None = option(
+        None,
+        "factor on the residual branch, not 0; raising it acts like a higher learning rate of A alone. None means 8 "
+        'for init="default" and 1 otherwise.',
+    )
+
+    def faults(self, part: str) -> list[str]:
+        """See `Part.faults`."""
+        found = super().faults(part)
+        if self.needs_layer:
+            found.append(
+                f"{part}.projection is {self.projection!r}; an adapter replaces no pretrained weight to take rows from"
+            )
+        scaling = self.effective_scaling
+        if isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling == 0:
+            found.append(f"{part}.scaling is {self.scaling!r}; expected a number other than 0")
+        if self.gate is False and self.init == "random":
+            found.append(f"{part}.gate is False with init='random': the model would start broken; use gate=True")
+        if self.gate is False and self.init == "paper":
+            found.append(f"{part}.gate is False with init='paper': the paper's form has a gate; use init='default'")
+        if self.gate is True and self.init == "default":
+            found.append(
+                f"{part}.gate is True with init='default': A and v would both start at zero and get no gradient; "
+                "use init='random' or init='paper'"
+            )
+        return found
+
+    @property
+    def uses_gate(self) -> bool:
+        """Whether v exists, with `gate=None` resolved."""
+        return self.init != "default" if self.gate is None else self.gate
+
+    @property
+    def effective_scaling(self) -> float:
+        """The factor, with `scaling=None` resolved."""
+        if self.scaling is None:
+            return 8.0 if self.init == "default" else 1.0
+        return self.scaling
+
+    @property
+    def uses_normalize(self) -> bool:
+        """Whether inputs are normalised, with `normalize=None` resolved."""
+        return self.init != "paper" if self.normalize is None else self.normalize
+
+    def undrawn(self) -> AdapterPart:
+        """See `Part.undrawn`."""
+        return dataclasses.replace(self, init="default", gate=None)
+
+    def plan(self, context: PatchContext) -> list[Patch]:
+        """See `Part.plan`."""
+        family = context.family
+        layers = family.layer_paths(context.model)
+        chosen, faults = resolve_layers(f"{context.where}.layers", self.layers, len(layers))
+        if faults:
+            raise ConfigError(faults)
+        parallel = self.placement == "parallel"
+        if parallel:
+            context.require_plain_ffn(f"{context.where}.placement 'parallel': use 'houlsby' or 'pfeiffer'")
+        patches: list[Patch] = []
+        for index in chosen:
+            if self.placement == "query_value":
+                patches += _query_value(context, self, layers[index], f"layer.{index}.adapter")
+                continue
+            ffn_out = context.linear(f"{layers[index]}.{family.ffn_out}", "the FFN contraction")
+            site = f"layer.{index}.adapter"
+            if parallel:
+                ffn_in = context.linear(f"{layers[index]}.{family.ffn_in}", "the FFN expansion")
+                patches += _parallel(context, self, layers[index], ffn_in, site)
+                continue
+            places = {"ffn": family.ffn_adapter}
+            if self.placement == "houlsby":
+                places = {"attention": family.attention_adapter, **places}
+            for name, relative in places.items():
+                path = f"{layers[index]}.{relative}"
+                module_at(context.model, path, f"the end of the {name} block")
+                patches.append(Patch(path, partial(_after, context, self, ffn_out.out_features, f"{site}.{name}")))
+        return patches
+
+
+def _stage(context: PatchContext, part: AdapterPart, dim: int, site: str) -> FeatureStage:
+    normalize = part.uses_normalize
+    # Normalised inputs have length √dim; this gives unit pre-activations. Raw inputs are taken as they are.
+    scale = dim**-0.5 if normalize else 1.0
+    stage = context.stage(part, dim, site, normalize=normalize, center=normalize, scale=scale)
+    # Learned rows take the factor themselves: else a step of the optimizer would move them by √dim less than LoRA's.
+    if stage.feature_map.projection.absorb(scale):
+        stage.scale = 1.0
+    return stage
+
+
+def _readout_options(context: PatchContext, part: AdapterPart, site: str) -> dict[str, object]:
+    return {
+        "init": part.init,
+        "gate": part.uses_gate,
+        "scaling": part.effective_scaling,
+        "generator": context.generator(site),
+    }
+
+
+def _after(context: PatchContext, part: AdapterPart, dim: int, site: str) -> Slot:
+    return After(SNNKAdapter(_stage(context, part, dim, site), **_readout_options(context, part, site)))
+
+
+def _query_value(context: PatchContext, part: AdapterPart, layer: str, site: str) -> list[Patch]:
+    patches = []
+    for name, relative in (("query", context.family.query), ("value", context.family.value)):
+        if relative is None:
+            raise UnsupportedError(
+                f"{context.where}.placement 'query_value': {type(context.model).__name__} (family "
+                f"{context.family.name!r}) has no Linear that makes the {name} alone; use 'houlsby', 'pfeiffer' or "
+                "'parallel', or describe the architecture with ModelFamily(query=..., value=...) and register_family"
+            )
+        path = f"{layer}.{relative}"
+        linear = context.linear(path, f"the {name} projection")
+        patches.append(Patch(path, partial(_beside, context, part, linear, f"{site}.{name}")))
+    return patches
+
+
+def _beside(context: PatchContext, part: AdapterPart, linear: nn.Linear, site: str) -> Slot:
+    stage = _stage(context, part, linear.in_features, site)
+    options = _readout_options(context, part, site)
+    return BesideLinear(stage, GatedReadout(stage, out_dim=linear.out_features, **options))  # type: ignore[arg-type]
+
+
+def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.Linear, site: str) -> list[Patch]:
+    family, width = context.family, ffn_in.out_features
+    module_at(context.model, f"{layer}.{family.activation}", "the FFN activation")
+    behind = (f"{layer}.{family.activation}", f"{layer}.{family.ffn_out}")
+    # One draw for both: init="paper" reads it at the contraction, where only A and v are kept.
+    stage = functools.cache(partial(_stage, context, part, ffn_in.in_features, site))
+
+    def readout() -> Slot:
+        return BesideContraction(GatedReadout(stage(), **_readout_options(context, part, site)))  # type: ignore[arg-type]
+
+    return [
+        Patch(f"{layer}.{family.ffn_in}", lambda: BesideExpansion(stage(), behind)),
+        Patch(behind[0], lambda: OnHiddenUnits(width)),
+        Patch(behind[1], readout),
+    ]
+
+
+class After(Slot):
+    """adapter(original(x)): the sequential placement."""
+
+    alone = False
+
+    def __init__(self, adapter: SNNKAdapter):
+        super().__init__()
+        self.adapter = adapter
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """(..., dim) -> (..., dim)."""
+        return self.adapter(base(x, *args, **kwargs))
+
+    def fold(self, place: FoldPlace) -> None:
+        """x + scaling · v ⊙ (Φ(x) Aᵀ) becomes x + Φ(x) Mᵀ, behind the module."""
+        matrix = plain_linear(self.adapter.readout.matrix(), None)
+        place.put(followed_by(place, BundledAdapter(self.adapter.stage.simplified(), matrix)))
+
+
+class BesideLinear(Slot):
+    """linear(x) + scaling · v ⊙ (Φ(x) Aᵀ): an adapter beside one Linear, where LoRA puts its two matrices.
+
+    Args:
+        stage: Φ.
+        readout: holds A and v.
+    """
+
+    def __init__(self, stage: FeatureStage, readout: GatedReadout):
+        super().__init__()
+        self.stage, self.readout = stage, readout
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x (..., dim) -> (..., out_dim)."""
+        return self.readout(self.stage(x.to(self.readout.A.dtype)), base(x, *args, **kwargs))
+
+    def fold(self, place: FoldPlace) -> None:
+        """W x + scaling · v ⊙ (Φ(x) Aᵀ) becomes [M, W] [Φ(x), x]."""
+        linear = place.module
+        if not isinstance(linear, nn.Linear):
+            raise no_folded_form(place, self)
+        matrix = self.readout.matrix().to(linear.weight.dtype)
+        joint = plain_linear(torch.cat((matrix, linear.weight), 1), linear.bias)
+        place.put(nn.Sequential(self.stage.simplified().with_input(), joint))
+
+
+class BesideExpansion(Slot):
+    """[expansion(x), Φ(x)]: the FFN's expansion also emits the features of an adapter beside the FFN.
+
+    The FFN is three modules, so the adapter is three slots: the activation lets the features pass, the contraction
+    reads them out.
+
+    Args:
+        stage: Φ.
+        behind: paths of the activation and of the contraction.
+    """
+
+    lets_pass = True
+
+    def __init__(self, stage: FeatureStage, behind: tuple[str, ...] = ()):
+        super().__init__()
+        self.stage, self.behind = stage, behind
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x (..., dim) -> (..., hidden + feature_dim)."""
+        hidden = base(x, *args, **kwargs)
+        features = self.stage(x.to(self.stage.feature_map.projection.dtype))
+        return torch.cat((hidden, features.to(hidden.dtype)), -1)
+
+    def changes(self, path: str) -> tuple[str, ...]:
+        """The whole FFN."""
+        return (path, *self.behind)
+
+    def fold(self, place: FoldPlace) -> None:
+        """The same, with the module inside."""
+        for path in (place.path, *self.behind[:1]):
+            for slot in place.at(path).slots:
+                if not slot.lets_pass:
+                    raise no_folded_form(place.at(path), slot)
+        place.put(Beside(place.module, self.stage.simplified()))
+
+
+class OnHiddenUnits(Slot):
+    """[activation(h), Φ(x)]: the activation acts on the hidden units only.
+
+    Args:
+        width: number of hidden units; the adapter's features come behind them.
+    """
+
+    lets_pass = True
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """(..., width + feature_dim) -> the same shape."""
+        hidden = base(x[..., : self.width], *args, **kwargs)
+        return torch.cat((hidden, x[..., self.width :]), -1)
+
+    def fold(self, place: FoldPlace) -> None:
+        """The same, with the module inside; nothing where a stand-in for the expansion contains the activation."""
+        if not isinstance(place.module, nn.Identity):
+            place.put(Leading(place.module, self.width))
+
+
+class BesideContraction(Slot):
+    """contraction(h) + scaling · v ⊙ (Φ(x) Aᵀ).
+
+    Args:
+        readout: holds A and v; the features come from the `BesideExpansion` slot, behind everything else.
+    """
+
+    def __init__(self, readout: GatedReadout):
+        super().__init__()
+        self.readout = readout
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """(..., width + feature_dim) -> (..., dim)."""
+        features = self.readout.A.shape[1]
+        return self.readout(x[..., -features:], base(x[..., :-features], *args, **kwargs))
+
+    def fold(self, place: FoldPlace) -> None:
+        """W₂ h + scaling · v ⊙ (Φ(x) Aᵀ) becomes [W₂, M] [h, Φ(x)]."""
+        linear = as_linear(place.module)
+        if not isinstance(linear, nn.Linear):
+            raise no_folded_form(place, self)
+        matrix = self.readout.matrix().to(linear.weight.dtype)
+        place.put(plain_linear(torch.cat((linear.weight, matrix), 1), linear.bias))
+
+
+def followed_by(place: FoldPlace, module: nn.Module) -> nn.Sequential:
+    """What stands at a place, and `module` behind it."""
+    first = [place.module] if place.original or not isinstance(place.module, nn.Sequential) else place.module
+    return nn.Sequential(*first, module)

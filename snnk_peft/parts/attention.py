@@ -1,0 +1,334 @@
+"""Attention: softmax becomes linear attention, in all layers or some.
+
+Layers that attend to a band of neighbours only (ModernBERT's local layers, sliding windows) are linear in length
+already. "all", "top-K" and "bottom-K" therefore count the layers that attend to everything, and local ones stay as they
+are. A list of ints may name a local layer, with `near_field`: an exact band and, beyond it, linear attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from torch import nn
+
+from snnk_peft.attention import NAME as ATTENTION
+from snnk_peft.attention.cache import release_recurrent_cache, use_recurrent_cache
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import FAMILIES
+from snnk_peft.families.base import module_at, unwrap
+from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.slots import FoldPlace, Slot
+from snnk_peft.options import documented, option
+from snnk_peft.parts import PARTS
+from snnk_peft.parts.base import FeaturePart, Patch, PatchContext, resolve_layers
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.registry import did_you_mean
+
+DEFAULT_ROWS = 64  # of linear attention, where nothing is said
+
+# What the entries of `AttentionPart.sum_of` may say.
+TERM_FIELDS = ["component", "projection", "num_features", "component_params", "projection_params"]
+TERM_FIELDS += ["per_head", "separate_maps"]
+
+# What a module or parameter is called where attention adds something to q·k, or to the sum of the weights.
+ADDED_TO_WEIGHTS = {
+    "relative_attention_bias": "a bias per pair of positions",
+    "relative_position_bias": "a bias per pair of positions",
+    "relative_position_bias_table": "a bias per pair of positions",
+    "continuous_position_bias_mlp": "a bias per pair of positions",
+    "rel_embeddings": "a bias per pair of positions",
+    "sinks": "attention sinks, a term in the denominator that belongs to no key",
+}
+
+
+@PARTS.register("attention")
+@documented
+@dataclass
+class AttentionPart(FeaturePart):
+    """Softmax attention becomes linear attention over feature maps: Φ(q)·Φ(k) instead of e^{q·k} (Spectraformer).
+
+    Cost and memory grow linearly with the length of the input. `disable_adapter` gives softmax back.
+
+    Example:
+        >>> part = AttentionPart(projection="gmm", sum_of=[{"component": "elu", "num_features": 16}])
+        >>> [(term.component, term.projection, term.num_features) for term in part.terms()]
+        [('posrf', 'gmm', None), ('elu', 'gmm', 16)]
+    """
+
+    component: str = option("posrf", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
+    num_features: int | None = option(  # type: ignore[assignment]
+        None,
+        'rows of W. None: 64, or the number nearest to it that the projection can have (for "identity", the classical '
+        'linear attention with component "elu", the dimension of a head).',
+        kind=None,
+    )
+    per_head: bool = option(False, "a matrix W for every key head instead of one per layer.")
+    separate_maps: bool = option(
+        False,
+        "queries and keys have a matrix each. Both start as the same draw, hence at the kernel of a shared one, and "
+        "learn apart: for learned projections only.",
+    )
+    near_field: int | None = option(
+        None,
+        "width of an exact softmax band around the diagonal that is blended in with learned weights (FMMformer), or "
+        "None for none. Costs near_field products per token.",
+        kind=int,
+        low=1,
+    )
+    sum_of: list[dict[str, Any]] = option(
+        list,
+        "further feature maps (the lecture's rank-r attention): attention is Σ_r w_r · att_r over this part's own map "
+        "and one for each entry, w_r > 0 learned per head, equal at the start. An entry is a dict of any of component, "
+        "projection, num_features, component_params, projection_params, per_head and separate_maps; what it leaves out "
+        "is as in this part; naming a component puts its params back to the defaults, naming a projection its params "
+        "and num_features. Every entry costs as much as an attention of its own, and has its own draw.",
+    )
+
+    def faults(self, part: str) -> list[str]:
+        """See `Part.faults`."""
+        given = self if self.num_features is not None else dataclasses.replace(self, num_features=DEFAULT_ROWS)
+        found = super(AttentionPart, given).faults(part)
+        if self.needs_layer:
+            found.append(
+                f"{part}.projection is {self.projection!r}; attention replaces no pretrained weight to take rows from"
+            )
+        found += self._separation_faults(part)
+        if not isinstance(self.sum_of, (list, tuple)):
+            return found
+        wrong = self._sum_faults(part)
+        if not wrong:
+            wrong = [f for i, term in enumerate(self.terms()[1:]) for f in term.faults(f"{part}.sum_of[{i}]")]
+        return found + wrong
+
+    def _separation_faults(self, part: str) -> list[str]:
+        if not self.separate_maps or self.projection not in PROJECTIONS or PROJECTIONS[self.projection].trainable:
+            return []
+        learned = ", ".join(name for name in PROJECTIONS if PROJECTIONS[name].trainable)
+        return [
+            f"{part}.separate_maps is True with projection {self.projection!r}, which is not learned: two copies of a "
+            "draw would stay equal, and two independent draws estimate no kernel; use separate_maps=False or one of "
+            f"the learned projections, {learned}"
+        ]
+
+    def _sum_faults(self, part: str) -> list[str]:
+        found = []
+        for i, entry in enumerate(self.sum_of):
+            if not isinstance(entry, Mapping):
+                found.append(f"{part}.sum_of[{i}] is {entry!r}; expected a dict such as {{'component': 'elu'}}")
+                continue
+            found += [
+                f"{part}.sum_of[{i}].{did_you_mean('field', k, TERM_FIELDS)}" for k in entry if k not in TERM_FIELDS
+            ]
+        return found
+
+    def terms(self) -> list[AttentionPart]:
+        """One part per feature map of the sum: this one, then those of `sum_of` with what they leave out filled in."""
+        own = dataclasses.replace(self, sum_of=[], near_field=None, layers="all")
+        result = [own]
+        for entry in self.sum_of:
+            other: dict[str, Any] = {"component_params": {}} if "component" in entry else {}
+            if "projection" in entry:
+                other |= {"projection_params": {}, "num_features": None}
+            result.append(dataclasses.replace(own, **{**other, **entry}))
+        return result
+
+    def check_model(self, model: nn.Module) -> None:
+        """See `Part.check_model`."""
+        check_attention(model)
+
+    def plan(self, context: PatchContext) -> list[Patch]:
+        """See `Part.plan`; UnsupportedError for a model whose attention cannot be exchanged."""
+        model, family = context.model, context.family
+        self.check_model(model)
+        paths = [f"{layer}.{family.attention}" for layer in family.layer_paths(model)]
+        chosen = choose_layers(
+            self, [_window(module_at(model, path, "the attention")) for path in paths], context.where
+        )
+        config = family.config_of(model)
+        heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return [Patch(paths[index], partial(_attend, context, self, index, dim, heads, key_heads)) for index in chosen]
+
+    @classmethod
+    def taken_out(cls, model: Any) -> None:
+        """See `Part.taken_out`: the model has its own attention again."""
+        before = getattr(model, "snnk_attention_before", None)
+        if before is None:
+            return
+        model.set_attn_implementation(before)
+        del model.snnk_attention_before
+        release_recurrent_cache(model)
+        for module in model.modules():
+            vars(module).pop("snnk_owner", None)
+
+
+class Attend(Slot):
+    """Says which linear attention an attention module uses; attention/interface.py asks for it.
+
+    Args:
+        kernel: the linear attention.
+    """
+
+    def __init__(self, kernel: KernelAttention):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, base: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The original's signature: the module itself calls the attention function."""
+        return base(*args, **kwargs)
+
+    def placed(self, layer: Any, model: Any) -> None:
+        """The module asks for its kernel; softmax layers stay softmax layers."""
+        unwrap(layer.base_layer).snnk_owner = ActiveKernel(layer)  # type: ignore[assignment]
+        if model.config._attn_implementation != ATTENTION:
+            model.snnk_attention_before = model.config._attn_implementation
+            model.set_attn_implementation(ATTENTION)
+        if model.config._attn_implementation != ATTENTION:
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps its attention implementation "
+                f"{model.config._attn_implementation!r} and would ignore an AttentionPart"
+            )
+        use_recurrent_cache(model)
+
+    def fold(self, place: FoldPlace) -> None:
+        """Linear attention has no smaller form: its feature maps move into the attention module."""
+        kept = "softmax attention" if self.kernel.near_field is None else "softmax attention over all tokens"
+        terms = " + ".join(_in_words(cast(AttentionTerm, term)) for term in self.kernel.terms)
+        place.add("snnk_kernel", self.kernel, kept, f"linear attention, {terms}")
+
+
+def _in_words(term: AttentionTerm) -> str:
+    features = FeatureStage(term.pairs()[0][0]).in_words()
+    apart = "" if term.key_maps is None else ", queries and keys apart"
+    return f"{features}{' per head' if len(term.feature_maps) > 1 else ''}{apart}"
+
+
+class ActiveKernel:
+    """Tells the attention function which linear attention a module uses; no module itself, so nothing is saved twice.
+
+    Args:
+        layer: the SlotLayer around the attention module.
+    """
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def __call__(self) -> KernelAttention | None:
+        """The kernel of the last active adapter that has one here, or None for softmax."""
+        kernels = [slot.kernel for slot in self.layer.active_slots() if isinstance(slot, Attend)]
+        return kernels[-1] if kernels else None
+
+
+def _attend(context: PatchContext, part: AttentionPart, index: int, dim: int, heads: int, key_heads: int) -> Slot:
+    terms = []
+    for number, own in enumerate(part.terms()):
+        site = f"layer.{index}.attention" + (f".term.{number}" if number else "")
+        names = [f"{site}.{head}" for head in range(key_heads)] if own.per_head else [site]
+        sized = dataclasses.replace(own, num_features=_rows(own, dim))
+        # Keys of their own start as the same draw, and what is redrawn stays the same for both: same site names.
+        queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
+        terms.append(AttentionTerm(queries, keys if own.separate_maps else None))
+    return Attend(KernelAttention(terms, heads, near_field=part.near_field))
+
+
+def _rows(part: AttentionPart, dim: int) -> int:
+    """num_features; where nothing is said, the number nearest to the usual one that the projection can have."""
+    if part.num_features is not None:
+        return part.num_features
+    return PROJECTIONS[part.projection].nearest_size(dim, DEFAULT_ROWS, **part.projection_params)
+
+
+def _window(attention: nn.Module) -> int | None:
+    """Width of the band that an attention module is restricted to, the diagonal included; None for all tokens."""
+    return getattr(attention, "sliding_window", None)
+
+
+def choose_layers(part: AttentionPart, windows: list[int | None], where: str = "attention") -> list[int]:
+    """Indices of the layers that `part` exchanges.
+
+    Args:
+        part: says which.
+        windows: per layer of the model, the width of its band, or None if it attends to everything.
+        where: what the part is called in messages.
+
+    Raises:
+        ConfigError: layers that do not exist, or a local layer named without `near_field`.
+        UnsupportedError: every layer is local.
+    """
+    everywhere = [index for index, window in enumerate(windows) if window is None]
+    if isinstance(part.layers, str):
+        if not everywhere:
+            raise UnsupportedError(
+                f"all {len(windows)} layers attend to a band of {windows[0]} tokens only, which is linear in length "
+                "already; name layers as a list of ints, with near_field, to let them see beyond their band"
+            )
+        chosen, faults = resolve_layers(f"{where}.layers", part.layers, len(everywhere))
+        if faults and len(everywhere) < len(windows):
+            faults = [f"{faults[0]} that attend to all tokens (the others, local ones, are not counted)"]
+        chosen = [everywhere[index] for index in chosen]
+    else:
+        chosen, faults = resolve_layers(f"{where}.layers", part.layers, len(windows))
+        faults += [
+            f"{where}.layers names layer {index}, which attends to a band of {windows[index]} tokens on each side "
+            f"only, itself included: that is linear in length already. Leave it out, or set near_field="
+            f"{windows[index]} to keep the band and add linear attention beyond it"
+            for index in chosen
+            if windows[index] is not None and part.near_field is None
+        ]
+    if faults:
+        raise ConfigError(faults)
+    return chosen
+
+
+def check_attention(model: nn.Module) -> None:
+    """Whether linear attention can stand in for this model's attention, by what the model says about itself.
+
+    Raises:
+        UnsupportedError: it cannot; every reason, and what to do.
+    """
+    reasons = list(_reasons(model))
+    if reasons:
+        raise UnsupportedError(
+            f"AttentionPart: {type(model).__name__} cannot take linear attention, because it {', and '.join(reasons)}. "
+            "Linear attention needs weights that depend on query and key alone, called through transformers' "
+            "AttentionInterface, as most families of snnk_peft have them; leave `attention` out for this model"
+        )
+
+
+def _reasons(model: nn.Module) -> Iterator[str]:
+    config: Any = getattr(model, "config", None)
+    names = [path.rpartition(".")[2] for path, _ in [*model.named_modules(), *model.named_parameters()]]
+    found = {what: name for name, what in reversed(ADDED_TO_WEIGHTS.items()) if name in names}
+    yield from (f"has {what} ({name!r})" for what, name in found.items())
+    if any(
+        hasattr(module, "build_alibi_tensor") or hasattr(module, "build_mpt_alibi_tensor") for module in model.modules()
+    ):
+        yield "uses ALiBi, a bias per pair of positions"
+    elif getattr(config, "alibi", False):
+        yield "uses ALiBi, a bias per pair of positions (config.alibi)"
+    kind = getattr(config, "position_embedding_type", None)
+    if isinstance(kind, str) and kind.startswith("relative"):
+        yield f"adds relative positions to q·k (config.position_embedding_type is {kind!r})"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        yield f"caps q·k softly (config.attn_logit_softcapping is {config.attn_logit_softcapping})"
+    # An encoder taken out of its model keeps the config that speaks of a decoder.
+    decodes = getattr(config, "is_encoder_decoder", False) and "decoder" in names
+    if decodes or getattr(config, "add_cross_attention", False):
+        yield "attends from a decoder to an encoder (cross attention)"
+    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
+        yield "does not call its attention through AttentionInterface, so it would ignore the exchange"
+    elif not (getattr(model, "_supports_attention_backend", False) or _declared(config)):
+        yield "declares that it supports no attention functions from outside (_supports_attention_backend is False)"
+
+
+def _declared(config: Any) -> bool:
+    """Whether the family says for the model that it calls attention functions from outside."""
+    model_type = str(getattr(config, "model_type", ""))
+    return model_type in FAMILIES and FAMILIES[model_type].attention_backend

@@ -1,0 +1,257 @@
+"""What parts are made of: options, the plan of a part, and what a plan is told about the model.
+
+Plain data on the one side: `faults` finds everything that is wrong with the options of a part, whatever the model. On
+the other side `plan`, which finds everything that does not fit a model, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import family_of
+from snnk_peft.families.base import ModelFamily, as_linear, module_at, plain_modules
+from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
+from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.slots import Slot
+from snnk_peft.options import option, option_faults
+from snnk_peft.projections.base_drawn import site_generator
+
+
+@dataclass
+class Part:
+    """Something that can be changed in a model: options, and a plan.
+
+    Attributes:
+        holds_head: whether it replaces what is inside the task head, which can then not be saved in full.
+    """
+
+    holds_head: ClassVar[bool] = False
+
+    def faults(self, part: str) -> list[str]:
+        """Everything that is wrong with this part, each message starting with the field's path."""
+        return option_faults(part, self)
+
+    def plan(self, context: PatchContext) -> list[Patch]:
+        """The changes that this part asks for; nothing is changed.
+
+        Raises:
+            ConfigError: sizes or layers that do not fit the model; all of them.
+            UnsupportedError: the model has nothing of the kind.
+        """
+        raise TypeError(f"{type(self).__name__} does not define plan()")
+
+    def check_model(self, model: nn.Module) -> None:
+        """UnsupportedError for a model of any family, known or not, that cannot take the part."""
+
+    def undrawn(self) -> Part:
+        """A part of the same sizes whose start needs neither the pretrained weights nor a second draw."""
+        return self
+
+    def not_drawn(self) -> str | None:
+        """What makes matrices that cannot be drawn again from a seed ("projection is 'landmark'"), or None."""
+        return None
+
+    @classmethod
+    def taken_out(cls, model: nn.Module) -> None:
+        """All slots of all parts were taken out of the model: undo what `Slot.placed` did to it as a whole."""
+
+
+@dataclass
+class FeaturePart(Part):
+    """A part that consists of feature maps; `FeatureMapSpec` checks what decides those."""
+
+    component: str = option("relu", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
+    projection: str = option("orf", "the matrix W, a name of `PROJECTIONS`.", kind=None)
+    num_features: int = option(16, "rows of W, >= 1. Cost and trainable parameters grow linearly with it.", kind=None)
+    layers: str | list[int] = option(
+        "all",
+        'which Transformer layers: "all", "top-K" (the last K), "bottom-K", or a list of indices from 0.',
+        kind=None,
+    )
+    component_params: dict[str, Any] = option(dict, "keyword arguments of the component.", kind=None)
+    projection_params: dict[str, Any] = option(dict, "keyword arguments of the projection.", kind=None)
+
+    def faults(self, part: str) -> list[str]:
+        """See `Part.faults`."""
+        return (
+            super().faults(part) + self.feature_map_spec().faults(part) + layers_faults(f"{part}.layers", self.layers)
+        )
+
+    def feature_map_spec(self, **known: Any) -> FeatureMapSpec:
+        """The feature map of this part, as far as the config decides it.
+
+        Args:
+            **known: further fields of `FeatureMapSpec`: dim, seed, site, save.
+        """
+        chosen = (self.component, self.projection, self.num_features, self.component_params, self.projection_params)
+        return FeatureMapSpec(*chosen, **known)
+
+    @property
+    def needs_layer(self) -> bool:
+        """Whether rows are taken from a pretrained layer."""
+        return self.feature_map_spec().needs_layer
+
+    def not_drawn(self) -> str | None:
+        """See `Part.not_drawn`."""
+        return None if self.feature_map_spec().redrawable else f"projection is {self.projection!r}"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One planned change.
+
+    Args:
+        path: the module to change.
+        build: makes the slot; runs after all plans are known to be possible. None changes nothing there.
+        train: whether the module itself is trained as well (and saved in full).
+        replaces: whether the slot takes the module's place; no other part may do so as well.
+    """
+
+    path: str
+    build: Callable[[], Slot] | None
+    train: bool = False
+    replaces: bool = False
+
+
+@dataclass(frozen=True)
+class PatchContext:
+    """The model being patched and the options that all parts share.
+
+    Args:
+        model: a transformers model, or any module for parts that need no family.
+        seed: seed of all draws.
+        save_projection: whether matrices W are saved.
+        where: what the part that is planned is called in messages.
+    """
+
+    model: nn.Module
+    seed: int
+    save_projection: bool
+    where: str = "part"
+
+    @property
+    def family(self) -> ModelFamily:
+        """Where the modules of the model are; UnsupportedError if nobody has described it."""
+        return family_of(self.model)
+
+    def modules(self, kind: type[nn.Module], pattern: str = "*") -> dict[str, nn.Module]:
+        """The modules of a class whose path matches a pattern ("*" for anything), wherever they are in the model.
+
+        Args:
+            kind: their class; for nn.Linear, transformers' Conv1D counts as one.
+            pattern: as in file names.
+
+        Raises:
+            UnsupportedError: there is none.
+        """
+        whole = {path: as_linear(m) if kind is nn.Linear else m for path, m in plain_modules(self.model)}
+        found = {path: m for path, m in whole.items() if isinstance(m, kind) and fnmatch.fnmatchcase(path, pattern)}
+        if not found:
+            some = ", ".join(repr(path) for path, m in whole.items() if isinstance(m, kind)) or "none at all"
+            raise UnsupportedError(
+                f"no {kind.__name__} of {type(self.model).__name__} has a path that matches {pattern!r}; it has {some}"
+            )
+        return found
+
+    def linear(self, path: str, what: str) -> nn.Linear:
+        """The nn.Linear at `path`, or UnsupportedError."""
+        found = module_at(self.model, path, what)
+        whole = [tensor for tensor in (*found.parameters(), *found.buffers()) if not tensor.is_floating_point()]
+        if whole:
+            raise UnsupportedError(
+                f"{what}: the {type(found).__name__} at {path!r} holds {str(whole[0].dtype).removeprefix('torch.')} "
+                "numbers, so the model is quantized; expected an nn.Linear in floating point. Load it without "
+                "quantization_config, patch it, and quantize its bundle"
+            )
+        return module_at(self.model, path, what, nn.Linear)  # type: ignore[return-value]
+
+    def require_plain_ffn(self, what: str) -> None:
+        """UnsupportedError unless the family's FFN is one expansion and an activation module.
+
+        Args:
+            what: the part that cannot be used otherwise, and what to use instead.
+        """
+        fault = None
+        if self.family.gated:
+            fault = "is gated, two expansions multiplied"
+        elif self.family.activation is None:
+            fault = "calls its activation as a function, which no module can take the place of"
+        if fault is not None:
+            raise UnsupportedError(
+                f"{what}: the FFN of {type(self.model).__name__} (family {self.family.name!r}) {fault}; expected one "
+                "expansion and an activation"
+            )
+
+    def generator(self, site: str) -> torch.Generator:
+        """Randomness for the readout at a site."""
+        return site_generator(self.seed, site + ".readout")
+
+    def stage(
+        self,
+        part: FeaturePart,
+        dim: int,
+        site: str,
+        source: nn.Linear | None = None,
+        importance: Any = None,
+        **options: Any,
+    ) -> FeatureStage:
+        """The feature stage of `part` for inputs of length `dim`.
+
+        Args:
+            part: names component, projection, number of features and their parameters.
+            dim: length of the inputs.
+            site: name of the place; decides the draw together with the seed.
+            source: the pretrained layer that the features stand in for, if there is one.
+            importance: (rows,) how much each row of that layer matters.
+            **options: passed to `FeatureStage`.
+        """
+        spec = part.feature_map_spec(dim=dim, seed=self.seed, site=site, save=self.save_projection)
+        if spec.needs_layer and source is None:
+            raise ConfigError(f"{site}: projection {part.projection!r} needs a pretrained layer to take rows from")
+        return FeatureStage(spec.build(source, importance=importance), **options)
+
+    def feature_maps(self, part: FeaturePart, dim: int, sites: list[str]) -> list[FeatureMap]:
+        """One feature map of `part` per site."""
+        return [self.stage(part, dim, site).feature_map for site in sites]
+
+    def input_statistics(self, path: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of what a LayerNorm hands on, from its bias and weight alone; fp32, CPU."""
+        norm = module_at(self.model, path, what, nn.LayerNorm)
+        with at_hand(norm):
+            weight = norm.weight.detach().float().cpu()  # type: ignore[operator]
+            bias = norm.bias.detach().float().cpu()  # type: ignore[operator]
+        # A norm may switch a coordinate off; a floor keeps its reciprocal finite.
+        return bias, weight.abs().clamp_min(1e-3 * weight.abs().max().clamp_min(1e-6))
+
+
+def layers_faults(where: str, layers: object) -> list[str]:
+    """Messages if `layers` is neither "all", "top-K", "bottom-K" nor a list of indices."""
+    if isinstance(layers, str) and (layers == "all" or re.fullmatch(r"(top|bottom)-[1-9]\d*", layers)):
+        return []
+    if isinstance(layers, (list, tuple)) and layers and all(type(i) is int and i >= 0 for i in layers):
+        return []
+    return [f"{where} is {layers!r}; expected 'all', 'top-K', 'bottom-K' (K >= 1) or a list of indices from 0"]
+
+
+def resolve_layers(where: str, layers: str | list[int], total: int) -> tuple[list[int], list[str]]:
+    """Layer indices for a model of `total` layers, and the messages for those it does not have."""
+    if layers == "all":
+        return list(range(total)), []
+    if isinstance(layers, str):
+        end, count = layers.split("-")
+        if int(count) > total:
+            return [], [f"{where} is {layers!r}; the model has {total} layers"]
+        return list(range(total))[-int(count) :] if end == "top" else list(range(int(count))), []
+    outside = [i for i in layers if i >= total]
+    return sorted(set(layers) - set(outside)), (
+        [f"{where} has {outside}; the model has {total} layers, indices 0 to {total - 1}"] if outside else []
+    )

@@ -1,0 +1,103 @@
+"""FFN blocks: expansion and activation become Φ(x) Aᵀ + b, the contraction stays (SNNK paper, 4.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.families.base import module_at
+from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.layers.slots import Slot
+from snnk_peft.layers.snnk_linear import SNNKLinear
+from snnk_peft.options import documented, option
+from snnk_peft.parts import PARTS
+from snnk_peft.parts.base import Patch, PatchContext, resolve_layers
+from snnk_peft.parts.base_replaced import Bypass, Replace, ReplacingPart
+
+
+@PARTS.register("ffn")
+@documented
+@dataclass
+class FFNPart(ReplacingPart):
+    """Expansion and activation of the feed-forward block become Φ(x) Aᵀ + b; the contraction stays (4.4, J.4).
+
+    `calibrate` replaces the start of A by a fit to real activations.
+    """
+
+    component: str = option("gelu", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
+    projection: str = option("landmark", "the matrix W, a name of `PROJECTIONS`.", kind=None)
+    num_features: int = option(64, "rows of W, >= 1.", kind=None)
+    linear_path: bool = option(
+        False,
+        "append the input itself to the features, so that the readout holds an exact affine part. Costs dim² "
+        "multiply-adds per token after bundling, and helps most at few features.",
+    )
+    train_contraction: bool = option(
+        False, "also train the contraction (the block's second matrix) of the converted layers."
+    )
+
+    def plan(self, context: PatchContext) -> list[Patch]:
+        """See `Part.plan`; more landmarks than hidden units are a fault."""
+        context.require_plain_ffn(f"{context.where}: leave this part out, or use adapters")
+        family = context.family
+        layers = family.layer_paths(context.model)
+        chosen, faults = resolve_layers(f"{context.where}.layers", self.layers, len(layers))
+        patches: list[Patch] = []
+        for index in chosen:
+            layer = layers[index]
+            ffn_in = context.linear(f"{layer}.{family.ffn_in}", "the FFN expansion")
+            activation = module_at(context.model, f"{layer}.{family.activation}", "the FFN activation")
+            ffn_out = context.linear(f"{layer}.{family.ffn_out}", "the FFN contraction")
+            if self.needs_layer and self.num_features > ffn_in.out_features:
+                faults.append(
+                    f"{context.where}.num_features is {self.num_features} with projection {self.projection!r}; "
+                    f"layer {index} has only {ffn_in.out_features} hidden units to choose from"
+                )
+                continue
+            build = partial(_replace, context, self, index, layer, ffn_in, activation, ffn_out)
+            patches += [
+                Patch(f"{layer}.{family.ffn_in}", build, replaces=True),
+                Patch(f"{layer}.{family.activation}", Bypass, replaces=True),
+            ]
+            if self.train_contraction:
+                patches.append(Patch(f"{layer}.{family.ffn_out}", None, train=True))
+        if faults:
+            raise ConfigError(faults)
+        return patches
+
+
+def _replace(
+    context: PatchContext,
+    part: FFNPart,
+    index: int,
+    layer: str,
+    ffn_in: nn.Linear,
+    activation: nn.Module,
+    ffn_out: nn.Linear,
+) -> Slot:
+    site = f"layer.{index}.ffn"
+    mean, std = context.input_statistics(f"{layer}.{context.family.ffn_norm}", "the LayerNorm before the FFN")
+    options: dict[str, object] = {"append_input": part.linear_path}
+    importance = None
+    if part.needs_layer:
+        # Without data, a unit matters by how much it varies times how much of it the contraction passes on.
+        with at_hand(ffn_in), at_hand(ffn_out):
+            spread = (ffn_in.weight.detach().float().cpu() * std).norm(dim=1)
+            importance = spread.to(ffn_in.weight.device) * ffn_out.weight.detach().float().norm(dim=0)
+    else:
+        # Whitened inputs have length √dim; the scale gives unit pre-activations.
+        options.update(shift=mean, inverse_std=1 / std, scale=ffn_in.in_features**-0.5)
+    stage = context.stage(part, ffn_in.in_features, site, ffn_in, importance, **options)
+    stand_in = SNNKLinear.from_linear(
+        ffn_in,
+        activation,
+        stage,
+        init=part.init,
+        generator=context.generator(site),
+        input_mean=mean,
+        input_std=std,
+    )
+    return Replace(stand_in, f"{layer}.{context.family.activation}", f"{layer}.{context.family.ffn_out}")

@@ -1,0 +1,179 @@
+"""Tensors that are drawn once, on the CPU, from a generator seeded by (seed, site): two layers with different sites get
+independent ones, the order of patching never matters, and the global random state is not touched.
+
+What was drawn is kept in buffers. A checkpoint holds them, or 32 bytes of checksum from which a wrong draw is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.draw_checksum import checksum_fault, draw_checksum
+
+
+def site_generator(seed: int, site: str = "", number: int = 0) -> torch.Generator:
+    """A CPU generator whose stream depends on `seed`, the site name and the number of the draw only."""
+    again = f"\0{number}" if number else ""
+    digest = hashlib.sha256(f"{int(seed)}:{site}{again}".encode()).digest()
+    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def construction_device() -> str:
+    """Where new tensors belong: the CPU, unless a loader builds shapes only and brings the values afterwards."""
+    return "meta" if torch.get_default_device().type == "meta" else "cpu"
+
+
+class Drawn(nn.Module):
+    """A module whose buffers follow from a seed. A member defines `draw_buffers` and `blank`, and calls `build`.
+
+    Args:
+        seed: together with `site` decides the draw.
+        site: name of the place in the model that the draw serves.
+        save: True keeps the draw in checkpoints. False keeps 32 bytes of checksum instead; it is drawn again on loading
+            and loading fails if the checksum differs.
+        redraw_every: draw anew after this many training steps (see `advance`), or None for never.
+
+    Attributes:
+        redrawable: whether everything follows from the seed alone, so that `save=False` is possible.
+        seeded: whether anything depends on the seed at all; False for deterministic designs, the same at every site.
+        resamplable: whether something is random, so that `redraw_every` is possible.
+    """
+
+    redrawable = True
+    seeded = True
+    resamplable = True
+
+    steps: torch.Tensor
+
+    def __init__(self, *, seed: int = 0, site: str = "", save: bool = True, redraw_every: int | None = None):
+        super().__init__()
+        self.seed, self.site, self.save, self.redraw_every = seed, site, save, redraw_every
+
+    def draw_faults(self) -> list[str]:
+        """Messages for wishes about the draw that this class cannot fulfil."""
+        every, name = self.redraw_every, type(self).__name__.lower()
+        found = []
+        if not self.save and not self.redrawable:
+            found.append(
+                f"save_projection=False with projection {name!r}: this matrix is learned, or depends on the pretrained "
+                "weights, and cannot be drawn again from a seed; use save_projection=True"
+            )
+        if every is None:
+            return found
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            found.append(f"redraw_every is {every!r}; expected a number of training steps >= 1, or None for never")
+        elif not (self.resamplable and self.seeded):
+            found.append(f"redraw_every={every} with projection {name!r}, in which nothing is random; leave it None")
+        elif not self.save:
+            found.append(
+                f"redraw_every={every} with save_projection=False: a matrix drawn anew during training must be saved; "
+                "use save_projection=True"
+            )
+        return found
+
+    def build(self) -> None:
+        """Make the draw, and start to count the steps where it is not the last one."""
+        self.register_draw()
+        if self.redraw_every is not None:
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=construction_device()))
+
+    def register_draw(self) -> None:
+        """Register what `draw_buffers` keeps of the draw, as buffers."""
+        if self.save and construction_device() == "meta":
+            # A loader builds the model's shape first and brings the values from the checkpoint.
+            drawn = self.blank()
+        else:
+            drawn = self.draw_buffers(site_generator(self.seed, self.site))
+        self._drawn = tuple(drawn)
+        for name, tensor in drawn.items():
+            self.register_buffer(name, tensor, persistent=self.save)
+        if not self.save:
+            self.register_buffer("checksum", draw_checksum(drawn))
+            self.register_load_state_dict_pre_hook(_verify_checksum)
+
+    def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """What is kept of a draw, by buffer name; on the CPU (under a meta context too), numbers in fp32."""
+        raise TypeError(f"{type(self).__name__} does not define draw_buffers(); see Drawn")
+
+    def blank(self) -> dict[str, torch.Tensor]:
+        """Tensors like those of `draw_buffers`, on the default device, with undefined values."""
+        raise TypeError(f"{type(self).__name__} does not define blank(); see Drawn")
+
+    @torch.no_grad()
+    def redraw(self, device: torch.device | None = None) -> None:
+        """Draw again from (seed, site) and the number of draws that `advance` has made; learned parameters stay.
+
+        Needed where a loader left non-persistent buffers undefined.
+
+        Args:
+            device: where it is put; None for where it was, or the CPU if that was "meta".
+        """
+        number = 0 if self.redraw_every is None else int(self.steps) // self.redraw_every
+        for name, drawn in self.draw_buffers(site_generator(self.seed, self.site, number)).items():
+            old = getattr(self, name)
+            blank = old.device.type == "meta"
+            target = device or (drawn.device if blank else old.device)
+            setattr(self, name, drawn.to(target, drawn.dtype if blank else old.dtype))
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """One training step has passed: every `redraw_every`-th one draws anew. Does nothing in eval.
+
+        Never called by a forward pass, of which gradient checkpointing makes two per step.
+        """
+        if self.redraw_every is None or not self.training:
+            return
+        self.steps.add_(1)
+        if int(self.steps) % self.redraw_every == 0:
+            self.redraw()
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """What was drawn, as stored."""
+        return [getattr(self, name) for name in self._drawn]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type in which the draw is stored."""
+        return next(tensor.dtype for tensor in self.state_tensors() if tensor.is_floating_point())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the draw is."""
+        return self.state_tensors()[0].device
+
+    def is_blank(self) -> bool:
+        """Whether something of the draw has no values yet: a loader will bring it."""
+        return any(tensor.is_meta for tensor in self.state_tensors())
+
+    def verify(self, checksum: torch.Tensor) -> None:
+        """Refuse a checkpoint whose draw differs from the one that this machine makes from (seed, site).
+
+        Args:
+            checksum: (32,) uint8, from the checkpoint.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        if checksum.device.type == "meta":
+            return
+        fault = checksum_fault(checksum, self.draw_buffers(site_generator(self.seed, self.site)))
+        if fault is not None:
+            raise ConfigError(f"checksum of the redrawn projection of {self.site!r} (seed {self.seed}) {fault}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The loader of transformers assigns buffers one by one, without the hooks of load_state_dict.
+        if name == "checksum" and isinstance(value, torch.Tensor):
+            self.verify(value)
+        super().__setattr__(name, value)
+
+
+def _verify_checksum(module: nn.Module, state_dict: dict, prefix: str, *args: object) -> None:
+    """The check for everything that goes through load_state_dict; see `Drawn.__setattr__` for the rest."""
+    assert isinstance(module, Drawn)
+    if (saved := state_dict.get(prefix + "checksum")) is not None:
+        module.verify(saved)

@@ -1,0 +1,202 @@
+"""Rows of people's own tables, each with the line or row where it stands.
+
+CSV, TSV and JSON lines are read here, because `datasets` keeps no line numbers and pandas, which it uses, reads texts
+such as "NA" as missing; Parquet files, folders of `save_to_disk` and the Hub are read by `datasets`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.registry import did_you_mean
+from snnk_peft.tasks._extras import require
+from snnk_peft.tasks._tsv import capped, decode, listed
+
+_CELLS = {".csv": ",", ".tsv": "\t"}
+_JSON = (".jsonl", ".ndjson", ".json")
+
+
+@dataclass
+class Rows:
+    """Columns of one table.
+
+    Args:
+        source: the file or split, for messages.
+        unit: what is counted, "line" or "row".
+        numbers: line of each row (the first one of a row of several lines), or its position; from 1.
+        columns: name -> one value per row; None where a row has none.
+        typed: whether numbers and texts can be told apart, as CSV cannot.
+        class_names: name -> names that the source itself gives to the ids in that column.
+        faults: (number, what is wrong) of rows that could not be read and stand in no column.
+    """
+
+    source: str
+    unit: str
+    numbers: list[int]
+    columns: dict[str, list[Any]]
+    typed: bool = True
+    class_names: dict[str, list[str]] = field(default_factory=dict)
+    faults: list[tuple[int, str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def messages(self, faults: Sequence[tuple[int, str]]) -> list[str]:
+        """These faults and those of reading with their places, in order; up to ten, the rest is counted."""
+        found = sorted([*self.faults, *faults])
+        return capped([f"{self.source}, {self.unit} {number}: {text}" for number, text in found], self.source)
+
+
+def read_table(path: Path, columns: Sequence[str]) -> Rows:
+    """The wanted columns of a file (.csv, .tsv, .jsonl, .parquet) or of a data set saved by `save_to_disk`.
+
+    CSV and TSV: UTF-8, a header line, cells in double quotes where they hold separators, quotes or line ends.
+
+    Raises:
+        ConfigError: no such file, a kind that is not read, a missing column, bytes that are not UTF-8, or no row.
+    """
+    kind = path.suffix.lower()
+    if path.is_dir():
+        found = _saved(path)
+        if not hasattr(found, "features"):
+            raise ConfigError(
+                f"{path} holds the splits {', '.join(found)}; expected one table: give it as data.dataset"
+            )
+        rows = _of_dataset(str(path), found, columns)
+    elif not path.exists():
+        raise ConfigError(f"{path} does not exist; expected a table (.csv, .tsv, .jsonl, .parquet)")
+    elif kind in _CELLS:
+        rows = _of_lines(path, columns, lambda lines: _cells(path, lines, _CELLS[kind]), typed=False)
+    elif kind in _JSON:
+        rows = _of_lines(path, columns, _objects, typed=True)
+    elif kind == ".parquet":
+        rows = _of_dataset(str(path), _parquet(path), columns)
+    else:
+        raise ConfigError(f"{path}: files {kind or 'without a suffix'} are not read; expected {_kinds()}")
+    return _not_empty(rows)
+
+
+def read_split(name: str, config: str | None, split: str, columns: Sequence[str], cache_dir: str | None) -> Rows:
+    """The wanted columns of one split of a data set: a folder of `save_to_disk`, or what `load_dataset` reads.
+
+    Raises:
+        ConfigError: no such data set, split or column, the Hub out of reach, or no row.
+    """
+    hf, folder = require("datasets"), Path(name).expanduser()
+    if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
+        found = _saved(folder)
+        found = {"train": found} if hasattr(found, "features") else found
+    else:
+        try:
+            found = hf.load_dataset(name, config, cache_dir=cache_dir)
+        except (ConnectionError, hf.exceptions.DatasetNotFoundError, ValueError) as error:
+            raise ConfigError(
+                f"data.dataset {name!r} ({config}) could not be loaded: {error}. Expected a folder of save_to_disk or "
+                "a data set on the Hub; to work offline, give data.train_file"
+            ) from error
+    if split not in found:
+        held = "" if split == "train" else "; data.eval_split=train holds back a part of that"
+        raise ConfigError(f"{name}: {did_you_mean('split', split, list(found))}{held}")
+    return _not_empty(_of_dataset(f"{name}, split {split}", found[split], columns))
+
+
+def _of_lines(
+    path: Path, columns: Sequence[str], parse: Callable[[list[str]], Iterator[tuple[int, Any]]], typed: bool
+) -> Rows:
+    """Rows from `parse`, which yields (line, mapping of a row, or the text of a fault)."""
+    lines, faults = decode(path)
+    if faults:
+        raise ConfigError(capped(faults, path))
+    rows = Rows(str(path), "line", [], {name: [] for name in columns}, typed)
+    names: dict[str, None] = {}
+    for number, row in parse(lines):
+        if isinstance(row, str):
+            rows.faults.append((number, row))
+            continue
+        names.update(dict.fromkeys(row))
+        rows.numbers.append(number)
+        for name, values in rows.columns.items():
+            values.append(row.get(name))
+    if rows.numbers:
+        _check_columns(rows.source, columns, list(names))
+    return rows
+
+
+def _cells(path: Path, lines: list[str], separator: str) -> Iterator[tuple[int, Any]]:
+    reader = csv.reader([line + "\n" for line in lines], delimiter=separator, strict=True)
+    header: list[str] | None = None
+    before = 0
+    try:
+        for cells in reader:
+            number, before = before + 1, reader.line_num
+            if header is None:
+                header = [name.strip() for name in cells]
+                if double := [name for name, count in Counter(header).items() if count > 1 and name]:
+                    raise ConfigError(f"{path}, line 1: column {double[0]!r} occurs more than once; rename one of them")
+            elif cells and len(cells) != len(header):
+                yield number, f"{len(cells)} cells; expected {len(header)} ({listed(header)})"
+            elif cells:
+                yield number, dict(zip(header, cells, strict=True))
+    except csv.Error as error:  # what follows cannot be read
+        yield before + 1, f"{error}; expected quotes around a cell as a whole, those inside it doubled"
+
+
+def _objects(lines: list[str]) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            yield number, f"not valid JSON ({error.msg} at position {error.pos + 1}); expected one object per line"
+            continue
+        yield number, row if isinstance(row, dict) else f"{type(row).__name__}; expected one object {{...}} per line"
+
+
+def _parquet(path: Path) -> Any:
+    hf, parquet, arrow = require("datasets"), require("pyarrow.parquet"), require("pyarrow")
+    try:
+        return hf.Dataset(parquet.read_table(path))  # from_parquet would keep a copy in the cache
+    except arrow.ArrowException as error:
+        raise ConfigError(f"{path}: not a readable Parquet file ({error})") from error
+
+
+def _saved(folder: Path) -> Any:
+    try:
+        return require("datasets").load_from_disk(str(folder))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder} is a folder, but not one that save_to_disk has written; expected that or {_kinds()}"
+        ) from error
+
+
+def _of_dataset(source: str, dataset: Any, columns: Sequence[str]) -> Rows:
+    _check_columns(source, columns, dataset.column_names)
+    rows = Rows(source, "row", list(range(1, len(dataset) + 1)), {name: list(dataset[name]) for name in columns})
+    for name in columns:
+        feature: Any = dataset.features[name]
+        if (names := getattr(getattr(feature, "feature", feature), "names", None)) is not None:
+            rows.class_names[name] = list(names)
+    return rows
+
+
+def _check_columns(source: str, wanted: Sequence[str], found: Sequence[str]) -> None:
+    if faults := [f"{source}: {did_you_mean('column', name, list(found))}" for name in wanted if name not in found]:
+        raise ConfigError(faults)
+
+
+def _not_empty(rows: Rows) -> Rows:
+    if not rows.numbers:
+        raise ConfigError(rows.messages([]) or f"{rows.source} holds no row; expected a header line and rows, or rows")
+    return rows
+
+
+def _kinds() -> str:
+    return f"a file {', '.join([*_CELLS, *_JSON[:1], '.parquet'])}"

@@ -1,0 +1,296 @@
+"""One loop for every recipe: a new kind of model and data is one class, and runs of earlier versions continue."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+from snnk_peft.tasks.listops import write_listops
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+sys.path.append(str(RECIPES))
+
+import finetune
+import tiny_llama
+import train_lra
+from _lib import lra_model, training
+from _lib.checkpoint import list_checkpoints
+from _lib.config import setting
+from _lib.data import ExampleSet
+from _lib.experiment import Data, Experiment, Finished, Schedule
+from _lib.launch import launch
+from _lib.loop import train_step
+from _lib.schedule import learning_rate
+from _lib.settings import StepSettings
+from accelerate.state import AcceleratorState
+from recipe_world import write_world
+from transformers import LlamaConfig
+
+OLD = Path(__file__).with_name("old_runs")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def newest_weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(list_checkpoints(run / "checkpoints")[-1] / "model.safetensors")
+
+
+# --- a kind of data and model that no recipe has: points, a mixture of two Gaussians, likelihood ---------------------
+
+
+class Points(ExampleSet):
+    def __init__(self, seed: int, count: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.points = torch.randn(count, 2, generator=generator) + 3 * torch.randint(2, (count, 1), generator=generator)
+        self.lengths = [2] * count
+
+    def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        return {"points": self.points[list(indices)].to(device)}
+
+    def fingerprint(self) -> str:
+        return str(self.points.double().sum().item())
+
+
+class Mixture(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = torch.nn.Parameter(torch.randn(2, 2))
+        self.dropout = torch.nn.Dropout(0.1)  # random numbers, which a continued run must repeat
+
+    def forward(self, points: torch.Tensor) -> Any:
+        distances = (points[:, None] - self.dropout(self.centers)).square().sum(-1)
+        return type("Output", (), {"loss": -torch.logsumexp(-distances / 2, -1).mean()})
+
+
+@dataclass
+class PointsData:
+    count: int = setting(64, "points", low=2)
+
+
+@dataclass
+class PointsTrain(StepSettings):
+    steps: int = setting(24, "optimizer steps", low=1)
+
+
+@dataclass
+class PointsOutput:
+    dir: str = setting(MISSING, "the run folder")
+    tensorboard: bool = setting(False, "event files")
+
+
+@dataclass
+class PointsConfig:
+    output: PointsOutput
+    task: str = setting("points", "what is learned")
+    data: PointsData = field(default_factory=PointsData)
+    train: PointsTrain = field(default_factory=PointsTrain)
+
+
+class Likelihood(Experiment[PointsConfig]):
+    settings, program = PointsConfig, "likelihood.py"
+    advice = "Take fewer points."
+    method = "mixture"
+
+    def data(self, accelerator: Any) -> Data:
+        return Data(Points(0, self.config.data.count), {"dev": Points(1, 40)}, {"test": Points(2, 40)})
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        return Mixture()
+
+    def schedule(self, per_epoch: int) -> Schedule:
+        steps, peak = self.config.train.steps, self.config.train.learning_rate
+        return Schedule(steps, 4, learning_rate("cosine", peak, 2, steps), eval_first=True)
+
+    def score(
+        self,
+        model: torch.nn.Module,
+        splits: Mapping[str, ExampleSet],
+        accelerator: Any,
+        stopped: Callable[[], bool],
+    ) -> dict[str, float]:
+        model.eval()
+        with torch.no_grad():
+            loss = [model(**part.batch(range(len(part)))).loss.item() for part in splits.values()]
+        model.train()
+        return {"score": -sum(loss)}
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        return {"likelihood": done.test["score"], "centers": done.model.centers.tolist()}
+
+
+def arguments(folder: Path, name: str) -> list[str]:
+    file = folder / f"{name}.yaml"
+    train = {"batch_size": 16, "learning_rate": 0.2, "save_every_steps": 3, "log_every": 1}
+    file.write_text(yaml.safe_dump({"train": train, "output": {"dir": str(folder / name)}}))
+    return [str(file)]
+
+
+def test_a_new_kind_of_model_and_data_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch(Likelihood, None, arguments(tmp_path, "straight")) == 0
+    report = json.loads((tmp_path / "straight/metrics.json").read_text())
+    low, high = sorted(sum(center) / 2 for center in report["centers"])
+    assert low < 1 < 2 < high < 3.5  # the points lie around (0, 0) and (3, 3)
+    assert report["examples"] == {"train": 64, "dev": 40, "test": 40}
+    assert (report["task"], report["method"]) == ("points", "mixture")
+    rows = [json.loads(line) for line in (tmp_path / "straight/log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "score" in row] == [0, 4, 8, 12, 16, 20, 24]
+    assert report["likelihood"] > rows[0]["score"] + 1
+
+    killed, steps = arguments(tmp_path, "killed"), iter(range(8))
+
+    def dying(*given: Any) -> torch.Tensor:
+        next(steps)
+        return train_step(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "train_step", dying)
+        with pytest.raises(StopIteration):
+            launch(Likelihood, None, killed)
+    assert launch(Likelihood, None, [*killed, "--resume"]) == 0
+    ours, theirs = newest_weights(tmp_path / "killed"), newest_weights(tmp_path / "straight")
+    assert torch.equal(ours["centers"], theirs["centers"])
+
+
+def test_the_advice_is_the_experiments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*arguments(tmp_path, "run"), "train.learning_rate=10", "train.max_grad_norm=null"]
+
+    class Broken(Likelihood):
+        def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+            model = Mixture()
+            with torch.no_grad():
+                model.centers.fill_(1e30)
+            return model
+
+    assert launch(Broken, None, given) == 1
+    error = capsys.readouterr().err
+    assert "the loss is inf at step 1" in error
+    assert error.rstrip().endswith("Take fewer points.")
+
+
+# --- the language model ----------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_language_model_continues_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    monkeypatch.setattr(tiny_llama, "WINDOW", 8)
+    monkeypatch.setattr(tiny_llama, "llama_config", lambda: LlamaConfig(vocab_size=256, **sizes))
+    monkeypatch.setattr(tiny_llama.TinyLlama, "report", lambda self, done: {})
+    monkeypatch.setattr(tiny_llama.TinyLlama, "summary", lambda self, done, figures: "")
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("the quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    given = ["--text", "text", "--steps", "30", "--num-features", "4"]
+    assert tiny_llama.main([*given, "--output", "straight"]) == 0
+    steps = iter(range(30))
+
+    def stopping(*arguments: Any) -> torch.Tensor:
+        if next(steps) == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "train_step", stopping)
+        assert tiny_llama.main([*given, "--output", "run"]) == 143
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command[1:] == [os.path.relpath(RECIPES / "tiny_llama.py"), *given, "--output", "run", "--resume"]
+    assert tiny_llama.main([*given, "--output", "run", "--seed", "1", "--resume"]) == 2
+    assert "train.seed was 0 and is now 1" in capsys.readouterr().err
+    assert tiny_llama.main(command[2:]) == 0
+    ours, theirs = newest_weights(Path("run")), newest_weights(Path("straight"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+# --- runs of earlier versions ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=sorted(entry.name for entry in OLD.iterdir()))
+def old(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with runs that a version began and did not end, and their data; the current folder."""
+    for name in ("finetune", "train_lra"):
+        shutil.copytree(OLD / request.param / name, tmp_path / name)
+    write_world(tmp_path)
+    sizes = {"train": 64, "validation": 16, "test": 16}
+    write_listops(tmp_path / "listops", sizes, 0, min_length=4, max_length=24, max_depth=3, max_args=4)
+    monkeypatch.chdir(tmp_path)
+    return OLD / request.param
+
+
+def test_a_run_of_an_earlier_version_continues_to_the_same_end(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_lra.main(["train_lra/config.yaml", "--resume"]) == 0
+    assert "continuing after step 4" in capsys.readouterr().out
+    ours, theirs = newest_weights(Path("train_lra")), load_file(old / "train_lra_end.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():  # the other version ran on another processor
+        torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_fine_tuning_of_an_earlier_version_continues(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finetune.main(["finetune/config.yaml", "--resume"]) == 0
+    assert "continuing after step 5" in capsys.readouterr().out
+    assert json.loads(Path("finetune/metrics.json").read_text())["examples"] == {"train": 40, "validation": 10}
+
+
+def test_settings_that_an_earlier_version_did_not_have_are_the_defaults(old: Path) -> None:
+    file = Path("train_lra/config.yaml")
+    given = yaml.safe_load(file.read_text())
+    del given["model"]["pooling"]
+    file.write_text(yaml.safe_dump(given))
+    assert train_lra.main([str(file), "--resume", "model.pooling=cls"]) == 2
+    assert train_lra.main([str(file), "--resume"]) == 0
+
+
+@pytest.mark.parametrize("what", ["setting", "tensor"])
+def test_a_run_that_cannot_be_continued_is_refused_with_its_version(
+    old: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    folder = Path("train_lra")
+    environment = json.loads((folder / "environment.json").read_text())
+    environment["packages"]["snnk-peft"] = "0.0.7"
+    environment["git_commit"] = "abc"
+    (folder / "environment.json").write_text(json.dumps(environment))
+    shutil.copy(folder / "config.yaml", "now.yaml")
+    if what == "setting":
+        with (folder / "config.yaml").open("a") as stream:
+            stream.write("flavour: sweet\n")
+        fault = "unknown setting 'flavour'"
+    else:
+        build = lra_model.build_classifier
+
+        def otherwise(*given: Any) -> torch.nn.Module:
+            model = build(*given)
+            model.gate = torch.nn.Parameter(torch.zeros(3))
+            return model
+
+        monkeypatch.setattr(lra_model, "build_classifier", otherwise)
+        fault = "tensor gate is missing"
+    assert train_lra.main(["now.yaml", "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert "it was written by version 0.0.7, git commit abc: continue it with that one, or start again with" in error
+    assert fault in error
+    assert not (folder / "metrics.json").exists()
