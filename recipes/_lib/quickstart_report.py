@@ -108,11 +108,11 @@ def draw(rows: Sequence[Row], title: str, unseen: str, batch: str, chance: float
         ("weights on disk", [row.bytes / 1e6 for row in rows], "{:.1f} MB"),
     ]
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), sharey=True, layout="constrained")
-    for axis, (title, values, form) in zip(axes, panels, strict=True):
+    for axis, (name, values, form) in zip(axes, panels, strict=True):
         axis.barh(names, values, color=COLORS[: len(rows)], height=0.62)
         for place, value in enumerate(values):
             axis.text(0.03 * max(values), place, form.format(value), color="white", weight="bold", va="center")
-        axis.set_title(title, fontsize=11, loc="left")
+        axis.set_title(name, fontsize=11, loc="left")
         axis.set_xticks([])
         axis.spines[["top", "right", "bottom"]].set_visible(False)
         axis.tick_params(left=False)
