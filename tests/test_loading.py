@@ -464,11 +464,10 @@ def test_an_adapter_folder_is_no_base_model(folders, adapter, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     from _lib.models import load_pretrained
 
-    class Task:
-        id2label, label2id, num_labels, problem_type = None, None, 2, None
+    from snnk_peft.tasks import TASKS
 
     with pytest.raises(ConfigError, match=r"an adapter: a second one would be trained on top. Give its base model"):
-        load_pretrained(str(adapter), Task())
+        load_pretrained(str(adapter), TASKS["rte"])
 
 
 def test_what_was_saved_with_nan_is_refused_by_name(folders, tmp_path):

@@ -14,6 +14,7 @@ from transformers import FNetConfig, FNetForSequenceClassification
 from snnk_peft import FAMILIES, AdapterPart, FFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from tests.fresh_process import run_python
+from tests.tiny_families import build
 from tests.tiny_models import tiny
 from tests.two_linears_part import TwoLinears, TwoLinearsPart
 
@@ -103,6 +104,19 @@ def test_any_module_will_do(tmp_path):
     other = nn.Sequential(nn.Linear(12, 21), nn.Tanh(), nn.Linear(21, 3))
     with pytest.raises(ConfigError, match="belongs to another base model"):
         peft.PeftModel.from_pretrained(other, tmp_path)
+
+
+def test_what_transformers_writes_as_conv1d_is_a_linear():
+    ids = {"input_ids": BATCHES[0]["input_ids"], "attention_mask": torch.ones_like(BATCHES[0]["input_ids"])}
+    model = build("gpt2", "GPT2ForSequenceClassification")
+    with torch.no_grad():
+        expected = model(**ids).logits
+    model = get_snnk_model(model, SNNKConfig(parts=[TwoLinearsPart("*.mlp.c_fc", rank=16)])).eval()
+    with torch.no_grad():  # of full rank: nothing but rounding
+        torch.testing.assert_close(model(**ids).logits, expected, rtol=1e-4, atol=1e-5)
+    bundled = bundle(model)
+    with torch.no_grad():
+        torch.testing.assert_close(bundled(**ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_pattern_that_matches_nothing_names_what_there_is():

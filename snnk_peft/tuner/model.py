@@ -146,6 +146,8 @@ class SNNKModel(BaseTuner):
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         refuse_prepared(model)
+        for part in peft_config.named_parts().values() if hasattr(model, "config") else ():
+            part.check_model(model)  # says more about an architecture than that its modules are elsewhere
         family = known_family(model)
         found = measurements(model, family)
         check_measurements(peft_config, found)
