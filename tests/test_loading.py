@@ -398,7 +398,11 @@ def test_another_methods_adapter_goes_onto_a_bundle(bundled, tmp_path):
         ({"stage": {"scale": "1"}}, r"scale is '1'; expected a finite number"),
         ({"stage": {"component": 5}}, "unknown component 5"),
         ({"stage": {"component_params": {"x": 1}}}, "parameter 'x' is unknown"),
-        ({"stage": {"num_features": 10**9}}, r"num_features × dim is 1000000000 × 8; expected <="),
+        # Drawn at once, not in a loop: without the check this ends, and is found out.
+        (
+            {"stage": {"num_features": 2**25 + 1, "projection": "gaussian", "projection_params": {}}},
+            r"num_features × dim is 33554433 × 8; expected <=",
+        ),
         ({"stage": None}, "expected an object with component"),
         ({"stage": {"projection_params": {"x": 1}}}, "parameter 'x' is unknown"),
         ({"stage": {"projection": "rademacher"}}, "needs rows drawn from 'gaussian'"),
