@@ -40,7 +40,7 @@ def linear(x: torch.Tensor, readout) -> torch.Tensor:
 @pytest.mark.parametrize("intercept", [True, False])
 @pytest.mark.parametrize("ridge", [1e-3, 2.0, 500.0])
 def test_ridge_equals_scikit_learn(ridge, intercept):
-    """Oracle 26."""
+    """The streamed normal equations and scikit-learn's Ridge are one solution."""
     features, targets = tokens()
     gram = accumulate(features, targets, intercept=intercept)
     expected = Ridge(alpha=ridge, fit_intercept=intercept).fit(features.numpy(), targets.numpy())
@@ -185,7 +185,7 @@ def test_singular_systems_get_the_minimum_norm_solution():
 
 
 def test_closed_form_regression_head():
-    """Oracle 26."""
+    """Least squares, of minimum norm with fewer examples than features (SNNK paper, section 3.3)."""
     features, targets = tokens()
     batches = list(zip(features.split(50), targets.split(50)))
     for ridge in (0.0, 3.0):
@@ -239,7 +239,7 @@ def risk(weight, bias, f, features: torch.Tensor, readout, x: torch.Tensor) -> t
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_nystrom_recovers_a_relu_layer_from_its_own_rows(dtype):
-    """Oracle 28, second half: G = W, m = l gives ReLU(Wx) exactly, without a bias term."""
+    """G = W, m = l gives ReLU(Wx) exactly, without a bias term."""
     W = torch.randn(12, 16, dtype=dtype)
     readout = nystrom_readout(W, None, torch.relu, W, None, torch.relu, intercept=False, feature_scale=12**-0.5)
     assert readout.bias is None
@@ -274,7 +274,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_nystrom_is_optimal_for_gaussian_inputs_and_predicts_its_risk(case):
-    """Oracle 28, first half."""
+    """G = W, m = l gives ReLU(Wx) exactly (Nyström on all landmarks)."""
     f, g, shifted, intercept = CASES[case]
     d, out, m = 6, 5, 12
     W, G = torch.randn(out, d, dtype=F64) / d**0.5, torch.randn(m, d, dtype=F64) / d**0.5

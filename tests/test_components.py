@@ -56,7 +56,7 @@ def variance_over_draws(name: str, projection: str, x, y, m: int, draws: int = 8
 
 
 def test_posrf_variance():
-    """Oracle 4: Var of one row is e^{2‖x+y‖² − ‖x‖² − ‖y‖²} − e^{2x·y}."""
+    """Var of one row is e^{2‖x+y‖² − ‖x‖² − ‖y‖²} − e^{2x·y}."""
     x, y = vectors(6, 4, length=0.5), vectors(6, 4, length=0.4)
     terms = products("posrf", x, y, 400_000)
     expected = (2 * (x + y).square().sum(-1) - x.square().sum(-1) - y.square().sum(-1)).exp()
@@ -66,7 +66,7 @@ def test_posrf_variance():
 
 @pytest.mark.parametrize("a", [-0.3, -0.1, -0.03])
 def test_gerf_second_moment(a):
-    """Oracle 5: E f² for any A < 1/8."""
+    """E f² for any A < 1/8."""
     x, y = vectors(5, 4, length=0.6), vectors(5, 4, length=0.6)
     terms = products("gerf", x, y, 400_000, A=a)
     expected = log_second_moment(a, (x + y).square().sum(-1), x, y).exp()
@@ -74,7 +74,7 @@ def test_gerf_second_moment(a):
 
 
 def test_oprf_has_the_best_parameter():
-    """Oracle 5: A <= 0, A -> 0 as S -> 0, a minimum of the second moment, and less variance than posrf."""
+    """A <= 0, A -> 0 as S -> 0, a minimum of the second moment, and less variance than posrf."""
     square = torch.tensor([0.0, 1e-8, 0.1, 1.0, 8.0, 200.0], dtype=F64)
     a = optimal_a(square, 8)
     assert (a <= 0).all()
@@ -97,7 +97,7 @@ def test_oprf_has_the_best_parameter():
 @pytest.mark.parametrize("projection", ["orf", "simrf"])
 @pytest.mark.parametrize("name", ["posrf", "trigrf"])
 def test_coupled_rows_have_less_variance(name, projection):
-    """Oracle 8, d = m = 16: orthogonal and simplex rows against independent ones."""
+    """d = m = 16: orthogonal and simplex rows against independent ones."""
     x, y = vectors(6, 16, length=1.0), vectors(6, 16, length=1.0)
     coupled = variance_over_draws(name, projection, x, y, 16).sum()
     assert coupled / variance_over_draws(name, "gaussian", x, y, 16).sum() < 0.97
@@ -141,7 +141,7 @@ def test_adapting_components_are_unbiased_and_better(name, params):
 
 @adapting
 def test_statistics_belong_to_one_example(name, params):
-    """Oracle 22: an example's features do not depend on its batch-mates, nor on masked tokens."""
+    """An example's features do not depend on its batch-mates, nor on masked tokens."""
     x, y = data()
     fm = build_feature_map(name, "orf", 6, 16, component_params=params).double()
     statistics = fm.component.statistics(x, y)
@@ -172,7 +172,7 @@ def test_calibrate_stores_the_statistics(name, params):
 
 
 def test_saderf_with_identity_balance_is_gerf():
-    """Oracle 6, and the guard for coordinates that are zero throughout."""
+    """Any Ψ > 0 leaves the mean of gerf, Ψ = I gerf itself; and the guard for coordinates that are zero throughout."""
     x, y = data(1)
     saderf = build_feature_map("saderf", "orf", 6, 32, component_params={"A": -0.05}).double()
     gerf = build_feature_map("gerf", "orf", 6, 32, component_params={"A": -0.05}).double()
@@ -215,7 +215,7 @@ def test_components_without_statistics_refuse_calibration():
 @pytest.mark.parametrize("name", ["posrf", "hyprf", "gerf", "oprf", "saderf", "derf", "hrf", "trigrf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_long_vectors_overflow_nothing(name, dtype):
-    """DESIGN part 5: values stay finite where e^{‖x‖²/2} would not, also under autocast."""
+    """Values stay finite where e^{‖x‖²/2} would not, also under autocast."""
     fm = build_feature_map(name, "orf", 64, 64)
     x = (vectors(8, 64, length=30.0)).to(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
@@ -294,7 +294,7 @@ def test_urf_reproduces_the_activation(activation, sampling):
 
 
 def test_urf_atom_second_moment():
-    """Oracle 7 with A = 0: a single cosine, against its formula."""
+    """A single cosine with A = 0, against its formula (SNNK paper, section 3.1)."""
     fm = build_feature_map(
         "urf", "gaussian", 4, 200_000, component_params={"activation": "cos", "radius": 2.0, "atoms": 1}
     ).double()
@@ -385,7 +385,7 @@ def test_series_are_those_of_the_functions():
 
 @pytest.mark.parametrize(("series", "degree"), [("exp", 5), ("sin", 5), ("tanh", 5), ([0.5, -1.0, 0.0, 2.0], None)])
 def test_taylor_mean_is_the_truncated_series(series, degree):
-    """Oracle 31, with negative coefficients and a missing degree."""
+    """A power series with negative coefficients and a missing degree."""
     x, y = vectors(4, 5, length=0.9), vectors(4, 5, length=0.9)
     fm = build_feature_map(
         "taylor", "rademacher", 5, 300_000, component_params={"series": series, "degree": degree}

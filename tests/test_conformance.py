@@ -406,14 +406,14 @@ def test_some_projection_is_unbiased():
 @pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
 @pair_cases(UNBIASED, estimating=True)
 def test_estimates_are_unbiased(component, component_params, projection, projection_params):
-    """Oracles 1, 2, 3, 17: the mean over draws is the exact kernel, within five standard errors; two whole blocks."""
+    """The mean over draws is the exact kernel, within five standard errors; two whole blocks."""
     check_unbiased(component, component_params, projection, projection_params, 8, 16)
 
 
 @pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
 @pair_cases(UNBIASED, usual_only=True, estimating=True)
 def test_estimates_are_unbiased_at_odd_sizes(component, component_params, projection, projection_params):
-    """Oracle 17: a dimension that is no power of two, and a last block that is cut off."""
+    """A dimension that is no power of two, and a last block that is cut off."""
     check_unbiased(component, component_params, projection, projection_params, 6, 21)
 
 
@@ -449,7 +449,7 @@ def test_errors_fall_as_one_over_root_num_features(component, component_params, 
 
 
 def test_variance_of_cosine_and_sine_together():
-    """Oracle 3: m Var[cos·cos + sin·sin] = (1 − e^{−‖δ‖²})²/2 per row."""
+    """m Var[cos·cos + sin·sin] = (1 − e^{−‖δ‖²})²/2 per row."""
     x, y = pairs(8)
     cos = estimates("cos", {"phases": False}, "gaussian", {}, x, y, 32, 1500)
     sin = estimates("sin", {}, "gaussian", {}, x, y, 32, 1500)
@@ -471,7 +471,7 @@ def test_variance_of_cosine_and_sine_together():
     ids=["step", "relu", "relu-squared", "cos-and-sin"],
 )
 def test_orthogonal_rows_have_less_variance(parts, draws):
-    """Oracle 8, d = m = 16, summed over pairs at several angles. (Steps at small angles gain nothing.)"""
+    """d = m = 16, summed over pairs at several angles. (Steps at small angles gain nothing.)"""
     u, v = torch.linalg.qr(torch.randn(16, 2, dtype=torch.float64))[0].T
     x = u.expand(3, 16)
     y = torch.stack([math.cos(angle) * u + math.sin(angle) * v for angle in (0.7, 1.2, math.pi / 2)])
@@ -488,7 +488,7 @@ def test_orthogonal_rows_have_less_variance(parts, draws):
 @pytest.mark.parametrize(("dim", "m"), [(16, 16), (16, 40), (12, 5), (7, 21), (1, 3)])
 @pytest.mark.parametrize("norms", ["chi", "sqrt_dim"])
 def test_orf_blocks_are_orthogonal(dim, m, norms):
-    """Oracles 9 and 17."""
+    """Q Qᵀ = I block by block (Yu et al. 2016), the last one cut off."""
     w = PROJECTIONS["orf"](dim, m, norms=norms)
     rows = w.draw(site_generator(0, ""))
     assert rows.shape == (m, dim) == w.materialize().shape
@@ -502,7 +502,7 @@ def test_orf_blocks_are_orthogonal(dim, m, norms):
 
 
 def test_orf_rows_are_as_long_as_gaussian_ones():
-    """Oracle 9: squared row norms are chi-square with dim degrees of freedom."""
+    """Squared row norms are chi-square with dim degrees of freedom."""
     from scipy import stats
 
     dim = 12
@@ -511,7 +511,7 @@ def test_orf_rows_are_as_long_as_gaussian_ones():
 
 
 def test_orf_is_haar():
-    """Oracle 9: E[Q] = 0, which plain QR misses; E[Q_ij²] = 1/d and E[Q_11 Q_22 Q_12 Q_21] = −1/(d(d−1)(d+2))."""
+    """E[Q] = 0, which plain QR misses; E[Q_ij²] = 1/d and E[Q_11 Q_22 Q_12 Q_21] = −1/(d(d−1)(d+2))."""
     count, dim = 4000, 4
     generator = site_generator(0, "haar")
     q = torch.stack([haar(dim, generator) for _ in range(count)])

@@ -44,7 +44,7 @@ def within_standard_errors(samples: torch.Tensor, expected: torch.Tensor, bound:
 
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_arccos_kernel_is_the_mean_of_its_features(order):
-    """Oracles 1 and 2."""
+    """E f(ω·x) f(ω·w) over Gaussian ω is Cho and Saul's kernel of this order (2009)."""
     x, y = torch.randn(4, 6, dtype=F64), torch.randn(4, 6, dtype=F64)
     G = torch.randn(100_000, 6, dtype=F64)
     samples = 2 * positive_power(G @ x.T, order) * positive_power(G @ y.T, order)
@@ -255,7 +255,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-12), (torch.float32, 1e-5)])
 def test_ffn_bundle(dtype, tolerance):
-    """Oracle 25."""
+    """(Φ Aᵀ) W₂ᵀ + b₂ = Φ (W₂ A)ᵀ + b₂ (SNNK paper, Eq. 13)."""
     phi = torch.relu(torch.randn(7, 3, 16, dtype=dtype))
     A, a = torch.randn(64, 16, dtype=dtype), torch.randn(64, dtype=dtype)
     W2, b2 = torch.randn(24, 64, dtype=dtype), torch.randn(24, dtype=dtype)
@@ -277,7 +277,7 @@ def test_folding_rounds_once():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-12), (torch.float32, 1e-5)])
 def test_stack_of_three_pairs(dtype, tolerance):
-    """Oracle 25, nested: feature map, readout, Linear, three times over, the later projections folded as well."""
+    """Feature map, readout, Linear, three times over, the later projections folded as well."""
 
     def affine(out: int, into: int) -> Affine:
         return Affine(torch.randn(out, into, dtype=dtype) / into**0.5, torch.randn(out, dtype=dtype))
@@ -340,7 +340,7 @@ def test_folding_faults():
 
 @pytest.mark.parametrize("f", [torch.relu, torch.cos, torch.tanh, gelu])
 def test_explicit_jacobian_of_a_bundle(f):
-    """Oracle 35."""
+    """J = W̄ diag(s f'(G x + c)) G (SNNK paper, App. J.3), against autograd."""
     W, G, c, b = (torch.randn(*s, dtype=F64) for s in ((3, 8), (8, 5), (8,), (3,)))
     scale = torch.rand(8, dtype=F64) + 0.5
 

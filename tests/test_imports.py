@@ -13,8 +13,7 @@ import pytest
 
 PACKAGE = "snnk_peft"
 
-# From the bottom up; a unit imports from units below its own line. Additions to DESIGN part 2: components may use
-# functional (exact kernels); bundling writes the model card of what it saves. Some units are files, some folders.
+# From the bottom up; a unit imports from units below its own line. Some units are files, some folders.
 LAYERS: list[set[str]] = [
     {"errors"},
     {"registry", "digests"},

@@ -114,7 +114,7 @@ class TestFeatureStage:
 class TestSNNKLinear:
     @pytest.mark.parametrize(("component", "activation"), [("relu", torch.relu), ("gelu", nn.GELU())])
     def test_all_rows_as_landmarks_give_the_layer(self, component, activation):
-        """Oracle 28, first half: G = W and m = l."""
+        """G = W and m = l: the layer itself."""
         linear = nn.Linear(DIM, HIDDEN)
         layer = SNNKLinear.from_linear(linear, activation, landmark_stage(linear, HIDDEN, component))
         x = torch.randn(20, DIM)
@@ -122,7 +122,7 @@ class TestSNNKLinear:
 
     @pytest.mark.parametrize("white", [False, True])
     def test_nystrom_is_the_best_readout_for_gaussian_inputs(self, white):
-        """Oracle 28, second half, against the least-squares fit to 40000 samples."""
+        """Against the least-squares fit to 40000 samples."""
         linear, mean, std = nn.Linear(DIM, HIDDEN), torch.randn(DIM), torch.rand(DIM) + 0.5
         options = {"shift": mean, "inverse_std": 1 / std, "scale": DIM**-0.5} if white else {}
         layers = {
@@ -184,7 +184,7 @@ class TestSNNKLinear:
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize("append_input", [False, True])
     def test_fold_is_the_same_function(self, following, bias, append_input):
-        """Oracle 25."""
+        """(Φ Aᵀ) W₂ᵀ + b₂ = Φ (W₂ A)ᵀ + b₂ (SNNK paper, Eq. 13)."""
         options = {"append_input": append_input, "scale": 0.3, **whitening()}
         layer = SNNKLinear(stage_of("gelu", m=8, **options), HIDDEN, bias=bias).double()
         nn.init.normal_(layer.A)
@@ -206,7 +206,7 @@ class TestSNNKLinear:
         assert not layer.A.any()
 
     def test_inputs_with_one_two_or_three_dimensions(self):
-        """Oracle 29."""
+        """Leading dimensions are a batch, however many there are."""
         layer = SNNKLinear(stage_of(), HIDDEN)
         nn.init.normal_(layer.A)
         x = torch.randn(2, 3, DIM)
@@ -214,7 +214,7 @@ class TestSNNKLinear:
         torch.testing.assert_close(layer(x)[1, 2], layer(x[1, 2]))
 
     def test_copies_and_state_dicts_are_bitwise(self):
-        """Oracle 30."""
+        """deepcopy and a state-dict round trip change no bit."""
         layer = SNNKLinear(stage_of(**whitening()), HIDDEN)
         nn.init.normal_(layer.A)
         other = SNNKLinear(stage_of("relu", "gaussian", **whitening()), HIDDEN)
@@ -240,7 +240,7 @@ class TestSNNKAdapter:
         return SNNKAdapter(stage_of(component, **input_options), generator=generator, **{**options, **more})
 
     def test_starts_as_the_identity_and_learns(self, options, input_options):
-        """Oracle 27: bitwise identity; the first step reaches what is zero and nothing else."""
+        """Bitwise identity; the first step reaches what is zero and nothing else."""
         adapter = self.build(options, input_options)
         x = torch.randn(4, 3, DIM)
         out = adapter(x)

@@ -117,7 +117,7 @@ def test_estimates_are_unbiased_at_the_start(name, params, dim, m, component):
 @pytest.mark.parametrize("learn", ["S", "SGB"])
 @pytest.mark.parametrize("dim", [8, 5])
 def test_rows_of_fastfood_are_gaussian(learn, dim):
-    """Oracle 11: Vx ~ N(0, ‖x‖²), for padded dimensions too."""
+    """Vx ~ N(0, ‖x‖²), for padded dimensions too."""
     from scipy import stats
 
     x = torch.randn(dim)
@@ -302,7 +302,7 @@ def mixture(covariance: str, components: int, m: int, dim: int = 3, **kwargs: An
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 @torch.no_grad()
 def test_gmm_estimates_its_kernel(covariance, components):
-    """Oracle 23, in a large sample and over many small ones; also where groups of rows differ in size."""
+    """The mean over draws is the exact kernel, in a large sample and over many small ones; also where groups of rows differ in size."""
     x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
     w = mixture(covariance, components, 60_000)
     means, sigmas = w.mean.double(), w.covariances()
@@ -371,7 +371,7 @@ def test_gmm_components_are_told_apart_by_their_noise():
 
 @torch.no_grad()
 def test_gmm_variances():
-    """Oracle 24: Theorem 3 as corrected, within 2% at 2e6 draws.
+    """Theorem 3 as corrected, within 2% at 2e6 draws.
 
     The paper's theorem for cos/sin shares the noise of +μ and −μ; our rows are independent.
     """
@@ -405,7 +405,7 @@ def test_gmm_variances():
 @pytest.mark.parametrize("learn", ["S", "SGB"])
 @pytest.mark.parametrize(("dim", "m"), [(8, 8), (8, 20), (6, 21), (5, 3), (1, 3)])
 def test_fastfood_is_its_formula(learn, dim, m):
-    """Oracle 11: fast apply = dense S H G Π H B / √d, 1e-12."""
+    """Fast apply = dense S H G Π H B / √d, 1e-12."""
     w: Any = moved(make("fastfood_learned", {"learn": learn}, dim, m).double())
     d, blocks = w.order, w.blocks
     H = torch.tensor(hadamard(d), dtype=torch.float64)

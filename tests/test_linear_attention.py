@@ -41,7 +41,7 @@ def lengths_mask(length: int = 37) -> torch.Tensor:
 @pytest.mark.parametrize("component", ["posrf", "hyprf", "oprf", "saderf", "derf", "relu", "elu"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_linear_is_quadratic(component, masked):
-    """Oracle 18."""
+    """Sums over keys first, or weights first: one result (Katharopoulos et al. 2020)."""
     q, k, v = heads()
     phi, psi = features(q, k, component)
     mask = lengths_mask() if masked else None
@@ -58,7 +58,7 @@ def test_linear_is_quadratic(component, masked):
 
 
 def test_the_stabiliser_changes_nothing():
-    """Oracle 19: one scale per head against none; and a maximum per key would change the result."""
+    """One scale per head against none; and a maximum per key would change the result."""
     q, k, v = heads(size=1.5)
     phi, psi = features(q, k)
     plain = psi.dense()
@@ -72,7 +72,7 @@ def test_the_stabiliser_changes_nothing():
 
 
 def test_padding_is_truncation():
-    """Oracle 20, also where the padded keys are huge."""
+    """Masked keys count nothing, also where they are huge."""
     q, k, v = heads()
     mask = lengths_mask()
     k_bad = torch.where(mask[:, None, :, None], k, 40.0)
@@ -86,7 +86,7 @@ def test_padding_is_truncation():
 @pytest.mark.parametrize("chunk", [1, 8, 37, 128])
 @pytest.mark.parametrize("masked", [False, True])
 def test_causal_forms_agree(chunk, masked):
-    """Oracle 21: chunked = lower triangle of the quadratic form = one step at a time."""
+    """Chunked = lower triangle of the quadratic form = one step at a time."""
     q, k, v = heads()
     phi, psi = features(q, k)
     mask = lengths_mask() if masked else None
@@ -189,7 +189,7 @@ def test_gradients():
 
 
 def test_examples_do_not_meet():
-    """Oracle 22."""
+    """An example's output does not depend on its batch-mates."""
     q, k, v = heads()
     phi, psi = features(q, k)
     scaled, _ = common_scale(psi.values, psi.log_scale)
@@ -245,7 +245,7 @@ def dense_band(q, k, v, width, mask=None, causal=False):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_band_is_masked_softmax(width, causal, masked):
-    """Oracle 33: a band of the whole length is softmax, one of width 1 gives V."""
+    """A band of the whole length is softmax, one of width 1 gives V."""
     q, k, v = heads()
     mask = lengths_mask() if masked else None
     out = banded_softmax_attention(q, k, v, width, mask, causal=causal, scaling=0.4)

@@ -77,7 +77,7 @@ def assert_same(given: torch.Tensor, expected: torch.Tensor, tolerance: float = 
 
 @pytest.mark.parametrize(("dim", "m"), SIZES)
 def test_sorf_is_three_rotations(dim, m):
-    """Oracles 10, 16, 17: √n HD₁HD₂HD₃ with the normalised H of scipy, blocks of n rows, first dim columns."""
+    """√n HD₁HD₂HD₃ with the normalised H of scipy, blocks of n rows, first dim columns."""
     n = power_of_two(dim)
     H, blocks = hadamard(n) / n**0.5, []
     for third, second, first in drawn_factors("sorf", dim, m)["signs"].transpose(0, 1):
@@ -88,7 +88,7 @@ def test_sorf_is_three_rotations(dim, m):
 
 
 def test_sorf_has_unit_entries_and_orthogonal_blocks():
-    """Oracle 10."""
+    """W Wᵀ = n I in a block (SORF, Yu et al. 2016)."""
     rows = draw("sorf", 256, 600)
     assert_same(rows[:256] @ rows[:256].T, 256 * torch.eye(256, dtype=F64), 1e-10)
     assert_same(rows[512:] @ rows[512:].T, 256 * torch.eye(88, dtype=F64), 1e-10)
@@ -139,7 +139,7 @@ def test_complex_rom_is_the_hybrid_estimator(dim, m, t):
 
 @pytest.mark.parametrize(("dim", "m"), SIZES)
 def test_fastfood_is_its_five_factors(dim, m):
-    """Oracle 11: (√n)⁻¹ S H G Π H B."""
+    """(√n)⁻¹ S H G Π H B."""
     n, blocks = power_of_two(dim), []
     H, f = hadamard(n), drawn_factors("fastfood", dim, m)
     shuffles = f["permutation"].long().reshape(-1, n)
@@ -154,7 +154,7 @@ def test_fastfood_is_its_five_factors(dim, m):
 
 @pytest.mark.parametrize(("dim", "m"), SIZES)
 def test_circulant_matrices_are_those_of_scipy(dim, m):
-    """Oracle 16."""
+    """By FFT and as a dense circulant matrix."""
     f = drawn_factors("scrf", dim, m)
     rows = [s.diag() @ torch.tensor(linalg.circulant(c)) for c, s in zip(f["column"], f["signs"], strict=True)]
     assert_same(draw("scrf", dim, m), torch.cat(rows)[:m])
@@ -177,7 +177,7 @@ def test_circulant_matrices_are_those_of_scipy(dim, m):
 @structured_cases
 @pytest.mark.parametrize(("dim", "m"), SIZES)
 def test_the_fast_transform_is_the_dense_product(name, params, dim, m):
-    """Oracles 11, 16, 17: the same matrix from the same seed, applied in two ways."""
+    """The same matrix from the same seed, applied in two ways."""
     slow = PROJECTIONS[name](dim, m, seed=3, site="s", fast=False, **params)
     fast = PROJECTIONS[name](dim, m, seed=3, site="s", fast=True, **params)
     assert fast.fast
@@ -334,7 +334,7 @@ def test_every_unbiased_gaussian_member_is_checked():
 @pytest.mark.parametrize("row", [0, -1])
 @pytest.mark.parametrize(("name", "params"), GAUSSIAN)
 def test_rows_are_standard_normal(name, params, row):
-    """Oracles 11, 17: one row of many draws, in a size that needs padding, several blocks and truncation."""
+    """One row of many draws, in a size that needs padding, several blocks and truncation."""
     dim, m, draws = 5, 14, 1000
     matrix = PROJECTIONS[name](dim, m, **params)
     assert matrix.unbiased
@@ -410,7 +410,7 @@ def test_simplices_serve_positive_features():
 @pytest.mark.parametrize("sequence", ["sobol", "halton"])
 @pytest.mark.parametrize(("dim", "m"), [(1, 1), (3, 16), (40, 7)])
 def test_plain_sequences_are_those_of_scipy(sequence, dim, m):
-    """Oracle 14: m points in dim dimensions, behind the first point 0."""
+    """m points in dim dimensions, behind the first point 0."""
     engine = {"sobol": scipy_qmc.Sobol, "halton": scipy_qmc.Halton}[sequence](dim, scramble=False)
     engine.fast_forward(1)
     expected = torch.as_tensor(stats.norm.ppf(engine.random(m)))
@@ -435,7 +435,7 @@ def test_scrambled_points_stay_even_and_inside(sequence):
 
 @pytest.mark.parametrize("params", [{}, {"sequence": "halton"}, {"scramble": False}], ids=str)
 def test_even_points_have_smaller_errors(params):
-    """Oracle 14: error of the Gaussian kernel below the median of independent rows."""
+    """Error of the Gaussian kernel below the median of independent rows."""
     delta = torch.tensor([0.8, -0.5, 0.3], dtype=F64)
     exact = (-delta.square().sum() / 2).exp()
 
@@ -460,7 +460,7 @@ def test_plain_sequences_do_not_depend_on_the_seed(name):
 @pytest.mark.parametrize("sequence", ["sobol", "halton"])
 @pytest.mark.parametrize(("dim", "m"), [(4, 5), (16, 40), (40, 128)])
 def test_matched_moments_are_exact(sequence, dim, m):
-    """Oracle 13."""
+    """Mean 0 and Wᵀ W / m = I, not only in expectation (moment matching)."""
     rows = draw("mm", dim, m, sequence=sequence)
     assert_same(rows.mean(0), torch.zeros(dim, dtype=F64), 1e-10)
     assert_same(rows.T @ rows / m, torch.eye(dim, dtype=F64), 1e-10)
@@ -513,7 +513,7 @@ def polynomial_moments(weights: torch.Tensor, nodes: torch.Tensor) -> None:
 @pytest.mark.parametrize("dim", [1, 2, 3, 7, 32])
 @pytest.mark.parametrize("rotate", [False, True])
 def test_sparse_grid_moments(dim, rotate):
-    """Oracle 15."""
+    """Σ a = 1, Σ a p pᵀ = I, Σ a p_i⁴ = 3 (sparse-grid quadrature)."""
     matrix = PROJECTIONS["sgq"](dim, 2 * dim + 1, rotate=rotate)
     assert matrix.seeded == rotate
     weights, nodes = weighted(matrix)

@@ -1,4 +1,4 @@
-"""Oracle 7 (trigonometric atom): mean and second moment of the linearised cosine."""
+"""Mean and second moment of the linearised cosine."""
 
 from __future__ import annotations
 
