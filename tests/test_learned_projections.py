@@ -302,7 +302,7 @@ def mixture(covariance: str, components: int, m: int, dim: int = 3, **kwargs: An
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 @torch.no_grad()
 def test_gmm_estimates_its_kernel(covariance, components):
-    """The mean over draws is the exact kernel, in a large sample and over many small ones; also where groups of rows differ in size."""
+    """The mean is the exact kernel, in a large sample and over many small ones; also where groups differ in size."""
     x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
     w = mixture(covariance, components, 60_000)
     means, sigmas = w.mean.double(), w.covariances()
