@@ -35,18 +35,18 @@ def family_of(model: nn.Module) -> ModelFamily:
     Raises:
         UnsupportedError: not a transformers model, or an unknown architecture; says how to describe it.
     """
+    if (family := known_family(model)) is not None:
+        return family
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
         raise UnsupportedError(
             f"{type(model).__name__} has no config.model_type; expected a transformers model of one of the families "
             f"{', '.join(FAMILIES.names())}"
         )
-    if model_type not in FAMILIES:
-        raise UnsupportedError(
-            f"{did_you_mean('model family', model_type, FAMILIES.names())}. To add {type(model).__name__}, describe "
-            "its module paths with snnk_peft.ModelFamily and snnk_peft.register_family"
-        )
-    return FAMILIES[model_type]
+    raise UnsupportedError(
+        f"{did_you_mean('model family', model_type, FAMILIES.names())}. To add {type(model).__name__}, describe "
+        "its module paths with snnk_peft.ModelFamily and snnk_peft.register_family"
+    )
 
 
 def known_family(model: nn.Module) -> ModelFamily | None:

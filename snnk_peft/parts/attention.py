@@ -146,7 +146,6 @@ class AttentionPart(FeaturePart):
     def plan(self, context: PatchContext) -> list[Patch]:
         """See `Part.plan`; UnsupportedError for a model whose attention cannot be exchanged."""
         model, family = context.model, context.family
-        self.check_model(model)
         paths = [f"{layer}.{family.attention}" for layer in family.layer_paths(model)]
         chosen = choose_layers(
             self, [_window(module_at(model, path, "the attention")) for path in paths], context.where

@@ -120,14 +120,14 @@ def calibrate(
     model.eval()
     try:
         order = _execution_order(model, slots, batches)
-        passes = sum(_fitter(model, slots[name], options).reads for name in order)
+        fitters = {name: _fitter(model, slots[name], options) for name in order}
+        passes = sum(fitter.reads for fitter in fitters.values())
         with tqdm(total=passes * total, desc="calibrate", unit="batch", disable=not progress) as bar:
-            reports = [
-                _fit_slot(
-                    name, _fitter(model, slots[name], options), _Pass(model, slots[name], runs, batches, held_out, bar)
-                )
-                for name, runs in order.items()
-            ]
+            reports = []
+            for name, runs in order.items():
+                together = fitters[name].together
+                data = _Pass(model, slots[name], together, runs, batches, held_out, bar)
+                reports.append(_fit_slot(name, fitters[name], data))
     finally:
         for module, training in was_training.items():
             module.training = training
@@ -265,20 +265,27 @@ def _real_tokens(x: torch.Tensor, mask: Any) -> torch.Tensor:
 class _Pass:
     """One streaming pass per iteration: (is it held out?, inputs of the slot)."""
 
-    def __init__(self, model: nn.Module, layer: SlotLayer, runs: int, batches: Batches, held_out: float, bar: Any):
-        self.model, self.layer, self.runs, self.batches = model, layer, runs, batches
-        self.held_out, self.bar = held_out, bar
-        self.together: Sequence[str] = ()
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: SlotLayer,
+        together: Sequence[str],
+        runs: int,
+        batches: Batches,
+        held_out: float,
+        bar: Any,
+    ):
+        self.inputs = (model, layer, together, runs, batches, bar)
+        self.held_out = held_out
 
     def __iter__(self) -> Iterator[tuple[bool, torch.Tensor]]:
-        for index, x in _slot_inputs(self.model, self.layer, self.together, self.runs, self.batches, self.bar):
+        for index, x in _slot_inputs(*self.inputs):
             yield _is_held_out(index, self.held_out), x
 
 
 @torch.no_grad()
 def _fit_slot(name: str, fitter: Fitter, data: _Pass) -> SlotReport:
     start = time.perf_counter()
-    data.together = fitter.together
     fit = fitter.fit(data)
     path, seconds = name.removeprefix("base_model.model."), time.perf_counter() - start
     return SlotReport(
