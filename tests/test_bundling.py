@@ -362,7 +362,11 @@ MEMBERS = [
         (name, {"gaussian": "orf"}.get(COMPONENTS[name].distribution, COMPONENTS[name].distribution))
         for name in COMPONENTS
     ),
-    *(("relu", name) for name in PROJECTIONS if PROJECTIONS[name].distribution == "gaussian" and name != "landmark"),
+    *(
+        ("relu", name)
+        for name in PROJECTIONS
+        if PROJECTIONS[name].distribution == "gaussian" and not PROJECTIONS[name].needs_layer
+    ),
 ]
 
 

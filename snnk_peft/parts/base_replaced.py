@@ -25,7 +25,7 @@ from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, Fold
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.options import option
 from snnk_peft.parts.base import FeaturePart
-from snnk_peft.projections.landmark import Landmark
+from snnk_peft.projections.base import Projection
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Bypass(Slot):
 
 
 class ReplacedFitter(Fitter):
-    """Fits the readout of a stand-in, and chooses the rows of landmark projections by their effect on the output.
+    """Fits the readout of a stand-in, and chooses rows, where they are the layer's, by their effect on the output.
 
     Args:
         slot: what is fitted.
@@ -163,10 +163,10 @@ class ReplacedFitter(Fitter):
         return self.activation(self.original(x))
 
     @property
-    def landmarks(self) -> Landmark | None:
-        """The landmark projection, if the slot has one whose rows can be chosen by their effect on the output."""
+    def landmarks(self) -> Projection | None:
+        """The projection, if its rows are units of the layer and can be chosen by their effect on the output."""
         projection = self.stand_in.stage.feature_map.projection
-        return projection if isinstance(projection, Landmark) and self.output_weight is not None else None
+        return projection if projection.selects_rows and self.output_weight is not None else None
 
     def features_are_hidden_units(self) -> bool:
         """Whether a landmark feature equals a hidden unit: the component is the original activation."""
