@@ -20,7 +20,7 @@ from snnk_peft.families.base import as_linear, module_at
 from snnk_peft.layers.adapter import Beside, Leading, SNNKAdapter, beside, leading
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.readout import GatedReadout
-from snnk_peft.layers.slots import Base, FoldPlace, Slot, no_folded_form
+from snnk_peft.layers.slots import Base, FoldPlace, Slot, check_passing, no_folded_form
 from snnk_peft.layers.snnk_linear import plain_linear
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
@@ -258,10 +258,7 @@ class BesideExpansion(Slot):
 
     def fold(self, place: FoldPlace) -> None:
         """The same, with the module inside."""
-        for path in (place.path, *self.behind[:1]):
-            for slot in place.at(path).slots:
-                if not slot.lets_pass:
-                    raise no_folded_form(place.at(path), slot)
+        check_passing(place.at(path) for path in (place.path, *self.behind[:1]))
         place.put(Beside(place.module, self.stage.simplified()))
 
 

@@ -21,7 +21,7 @@ from snnk_peft.calibration.ridge import GramAccumulator, RidgeFit, fit_ridge
 from snnk_peft.components import COMPONENTS
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand
-from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, FoldPlace, Slot, Tokens, no_folded_form
+from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, FoldPlace, Slot, Tokens, check_passing
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.options import option
 from snnk_peft.parts.base import FeaturePart
@@ -85,10 +85,7 @@ class Replace(Slot):
     def fold(self, place: FoldPlace) -> None:
         """The features, and the readout multiplied into the Linear behind, or a Linear of its own."""
         between = (place.path,) if self.activation is None else (place.path, self.activation)
-        for path in between:
-            for slot in place.at(path).slots:
-                if not slot.lets_pass:
-                    raise no_folded_form(place.at(path), slot)
+        check_passing(place.at(path) for path in between)
         reader = None if self.following is None else place.at(self.following)
         following = None if reader is None else as_linear(reader.module)
         if reader is not None and isinstance(following, nn.Linear):
