@@ -38,7 +38,7 @@ PAIRS = [
     (component, projection)
     for component, projection in itertools.product(COMPONENTS.names(), PROJECTIONS.names())
     if COMPONENTS[component].fits(PROJECTIONS[projection])
-    and projection != "landmark"
+    and not PROJECTIONS[projection].needs_layer
     and (component not in ("urf", "cos") or PROJECTIONS[projection].uniform)
 ]
 quiet = pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")

@@ -30,10 +30,11 @@ from snnk_peft import (
 from snnk_peft.bundling.classes import bundle_model_class, register_bundles
 from snnk_peft.bundling.closed_form import bundled_head, head_features, head_jacobian
 from snnk_peft.bundling.code_file import assemble, code_file
-from snnk_peft.bundling.modules import BundledAdapter, build_module
+from snnk_peft.bundling.modules import build_module
 from snnk_peft.bundling.report import BundleReport
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.layers.adapter import SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections import PROJECTIONS
 from tests.tiny_models import CLASSIFIERS, TEXT, inputs_for, same, tiny, trained
@@ -134,7 +135,7 @@ def test_other_heads(family, model_class, parts):
 def test_gate_and_scaling_are_one_matrix():
     model = patched("bert", {"adapter": AdapterPart(num_features=8, init="random", scaling=3.0)})
     small = bundle(model)
-    adapters = [module for module in small.modules() if isinstance(module, BundledAdapter)]
+    adapters = [module for module in small.modules() if isinstance(module, SNNKAdapter)]
     assert len(adapters) == 4
     slot = model.get_submodule("base_model.model.bert.encoder.layer.0.output.dropout").slots_of("default")[0]
     readout = slot.adapter.readout
@@ -180,7 +181,7 @@ def test_several_adapters_the_active_one_is_folded():
         model.set_adapter(name)
         small = bundle(trained(model, std=0.2 if name == "default" else 0.4))
         assert relative_error(small(**inputs).logits, model.eval()(**inputs).logits) < 1e-5
-        assert sum(isinstance(module, BundledAdapter) for module in small.modules()) == features
+        assert sum(isinstance(module, SNNKAdapter) for module in small.modules()) == features
         assert list(small.bundle_report.parts) == [name]
 
 
@@ -362,7 +363,11 @@ MEMBERS = [
         (name, {"gaussian": "orf"}.get(COMPONENTS[name].distribution, COMPONENTS[name].distribution))
         for name in COMPONENTS
     ),
-    *(("relu", name) for name in PROJECTIONS if PROJECTIONS[name].distribution == "gaussian" and name != "landmark"),
+    *(
+        ("relu", name)
+        for name in PROJECTIONS
+        if PROJECTIONS[name].distribution == "gaussian" and not PROJECTIONS[name].needs_layer
+    ),
 ]
 
 

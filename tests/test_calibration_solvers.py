@@ -10,7 +10,7 @@ import torch
 from sklearn.linear_model import LinearRegression, Ridge
 from torch import nn
 
-from snnk_peft.calibration.closed_form import closed_form_head
+from snnk_peft.calibration.closed_form import closed_form_head, one_hot_targets
 from snnk_peft.calibration.nystrom import nystrom_readout
 from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge, solve_symmetric
 from snnk_peft.errors import ConfigError
@@ -205,7 +205,7 @@ def test_closed_form_classification_head():
     centres = 4 * torch.eye(3, 8, dtype=F64)
     labels = torch.arange(300) % 3
     features = centres[labels] + torch.randn(300, 8, dtype=F64)
-    head = closed_form_head([(features, labels)], 1.0, "classification", num_classes=3)
+    head = closed_form_head([(features, one_hot_targets(labels, 3))], 1.0)
     assert (linear(features, head).argmax(1) == labels).double().mean() > 0.9
     expected = Ridge(alpha=1.0).fit(features.numpy(), np.eye(3)[labels.numpy()])
     np.testing.assert_allclose(head.weight, expected.coef_, rtol=1e-8, atol=1e-10)
@@ -213,19 +213,12 @@ def test_closed_form_classification_head():
 
 
 def test_closed_form_head_faults():
-    features = torch.randn(4, 3)
-    with pytest.raises(ConfigError, match="did you mean 'regression'"):
-        closed_form_head([], task="regresion")
-    with pytest.raises(ConfigError, match="num_classes is None"):
-        closed_form_head([], task="classification")
-    with pytest.raises(ConfigError, match="leave it None"):
-        closed_form_head([], num_classes=2)
     with pytest.raises(ValueError, match="batches is empty"):
         closed_form_head([])
     with pytest.raises(ConfigError, match="labels run from 0 to 3; expected 0 to 2"):
-        closed_form_head([(features, torch.arange(4))], task="classification", num_classes=3)
+        one_hot_targets(torch.arange(4), 3)
     with pytest.raises(ConfigError, match="integer class indices"):
-        closed_form_head([(features, torch.rand(4))], task="classification", num_classes=3)
+        one_hot_targets(torch.rand(4), 3)
 
 
 # ---------------------------------------------------------------- Nyström

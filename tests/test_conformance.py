@@ -153,7 +153,7 @@ def make(
 
 def source(projection: str, dim: int, num_features: int) -> dict[str, torch.Tensor]:
     """A random pretrained layer for a projection that takes rows from one."""
-    if projection != "landmark":
+    if not PROJECTIONS[projection].needs_layer:
         return {}
     generator = torch.Generator().manual_seed(7)
     return {

@@ -11,8 +11,8 @@ from snnk_peft.calibration.nystrom import nystrom_readout
 from snnk_peft.components.taylor import Taylor
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map.describe import partners
-from snnk_peft.layers.adapter import GatedReadout
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.readout import GatedReadout
 
 F64 = torch.float64
 

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from snnk_peft import PROJECTIONS, AdapterPart, FFNPart, SNNKConfig, build_feature_map, get_snnk_model
+from snnk_peft import PROJECTIONS, AdapterPart, FFNPart, SNNKConfig, build_feature_map, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
 from snnk_peft.layers.feature_stage import FeatureStage
@@ -170,6 +170,31 @@ def test_any_projection_may_take_rows_from_a_layer(tail):
     assert not again.feature_map.projection.weight.any()
     again.load_state_dict(stage.state_dict())
     assert torch.equal(again.feature_map.projection.weight, rows[-5:])
+
+
+class Chosen(Tail):
+    """A projection that lets its rows be chosen."""
+
+    selects_rows = True
+
+    def select(self, weight, bias, importance):
+        chosen = importance.topk(self.num_features).indices.sort().values
+        self.weight = weight.detach()[chosen].clone()
+        return chosen
+
+
+def test_calibrate_chooses_the_rows_of_any_projection_that_lets_it(tail, monkeypatch):
+    for member, chosen in ((Tail, False), (Chosen, True)):
+        monkeypatch.setitem(PROJECTIONS._members, "tail", member)
+        model = tiny("bert")
+        rows = model.get_submodule("bert.encoder.layer.0.intermediate.dense").weight.detach().clone()
+        patched = get_snnk_model(model, SNNKConfig(ffn=FFNPart("gelu", tail, num_features=5, layers=[0])))
+        batches = [{"input_ids": ids} for ids in torch.randint(5, 60, (16, 4, 7))]
+        calibrate(patched, batches, progress=False)
+        layer = patched.get_submodule("base_model.model.bert.encoder.layer.0.intermediate.dense")
+        weight = layer.slots_of("default")[0].layer.stage.feature_map.projection.weight
+        assert torch.equal(weight, rows[-5:]) != chosen
+        assert all((rows == row).all(1).any() for row in weight)
 
 
 @pytest.mark.parametrize("name", ["landmark", "tail"])

@@ -12,8 +12,9 @@ from torch import nn
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
-from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
+from snnk_peft.layers.adapter import SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.slots import Retrained
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.parts.adapter import After, BesideContraction, BesideExpansion, OnHiddenUnits
@@ -237,7 +238,8 @@ FORMS = [
 class TestSNNKAdapter:
     def build(self, options, input_options, component="relu", **more) -> SNNKAdapter:
         generator = torch.Generator().manual_seed(0)
-        return SNNKAdapter(stage_of(component, **input_options), generator=generator, **{**options, **more})
+        stage = stage_of(component, **input_options)
+        return SNNKAdapter(stage, GatedReadout(stage, generator=generator, **{**options, **more}))
 
     def test_starts_as_the_identity_and_learns(self, options, input_options):
         """Bitwise identity; the first step reaches what is zero and nothing else."""
@@ -317,7 +319,7 @@ class TestSNNKAdapter:
 )
 def test_forms_that_cannot_learn_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        SNNKAdapter(stage_of(), **options)
+        GatedReadout(stage_of(), **options)
 
 
 def test_cosine_in_half_precision_keeps_large_arguments():
@@ -344,7 +346,8 @@ class TestSlots:
 
         assert torch.equal(Replace(layer)(never, x), layer(x))
         assert Bypass()(never, x) is x
-        adapter = SNNKAdapter(stage_of())
+        stage = stage_of()
+        adapter = SNNKAdapter(stage, GatedReadout(stage))
         nn.init.normal_(adapter.readout.A)
         assert torch.equal(After(adapter)(torch.tanh, x), adapter(torch.tanh(x)))
         linear = nn.Linear(DIM, 2)

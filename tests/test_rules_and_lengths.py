@@ -29,7 +29,7 @@ SAMPLED = [
     for name in PROJECTIONS
     if COMPONENTS["posrf"].fits(PROJECTIONS[name])
     and PROJECTIONS[name].sampled_lengths
-    and name != "landmark"  # its rows come from a pretrained layer
+    and not PROJECTIONS[name].needs_layer
 ]
 EXPONENTIAL = [
     (name, params)

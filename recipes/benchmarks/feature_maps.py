@@ -26,10 +26,11 @@ from _lib.files import write_json
 from _lib.run_folder import environment
 from rich.console import Console
 from rich.progress import track
+from torch import nn
 
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
-from snnk_peft.feature_map import FeatureMap
+from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
 from snnk_peft.feature_map.describe import partners
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_learned import Learned
@@ -45,13 +46,13 @@ def build(component: str, projection: str, dim: int, num_features: int) -> Featu
     """The map of about the wanted size."""
     cls = PROJECTIONS[projection]
     size = cls.nearest_size(dim, max(num_features, COMPONENTS[component]().fewest_rows()))
-    params: dict[str, Any] = {}
-    if projection == "landmark":
-        params["source_weight"] = torch.randn(4 * size, dim, generator=torch.Generator().manual_seed(0))
     # Inputs of unit length: the attention of a real layer is scaled like this.
-    if component == "urf":
-        return build_feature_map(component, projection, dim, size, component_params={"x_norm": 1.0, "w_norm": 0.5})
-    return build_feature_map(component, projection, dim, size, projection_params=params)
+    params = {"x_norm": 1.0, "w_norm": 0.5} if component == "urf" else {}
+    layer = None
+    if cls.needs_layer:
+        layer = nn.Linear(dim, 4 * size, bias=False)
+        nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
+    return FeatureMapSpec(component, projection, size, params, dim=dim).build(layer)
 
 
 def forward(feature_map: FeatureMap, x: torch.Tensor) -> Callable[[], object]:

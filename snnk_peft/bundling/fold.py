@@ -20,8 +20,8 @@ from torch import nn
 from snnk_peft.bundling.report import Folded
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families.base import unwrap
+from snnk_peft.layers.adapter import Beside, Leading, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.folded import Beside, BundledAdapter, Leading
 from snnk_peft.layers.slots import FoldPlace, Retrained, Slot
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
 
@@ -212,7 +212,7 @@ def describe(module: nn.Module) -> str:
         return f"Linear {module.in_features}→{module.out_features}"
     if isinstance(module, FeatureStage):
         return module.in_words()
-    if isinstance(module, BundledAdapter):
+    if isinstance(module, SNNKAdapter):
         return f"adapter ({describe(module.stage)})"
     if isinstance(module, Beside):
         return f"[{describe(module.module)}, {describe(module.stage)}]"

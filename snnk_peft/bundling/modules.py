@@ -38,8 +38,8 @@ from snnk_peft.digests import (
     start_digests,
 )
 from snnk_peft.errors import ConfigError
+from snnk_peft.layers.adapter import Beside, Leading, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.folded import Beside, BundledAdapter, Leading
 from snnk_peft.projections.base import Projection
 
 Spec = dict[str, Any]
@@ -56,7 +56,7 @@ def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:
         return {"kind": "keep"}
     if isinstance(module, FeatureStage):
         return {"kind": "features", "stage": module.spec()}
-    if isinstance(module, BundledAdapter):
+    if isinstance(module, SNNKAdapter):
         return {"kind": "adapter", "stage": module.stage.spec()}
     if isinstance(module, Beside):
         return {"kind": "beside", "module": spec_of(module.module, kept), "stage": module.stage.spec()}
@@ -73,7 +73,7 @@ def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:
 
 def _adapter(spec: Spec, present: nn.Module) -> nn.Module:
     stage = FeatureStage.from_spec(spec["stage"])
-    return BundledAdapter(stage, nn.Linear(stage.out_dim, stage.dim, bias=False))
+    return SNNKAdapter(stage, nn.Linear(stage.out_dim, stage.dim, bias=False))
 
 
 BUILDERS: dict[str, Callable[[Spec, nn.Module], nn.Module]] = {

@@ -8,16 +8,12 @@ outputs is then a least-squares classifier (its outputs are scores, not log-prob
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from snnk_peft.calibration.ridge import GramAccumulator, Readout
 from snnk_peft.errors import ConfigError
-from snnk_peft.registry import did_you_mean
-
-TASKS = ["classification", "regression"]
 
 
 def one_hot_targets(labels: Tensor, num_classes: int) -> Tensor:
@@ -32,41 +28,25 @@ def one_hot_targets(labels: Tensor, num_classes: int) -> Tensor:
     return torch.nn.functional.one_hot(labels.long(), num_classes).double()
 
 
-def closed_form_head(
-    batches: Iterable[tuple[Tensor, Tensor]],
-    ridge: float = 0.0,
-    task: Literal["regression", "classification"] = "regression",
-    num_classes: int | None = None,
-) -> Readout:
+def closed_form_head(batches: Iterable[tuple[Tensor, Tensor]], ridge: float = 0.0) -> Readout:
     """The optimal head on given features, in one pass and fp64.
 
     Args:
-        batches: pairs (features (n, m), targets). Targets are (n,) or (n, k) for regression, integer class indices (n,)
-            for classification. Memory does not grow with the number of batches.
+        batches: pairs (features (n, m), targets (n,) or (n, k)); of classes, the `one_hot_targets`. Memory does not
+            grow with the number of batches.
         ridge: λ >= 0 of the penalty λ‖W̄‖² (scikit-learn's `alpha`; the intercept is not penalised). 0 is least squares,
             of minimum norm when there are fewer examples than features.
-        task: "regression" or "classification".
-        num_classes: k, for classification.
 
     Returns:
         Readout with weight (k, m) and bias (k,) in fp64; `relative_error` is on the data that was fitted.
 
     Raises:
-        ConfigError: unknown task, num_classes missing or superfluous, labels out of range, shapes that differ.
+        ConfigError: shapes that differ.
         ValueError: no examples, or a NaN or infinity among features or targets.
     """
-    faults = [] if task in TASKS else [did_you_mean("task", task, TASKS)]
-    if task == "classification" and (num_classes is None or num_classes < 2):
-        faults.append(f"num_classes is {num_classes}; classification needs an integer >= 2")
-    if task == "regression" and num_classes is not None:
-        faults.append(f"num_classes is {num_classes}; leave it None for regression")
-    if faults:
-        raise ConfigError(faults)
     accumulator: GramAccumulator | None = None
     for features, targets in batches:
-        if num_classes is not None:
-            targets = one_hot_targets(targets, num_classes)
-        elif targets.ndim == 1:
+        if targets.ndim == 1:
             targets = targets.unsqueeze(1)
         if accumulator is None:
             accumulator = GramAccumulator(features.shape[-1], targets.shape[-1])

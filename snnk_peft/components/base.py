@@ -4,7 +4,8 @@ E[phi(x)·psi(y)] = kernel(x, y), the expectation over the rows of W. The true f
 elementwise components need no scale and leave it None.
 
 Some components adapt to the data. What they want to know about the two sets of vectors is computed by `statistics`, per
-example (and head), and handed to both towers; `calibrate` stores an average for those who cannot compute it on the fly.
+example (and head), and handed to both towers. Where none are given (a layer has no second set of vectors) its buffers
+stand for them.
 """
 
 from __future__ import annotations
@@ -175,10 +176,6 @@ class Component(nn.Module):
             y_mask: (..., l) bool.
         """
         return {}
-
-    def calibrate(self, statistics: Mapping[str, torch.Tensor]) -> None:
-        """Store (averaged) statistics, to be used where `phi` and `psi` get none."""
-        raise TypeError(f"{type(self).__name__} has nothing to calibrate")
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The exact E[phi(x)·psi(y)]: x, y (..., dim) broadcast over leading dimensions, result (...)."""

@@ -42,6 +42,8 @@ class Coordinates(NamedTuple):
 class Tilted(Exponential):
     """Base class of the components with a factor e^{Σ_l a_l ω_l²}; a member defines `coordinates`."""
 
+    # What members hold in buffers for want of statistics is `posrf`, and nothing here changes it. The buffers stay
+    # because all files of 0.1.0 have them, perhaps with other values.
     tilted = True
 
     def coordinates(

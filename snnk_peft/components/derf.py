@@ -9,7 +9,7 @@ case is `gerf` with one parameter a_l per coordinate:
         second moments, T² E[xxᵀ] T² = E[yyᵀ]: it minimises E‖Tx‖² + E‖T⁻¹y‖². One a for all coordinates.
 
 Moments are those **of one example and head**. Unbiased for e^{x·y} for any rotation, T and a; with kernel="gaussian",
-e^{−‖x−y‖²/2}. Before `calibrate`: the identity and a = 0, which is `posrf`. Over quadratures and rows of one
+e^{−‖x−y‖²/2}. Without statistics: the identity and a = 0, which is `posrf`. Over quadratures and rows of one
 length a = 0 (base_exponential.py), while the change of basis stays. Cost: `posrf`, two products of dim² per
 vector, and eigendecompositions of (dim, dim) matrices per example and head.
 """
@@ -56,7 +56,7 @@ class Derf(Tilted):
         self.mode, self.params = mode, {"mode": mode, **self.params}
 
     def prepare(self, projection: Projection) -> None:
-        """Make room for the maps, the identity until calibrated."""
+        """Make room for the maps, the identity."""
         self.register_buffer("x_map", torch.eye(projection.dim))
         self.register_buffer("y_map", torch.eye(projection.dim))
         self.register_buffer("a", torch.zeros(1, projection.dim))
@@ -77,16 +77,6 @@ class Derf(Tilted):
                 eigenvalues, x_map = torch.linalg.eigh(x_moment + y_moment + cross + cross.mT)
                 y_map, a = x_map, optimal_a(eigenvalues.clamp_min(0), 1).unsqueeze(-2)
             return {"x_map": x_map, "y_map": y_map, "a": a}
-
-    def calibrate(self, statistics: Mapping[str, torch.Tensor]) -> None:
-        """Keep the statistics of one pooled set of vectors: maps of several sets have no meaningful average."""
-        if statistics["x_map"].dim() != 2:
-            raise ConfigError(
-                f"derf needs statistics of one set of vectors; got maps of shape {tuple(statistics['x_map'].shape)}. "
-                "Compute them on all vectors together: statistics(x.flatten(0, -2), y.flatten(0, -2))"
-            )
-        for name in ("x_map", "y_map", "a"):
-            setattr(self, name, statistics[name].to(getattr(self, name)).clone())
 
     def coordinates(
         self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int

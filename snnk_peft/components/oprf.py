@@ -2,7 +2,7 @@
 
 A depends on S, the mean of ‖x + y‖² over all pairs of a query and a key **of one example and head**: an average over
 the batch would make an example's output depend on its batch-mates, and an A that differs between the towers would bias
-the estimate. For any A the estimate is unbiased; A = 0 is `posrf`: for S = 0, before `calibrate`, and over quadratures
+the estimate. For any A the estimate is unbiased; A = 0 is `posrf`: for S = 0, without statistics, and over quadratures
 and rows of one length (base_exponential.py).
 
 Exact kernel: e^{x·y} or, with kernel="gaussian", e^{−‖x−y‖²/2}. Cost: `posrf` and the means.
@@ -44,10 +44,6 @@ class Oprf(Tilted):
         """{"mean_square": S (..., 1, 1)}; no gradient flows through it, since the estimate is unbiased for any A."""
         with torch.no_grad():
             return {"mean_square": mean_square_of_sums(x, y, x_mask, y_mask).sum(-1, keepdim=True)}
-
-    def calibrate(self, statistics: Mapping[str, torch.Tensor]) -> None:
-        """Keep the mean of S over all leading dimensions."""
-        self.mean_square = statistics["mean_square"].mean().to(self.mean_square)
 
     def coordinates(
         self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int

@@ -2,7 +2,7 @@
 
 Ψ is diagonal, Ψ_ll = (Σ_j y_jl² / Σ_i x_il²)^¼ (per example and head): it balances the coordinates of both towers and
 leaves x·y as it is, so the estimate stays unbiased for e^{x·y}. A is the best one for the balanced vectors, as in
-`oprf`. Coordinates that are zero throughout on one side keep Ψ_ll = 1. Before `calibrate`: Ψ = I, A = 0, which is
+`oprf`. Coordinates that are zero throughout on one side keep Ψ_ll = 1. Without statistics: Ψ = I, A = 0, which is
 `posrf`. Over quadratures and rows of one length A = 0 (base_exponential.py), while Ψ stays.
 
 With kernel="gaussian", e^{−‖x−y‖²/2}, the factors e^{−‖x‖²/2} are those of the original vectors. Cost: `oprf` and one
@@ -48,7 +48,7 @@ class Saderf(Tilted):
         self.register_buffer("mean_square", torch.zeros(()))
 
     def prepare(self, projection: Projection) -> None:
-        """Make room for Ψ, the identity until calibrated."""
+        """Make room for Ψ, the identity."""
         self.register_buffer("balance", torch.ones(projection.dim))
 
     def statistics(
@@ -63,12 +63,6 @@ class Saderf(Tilted):
             balance = ratio.pow(0.25)
             square = mean_square_of_sums(x * balance, y / balance, x_mask, y_mask)
             return {"balance": balance, "mean_square": square.sum(-1, keepdim=True)}
-
-    def calibrate(self, statistics: Mapping[str, torch.Tensor]) -> None:
-        """Keep the geometric mean of Ψ and the mean of S over all leading dimensions."""
-        balance = statistics["balance"]
-        self.balance = balance.reshape(-1, balance.shape[-1]).log().mean(0).exp().to(self.balance)
-        self.mean_square = statistics["mean_square"].mean().to(self.mean_square)
 
     def coordinates(
         self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int

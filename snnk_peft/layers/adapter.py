@@ -1,101 +1,92 @@
-"""SNNKAdapter: y = x + scaling · v ⊙ (Φ(t(x)) Aᵀ) (SNNK paper, Eq. 22 and App. D).
+"""What adapters compute, once for training and for bundles.
 
-Shapes: x (..., dim) -> (..., dim); A (dim, feature_dim), v (dim,). Trainable: dim·(m + 1) numbers with the gate, dim·m
-without (the paper prints (dim + 1)·m). The block is the identity at the start, because v = 0 (the paper's form) or
-because A = 0 on normalised inputs (the default).
+    SNNKAdapter   r + Φ(x) Mᵀ            r = x behind a module, its output beside one (SNNK paper, Eq. 22 and App. D)
+    beside        [module(x), Φ(x)]      features of an adapter beside the FFN, emitted by what they stand beside
+    leading       [module(h), z]         for x = [h, z]: a module that acts on the first entries only
+
+A slot is given its module with each call; `Beside` and `Leading`, which folding leaves, hold theirs. Part of the code
+file of every bundle. Shapes: x (..., dim).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
-from snnk_peft.errors import ConfigError
-from snnk_peft.functional.random_numbers import normal_numbers
-from snnk_peft.functional.residual import residual_linear
 from snnk_peft.layers.feature_stage import FeatureStage
 
 
-class GatedReadout(nn.Module):
-    """scaling · v ⊙ (features Aᵀ), the trainable half of an adapter.
-
-    Args:
-        stage: the features it will read; decides the sizes.
-        init: "default": A = 0 (only without gate). "paper": A = Φ(W₀), W₀ random with N(0, 1/dim) entries.
-            "random": A ~ N(0, 1/feature_dim).
-        gate: whether there is a vector v, which starts at 0.
-        scaling: constant factor.
-        out_dim: length of the outputs; None for that of the inputs.
-        generator: randomness of `init`.
-
-    Raises:
-        ConfigError: an unknown init, or one under which the block is not the identity or gets no gradient.
-    """
-
-    def __init__(
-        self,
-        stage: FeatureStage,
-        *,
-        init: str = "default",
-        gate: bool = False,
-        scaling: float = 1.0,
-        out_dim: int | None = None,
-        generator: torch.Generator | None = None,
-    ):
-        super().__init__()
-        if init not in ("default", "paper", "random"):
-            raise ConfigError(f"init is {init!r}; expected 'default', 'paper' or 'random'")
-        if (init == "default") == gate:
-            raise ConfigError(
-                f"init={init!r} with gate={gate}: the block must start as the identity with a gradient for something; "
-                "use init='default' without a gate, or init='paper' or 'random' with one"
-            )
-        self.scaling = scaling
-        dim, features = stage.dim if out_dim is None else out_dim, stage.out_dim
-        if stage.feature_map.projection.is_blank():
-            A = torch.empty(dim, features, device="meta")  # a loader brings it too
-        elif init == "default":
-            A = torch.zeros(dim, features)
-        elif init == "random":
-            A = normal_numbers(dim, features, generator=generator).float() * features**-0.5
-        else:
-            weight = normal_numbers(dim, stage.dim, generator=generator).float() * stage.dim**-0.5
-            with torch.no_grad():
-                A = stage.feature_map.psi(weight * stage.scale).dense()
-        self.A = nn.Parameter(A)
-        self.v = nn.Parameter(torch.zeros(dim)) if gate else None
-
-    def forward(self, features: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + scaling · v ⊙ (features Aᵀ), in the dtype of the residual.
-
-        Args:
-            features: (..., feature_dim).
-            residual: (..., out_dim), what is added; fused into the product.
-        """
-        return residual_linear(residual, features.to(self.A.dtype), self.matrix())
-
-    def matrix(self) -> torch.Tensor:
-        """scaling · diag(v) A: the one matrix that everything folds into, (out_dim, feature_dim).
-
-        Gate and scaling act on this small matrix and not on the hidden states, in training as in a bundle.
-        """
-        A = self.A if self.scaling == 1.0 else self.A * self.scaling
-        return A if self.v is None else self.v[:, None] * A
-
-
 class SNNKAdapter(nn.Module):
-    """A residual SNNK block: feature stage, gated readout, and the input added back.
+    """r + Φ(x) Mᵀ: features, a readout, and what they are added to.
 
     Args:
-        stage: the features, over inputs of length dim.
-        **options: those of `GatedReadout`.
+        stage: Φ, over inputs of length dim.
+        readout: M (out_dim, feature_dim): a `GatedReadout`, to be trained, or the Linear without bias that it folds to.
     """
 
-    def __init__(self, stage: FeatureStage, **options: object):
+    linear: Any  # one of the two: the names of the tensors in bundles and in adapters
+    readout: Any
+
+    def __init__(self, stage: FeatureStage, readout: nn.Module):
         super().__init__()
         self.stage = stage
-        self.readout = GatedReadout(stage, **options)  # type: ignore[arg-type]
+        self.folded = isinstance(readout, nn.Linear)
+        self.add_module("linear" if self.folded else "readout", readout)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """r + Φ(x) Mᵀ, (..., out_dim), in the dtype of r.
+
+        Args:
+            x: (..., dim).
+            residual: r (..., out_dim); None for x itself.
+        """
+        residual = x if residual is None else residual
+        if self.folded:
+            # Called, and not multiplied with its weight: the Linear may be offloaded, adapted or exchanged by now.
+            added: torch.Tensor = self.linear(self.stage(x))
+            return residual + added.to(residual.dtype)
+        summed: torch.Tensor = self.readout(self.stage(x.to(self.readout.A.dtype)), residual)
+        return summed
+
+
+def beside(
+    module: Callable[..., torch.Tensor], stage: FeatureStage, x: torch.Tensor, *args: object, **kwargs: object
+) -> torch.Tensor:
+    """[module(x), Φ(x)]: (..., dim) -> (..., out + feature_dim), in the dtype of the module's output."""
+    out = module(x, *args, **kwargs)
+    features = stage(x.to(stage.feature_map.projection.dtype))
+    return torch.cat((out, features.to(out.dtype)), -1)
+
+
+def leading(
+    module: Callable[..., torch.Tensor], width: int, x: torch.Tensor, *args: object, **kwargs: object
+) -> torch.Tensor:
+    """[module(h), z] for x = [h, z] with h of length `width`: (..., width + rest) -> the same shape."""
+    return torch.cat((module(x[..., :width], *args, **kwargs), x[..., width:]), -1)
+
+
+class Beside(nn.Module):
+    """`beside`, of a module that it holds."""
+
+    def __init__(self, module: nn.Module, stage: FeatureStage):
+        super().__init__()
+        self.module, self.stage = module, stage
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., dim) -> (..., dim), in the dtype of x."""
-        return self.readout(self.stage(x.to(self.readout.A.dtype)), x)
+        """(..., dim) -> (..., out + feature_dim)."""
+        return beside(self.module, self.stage, x)
+
+
+class Leading(nn.Module):
+    """`leading`, of a module that it holds."""
+
+    def __init__(self, module: nn.Module, width: int):
+        super().__init__()
+        self.module, self.width = module, width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., width + rest) -> the same shape."""
+        return leading(self.module, self.width, x)

@@ -22,7 +22,7 @@ from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.gauss_hermite import hermite_coefficients
 from snnk_peft.functional.normalized_projection import EPSILON
 from snnk_peft.functional.precision import full_precision, wide
-from snnk_peft.projections import PROJECTIONS
+from snnk_peft.projections import GIVEN_ROWS, PROJECTIONS
 
 
 class FeatureStage(nn.Module):
@@ -147,9 +147,8 @@ class FeatureStage(nn.Module):
         if self.shift is None or not old.save or not dense_will_do:
             return self
         rows, bias = self.effective_rows(old.materialize(), old.bias)
-        dense = PROJECTIONS["landmark"](self.dim, self.feature_map.num_features, site=old.site)
-        dense = dense.to(rows.device, rows.dtype)
-        dense.weight, dense.bias = rows.clone(), (torch.zeros_like(rows[:, 0]) if bias is None else bias).clone()
+        dense = PROJECTIONS[GIVEN_ROWS](self.dim, len(rows), site=old.site).to(rows.device, rows.dtype)
+        dense.select(rows, bias, torch.ones_like(rows[:, 0]))  # all of them
         simple = FeatureStage(FeatureMap(self.feature_map.component, dense), append_input=self.append_input)
         simple.means = None if self.means is None else self.means.clone()
         return simple

@@ -191,6 +191,14 @@ def no_folded_form(place: FoldPlace, slot: Slot) -> UnsupportedError:
     )
 
 
+def check_passing(places: Iterable[FoldPlace]) -> None:
+    """UnsupportedError if a slot in one of these places lets nothing pass to what is folded together across them."""
+    for place in places:
+        for slot in place.slots:
+            if not slot.lets_pass:
+                raise no_folded_form(place, slot)
+
+
 class Retrained(Slot):
     """A trainable copy instead of the original, where PEFT's modules_to_save would catch a wrong module as well.
 

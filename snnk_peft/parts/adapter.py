@@ -17,10 +17,10 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import as_linear, module_at
-from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
+from snnk_peft.layers.adapter import Beside, Leading, SNNKAdapter, beside, leading
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.folded import Beside, BundledAdapter, Leading
-from snnk_peft.layers.slots import Base, FoldPlace, Slot, no_folded_form
+from snnk_peft.layers.readout import GatedReadout
+from snnk_peft.layers.slots import Base, FoldPlace, Slot, check_passing, no_folded_form
 from snnk_peft.layers.snnk_linear import plain_linear
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
@@ -143,17 +143,22 @@ def _stage(context: PatchContext, part: AdapterPart, dim: int, site: str) -> Fea
     return stage
 
 
-def _readout_options(context: PatchContext, part: AdapterPart, site: str) -> dict[str, object]:
-    return {
-        "init": part.init,
-        "gate": part.uses_gate,
-        "scaling": part.effective_scaling,
-        "generator": context.generator(site),
-    }
+def _readout(
+    context: PatchContext, part: AdapterPart, stage: FeatureStage, site: str, out_dim: int | None = None
+) -> GatedReadout:
+    return GatedReadout(
+        stage,
+        init=part.init,
+        gate=part.uses_gate,
+        scaling=part.effective_scaling,
+        out_dim=out_dim,
+        generator=context.generator(site),
+    )
 
 
 def _after(context: PatchContext, part: AdapterPart, dim: int, site: str) -> Slot:
-    return After(SNNKAdapter(_stage(context, part, dim, site), **_readout_options(context, part, site)))
+    stage = _stage(context, part, dim, site)
+    return After(SNNKAdapter(stage, _readout(context, part, stage, site)))
 
 
 def _query_value(context: PatchContext, part: AdapterPart, layer: str, site: str) -> list[Patch]:
@@ -173,8 +178,7 @@ def _query_value(context: PatchContext, part: AdapterPart, layer: str, site: str
 
 def _beside(context: PatchContext, part: AdapterPart, linear: nn.Linear, site: str) -> Slot:
     stage = _stage(context, part, linear.in_features, site)
-    options = _readout_options(context, part, site)
-    return BesideLinear(stage, GatedReadout(stage, out_dim=linear.out_features, **options))  # type: ignore[arg-type]
+    return BesideLinear(stage, _readout(context, part, stage, site, linear.out_features))
 
 
 def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.Linear, site: str) -> list[Patch]:
@@ -184,13 +188,10 @@ def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.L
     # One draw for both: init="paper" reads it at the contraction, where only A and v are kept.
     stage = functools.cache(partial(_stage, context, part, ffn_in.in_features, site))
 
-    def readout() -> Slot:
-        return BesideContraction(GatedReadout(stage(), **_readout_options(context, part, site)))  # type: ignore[arg-type]
-
     return [
         Patch(f"{layer}.{family.ffn_in}", lambda: BesideExpansion(stage(), behind)),
         Patch(behind[0], lambda: OnHiddenUnits(width)),
-        Patch(behind[1], readout),
+        Patch(behind[1], lambda: BesideContraction(_readout(context, part, stage(), site))),
     ]
 
 
@@ -210,24 +211,15 @@ class After(Slot):
     def fold(self, place: FoldPlace) -> None:
         """x + scaling · v ⊙ (Φ(x) Aᵀ) becomes x + Φ(x) Mᵀ, behind the module."""
         matrix = plain_linear(self.adapter.readout.matrix(), None)
-        place.put(followed_by(place, BundledAdapter(self.adapter.stage.simplified(), matrix)))
+        place.put(followed_by(place, SNNKAdapter(self.adapter.stage.simplified(), matrix)))
 
 
-class BesideLinear(Slot):
-    """linear(x) + scaling · v ⊙ (Φ(x) Aᵀ): an adapter beside one Linear, where LoRA puts its two matrices.
+class BesideLinear(Slot, SNNKAdapter):
+    """The adapter of x, added to linear(x) and not to x: beside one Linear, where LoRA puts its two matrices."""
 
-    Args:
-        stage: Φ.
-        readout: holds A and v.
-    """
-
-    def __init__(self, stage: FeatureStage, readout: GatedReadout):
-        super().__init__()
-        self.stage, self.readout = stage, readout
-
-    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:  # type: ignore[override]
         """x (..., dim) -> (..., out_dim)."""
-        return self.readout(self.stage(x.to(self.readout.A.dtype)), base(x, *args, **kwargs))
+        return SNNKAdapter.forward(self, x, base(x, *args, **kwargs))
 
     def fold(self, place: FoldPlace) -> None:
         """W x + scaling · v ⊙ (Φ(x) Aᵀ) becomes [M, W] [Φ(x), x]."""
@@ -258,9 +250,7 @@ class BesideExpansion(Slot):
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """x (..., dim) -> (..., hidden + feature_dim)."""
-        hidden = base(x, *args, **kwargs)
-        features = self.stage(x.to(self.stage.feature_map.projection.dtype))
-        return torch.cat((hidden, features.to(hidden.dtype)), -1)
+        return beside(base, self.stage, x, *args, **kwargs)
 
     def changes(self, path: str) -> tuple[str, ...]:
         """The whole FFN."""
@@ -268,10 +258,7 @@ class BesideExpansion(Slot):
 
     def fold(self, place: FoldPlace) -> None:
         """The same, with the module inside."""
-        for path in (place.path, *self.behind[:1]):
-            for slot in place.at(path).slots:
-                if not slot.lets_pass:
-                    raise no_folded_form(place.at(path), slot)
+        check_passing(place.at(path) for path in (place.path, *self.behind[:1]))
         place.put(Beside(place.module, self.stage.simplified()))
 
 
@@ -290,8 +277,7 @@ class OnHiddenUnits(Slot):
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """(..., width + feature_dim) -> the same shape."""
-        hidden = base(x[..., : self.width], *args, **kwargs)
-        return torch.cat((hidden, x[..., self.width :]), -1)
+        return leading(base, self.width, x, *args, **kwargs)
 
     def fold(self, place: FoldPlace) -> None:
         """The same, with the module inside; nothing where a stand-in for the expansion contains the activation."""

@@ -21,11 +21,11 @@ from snnk_peft.calibration.ridge import GramAccumulator, RidgeFit, fit_ridge
 from snnk_peft.components import COMPONENTS
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand
-from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, FoldPlace, Slot, Tokens, no_folded_form
+from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, FoldPlace, Slot, Tokens, check_passing
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.options import option
 from snnk_peft.parts.base import FeaturePart
-from snnk_peft.projections.landmark import Landmark
+from snnk_peft.projections.base import Projection
 
 
 @dataclass
@@ -85,10 +85,7 @@ class Replace(Slot):
     def fold(self, place: FoldPlace) -> None:
         """The features, and the readout multiplied into the Linear behind, or a Linear of its own."""
         between = (place.path,) if self.activation is None else (place.path, self.activation)
-        for path in between:
-            for slot in place.at(path).slots:
-                if not slot.lets_pass:
-                    raise no_folded_form(place.at(path), slot)
+        check_passing(place.at(path) for path in between)
         reader = None if self.following is None else place.at(self.following)
         following = None if reader is None else as_linear(reader.module)
         if reader is not None and isinstance(following, nn.Linear):
@@ -124,7 +121,7 @@ class Bypass(Slot):
 
 
 class ReplacedFitter(Fitter):
-    """Fits the readout of a stand-in, and chooses the rows of landmark projections by their effect on the output.
+    """Fits the readout of a stand-in, and chooses rows, where they are the layer's, by their effect on the output.
 
     Args:
         slot: what is fitted.
@@ -163,10 +160,10 @@ class ReplacedFitter(Fitter):
         return self.activation(self.original(x))
 
     @property
-    def landmarks(self) -> Landmark | None:
-        """The landmark projection, if the slot has one whose rows can be chosen by their effect on the output."""
+    def landmarks(self) -> Projection | None:
+        """The projection, if its rows are units of the layer and can be chosen by their effect on the output."""
         projection = self.stand_in.stage.feature_map.projection
-        return projection if isinstance(projection, Landmark) and self.output_weight is not None else None
+        return projection if projection.selects_rows and self.output_weight is not None else None
 
     def features_are_hidden_units(self) -> bool:
         """Whether a landmark feature equals a hidden unit: the component is the original activation."""

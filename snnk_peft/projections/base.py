@@ -60,6 +60,7 @@ class Projection(Drawn):
         trainable: whether W is learned.
         needs_layer: whether the rows are taken from a pretrained layer, by `from_layer`; there are at most as many as
             the layer has, and they are made for its inputs as they are.
+        selects_rows: whether the rows are chosen among those of that layer, by `select`, whichever these are.
         layer_arguments: those of the member's arguments that are tensors of that layer, hence in no config.
         formula: the rows in a line, for tables.
         source: where they come from.
@@ -75,7 +76,7 @@ class Projection(Drawn):
     sampled_lengths = True
     fast = False
     trainable = False
-    needs_layer = False
+    needs_layer = selects_rows = False
     layer_arguments: tuple[str, ...] = ()
 
     params: Mapping[str, Any] = MappingProxyType({})
@@ -135,6 +136,19 @@ class Projection(Drawn):
             **kwargs: as in the constructor.
         """
         return cls(layer.in_features, num_features, **kwargs)
+
+    def select(self, weight: torch.Tensor, bias: torch.Tensor | None, importance: torch.Tensor) -> torch.Tensor:
+        """Take the `num_features` most important rows of a layer, in index order; for members with `selects_rows`.
+
+        Args:
+            weight: (rows, dim).
+            bias: (rows,) or None.
+            importance: (rows,).
+
+        Returns:
+            The chosen row indices, (num_features,).
+        """
+        raise TypeError(f"{type(self).__name__} takes no rows of a layer")
 
     def argument_faults(self) -> list[str]:
         """Messages for wrong arguments of the member's own; they are attributes by now."""

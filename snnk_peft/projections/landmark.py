@@ -40,7 +40,7 @@ class Landmark(Projection):
     unbiased = False
     redrawable = False
     resamplable = False
-    needs_layer = True
+    needs_layer = selects_rows = True
     layer_arguments = ("source_weight", "source_bias", "importance")
 
     def __init__(
@@ -80,16 +80,7 @@ class Landmark(Projection):
 
     @torch.no_grad()
     def select(self, weight: torch.Tensor, bias: torch.Tensor | None, importance: torch.Tensor) -> torch.Tensor:
-        """Copy the `num_features` most important rows, in index order.
-
-        Args:
-            weight: (rows, dim).
-            bias: (rows,) or None.
-            importance: (rows,).
-
-        Returns:
-            The chosen row indices, (num_features,).
-        """
+        """Copy the most important rows; see `Projection.select`."""
         chosen = importance.topk(self.num_features).indices.sort().values
         self.weight = weight.detach()[chosen].to(self.weight.device, self.weight.dtype).clone()
         rows_bias = torch.zeros_like(weight[:, 0]) if bias is None else bias.detach()
