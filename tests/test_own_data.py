@@ -508,7 +508,7 @@ def test_the_part_held_back(here: Path) -> None:
     for part in parts.values():
         assert sorted([*part["train"]["idx"], *part["validation"]["idx"]]) == list(range(37))
         assert np.bincount(part["validation"]["label"][:]).tolist() == [3, 1]
-    assert len(table(train_file="x.csv").load(max_train_samples=5)["train"]) == 5
+    assert len(table(train_file="x.csv").load(max_samples={"train": 5})["train"]) == 5
     write_csv(here / "x.csv", ["text", "label"], [("a", "x"), ("b", "y")])
     assert "none can be held back" in faults_of(table(train_file="x.csv").load)[0]
 

@@ -14,7 +14,7 @@ import torch
 from glue_files import FOLDERS, HEADERS, write_task
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS, TaskSpec, TsvLayout, metrics
+from snnk_peft.tasks import TASKS, SequenceTask, TaskSpec, TextTask, TsvLayout, metrics
 from snnk_peft.tasks.metrics import METRICS, load_metric
 
 datasets = pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
@@ -61,10 +61,13 @@ def test_every_registered_task_is_consistent():
     assert len(TASKS) >= 9
     for name in TASKS:
         task = TASKS[name]
+        assert isinstance(task, (TextTask, SequenceTask))
+        assert task.name == name
         if name == "table":  # becomes a task by settings: test_own_data.py
             continue
-        assert isinstance(task, TaskSpec)
-        assert task.name == name
+        assert task.with_settings({}) is task
+        assert task.check({"train_file": None}) == []
+        assert "set task=table" in task.check({"train_file": "x.csv"})[0]
         assert hash(task) == hash(dataclasses.replace(task))
         assert task.num_labels == (1 if task.label_names is None else len(set(task.label_names)))
         assert (task.problem_type == "regression") == (task.label_names is None) == (task.id2label is None)
@@ -226,14 +229,14 @@ def test_splits_and_training_subset(tmp_path):
     write_task(tmp_path, "sst2", n_train=200)
     task = TASKS["sst2"]
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    subsets = [task.load(tmp_path, max_train_samples=20, seed=seed)["train"]["idx"][:] for seed in (0, 0, 1)]
+    subsets = [task.load(tmp_path, max_samples={"train": 20}, seed=seed)["train"]["idx"][:] for seed in (0, 0, 1)]
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert subsets[0] == subsets[1] != subsets[2]
     assert len(set(subsets[0])) == 20
     assert subsets[0] == sorted(subsets[0]) != list(range(20))
-    assert len(task.load(tmp_path, max_train_samples=1000)["train"]) == 200
+    assert len(task.load(tmp_path, max_samples={"train": 1000})["train"]) == 200
     assert list(task.load(tmp_path, splits=["validation"])) == ["validation"]
-    faults = faults_of(lambda: task.load(tmp_path, splits=["validaton"], max_train_samples=0))
+    faults = faults_of(lambda: task.load(tmp_path, splits=["validaton"], max_samples={"train": 0}))
     assert len(faults) == 3
     assert "did you mean 'validation'" in faults[0]
     assert faults_of(lambda: task.load(tmp_path, splits=[]))
@@ -260,7 +263,7 @@ def test_hub_layout(tmp_path, name):
     readme = f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{files}---\n"
     (tmp_path / "hub" / "README.md").write_text(readme)
     local = dataclasses.replace(task, hub_path=str(tmp_path / "hub"))
-    loaded = local.load(cache_dir=tmp_path / "cache", max_train_samples=4)
+    loaded = local.load(cache_dir=tmp_path / "cache", max_samples={"train": 4})
     assert {split: len(rows) for split, rows in loaded.items()} == {
         split: 4 if split == "train" else count for split in task.splits
     }

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences, SequenceTask
+from snnk_peft.tasks import TASKS, Sequences, SequenceTask
 from snnk_peft.tasks._extras import require
 from snnk_peft.tasks._folders import read_files
-from snnk_peft.tasks._sequences import byte_tokens
 from snnk_peft.tasks._tsv import MAX_FAULTS
+from snnk_peft.tasks.base_sequence import byte_tokens
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE = 32
@@ -88,4 +88,4 @@ def _grey(colours: np.ndarray) -> np.ndarray:
 
 
 LRA_IMAGE = SequenceTask(name="lra_image", read=read_images, vocab_size=257, max_length=PIXELS, label_names=CLASSES)
-LONG_RANGE_TASKS.register(LRA_IMAGE.name, LRA_IMAGE)
+TASKS.register(LRA_IMAGE.name, LRA_IMAGE)

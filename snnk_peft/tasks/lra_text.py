@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences, SequenceTask
+from snnk_peft.tasks import TASKS, Sequences, SequenceTask
 from snnk_peft.tasks._folders import read_files
-from snnk_peft.tasks._sequences import byte_tokens
 from snnk_peft.tasks._tsv import MAX_FAULTS
+from snnk_peft.tasks.base_sequence import byte_tokens
 
 CLASSES = ("neg", "pos")
 MAX_LENGTH = 4000
@@ -57,4 +57,4 @@ def read_imdb(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, 
 LRA_TEXT = SequenceTask(
     name="lra_text", read=read_imdb, vocab_size=257, max_length=MAX_LENGTH, label_names=("negative", "positive")
 )
-LONG_RANGE_TASKS.register(LRA_TEXT.name, LRA_TEXT)
+TASKS.register(LRA_TEXT.name, LRA_TEXT)
