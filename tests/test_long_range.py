@@ -482,6 +482,8 @@ def test_settings_are_strict(tmp_path: Path) -> None:
         assert text in str(error.value)
     with pytest.raises(ConfigError, match="did you mean 'listops'"):
         load_config(LongRangeConfig, {"task": "listop", "output": {"dir": "x"}})
+    with pytest.raises(ConfigError, match=r"task is rte, .*: use recipes/finetune\.py; expected .* listops, lra_image"):
+        load_config(LongRangeConfig, {"task": "rte", "output": {"dir": "x"}})
     with pytest.raises(ConfigError, match="heads is 3, which does not divide dim 64"):
         load_config(LongRangeConfig, {"task": "listops", "model": {"heads": 3}, "output": {"dir": "x"}})
     with pytest.raises(ConfigError, match="did you mean 'softmax'"):

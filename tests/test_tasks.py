@@ -80,6 +80,34 @@ def test_every_registered_task_is_consistent():
         assert set(task.compute(perfect, perfect)) == {*task.metrics, "score"}
 
 
+@pytest.mark.parametrize("name", ["sst2", "stsb", "lra_retrieval", "table"])
+def test_one_load_whatever_the_examples_are(tmp_path, name):
+    """Rows of the Hub's kind, numbers as labels, token sequences, a table: `load` and `Split` say the same of all."""
+    task, folder = TASKS[name], tmp_path
+    if name == "lra_retrieval":
+        for part in ("train", "eval", "test"):
+            rows = "".join(f"{n % 2}\tA{n}\tB{n}\tfirst {n}\tsecond\n" for n in range(30))
+            (tmp_path / f"new_aan_pairs.{part}.tsv").write_text(rows)
+    elif name == "table":
+        (tmp_path / "x.csv").write_text("text,label\n" + "".join(f"text {n},{'ab'[n % 2]}\n" for n in range(30)))
+        task, folder = task.with_settings({"train_file": str(tmp_path / "x.csv"), "hold_out": 0.5}), None
+    else:
+        write_task(tmp_path, name)
+    whole, limits = task.load(folder), dict.fromkeys(task.splits, 5)
+    assert list(whole) == list(task.splits)
+    parts = [task.load(folder, max_samples=limits, seed=seed) for seed in (0, 1)]
+    for split, rows in whole.items():
+        labels, few = list(rows["label"]), parts[0][split]
+        assert len(labels) == len(rows) > 5
+        assert list(rows.select([3, 1])["label"]) == [labels[3], labels[1]]
+        assert len(few) == len(few["label"]) == 5
+        assert task.label_names is None or set(labels) <= set(range(task.num_labels))
+    assert list(task.load(folder, splits=["validation"])) == ["validation"]
+    faults = faults_of(lambda: task.load(folder, splits=["train", "tset"], max_samples={"validation": 0}))
+    assert len(faults) == 3
+    assert f"unknown split of {name} 'tset'" in faults[0]
+
+
 def test_label_ids_are_those_of_the_hub():
     names = {name: TASKS[name].label_names for name in GLUE}
     assert names == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -35,6 +36,16 @@ class Split(Protocol):
 
     def select(self, indices: list[int], /) -> Split:
         """The examples at these places, in this order."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `Task.load`, checked; `limits` holds the numbers of `max_samples`."""
+
+    path: Path | None
+    splits: Sequence[str] | None
+    limits: Mapping[str, int]
+    cache_dir: str | None
 
 
 class Task(ABC):
@@ -98,7 +109,8 @@ class Task(ABC):
                 faults.append(f"max_samples of {split} is {size!r}, but splits {list(splits)} has no {split}")
         if faults:
             raise ConfigError(faults)
-        found = self._read(None if data_dir is None else Path(data_dir).expanduser(), splits, limits, cache_dir)
+        path = None if data_dir is None else Path(data_dir).expanduser()
+        found = self._read(Request(path, splits, limits, None if cache_dir is None else str(cache_dir)))
         for split, size in limits.items():
             if split in found and size < (count := len(found[split])):
                 rng = np.random.default_rng(seed if split == "train" else _EVALUATION_SEED)
@@ -106,14 +118,8 @@ class Task(ABC):
         return found
 
     @abstractmethod
-    def _read(
-        self,
-        path: Path | None,
-        splits: Sequence[str] | None,
-        limits: Mapping[str, int],
-        cache_dir: str | Path | None,
-    ) -> MutableMapping[str, Any]:
-        """The splits (arguments as in `load`, checked); of those in `limits`, more may be returned than is wanted."""
+    def _read(self, request: Request) -> MutableMapping[str, Any]:
+        """The splits; of those with a limit, more examples may be returned than are wanted."""
 
     def check(self, settings: Mapping[str, Any]) -> list[str]:
         """What is wrong with these settings of a table (see `with_settings`), as far as it shows without reading."""

@@ -6,7 +6,7 @@ Other than a `TaskSpec`, it brings its own tokens: symbols, bytes or pixels, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks.base import Task
+from snnk_peft.tasks.base import Request, Task
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,13 @@ class SequenceTask(Task):
     primary: tuple[str, ...] | None = None
     splits: tuple[str, ...] = ("train", "validation", "test")
 
-    def _read(
-        self,
-        path: Path | None,
-        splits: Sequence[str] | None,
-        limits: Mapping[str, int],
-        cache_dir: str | Path | None,
-    ) -> dict[str, Sequences]:
+    def _read(self, request: Request) -> dict[str, Sequences]:
+        path, splits = request.path, request.splits or self.splits
         if path is None and not self.generated:
             raise ConfigError(f"task {self.name!r} needs data.dir (data_dir=...): the folder of its official files")
         if path is not None and not path.exists():
             raise ConfigError(f"data_dir {path} does not exist; expected the official files of task {self.name!r}")
-        return self.read(path, {split: limits.get(split) for split in splits or self.splits})
+        return self.read(path, {split: request.limits.get(split) for split in splits})
 
 
 def byte_tokens(values: bytes, max_length: int) -> np.ndarray:

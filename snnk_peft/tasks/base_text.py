@@ -16,7 +16,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks._extras import require
 from snnk_peft.tasks._tsv import TsvLayout, TsvRows, listed, read_tsv
-from snnk_peft.tasks.base import Task
+from snnk_peft.tasks.base import Request, Task
 from snnk_peft.tasks.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -114,14 +114,8 @@ class TaskSpec(TextTask):
         """("sentence1",) or ("sentence1", "sentence2")."""
         return ("sentence1", "sentence2")[: len(self.hub_columns)]
 
-    def _read(
-        self,
-        path: Path | None,
-        splits: Sequence[str] | None,
-        limits: Mapping[str, int],
-        cache_dir: str | Path | None,
-    ) -> datasets.DatasetDict:
-        found = self._fetched(splits, cache_dir) if path is None else self._of_files(path, splits)
+    def _read(self, request: Request) -> datasets.DatasetDict:
+        found = self._fetched(request) if request.path is None else self._of_files(request.path, request.splits)
         return require("datasets").DatasetDict(found)
 
     def _of_files(self, path: Path, splits: Sequence[str] | None) -> dict[str, datasets.Dataset]:
@@ -137,27 +131,23 @@ class TaskSpec(TextTask):
             raise ConfigError(faults)
         return {split: self._dataset(found.texts, found.labels, found.idx) for split, found in rows.items()}
 
-    def _fetched(self, splits: Sequence[str] | None, cache_dir: str | Path | None) -> dict[str, datasets.Dataset]:
+    def _fetched(self, request: Request) -> dict[str, datasets.Dataset]:
         """Fetch from the Hub (or its local cache) and rename columns; tasks that make their rows replace this."""
         hf = require("datasets")
         try:
-            raw = hf.load_dataset(
-                self.hub_path, self.hub_config, cache_dir=None if cache_dir is None else str(cache_dir)
-            )
+            raw = hf.load_dataset(self.hub_path, self.hub_config, cache_dir=request.cache_dir)
         except (ConnectionError, hf.exceptions.DatasetNotFoundError) as error:
             raise ConfigError(
                 f"task {self.name!r} could not be loaded from the Hub ({self.hub_path}, {self.hub_config}): {error}. "
                 f"To work offline, give data.dir (data_dir=...): a folder that holds {self.folder}/"
                 f"{{{','.join(name + '.tsv' for name in self.files)}}} in the official GLUE layout"
             ) from error
-        return {split: self._normalised(split, raw) for split in (self.splits if splits is None else splits)}
+        return {split: self._normalised(split, raw) for split in request.splits or self.splits}
 
-    def _of_sentences(
-        self, splits: Sequence[str] | None, *examples: Iterable[tuple[str, int]]
-    ) -> dict[str, datasets.Dataset]:
+    def _made(self, request: Request, *examples: Iterable[tuple[str, int]]) -> dict[str, datasets.Dataset]:
         """Splits from (sentence, label id) of each of `self.splits`, in their order."""
         columns = {split: tuple(zip(*part, strict=True)) for split, part in zip(self.splits, examples, strict=True)}
-        wanted = self.splits if splits is None else splits
+        wanted = request.splits or self.splits
         return {
             split: self._dataset([texts], labels, range(len(texts)))
             for split, (texts, labels) in columns.items()

@@ -36,6 +36,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS, TaskSpec, TsvLayout
 from snnk_peft.tasks._docstrings import words
 from snnk_peft.tasks._tsv import read_tsv
+from snnk_peft.tasks.base import Request
 
 if TYPE_CHECKING:
     import datasets
@@ -194,9 +195,9 @@ class FilmReviews(TaskSpec):
             "same reviews"
         )
 
-    def _fetched(self, splits: Sequence[str] | None, cache_dir: str | Path | None) -> dict[str, datasets.Dataset]:
+    def _fetched(self, request: Request) -> dict[str, datasets.Dataset]:
         """From `load_sentences`, never from the Hub."""
-        return self._of_sentences(splits, *([(s.text, s.label) for s in half] for half in load_sentences()))
+        return self._made(request, *([(s.text, s.label) for s in half] for half in load_sentences()))
 
 
 FILM_REVIEWS = FilmReviews(

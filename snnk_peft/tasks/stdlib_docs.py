@@ -23,7 +23,7 @@ import hashlib
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS, TaskSpec, TsvLayout
 from snnk_peft.tasks._docstrings import ModuleDocs, is_prose, read_module, without, words
+from snnk_peft.tasks.base import Request
 
 if TYPE_CHECKING:
     import datasets
@@ -180,9 +181,9 @@ class StdlibDocs(TaskSpec):
         """The data set in words, for model cards."""
         return f"sentences from the docstrings of the standard library of Python {platform.python_version()}"
 
-    def _fetched(self, splits: Sequence[str] | None, cache_dir: str | Path | None) -> dict[str, datasets.Dataset]:
+    def _fetched(self, request: Request) -> dict[str, datasets.Dataset]:
         """From the running Python, never from the Hub."""
-        return self._of_sentences(splits, *([(s.text, s.area) for s in half] for half in load_sentences()))
+        return self._made(request, *([(s.text, s.area) for s in half] for half in load_sentences()))
 
 
 STDLIB_DOCS = StdlibDocs(

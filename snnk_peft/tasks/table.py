@@ -17,7 +17,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from snnk_peft.tasks._entities import entity_f1
 from snnk_peft.tasks._extras import require
 from snnk_peft.tasks._rows import Rows
 from snnk_peft.tasks._table_settings import NUMBERS, TOKENS, TableSettings
-from snnk_peft.tasks.base import to_numpy
+from snnk_peft.tasks.base import Request, to_numpy
 from snnk_peft.tasks.base_text import IGNORED
 
 if TYPE_CHECKING:
@@ -181,27 +181,19 @@ class Table(TextTask):
         del result["score"]  # the mean of all
         return {**result, "score": result[str(self.settings.metric)]}
 
-    def _read(
-        self,
-        path: Path | None,
-        splits: Sequence[str] | None,
-        limits: Mapping[str, int],
-        cache_dir: str | Path | None,
-    ) -> datasets.DatasetDict:
+    def _read(self, request: Request) -> datasets.DatasetDict:
         if not self.metrics:
             raise ConfigError(
                 "task 'table' has no data before with_settings({'train_file': ...}); on the command line, use "
                 "recipes/finetune.py with recipes/configs/table.yaml"
             )
-        if path is not None:
-            raise ConfigError(f"data.dir is {path}, but a table is given as data.train_file and data.eval_file")
-        wanted, held_out = list(splits or self.splits), self.settings.held_out
+        if request.path is not None:
+            raise ConfigError(f"data.dir is {request.path}, but a table is given as data.train_file and data.eval_file")
+        wanted, held_out = list(request.splits or self.splits), self.settings.held_out
         found: dict[str, datasets.Dataset] = {}
         faults: list[str] = []
         for split in ["train"] if held_out else wanted:
-            rows = self.rows.pop(split, None) or self.settings.read(
-                split, None if cache_dir is None else str(cache_dir)
-            )
+            rows = self.rows.pop(split, None) or self.settings.read(split, request.cache_dir)
             try:
                 *texts, labels, idx = examples(self.settings, rows)
                 found[split] = self._dataset(texts, labels, idx)
