@@ -21,7 +21,7 @@ class SequenceExamples(ExampleSet):
 
     def __init__(self, rows: Sequences, max_length: int):
         check_not_empty(rows)
-        self._documents = rows.cut(max_length).tokens
+        self._documents = [[ids[:max_length] for ids in part] for part in rows.tokens]
         self.labels = torch.from_numpy(rows.labels.astype(np.int64))
         self.lengths = [max(map(len, example)) for example in zip(*self._documents, strict=True)]
 

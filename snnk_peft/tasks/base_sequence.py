@@ -6,8 +6,9 @@ Other than a `TaskSpec`, it brings its own tokens: symbols, bytes or pixels, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -42,10 +43,6 @@ class Sequences:
     def select(self, indices: list[int]) -> Sequences:
         """The examples at these places, in this order."""
         return Sequences(tuple([part[index] for index in indices] for part in self.tokens), self.labels[indices])
-
-    def cut(self, max_length: int) -> Sequences:
-        """The first `max_length` tokens of every document."""
-        return replace(self, tokens=tuple([ids[:max_length] for ids in part] for part in self.tokens))
 
 
 @dataclass(frozen=True)
@@ -90,3 +87,15 @@ class SequenceTask(Task):
 def byte_tokens(values: bytes, max_length: int) -> np.ndarray:
     """(length,) uint16: the first `max_length` bytes, each plus 1, because 0 is padding."""
     return np.frombuffer(values[:max_length], np.uint8).astype(np.uint16) + 1
+
+
+def with_validation(examples: Iterable[tuple[str, int, np.ndarray]], every: int) -> dict[str, Sequences]:
+    """Splits of ("train" or "test", class id, tokens); of each class, one in `every` training examples validates."""
+    rows: dict[str, tuple[list[np.ndarray], list[int]]] = {split: ([], []) for split in ("train", "validation", "test")}
+    seen: Counter[int] = Counter()
+    for part, label, ids in examples:
+        seen[label] += part == "train"
+        tokens, labels = rows["validation" if part == "train" and seen[label] % every == 0 else part]
+        tokens.append(ids)
+        labels.append(label)
+    return {split: Sequences((tokens,), np.array(labels)) for split, (tokens, labels) in rows.items()}
