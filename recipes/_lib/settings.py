@@ -225,7 +225,7 @@ FREE_ON_RESUME = (
 
 
 # What an example of a task is -> the recipe that reads such.
-RECIPE_OF = {"text": "finetune.py", "sequence": "train_lra.py"}
+RECIPE_OF = {"text": "recipes/finetune.py", "sequence": "recipes/train_lra.py"}
 
 
 def modality_fault(name: str, modality: str) -> str | None:
@@ -234,15 +234,13 @@ def modality_fault(name: str, modality: str) -> str | None:
     from snnk_peft.tasks import TASKS
 
     known = [other for other in TASKS if TASKS[other].modality == modality]
+    if name in known:
+        return None
     if name not in TASKS:
         return f"task: {did_you_mean('task', name, known)}"
     found = TASKS[name].modality
-    if found == modality:
-        return None
-    return (
-        f"task is {name}, whose examples are of modality {found}: use recipes/{RECIPE_OF[found]}; expected a task of "
-        f"modality {modality}: {', '.join(known)}"
-    )
+    recipe = RECIPE_OF.get(found, "a recipe of its own")
+    return f"task is {name}, whose examples are of modality {found}: use {recipe}; expected one of {', '.join(known)}"
 
 
 def task_faults(name: str, data: DataSection) -> list[str]:
