@@ -71,7 +71,7 @@ def compare(arguments: argparse.Namespace) -> None:
     task = TASKS[arguments.task]
     folder = resolve_model(arguments.model, "--model")
     check_writable(arguments.output.parent)
-    data = task.load(arguments.data, max_train_samples=arguments.max_train_samples, seed=arguments.seed)
+    data = task.load(arguments.data, max_samples={"train": arguments.max_train_samples}, seed=arguments.seed)
     tokenizer = load_tokenizer(folder)
     torch.manual_seed(arguments.seed)
     base, _ = load_pretrained(folder, task)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Finetuning(Experiment[FinetuneConfig]):
-    """A pretrained encoder with a fresh classifier on one of `snnk_peft.tasks`."""
+    """A pretrained encoder with a fresh classifier on a `TextTask` of `snnk_peft.tasks`."""
 
     settings, program = FinetuneConfig, "finetune.py"
 
@@ -49,7 +49,8 @@ class Finetuning(Experiment[FinetuneConfig]):
         self.tokenizer = tokenizer = load_tokenizer(self.pretrained, task)
         for note in task.notes:
             accelerator.print(f"note: {note}")
-        data = task.load(config.data.dir, max_train_samples=config.data.max_train_samples, seed=config.train.seed)
+        limits = {"train": config.data.max_train_samples}
+        data = task.load(config.data.dir, max_samples=limits, seed=config.train.seed)
         examples = Examples(data["train"], tokenizer, config.data.max_length)
         splits = {
             name: Examples(rows, tokenizer, config.data.max_length)

@@ -92,13 +92,13 @@ def render(table: Table) -> str:
 
 def caveats(reports: list[dict[str, Any]]) -> list[str]:
     """How far the runs are from the published task and from each other, as computed from their settings."""
-    from snnk_peft.tasks import LONG_RANGE_TASKS
+    from snnk_peft.tasks import TASKS
 
     shared, differing = [], []
     for name, describe in CAVEATS.items():
         found = sorted({describe(report) for report in reports})
         (shared if len(found) == 1 else differing).append(f"{name} {' / '.join(found)}")
-    labels = LONG_RANGE_TASKS[reports[0]["task"]].label_names
+    labels = TASKS[reports[0]["task"]].label_names
     text = [f"Chance is {100 / len(labels):.0f} %. All runs: {'; '.join(shared)}."]
     if differing:
         text.append(f"**The runs differ in: {'; '.join(differing)}: compare with care.**")
@@ -114,7 +114,7 @@ def caveats(reports: list[dict[str, Any]]) -> list[str]:
             f"{len(short)} of {len(reports)} runs ended before the {planned:,} steps of their recipe: this compares "
             "methods under a budget and says little about their limits."
         )
-    full = LONG_RANGE_TASKS[reports[0]["task"]].max_length
+    full = TASKS[reports[0]["task"]].max_length
     if max(report["config"]["data"]["max_length"] or full for report in reports) < full:
         text.append(f"Documents are kept shorter than the published {full:,} tokens.")
     return text

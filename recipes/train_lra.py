@@ -29,15 +29,16 @@ SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "
 
 
 class LongRange(Experiment[LongRangeConfig]):
-    """A small encoder from scratch on one of `snnk_peft.tasks.LONG_RANGE_TASKS`."""
+    """A small encoder from scratch on a `SequenceTask` of `snnk_peft.tasks`."""
 
     settings, program = LongRangeConfig, "train_lra.py"
 
     def __init__(self, config: LongRangeConfig):
-        from snnk_peft.tasks import LONG_RANGE_TASKS
+        from snnk_peft.tasks import TASKS
 
         super().__init__(config)
-        self.task = LONG_RANGE_TASKS[config.task]
+        self.task = TASKS[config.task]
+        self.max_length = config.data.max_length or self.task.max_length
 
     @property
     def method(self) -> str:
@@ -50,8 +51,8 @@ class LongRange(Experiment[LongRangeConfig]):
 
         data = self.config.data
         limits = {name: getattr(data, f"max_{name}_samples") for name in ("train", "validation", "test")}
-        rows = self.task.load(data.dir, max_length=data.max_length, max_samples=limits, seed=self.config.train.seed)
-        splits = {name: SequenceExamples(part) for name, part in rows.items()}
+        rows = self.task.load(data.dir, max_samples=limits, seed=self.config.train.seed)
+        splits = {name: SequenceExamples(part, self.max_length) for name, part in rows.items()}
         return Data(splits["train"], {"validation": splits["validation"]}, {"test": splits["test"]})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
@@ -59,8 +60,7 @@ class LongRange(Experiment[LongRangeConfig]):
         from _lib.lra_model import build_classifier
 
         config = self.config
-        max_length = self.task.max_length if config.data.max_length is None else config.data.max_length
-        return build_classifier(self.task, config.model, config.method, max_length, config.train.seed)
+        return build_classifier(self.task, config.model, config.method, self.max_length, config.train.seed)
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """AdamW; the second moment forgets as fast as the settings say."""

@@ -26,7 +26,7 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences
+from snnk_peft.tasks import TASKS, Sequences
 from snnk_peft.tasks._listops_trees import WORDS, draw_expressions
 from snnk_peft.tasks.listops import FILES, expressions, write_listops
 from tests.fresh_process import FreshProcess, start_python
@@ -129,8 +129,8 @@ def test_the_distribution_is_that_of_the_recursive_definition() -> None:
 
 def test_generated_splits_have_the_published_bounds_and_share_nothing() -> None:
     limits = {"train": 150, "validation": 150, "test": 150}
-    data = LONG_RANGE_TASKS["listops"].load(max_samples=limits)
-    again = LONG_RANGE_TASKS["listops"].load(splits=["train"], max_samples={"train": 40}, seed=5)["train"]
+    data = TASKS["listops"].load(max_samples=limits)
+    again = TASKS["listops"].load(splits=["train"], max_samples={"train": 40}, seed=5)["train"]
     keys = {split: {ids.tobytes() for ids in rows.tokens[0]} for split, rows in data.items()}
     assert all(len(found) == 150 for found in keys.values())
     assert len(set.union(*keys.values())) == 450
@@ -161,7 +161,7 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_listops_files_return_what_was_written(easy: Path, tmp_path: Path) -> None:
-    data = LONG_RANGE_TASKS["listops"].load(easy)
+    data = TASKS["listops"].load(easy)
     stream = expressions(3, **EASY)
     for split in ("test", "validation", "train"):
         for ids, label in zip(data[split].tokens[0], data[split].labels, strict=True):
@@ -170,17 +170,17 @@ def test_listops_files_return_what_was_written(easy: Path, tmp_path: Path) -> No
             assert label == expected
     # The official program puts parentheses around every step.
     (tmp_path / FILES["test"]).write_text("Source\tTarget\n( ( ( [MAX 2 ) ( ( ( [SM 9 ) 4 ) ] ) ) ] )\t3\n")
-    rows = LONG_RANGE_TASKS["listops"].load(tmp_path, splits=["test"])["test"]
+    rows = TASKS["listops"].load(tmp_path, splits=["test"])["test"]
     assert [WORDS[token] for token in rows.tokens[0][0]] == ["[MAX", "2", "[SM", "9", "4", "]", "]"]
     (tmp_path / FILES["test"]).write_text("Source\tTarget\n[MAX 2 3 ]\t3\n[AVG 2 3 ]\t2\n\t1\n")
     with pytest.raises(ConfigError) as error:
-        LONG_RANGE_TASKS["listops"].load(tmp_path, splits=["test"])
+        TASKS["listops"].load(tmp_path, splits=["test"])
     assert "line 3: unknown word '[AVG'" in str(error.value)
     assert "line 4: Source is empty" in str(error.value)
 
 
 def test_subsets_are_fixed_for_evaluation_and_seeded_for_training(easy: Path) -> None:
-    task, limits = LONG_RANGE_TASKS["listops"], {"train": 50, "test": 50}
+    task, limits = TASKS["listops"], {"train": 50, "test": 50}
     first, second = (task.load(easy, max_samples=limits, seed=seed) for seed in (0, 1))
     assert len(first["train"]) == 50
 
@@ -189,7 +189,7 @@ def test_subsets_are_fixed_for_evaluation_and_seeded_for_training(easy: Path) ->
 
     assert key(first["train"]) != key(second["train"])
     assert key(first["test"]) == key(second["test"])
-    assert max(len(ids) for ids in task.load(easy, max_length=6)["train"].tokens[0]) == 6
+    assert [max(SequenceExamples(first["train"], limit).lengths) for limit in (6, 10)] == [6, 10]
 
 
 # --- the other tasks ------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def write_imdb(folder: Path) -> None:
 
 def test_imdb_from_folder_and_archive(tmp_path: Path) -> None:
     write_imdb(tmp_path / "a")
-    task = LONG_RANGE_TASKS["lra_text"]
+    task = TASKS["lra_text"]
     data = task.load(tmp_path / "a")
     assert {split: rows.labels.tolist() for split, rows in data.items()} == {
         "train": [0] * 18 + [1] * 18,
@@ -233,7 +233,7 @@ def test_imdb_from_folder_and_archive(tmp_path: Path) -> None:
 
 
 def test_imdb_faults(tmp_path: Path) -> None:
-    task = LONG_RANGE_TASKS["lra_text"]
+    task = TASKS["lra_text"]
     with pytest.raises(ConfigError, match=r"needs data\.dir"):
         task.load()
     with pytest.raises(ConfigError, match="does not exist"):
@@ -258,12 +258,12 @@ def test_retrieval_pairs(tmp_path: Path) -> None:
         ("test", ["0\tA\tB\tx\tyy\n"]),
     ):
         (tmp_path / f"new_aan_pairs.{name}.tsv").write_text("".join(rows), encoding="utf-8")
-    task = LONG_RANGE_TASKS["lra_retrieval"]
+    task = TASKS["lra_retrieval"]
     data = task.load(tmp_path)
     assert data["train"].labels.tolist() == [1, 0]
     assert [bytes((ids - 1).astype(np.uint8)).decode() for ids in data["train"].tokens[0]] == ["first é", "third"]
     assert [len(ids) for ids in data["train"].tokens[1]] == [6, 4000]
-    batch = SequenceExamples(data["train"]).batch([0, 1])
+    batch = SequenceExamples(data["train"], 4000).batch([0, 1])
     assert batch["input_ids"].shape == (2, 2, 4000)
     assert batch["attention_mask"].sum(-1).tolist() == [[8, 6], [5, 4000]]
     (tmp_path / "new_aan_pairs.eval.tsv").write_text("0.5\tA\tB\tx\ty\n1\tA\tB\t\ty\n")
@@ -280,7 +280,7 @@ def test_images_from_binary_batches_and_folders_agree(tmp_path: Path) -> None:
     image_module = pytest.importorskip("PIL.Image")
     rng = np.random.default_rng(0)
     pixels = {part: rng.integers(0, 256, (20, 3, 1024), np.uint8) for part in ("train", "test")}
-    task = LONG_RANGE_TASKS["lra_image"]
+    task = TASKS["lra_image"]
     for part, images in pixels.items():
         records = b"".join(bytes([index % 2]) + image.tobytes() for index, image in enumerate(images))
         (tmp_path / f"bin/{'data_batch_1' if part == 'train' else 'test_batch'}.bin").parent.mkdir(exist_ok=True)
@@ -306,7 +306,7 @@ def test_images_from_binary_batches_and_folders_agree(tmp_path: Path) -> None:
 
 
 def test_real_imdb(shared_dir: Path) -> None:
-    data = LONG_RANGE_TASKS["lra_text"].load(shared_dir / "data/imdb", max_samples={"train": 100})
+    data = TASKS["lra_text"].load(shared_dir / "data/imdb", max_samples={"train": 100})
     assert [len(rows) for rows in data.values()] == [100, 2500, 25000]
     assert data["test"].labels.mean() == 0.5
 
@@ -320,7 +320,7 @@ KERNEL = AttentionMethod({"component": "posrf", "projection": "orf", "num_featur
 @pytest.mark.parametrize("method", [AttentionMethod(), KERNEL], ids=["softmax", "posrf"])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_padding_does_not_change_a_prediction(method: AttentionMethod, pooling: str) -> None:
-    task = LONG_RANGE_TASKS["lra_retrieval"]
+    task = TASKS["lra_retrieval"]
     model = LongRangeModel(**{**vars(TINY), "pooling": pooling, "positions": "sinusoidal"})
     torch.manual_seed(0)
     classifier = build_classifier(task, model, method, 64, seed=0).eval()
@@ -339,7 +339,7 @@ def test_padding_does_not_change_a_prediction(method: AttentionMethod, pooling: 
 
 def test_all_parameters_of_a_patched_encoder_are_trained() -> None:
     method = AttentionMethod({"component": "posrf", "projection": "gmm", "num_features": 16, "per_head": True})
-    classifier = build_classifier(LONG_RANGE_TASKS["listops"], TINY, method, 32, seed=0)
+    classifier = build_classifier(TASKS["listops"], TINY, method, 32, seed=0)
     classifier(
         torch.randint(1, 16, (4, 1, 12)), torch.ones(4, 1, 12).long(), torch.tensor([1, 2, 3, 4])
     ).loss.backward()
@@ -398,7 +398,7 @@ def test_a_short_training_beats_chance_and_leaves_a_full_run_folder(easy: Path, 
     assert train_lra.main(settings(easy, tmp_path / "run", *changes)) == 0
     report = json.loads((tmp_path / "run/metrics.json").read_text())
     # The most frequent class has less than a fifth of these expressions; four standard errors of 200 examples more.
-    labels = LONG_RANGE_TASKS["listops"].load(easy)["test"].labels
+    labels = TASKS["listops"].load(easy)["test"].labels
     majority = np.bincount(labels).max() / len(labels)
     assert report["accuracy"] > majority + 4 * np.sqrt(majority * (1 - majority) / len(labels)), (report, majority)
     assert report["method"] == "posrf-orf"
@@ -482,6 +482,8 @@ def test_settings_are_strict(tmp_path: Path) -> None:
         assert text in str(error.value)
     with pytest.raises(ConfigError, match="did you mean 'listops'"):
         load_config(LongRangeConfig, {"task": "listop", "output": {"dir": "x"}})
+    with pytest.raises(ConfigError, match=r"task is rte, .*: use recipes/finetune\.py; expected .* listops, lra_image"):
+        load_config(LongRangeConfig, {"task": "rte", "output": {"dir": "x"}})
     with pytest.raises(ConfigError, match="heads is 3, which does not divide dim 64"):
         load_config(LongRangeConfig, {"task": "listops", "model": {"heads": 3}, "output": {"dir": "x"}})
     with pytest.raises(ConfigError, match="did you mean 'softmax'"):
@@ -507,7 +509,7 @@ def test_the_methods_of_the_sweep_are_valid() -> None:
 def test_the_recipe_that_writes_listops_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--train", "30", "--validation", "5", "--test", "6", "--min-length", "20", "--max-length", "60"]
     assert write_listops_recipe.main(["--output", str(tmp_path / "short"), *sizes]) == 0
-    rows = LONG_RANGE_TASKS["listops"].load(tmp_path / "short")
+    rows = TASKS["listops"].load(tmp_path / "short")
     assert {name: len(part.labels) for name, part in rows.items()} == {"train": 30, "validation": 5, "test": 6}
     assert all(20 <= len(tokens) <= 60 for part in rows.values() for tokens in part.tokens[0])
     before = (tmp_path / "short/basic_train.tsv").read_bytes()

@@ -498,6 +498,17 @@ def test_settings_go_before_what_is_inferred(here: Path) -> None:
     assert words.settings.metric == "macro_f1"  # the tags are not IOB2: there are no entities
 
 
+def test_a_file_is_read_once(here: Path) -> None:
+    """The rows from which kind and labels were inferred are those that are loaded, and are not kept longer."""
+    write_csv(here / "x.csv", ["text", "label"], [("a", "x"), ("b", "y"), ("c", "x"), ("d", "y")])
+    apart, held_out = table(train_file="x.csv", eval_file="y.csv"), table(train_file="x.csv")
+    (here / "x.csv").rename(here / "y.csv")
+    assert {split: len(rows) for split, rows in apart.load().items()} == {"train": 4, "validation": 4}
+    assert {split: len(rows) for split, rows in held_out.load().items()} == {"train": 2, "validation": 2}
+    assert not apart.rows
+    assert "x.csv does not exist" in faults_of(apart.load)[0]
+
+
 def test_the_part_held_back(here: Path) -> None:
     labels = ["a"] * 30 + ["b"] * 6 + ["c"]
     write_csv(here / "x.csv", ["text", "label"], [(f"text {i}", label) for i, label in enumerate(labels)])
@@ -508,7 +519,7 @@ def test_the_part_held_back(here: Path) -> None:
     for part in parts.values():
         assert sorted([*part["train"]["idx"], *part["validation"]["idx"]]) == list(range(37))
         assert np.bincount(part["validation"]["label"][:]).tolist() == [3, 1]
-    assert len(table(train_file="x.csv").load(max_train_samples=5)["train"]) == 5
+    assert len(table(train_file="x.csv").load(max_samples={"train": 5})["train"]) == 5
     write_csv(here / "x.csv", ["text", "label"], [("a", "x"), ("b", "y")])
     assert "none can be held back" in faults_of(table(train_file="x.csv").load)[0]
 

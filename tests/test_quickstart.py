@@ -172,7 +172,7 @@ def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
 def test_as_a_task_of_the_recipes(halves: Halves, tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
     task = TASKS["stdlib_docs"]
-    data = task.load(max_train_samples=50)
+    data = task.load(max_samples={"train": 50})
     assert len(data["train"]) == 50
     assert data["validation"]["sentence1"] == [sentence.text for sentence in halves[1]]
     assert data["validation"]["label"] == [sentence.area for sentence in halves[1]]

@@ -46,7 +46,7 @@ from _lib.data import Examples, epoch_plan, share, steps_per_epoch
 from _lib.evaluation import DivergedError
 from _lib.loop import FiniteWatch, make_optimizer, train_step
 from _lib.schedule import learning_rate
-from _lib.settings import FinetuneConfig, TrainSection
+from _lib.settings import RECIPE_OF, FinetuneConfig, TrainSection
 from _lib.sweep import Run, time_left
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -172,6 +172,12 @@ def test_all_faults_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
 def test_the_faults_of_a_part_and_of_the_task_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"method\.adapter\.num_features is 0"):
         load_config(FinetuneConfig, None, ["task=rte", "output.dir=x", "method.adapter={num_features: 0}"])
+    with pytest.raises(
+        ConfigError, match=r"is listops, whose examples are of modality sequence: use recipes/train_lra"
+    ):
+        load_config(FinetuneConfig, None, ["task=listops", "output.dir=x", "method.name=full"])
+    assert {TASKS[name].modality for name in TASKS} <= RECIPE_OF.keys()
+    assert all((RECIPES.parent / program).is_file() for program in RECIPE_OF.values())
     with pytest.raises(ConfigError, match="task: unknown task 'rtee'; did you mean 'rte'"):
         load_config(FinetuneConfig, None, ["task=rtee", "output.dir=x", "method.name=full"])
     with pytest.raises(ConfigError, match="no part given"):

@@ -14,7 +14,7 @@ import torch
 from glue_files import FOLDERS, HEADERS, write_task
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS, TaskSpec, TsvLayout, metrics
+from snnk_peft.tasks import TASKS, SequenceTask, TaskSpec, TextTask, TsvLayout, metrics
 from snnk_peft.tasks.metrics import METRICS, load_metric
 
 datasets = pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
@@ -61,10 +61,13 @@ def test_every_registered_task_is_consistent():
     assert len(TASKS) >= 9
     for name in TASKS:
         task = TASKS[name]
+        assert isinstance(task, (TextTask, SequenceTask))
+        assert task.name == name
         if name == "table":  # becomes a task by settings: test_own_data.py
             continue
-        assert isinstance(task, TaskSpec)
-        assert task.name == name
+        assert task.with_settings({}) is task
+        assert task.check({"train_file": None}) == []
+        assert "set task=table" in task.check({"train_file": "x.csv"})[0]
         assert hash(task) == hash(dataclasses.replace(task))
         assert task.num_labels == (1 if task.label_names is None else len(set(task.label_names)))
         assert (task.problem_type == "regression") == (task.label_names is None) == (task.id2label is None)
@@ -75,6 +78,34 @@ def test_every_registered_task_is_consistent():
             perfect = np.linspace(*task.tsv.label_range, 12)
         assert task.compute(perfect, perfect)["score"] == pytest.approx(1.0)
         assert set(task.compute(perfect, perfect)) == {*task.metrics, "score"}
+
+
+@pytest.mark.parametrize("name", ["sst2", "stsb", "lra_retrieval", "table"])
+def test_one_load_whatever_the_examples_are(tmp_path, name):
+    """Rows of the Hub's kind, numbers as labels, token sequences, a table: `load` and `Split` say the same of all."""
+    task, folder = TASKS[name], tmp_path
+    if name == "lra_retrieval":
+        for part in ("train", "eval", "test"):
+            rows = "".join(f"{n % 2}\tA{n}\tB{n}\tfirst {n}\tsecond\n" for n in range(30))
+            (tmp_path / f"new_aan_pairs.{part}.tsv").write_text(rows)
+    elif name == "table":
+        (tmp_path / "x.csv").write_text("text,label\n" + "".join(f"text {n},{'ab'[n % 2]}\n" for n in range(30)))
+        task, folder = task.with_settings({"train_file": str(tmp_path / "x.csv"), "hold_out": 0.5}), None
+    else:
+        write_task(tmp_path, name)
+    whole, limits = task.load(folder), dict.fromkeys(task.splits, 5)
+    assert list(whole) == list(task.splits)
+    parts = [task.load(folder, max_samples=limits, seed=seed) for seed in (0, 1)]
+    for split, rows in whole.items():
+        labels, few = list(rows["label"]), parts[0][split]
+        assert len(labels) == len(rows) > 5
+        assert list(rows.select([3, 1])["label"]) == [labels[3], labels[1]]
+        assert len(few) == len(few["label"]) == 5
+        assert task.label_names is None or set(labels) <= set(range(task.num_labels))
+    assert list(task.load(folder, splits=["validation"])) == ["validation"]
+    faults = faults_of(lambda: task.load(folder, splits=["train", "tset"], max_samples={"validation": 0}))
+    assert len(faults) == 3
+    assert f"unknown split of {name} 'tset'" in faults[0]
 
 
 def test_label_ids_are_those_of_the_hub():
@@ -226,14 +257,14 @@ def test_splits_and_training_subset(tmp_path):
     write_task(tmp_path, "sst2", n_train=200)
     task = TASKS["sst2"]
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    subsets = [task.load(tmp_path, max_train_samples=20, seed=seed)["train"]["idx"][:] for seed in (0, 0, 1)]
+    subsets = [task.load(tmp_path, max_samples={"train": 20}, seed=seed)["train"]["idx"][:] for seed in (0, 0, 1)]
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert subsets[0] == subsets[1] != subsets[2]
     assert len(set(subsets[0])) == 20
     assert subsets[0] == sorted(subsets[0]) != list(range(20))
-    assert len(task.load(tmp_path, max_train_samples=1000)["train"]) == 200
+    assert len(task.load(tmp_path, max_samples={"train": 1000})["train"]) == 200
     assert list(task.load(tmp_path, splits=["validation"])) == ["validation"]
-    faults = faults_of(lambda: task.load(tmp_path, splits=["validaton"], max_train_samples=0))
+    faults = faults_of(lambda: task.load(tmp_path, splits=["validaton"], max_samples={"train": 0}))
     assert len(faults) == 3
     assert "did you mean 'validation'" in faults[0]
     assert faults_of(lambda: task.load(tmp_path, splits=[]))
@@ -260,7 +291,7 @@ def test_hub_layout(tmp_path, name):
     readme = f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{files}---\n"
     (tmp_path / "hub" / "README.md").write_text(readme)
     local = dataclasses.replace(task, hub_path=str(tmp_path / "hub"))
-    loaded = local.load(cache_dir=tmp_path / "cache", max_train_samples=4)
+    loaded = local.load(cache_dir=tmp_path / "cache", max_samples={"train": 4})
     assert {split: len(rows) for split, rows in loaded.items()} == {
         split: 4 if split == "train" else count for split in task.splits
     }

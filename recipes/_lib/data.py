@@ -1,4 +1,6 @@
-"""Sentences to batches: tokenised once, grouped by length, padded to the longest of the batch.
+"""Examples to batches: what every `ExampleSet` does, and the one of sentences, which are tokenised once.
+
+Other kinds of examples have a file of their own beside this one (sequences.py, byte_windows.py).
 
 The order of the examples is a pure function of (seed, epoch), and a position in it is a step number, so a run
 continued in the middle of an epoch sees exactly the batches that it would have seen.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from _lib.settings import FinetuneConfig, StepSettings
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks.table import IGNORED
+from snnk_peft.tasks.base_text import IGNORED
 
 _MEGABATCH = 50  # batches sorted together: long enough to find similar lengths, short enough to keep the order random
 
@@ -27,11 +29,9 @@ class ExampleSet(ABC):
     """Examples that can be drawn in batches.
 
     Attributes:
-        labels: (n,) int64 class indices, or float32 targets; absent where every word has a label.
-        lengths: tokens per example.
+        lengths: tokens per example, by which batches are grouped.
     """
 
-    labels: torch.Tensor
     lengths: list[int]
 
     def __len__(self) -> int:
@@ -68,8 +68,7 @@ class Examples(ExampleSet):
     """
 
     def __init__(self, rows: Any, tokenizer: PreTrainedTokenizerBase, max_length: int):
-        if len(rows) == 0:
-            raise ConfigError("the data hold no example; expected at least one row per split")
+        check_not_empty(rows)
         of_words = "words" in rows.column_names
         names = [name for name in ("words", "sentence1", "sentence2") if name in rows.column_names]
         encoded = tokenizer(
@@ -95,29 +94,43 @@ class Examples(ExampleSet):
 
         And labels, (batch,), or of words (batch, longest).
         """
-        longest = max(self.lengths[index] for index in indices)
-        mask = np.zeros((len(indices), longest), dtype=np.int64)
-        filled = {name: np.full_like(mask, self._pad.get(name, 0)) for name in self.columns}
-        for row, index in enumerate(indices):
-            length = self.lengths[index]
-            place = slice(longest - length, longest) if self._left else slice(0, length)
-            mask[row, place] = 1
-            for name, values in self.columns.items():
-                filled[name][row, place] = values[index]
-        inputs = {name: torch.from_numpy(values).to(device) for name, values in filled.items()}
-        inputs["attention_mask"] = torch.from_numpy(mask).to(device)
+        chosen = {name: [values[index] for index in indices] for name, values in self.columns.items()}
+        chosen["attention_mask"] = [np.ones_like(ids) for ids in chosen["input_ids"]]
+        inputs = {name: padded(values, self._pad.get(name, 0), self._left) for name, values in chosen.items()}
         if "labels" not in inputs:
-            inputs["labels"] = self.labels[list(indices)].to(device)
-        return inputs
+            inputs["labels"] = self.labels[list(indices)]
+        return {name: values.to(device) for name, values in inputs.items()}
 
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: equal if and only if training would see the same data."""
-        digest = hashlib.sha256(b"" if "labels" in self.columns else self.labels.numpy().tobytes())
-        for name in sorted(self.columns):
-            digest.update(name.encode())
-            digest.update(np.asarray(self.lengths, dtype=np.int64).tobytes())
-            digest.update(np.concatenate(self.columns[name]).tobytes())
-        return digest.hexdigest()
+        labels = b"" if "labels" in self.columns else self.labels.numpy().tobytes()
+        return digest(labels, sorted(self.columns.items()), np.int64)
+
+
+def check_not_empty(rows: Sized) -> None:
+    """ConfigError for a split without examples."""
+    if len(rows) == 0:
+        raise ConfigError("the data hold no example; expected at least one row per split")
+
+
+def padded(values: Sequence[np.ndarray], filler: int = 0, left: bool = False) -> torch.Tensor:
+    """(examples, longest) int64 from arrays (length,), filled up behind them or, with `left`, before them."""
+    longest = max(map(len, values))
+    filled = np.full((len(values), longest), filler, dtype=np.int64)
+    for row, ids in zip(filled, values, strict=True):
+        row[longest - len(ids) if left else 0 :][: len(ids)] = ids
+    return torch.from_numpy(filled)
+
+
+def digest(labels: bytes, columns: Iterable[tuple[str, Sequence[np.ndarray]]], dtype: type[np.integer[Any]]) -> str:
+    """SHA-256 of the labels and of each column: its name, the lengths of its arrays, and these, as `dtype`."""
+    found = hashlib.sha256(labels)
+    for name, values in columns:
+        found.update(name.encode())
+        found.update(np.array([len(ids) for ids in values], dtype=np.int64).tobytes())
+        for ids in values:
+            found.update(ids.astype(dtype, copy=False).tobytes())
+    return found.hexdigest()
 
 
 def _at_first_tokens(encoded: Any, labels: Sequence[Sequence[int]]) -> list[np.ndarray]:

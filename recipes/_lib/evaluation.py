@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from _lib.data import ExampleSet, share
-from snnk_peft.tasks.table import IGNORED
+from snnk_peft.tasks.base_text import IGNORED
 
 
 class DivergedError(ArithmeticError):

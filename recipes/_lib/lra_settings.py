@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from _lib.config import setting
-from _lib.settings import StepSettings
+from _lib.settings import StepSettings, modality_fault
 
 if TYPE_CHECKING:
     from snnk_peft import SNNKConfig
@@ -132,15 +132,13 @@ class LongRangeConfig:
     """Everything recipes/train_lra.py reads."""
 
     output: LongRangeOutput
-    task: str = setting(MISSING, "a name of snnk_peft.tasks.LONG_RANGE_TASKS")
+    task: str = setting(MISSING, "a name of snnk_peft.tasks: listops or lra_...")
     data: LongRangeData = field(default_factory=LongRangeData)
     model: LongRangeModel = field(default_factory=LongRangeModel)
     method: AttentionMethod = field(default_factory=AttentionMethod)
     train: LongRangeTrain = field(default_factory=LongRangeTrain)
 
     def check(self) -> list[str]:
-        """The task must exist."""
-        from snnk_peft.tasks import LONG_RANGE_TASKS
-
-        fault = LONG_RANGE_TASKS.fault(self.task)
-        return [] if fault is None else [f"task: {fault}"]
+        """The task must exist and hold sequences."""
+        fault = modality_fault(self.task, "sequence")
+        return [] if fault is None else [fault]

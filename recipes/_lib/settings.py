@@ -224,21 +224,34 @@ FREE_ON_RESUME = (
 )
 
 
+# What an example of a task is -> the recipe that reads such.
+RECIPE_OF = {"text": "recipes/finetune.py", "sequence": "recipes/train_lra.py"}
+
+
+def modality_fault(name: str, modality: str) -> str | None:
+    """An unknown task, or one of another modality, which is for another recipe; None for a task that fits."""
+    from snnk_peft.registry import did_you_mean
+    from snnk_peft.tasks import TASKS
+
+    known = [other for other in TASKS if TASKS[other].modality == modality]
+    if name in known:
+        return None
+    if name not in TASKS:
+        return f"task: {did_you_mean('task', name, known)}"
+    found = TASKS[name].modality
+    recipe = RECIPE_OF.get(found, "a recipe of its own")
+    return f"task is {name}, whose examples are of modality {found}: use {recipe}; expected one of {', '.join(known)}"
+
+
 def task_faults(name: str, data: DataSection) -> list[str]:
-    """An unknown task, and data settings that do not fit it."""
+    """An unknown task, one of another recipe, and data settings that do not fit it."""
     from snnk_peft.tasks import TASKS
     from snnk_peft.tasks.table import TableSettings
 
-    if (fault := TASKS.fault(name)) is not None:
-        return [f"task: {fault}"]
-    table = {key.name: getattr(data, key.name) for key in fields(TableSettings)}
-    if name == "table":
-        return [f"data.{fault}" for fault in TASKS["table"].check(table)]
-    return [
-        f"data.{key} is {value!r}, but task {name} has its own files; set task=table, or leave it out"
-        for key, value in table.items()
-        if value is not None
-    ]
+    if (fault := modality_fault(name, "text")) is not None:
+        return [fault]
+    settings = {key.name: getattr(data, key.name) for key in fields(TableSettings)}
+    return [f"data.{fault}" for fault in TASKS[name].check(settings)]
 
 
 def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] | None = None) -> Any:
@@ -254,8 +267,5 @@ def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] 
 
 
 def completed(config: FinetuneConfig, task: Any) -> FinetuneConfig:
-    """The settings with what was inferred about a table, as the record of the run must have it."""
-    if config.task != "table":
-        return config
-    known = task.settings
-    return replace(config, data=replace(config.data, kind=known.kind, labels=known.labels, metric=known.metric))
+    """The settings with what the task inferred, as the record of the run must have it."""
+    return replace(config, data=replace(config.data, **task.inferred))

@@ -34,7 +34,7 @@ from snnk_peft.attention import RecurrentCache
 from snnk_peft.feature_map import advance
 from snnk_peft.functional.exponential_causal import TOKENS
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.tasks import LONG_RANGE_TASKS
+from snnk_peft.tasks import TASKS
 
 HEADS, DIM, FEATURES = 12, 64, 64
 LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -181,7 +181,7 @@ def decoding(repetitions: int) -> Rows:
 def training_step(attention: dict[str, Any] | str) -> Run:
     """A step of the Text model of the Long Range Arena: forward, backward, AdamW."""
     torch.manual_seed(0)
-    task = LONG_RANGE_TASKS["lra_text"]
+    task = TASKS["lra_text"]
     # Without dropout of weights, which linear attention does not have, softmax may use its fused kernel.
     sizes = LongRangeModel(attention_dropout=0.0)
     model = build_classifier(task, sizes, AttentionMethod(attention), 4000, seed=0).train()

@@ -1,184 +1,246 @@
-"""`TaskSpec`: everything a training program must know about one data set, as plain data.
-
-A task names its columns and labels in two places (the Hub's copy and the official files) and maps both to the same
-columns: `sentence1`, for pairs also `sentence2`, then `label` and `idx`. Label ids are the Hub's.
-"""
+"""`Task`: what every data set says about itself, how it is loaded, and how predictions are scored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks._extras import require
-from snnk_peft.tasks._row_task import RowTask
-from snnk_peft.tasks._tsv import TsvLayout, TsvRows, read_tsv
-from snnk_peft.tasks.metrics import METRICS
+from snnk_peft.tasks.metrics import METRICS, load_metric
 
 if TYPE_CHECKING:
-    import datasets
+    import evaluate
+
+# Which examples an evaluation on a subset sees must not depend on the seed of a run.
+_EVALUATION_SEED = 0
+
+
+class Split(Protocol):
+    """What `Task.load` returns for each split, whatever the examples are: their number, their labels, some of them.
+
+    What an example is depends on the class of the task: rows of a `datasets.Dataset` (`TextTask`), `Sequences`
+    (`SequenceTask`). Recipes turn a split into an ExampleSet, which makes batches of it.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, name: str, /) -> Any:
+        """A column; "label" is there for every task: class ids, numbers, or one list of ids per example."""
+
+    def select(self, indices: list[int], /) -> Split:
+        """The examples at these places, in this order."""
 
 
 @dataclass(frozen=True)
-class TaskSpec(RowTask):
-    """One data set with its labels and metrics.
+class Request:
+    """The arguments of `Task.load`, checked; `limits` holds the numbers of `max_samples`."""
 
-    Args:
-        name: registry key, and the configuration name on the Hub.
-        folder: name of the folder of official files, e.g. "CoLA".
-        tsv: layout of the official files.
-        hub_columns: the one or two text columns on the Hub, in the order sentence1, sentence2.
-        label_names: class names in the order of the Hub's integer ids; None for regression.
+    path: Path | None
+    splits: Sequence[str] | None
+    limits: Mapping[str, int]
+    cache_dir: str | None
+
+
+class Task(ABC):
+    """One data set with its labels and metrics. Subclasses are frozen dataclasses and define `_read`.
+
+    Attributes:
+        modality: what an example is, "text" or "sequence"; recipes ask it.
+        name: registry key.
+        label_names: class names in the order of the integer ids; None for regression.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS` that are reported.
         primary: those whose mean is the `score` that selects the best checkpoint; None takes all `metrics`.
-        splits: names of the splits with public labels; "train" first, the others are validation splits.
-        files: official file of each split, without `.tsv`.
-        hub_path: data set on the Hub, or None if it is not there.
-
-    Raises:
-        ConfigError: fields that contradict each other, all of them at once.
+        splits: "train" first, the others are for evaluation.
+        notes: what a user should know about the data before training.
     """
 
+    modality: ClassVar[str]
     name: str
-    folder: str
-    tsv: TsvLayout
-    hub_columns: tuple[str, ...]
     label_names: tuple[str, ...] | None
     metrics: tuple[str, ...]
-    primary: tuple[str, ...] | None = None
-    splits: tuple[str, ...] = ("train", "validation")
-    files: tuple[str, ...] = ("train", "dev")
-    hub_path: str | None = "nyu-mll/glue"
+    primary: tuple[str, ...] | None
+    splits: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        faults = [did_you_mean("metric", name, sorted(METRICS)) for name in self.metrics if name not in METRICS]
-        if not self.metrics:
-            faults.append(f"metrics is empty; expected some of {', '.join(METRICS)}")
-        if self.primary is not None and (not self.primary or not set(self.primary) <= set(self.metrics)):
-            faults.append(f"primary is {self.primary}; expected some of metrics {self.metrics}, or None for all")
-        if len(self.splits) != len(self.files) or len(self.splits) < 2 or self.splits[0] != "train":
-            faults.append(f"splits {self.splits}, files {self.files}: expected a file per split, train first")
-        if len(self.hub_columns) != len(self.tsv.text) or len(self.hub_columns) not in (1, 2):
-            faults.append(f"hub_columns {self.hub_columns}, tsv.text {self.tsv.text}: expected one or two text columns")
-        if len(self.label_names or ()) != len(self.tsv.labels or ()):
-            faults.append(f"label_names {self.label_names}, tsv.labels {self.tsv.labels}: expected one cell per class")
+    def load(
+        self,
+        data_dir: str | Path | None = None,
+        *,
+        splits: Sequence[str] | None = None,
+        max_samples: Mapping[str, int | None] | None = None,
+        seed: int = 0,
+        cache_dir: str | Path | None = None,
+    ) -> MutableMapping[str, Any]:
+        """Split name -> examples, a `Split` each.
+
+        Args:
+            data_dir: folder of the official files (text: with one subfolder per task, or the task's own; sequences:
+                where the task says so, also an archive). None fetches or makes the data, where the task can.
+            splits: which ones, all of which must exist; None takes all there are, train among them.
+            max_samples: split -> keep a random subset of so many examples, in the order of the files; None keeps all.
+            seed: of the training subset; those of the other splits are always the same. The global random generators
+                are not touched.
+            cache_dir: where `datasets` keeps what it fetches from the Hub; None is its default.
+
+        Raises:
+            ConfigError: no such folder, file or split, the Hub out of reach, or faults in files, with their lines.
+            ImportError: the `recipes` extra is not installed, and the task needs it.
+        """
+        splits = [splits] if isinstance(splits, str) else splits
+        limits = {split: size for split, size in (max_samples or {}).items() if size is not None}
+        faults = [
+            did_you_mean(f"split of {self.name}", split, list(self.splits))
+            for split in dict.fromkeys((*(splits or ()), *limits))
+            if split not in self.splits
+        ]
+        if splits is not None and not splits:
+            faults.append(f"splits is empty; expected some of {', '.join(self.splits)}, or None for all")
+        for split, size in limits.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                faults.append(f"max_samples of {split} is {size!r}; expected a whole number of at least 1, or None")
+            if splits is not None and split not in splits:
+                faults.append(f"max_samples of {split} is {size!r}, but splits {list(splits)} has no {split}")
         if faults:
-            raise ConfigError([f"task {self.name!r}: {fault}" for fault in faults])
+            raise ConfigError(faults)
+        path = None if data_dir is None else Path(data_dir).expanduser()
+        found = self._read(Request(path, splits, limits, None if cache_dir is None else str(cache_dir)))
+        for split, size in limits.items():
+            if split in found and size < (count := len(found[split])):
+                rng = np.random.default_rng(seed if split == "train" else _EVALUATION_SEED)
+                found[split] = found[split].select(np.sort(rng.choice(count, size, replace=False)).tolist())
+        return found
+
+    @abstractmethod
+    def _read(self, request: Request) -> MutableMapping[str, Any]:
+        """The splits; of those with a limit, more examples may be returned than are wanted."""
+
+    def check(self, settings: Mapping[str, Any]) -> list[str]:
+        """What is wrong with these settings of a table (see `with_settings`), as far as it shows without reading."""
+        return [
+            f"{key} is {value!r}, but task {self.name} has its own files; set task=table, or leave it out"
+            for key, value in settings.items()
+            if value is not None
+        ]
+
+    def with_settings(self, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Task:
+        """The task itself; `Table`, which is none yet, becomes one here."""
+        return self
 
     @property
-    def hub_config(self) -> str:
-        """Configuration name on the Hub."""
+    def inferred(self) -> dict[str, Any]:
+        """Settings that `with_settings` completed, as the record of a run must have them."""
+        return {}
+
+    @property
+    def title(self) -> str:
+        """What the data are called in the title of a model card."""
         return self.name
 
     @property
-    def source(self) -> str:
-        """The data set in words, for model cards."""
-        return f"{self.folder} ({self.hub_path}, {self.hub_config})"
+    def validation_splits(self) -> tuple[str, ...]:
+        """All splits but train."""
+        return self.splits[1:]
 
     @property
-    def text_columns(self) -> tuple[str, ...]:
-        """("sentence1",) or ("sentence1", "sentence2")."""
-        return ("sentence1", "sentence2")[: len(self.hub_columns)]
+    def num_labels(self) -> int:
+        """Width of the model's output: number of classes, 1 for regression."""
+        return 1 if self.label_names is None else len(self.label_names)
 
-    def _read(
-        self, data_dir: Path | None, splits: Sequence[str] | None, cache_dir: str | Path | None
-    ) -> dict[str, datasets.Dataset]:
-        return _load_hub(self, splits, cache_dir) if data_dir is None else _load_folder(self, data_dir, splits)
+    @property
+    def tokens(self) -> bool:
+        """Whether every word of an example has a label; otherwise the example as a whole has one."""
+        return False
 
+    @property
+    def problem_type(self) -> str | None:
+        """As in a transformers model config: "regression", "single_label_classification" or None."""
+        return "regression" if self.label_names is None else "single_label_classification"
 
-def _load_folder(task: TaskSpec, data_dir: Path, splits: Sequence[str] | None) -> dict[str, datasets.Dataset]:
-    """Read the official files; `splits` None takes train and every validation split that is there."""
-    paths = _locate(task, data_dir, splits)
-    rows: dict[str, TsvRows] = {}
-    faults: list[str] = []
-    for split, path in paths.items():
-        try:
-            rows[split] = read_tsv(path, task.tsv)
-        except ConfigError as error:
-            faults += error.faults
-    if faults:
-        raise ConfigError(faults)
-    from_dict = require("datasets").Dataset.from_dict
-    features = _features(task)
-    result = {}
-    for split, content in rows.items():
-        columns = dict(zip(task.text_columns, content.texts, strict=True))
-        result[split] = from_dict({**columns, "label": content.labels, "idx": content.idx}, features=features)
-    return result
+    @property
+    def id2label(self) -> dict[int, str] | None:
+        """Class id -> name, for a model config; None for regression."""
+        return None if self.label_names is None else dict(enumerate(self.label_names))
 
+    @property
+    def label2id(self) -> dict[str, int] | None:
+        """Class name -> id, for a model config; None for regression."""
+        return None if self.label_names is None else {name: i for i, name in enumerate(self.label_names)}
 
-def _load_hub(
-    task: TaskSpec, splits: Sequence[str] | None, cache_dir: str | Path | None
-) -> dict[str, datasets.Dataset]:
-    """Fetch from the Hub (or its local cache) and rename columns; ConfigError when it cannot be reached."""
-    hf = require("datasets")
-    try:
-        raw = hf.load_dataset(task.hub_path, task.hub_config, cache_dir=None if cache_dir is None else str(cache_dir))
-    except (ConnectionError, hf.exceptions.DatasetNotFoundError) as error:
-        raise ConfigError(
-            f"task {task.name!r} could not be loaded from the Hub ({task.hub_path}, {task.hub_config}): {error}. To "
-            f"work offline, give data.dir (data_dir=...): a folder that holds {task.folder}/"
-            f"{{{','.join(name + '.tsv' for name in task.files)}}} in the official GLUE layout"
-        ) from error
-    return {split: _normalise(task, split, raw) for split in (task.splits if splits is None else splits)}
+    def compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        """All metrics of this task on one split, and `score`, the one to select a checkpoint by.
 
+        Args:
+            predictions: array or tensor. Classification: logits (examples, num_labels) or class ids (examples,).
+                Regression: (examples,) or (examples, 1).
+            references: true labels, (examples,).
 
-def _normalise(task: TaskSpec, split: str, raw: Mapping[str, datasets.Dataset]) -> datasets.Dataset:
-    where = f"{task.hub_path} ({task.hub_config})"
-    if split not in raw:
-        raise ConfigError(f"{where} has no split {split!r}; found {', '.join(raw)}")
-    dataset = raw[split]
-    missing = [name for name in (*task.hub_columns, "label", "idx") if name not in dataset.column_names]
-    if missing:
-        raise ConfigError(
-            f"{where}, split {split!r}: no column {', '.join(missing)}; found {', '.join(dataset.column_names)}"
-        )
-    names = getattr(dataset.features["label"], "names", None)
-    if names is not None and tuple(names) != task.label_names:
-        raise ConfigError(f"{where}, split {split!r}: labels are {names}; expected {task.label_names}")
-    dataset = dataset.select_columns([*task.hub_columns, "label", "idx"])
-    dataset = dataset.rename_columns(
-        {old: new for old, new in zip(task.hub_columns, task.text_columns, strict=True) if old != new}
-    )
-    return dataset.cast(_features(task))
+        Returns:
+            One float per metric plus `score`; larger is better.
 
-
-def _features(task: TaskSpec) -> datasets.Features:
-    hf = require("datasets")
-    label = hf.Value("float32") if task.label_names is None else hf.ClassLabel(names=list(task.label_names))
-    texts = {name: hf.Value("string") for name in task.text_columns}
-    return hf.Features({**texts, "label": label, "idx": hf.Value("int32")})
-
-
-def _locate(task: TaskSpec, data_dir: Path, splits: Sequence[str] | None) -> dict[str, Path]:
-    """File of each split; `data_dir` is the folder of all tasks or the task's own."""
-    names = {split: f"{name}.tsv" for split, name in zip(task.splits, task.files, strict=True)}
-    if not data_dir.is_dir():
-        what = "is a file" if data_dir.exists() else "does not exist"
-        raise ConfigError(f"data_dir {data_dir} {what}; expected a folder that holds {task.folder}/")
-    folder = data_dir / task.folder
-    if not folder.is_dir():
-        folder = data_dir
-        if not any((folder / name).is_file() for name in names.values()):
+        Raises:
+            ConfigError: wrong shapes, NaN, or class ids out of range.
+        """
+        predicted, true = to_numpy(predictions), to_numpy(references)
+        if self.label_names is not None and predicted.shape == (len(true), self.num_labels):
+            if np.isnan(predicted).any():
+                raise ConfigError(f"task {self.name!r}: logits contain NaN; expected numbers (did training diverge?)")
+            predicted = predicted.argmax(-1)
+        elif predicted.shape == (len(true), 1):
+            predicted = predicted[:, 0]
+        if true.ndim != 1 or not len(true) or predicted.shape != true.shape:
+            wide = "" if self.label_names is None else f" or logits (examples, {self.num_labels})"
             raise ConfigError(
-                f"task {task.name!r}: {data_dir} has neither a folder {task.folder}/ nor the files "
-                f"{', '.join(names.values())}; found: {_contents(data_dir)}"
+                f"task {self.name!r}: predictions {np.shape(predictions)}, references {true.shape}; expected at least "
+                f"one example, both (examples,){wide}"
             )
-    present = {split: folder / name for split, name in names.items() if (folder / name).is_file()}
-    if splits is not None:
-        missing = [names[split] for split in splits if split not in present]
-    else:
-        missing = [] if "train" in present else [names["train"]]
-        if not any(split in present for split in task.validation_splits):
-            missing.append(" or ".join(names[split] for split in task.validation_splits))
-    if missing:
-        raise ConfigError([f"{folder} has no {name}; found: {_contents(folder)}" for name in missing])
-    return {split: present[split] for split in (splits if splits is not None else present)}
+        faults = [
+            fault
+            for fault in (self._fault("predictions", predicted), self._fault("references", true))
+            if fault is not None
+        ]
+        if faults:
+            raise ConfigError(faults)
+        result = {name: METRICS[name](predicted, true) for name in self.metrics}
+        return {**result, "score": float(np.mean([result[name] for name in self.primary or self.metrics]))}
+
+    def _fault(self, what: str, values: np.ndarray) -> str | None:
+        if self.label_names is None:
+            bad, expected = ~np.isfinite(values), "finite numbers"
+        else:
+            bad, expected = ~np.isin(values, np.arange(self.num_labels)), f"class ids 0 to {self.num_labels - 1}"
+        if not bad.any():
+            return None
+        at = int(bad.argmax())
+        return f"task {self.name!r}: {what}[{at}] is {values[at]} ({int(bad.sum())} such); expected {expected}"
+
+    def summarize(self, results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """One dict from the `compute` results of several validation splits: their mean, and each under "split/metric".
+
+        Args:
+            results: split name -> result of `compute`. With one split, its result is returned unchanged.
+        """
+        if not results:
+            raise ConfigError(f"task {self.name!r}: no results to summarize; expected {self.validation_splits}")
+        each = list(results.values())
+        if len(each) == 1:
+            return dict(each[0])
+        means = {key: float(np.mean([result[key] for result in each])) for key in each[0]}
+        return {**means, **{f"{split}/{key}": v for split, result in results.items() for key, v in result.items()}}
+
+    def metric(self, **kwargs: Any) -> evaluate.CombinedEvaluations:
+        """This task's metrics as one `evaluate` object (offline); `kwargs` go to each `evaluate.Metric`."""
+        return require("evaluate").combine([load_metric(name, **kwargs) for name in self.metrics])
 
 
-def _contents(folder: Path) -> str:
-    names = sorted(path.name + ("/" if path.is_dir() else "") for path in folder.iterdir())
-    return (", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")) or "nothing"
+def to_numpy(values: Any) -> np.ndarray:
+    """Array of numbers from a list, array or tensor (on any device, bfloat16 included)."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().double()
+    return np.asarray(values)

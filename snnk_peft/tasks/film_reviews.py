@@ -30,12 +30,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS, TaskSpec, TsvLayout
 from snnk_peft.tasks._docstrings import words
 from snnk_peft.tasks._tsv import read_tsv
+from snnk_peft.tasks.base import Request
 
 if TYPE_CHECKING:
     import datasets
@@ -183,7 +184,7 @@ def split(sentences: Sequence[Sentence]) -> tuple[list[Sentence], list[Sentence]
 
 
 class FilmReviews(TaskSpec):
-    """A task whose files are written on demand from the archive instead of being fetched from the Hub."""
+    """Without files, the sentences come from the archive."""
 
     @property
     def source(self) -> str:
@@ -194,15 +195,9 @@ class FilmReviews(TaskSpec):
             "same reviews"
         )
 
-    def load(self, data_dir: str | Path | None = None, **options: Any) -> datasets.DatasetDict:
-        """As `TaskSpec.load`; without `data_dir` the sentences come from `load_sentences`, never from the Hub."""
-        if data_dir is not None:
-            return super().load(data_dir, **options)
-        with tempfile.TemporaryDirectory() as folder:
-            for name, sentences in zip(self.files, load_sentences(), strict=True):
-                rows = [f"{sentence.text}\t{LABELS[sentence.label]}\n" for sentence in sentences]
-                Path(folder, f"{name}.tsv").write_text("sentence\tlabel\n" + "".join(rows), encoding="utf-8")
-            return super().load(folder, **options)
+    def _fetched(self, request: Request) -> dict[str, datasets.Dataset]:
+        """From `load_sentences`, never from the Hub."""
+        return self._made(request, *([(s.text, s.label) for s in half] for half in load_sentences()))
 
 
 FILM_REVIEWS = FilmReviews(

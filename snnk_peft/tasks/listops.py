@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences, SequenceTask, TsvLayout
+from snnk_peft.tasks import TASKS, Sequences, SequenceTask, TsvLayout
 from snnk_peft.tasks._listops_trees import WORDS, draw_expressions
 from snnk_peft.tasks._tsv import read_tsv
 
@@ -140,4 +140,4 @@ LISTOPS = SequenceTask(
     label_names=tuple(map(str, range(10))),
     generated=True,
 )
-LONG_RANGE_TASKS.register(LISTOPS.name, LISTOPS)
+TASKS.register(LISTOPS.name, LISTOPS)

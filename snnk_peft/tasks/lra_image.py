@@ -11,18 +11,17 @@ tenth training image, counted per class in the order of the files, is held out.
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences, SequenceTask
+from snnk_peft.tasks import TASKS, Sequences, SequenceTask
 from snnk_peft.tasks._extras import require
 from snnk_peft.tasks._folders import read_files
-from snnk_peft.tasks._sequences import byte_tokens
 from snnk_peft.tasks._tsv import MAX_FAULTS
+from snnk_peft.tasks.base_sequence import byte_tokens, with_validation
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE = 32
@@ -36,17 +35,11 @@ _IMAGES = rf"(?P<part>train|test)/(?P<kind>{'|'.join(CLASSES)})/[^/]+\.(png|jpe?
 def read_images(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
     """The splits of either layout; an archive is unpacked once, in memory."""
     assert path is not None
-    rows: dict[str, tuple[list[np.ndarray], list[int]]] = {split: ([], []) for split in ("train", "validation", "test")}
-    seen: Counter[int] = Counter()
-    for part, label, grey in _images(path):
-        seen[label] += part == "train"
-        held_out = part == "train" and seen[label] % HELD_OUT_EVERY == 0
-        tokens, labels = rows["validation" if held_out else part]
-        tokens.append(byte_tokens(grey.tobytes(), PIXELS))
-        labels.append(label)
-    if faults := [f"{path} holds no image for the {split} split" for split in wanted if not rows[split][1]]:
+    examples = ((part, label, byte_tokens(grey.tobytes(), PIXELS)) for part, label, grey in _images(path))
+    found = with_validation(examples, HELD_OUT_EVERY)
+    if faults := [f"{path} holds no image for the {split} split" for split in wanted if not len(found[split])]:
         raise ConfigError(faults)
-    return {split: Sequences((rows[split][0],), np.array(rows[split][1])) for split in wanted}
+    return {split: found[split] for split in wanted}
 
 
 def _images(path: Path) -> Iterator[tuple[str, int, np.ndarray]]:
@@ -88,4 +81,4 @@ def _grey(colours: np.ndarray) -> np.ndarray:
 
 
 LRA_IMAGE = SequenceTask(name="lra_image", read=read_images, vocab_size=257, max_length=PIXELS, label_names=CLASSES)
-LONG_RANGE_TASKS.register(LRA_IMAGE.name, LRA_IMAGE)
+TASKS.register(LRA_IMAGE.name, LRA_IMAGE)

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences, SequenceTask, TsvLayout
-from snnk_peft.tasks._sequences import byte_tokens
+from snnk_peft.tasks import TASKS, Sequences, SequenceTask, TsvLayout
 from snnk_peft.tasks._tsv import read_tsv
+from snnk_peft.tasks.base_sequence import byte_tokens
 
 FILES = {split: f"new_aan_pairs.{name}.tsv" for split, name in (("train",) * 2, ("validation", "eval"), ("test",) * 2)}
 MAX_LENGTH = 4000
@@ -59,4 +59,4 @@ LRA_RETRIEVAL = SequenceTask(
     label_names=("unrelated", "citing"),
     documents=2,
 )
-LONG_RANGE_TASKS.register(LRA_RETRIEVAL.name, LRA_RETRIEVAL)
+TASKS.register(LRA_RETRIEVAL.name, LRA_RETRIEVAL)

@@ -7,17 +7,14 @@ train (2500 of 25000).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import LONG_RANGE_TASKS, Sequences, SequenceTask
+from snnk_peft.tasks import TASKS, Sequences, SequenceTask
 from snnk_peft.tasks._folders import read_files
-from snnk_peft.tasks._sequences import byte_tokens
 from snnk_peft.tasks._tsv import MAX_FAULTS
+from snnk_peft.tasks.base_sequence import byte_tokens, with_validation
 
 CLASSES = ("neg", "pos")
 MAX_LENGTH = 4000
@@ -28,33 +25,26 @@ def read_imdb(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, 
     """The splits of the official files; the archive is unpacked once, in memory."""
     assert path is not None
     pattern = r"(?P<part>train|test)/(?P<kind>neg|pos)/\d+_\d+\.txt"
-    rows: dict[str, tuple[list[np.ndarray], list[int]]] = {split: ([], []) for split in ("train", "validation", "test")}
-    seen: Counter[str] = Counter()
-    faults = []
-    for match, text in read_files(path, pattern, "aclImdb/{train,test}/{neg,pos}/*.txt"):
-        part, kind = match["part"], match["kind"]
-        seen[f"{part}/{kind}"] += 1
-        if not text:
-            faults.append(f"{path}: {match[0]} is empty; expected a review")
-        held_out = part == "train" and seen[f"{part}/{kind}"] % HELD_OUT_EVERY == 0
-        tokens, labels = rows["validation" if held_out else part]
-        tokens.append(byte_tokens(text, MAX_LENGTH))
-        labels.append(CLASSES.index(kind))
+    files = read_files(path, pattern, "aclImdb/{train,test}/{neg,pos}/*.txt")
+    seen = {(match["part"], match["kind"]) for match, _ in files}
+    faults = [f"{path}: {match[0]} is empty; expected a review" for match, text in files if not text]
+    examples = ((match["part"], CLASSES.index(match["kind"]), byte_tokens(text, MAX_LENGTH)) for match, text in files)
+    found = with_validation(examples, HELD_OUT_EVERY)
     needed = {split: "train" if split == "validation" else split for split in wanted}
     faults += [
         f"{path} has no review {part}/{kind}/*.txt; expected the official folder aclImdb"
         for part in sorted(set(needed.values()))
         for kind in CLASSES
-        if not seen[f"{part}/{kind}"]
+        if (part, kind) not in seen
     ]
-    if "validation" in wanted and not faults and not rows["validation"][1]:
+    if "validation" in wanted and not faults and not len(found["validation"]):
         faults.append(f"{path}: fewer than {HELD_OUT_EVERY} training reviews per class leave none for validation")
     if faults:
         raise ConfigError(faults[:MAX_FAULTS])
-    return {split: Sequences((rows[split][0],), np.array(rows[split][1])) for split in wanted}
+    return {split: found[split] for split in wanted}
 
 
 LRA_TEXT = SequenceTask(
     name="lra_text", read=read_imdb, vocab_size=257, max_length=MAX_LENGTH, label_names=("negative", "positive")
 )
-LONG_RANGE_TASKS.register(LRA_TEXT.name, LRA_TEXT)
+TASKS.register(LRA_TEXT.name, LRA_TEXT)

@@ -22,16 +22,16 @@ from __future__ import annotations
 import hashlib
 import platform
 import sysconfig
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS, TaskSpec, TsvLayout
 from snnk_peft.tasks._docstrings import ModuleDocs, is_prose, read_module, without, words
+from snnk_peft.tasks.base import Request
 
 if TYPE_CHECKING:
     import datasets
@@ -174,22 +174,16 @@ def _digest(text: str) -> bytes:
 
 
 class StdlibDocs(TaskSpec):
-    """A task whose files are written on demand from the running Python instead of being fetched."""
+    """Without files, the sentences come from the running Python."""
 
     @property
     def source(self) -> str:
         """The data set in words, for model cards."""
         return f"sentences from the docstrings of the standard library of Python {platform.python_version()}"
 
-    def load(self, data_dir: str | Path | None = None, **options: Any) -> datasets.DatasetDict:
-        """As `TaskSpec.load`; without `data_dir` the sentences come from the running Python, never from the Hub."""
-        if data_dir is not None:
-            return super().load(data_dir, **options)
-        with tempfile.TemporaryDirectory() as folder:
-            for name, sentences in zip(self.files, load_sentences(), strict=True):
-                rows = [f"{sentence.text}\t{AREAS[sentence.area]}\t{sentence.module}\n" for sentence in sentences]
-                Path(folder, f"{name}.tsv").write_text("sentence\tarea\tmodule\n" + "".join(rows), encoding="utf-8")
-            return super().load(folder, **options)
+    def _fetched(self, request: Request) -> dict[str, datasets.Dataset]:
+        """From the running Python, never from the Hub."""
+        return self._made(request, *([(s.text, s.area) for s in half] for half in load_sentences()))
 
 
 STDLIB_DOCS = StdlibDocs(

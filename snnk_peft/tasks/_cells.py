@@ -1,0 +1,109 @@
+"""What one cell of a table means: a text, words, tags, a class or a number; ConfigError says what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._tsv import empty_text, listed
+
+
+def missing(value: Any) -> bool:
+    """Whether there is nothing: None, spaces, NaN."""
+    return (
+        value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, float) and value != value)
+    )
+
+
+def text(column: str, value: Any) -> str:
+    """A text that is not empty."""
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{column} is {_shown(value)}; expected a text")
+    if fault := empty_text(column, value or ""):
+        raise ConfigError(fault)
+    return str(value)
+
+
+def words(column: str, value: Any) -> list[str]:
+    """A list of words; of a text, those between its spaces."""
+    found = value.split() if isinstance(value, str) else value
+    if found is not None and not isinstance(found, (list, tuple)):
+        raise ConfigError(f"{column} is {_shown(value)}; expected a list of words")
+    if not found:
+        raise ConfigError(f"{column} is empty; expected a list of words")
+    faults = []
+    for at, word in enumerate(found, start=1):
+        try:
+            text(f"word {at} of {column}", word)
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(faults)
+    return list(found)
+
+
+def tags(column: str, value: Any) -> list[Any]:
+    """A list of tags, not yet read; of a text, those between its spaces."""
+    if missing(value):
+        raise ConfigError(f"{column} is missing; expected a list of tags")
+    found = value.split() if isinstance(value, str) else value
+    if not isinstance(found, (list, tuple)):
+        raise ConfigError(f"{column} is {_shown(value)}; expected a list of tags")
+    return list(found)
+
+
+def class_name(column: str, value: Any) -> str:
+    """The name of a class, which may be given as a number or a truth value."""
+    if missing(value):
+        raise ConfigError(f"{column} is missing; expected a label")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, (str, int, float)):
+        raise ConfigError(f"{column} is {_shown(value)}; expected one label")
+    return str(value).strip()
+
+
+def class_id(column: str, value: Any, names: Sequence[str] | None, ids: Mapping[str, int]) -> int:
+    """The id of a class; `names` are those that the source itself gives to the ids in the column."""
+    if names is not None and isinstance(value, int):  # the Hub's -1 says that the label is kept secret
+        value = names[value] if 0 <= value < len(names) else None
+    name = class_name(column, value)
+    if name not in ids:
+        raise ConfigError(f"{column} is {name!r}, which is not among the labels of training: {listed(ids)}")
+    return ids[name]
+
+
+def number(column: str, value: Any) -> float:
+    """A finite number."""
+    if missing(value):
+        raise ConfigError(f"{column} is missing; expected a number")
+    found = or_number(value)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+        raise ConfigError(f"{column} is {_shown(value)}; expected a number")
+    return float(found)
+
+
+def or_number(value: Any) -> Any:
+    """The number that a text is; what is none stays as it is."""
+    if not isinstance(value, str):
+        return value
+    for convert in (int, float):
+        try:
+            return convert(value)
+        except ValueError:
+            continue
+    return value
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, or a text that says one."""
+    return isinstance(or_number(value), int) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return (text if len(text) <= 40 else f"{text[:40]}...") + f" ({type(value).__name__})"

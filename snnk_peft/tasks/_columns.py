@@ -1,0 +1,125 @@
+"""What the columns of a table hold: its kind and labels where the settings leave them open, and its examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks import _cells as cell
+from snnk_peft.tasks._entities import is_iob
+from snnk_peft.tasks._rows import Rows
+from snnk_peft.tasks._table_settings import CLASSES, NUMBERS, TOKENS, TableSettings
+from snnk_peft.tasks._tsv import listed
+
+_MANY = 20  # whole numbers with more values than this are perhaps no classes
+
+
+def of_model(known: TableSettings, model: Mapping[str, Any]) -> TableSettings:
+    """Kind and labels, where they are not given, from a model's config."""
+    if any("ForTokenClassification" in name for name in model.get("architectures") or ()):
+        kind = TOKENS
+    else:
+        kind = NUMBERS if model.get("problem_type") == NUMBERS else CLASSES
+    names = model.get("id2label") or {}
+    labels = [names[key] for key in sorted(names, key=int)] if kind != NUMBERS and len(names) > 1 else None
+    return replace(known, kind=known.kind or kind, labels=known.labels or labels)
+
+
+def completed(known: TableSettings, rows: Rows, notes: list[str]) -> TableSettings:
+    """The settings with kind and labels; `notes` says what was found."""
+    column = f"column {known.label!r} of {rows.source}"
+    values = rows.columns[known.label]
+    kind = known.kind
+    if kind is None:
+        kind, why = _kind(known, rows)
+        notes.append(f"kind is {kind}, because {why} (data.kind)")
+    if kind == NUMBERS or known.labels is not None:
+        return replace(known, kind=kind)
+    if (names := rows.class_names.get(known.label)) is None:
+        found = {name for value in values for name in _names(known.label, value, kind == TOKENS)}
+        whole = all(cell.is_whole(name) for name in found)
+        names = sorted(found, key=lambda name: (int(name), name) if whole else (0, name))
+        if len(names) < 2:
+            raise ConfigError(
+                [*rows.messages([]), f"{column} holds {listed(names) or 'no label'}; expected at least two"]
+            )
+        if kind == CLASSES and whole and len(names) > _MANY:
+            notes.append(
+                f"{column} holds {len(names)} different whole numbers: if they are amounts, set data.kind=regression"
+            )
+    notes.append(f"{len(names)} labels from {column}: {listed(names)} (data.labels)")
+    return replace(known, kind=kind, labels=names)
+
+
+def _names(column: str, value: Any, tokens: bool) -> Iterator[str]:
+    """The names of the classes in a cell; none for what is faulty, which is reported when the rows are loaded."""
+    with suppress(ConfigError):
+        for tag in cell.tags(column, value) if tokens else [value]:
+            with suppress(ConfigError):
+                yield cell.class_name(column, tag)
+
+
+def _kind(known: TableSettings, rows: Rows) -> tuple[str, str]:
+    """The kind that the values speak for, and why."""
+    texts, values = rows.columns[known.text], [value for value in rows.columns[known.label] if not cell.missing(value)]
+    if any(isinstance(value, (list, tuple)) for value in [*texts, *values]):
+        return TOKENS, f"{known.text} and {known.label} hold lists"
+    if known.label not in rows.class_names and known.labels is None:
+        numbers = [value if rows.typed else cell.or_number(value) for value in values]
+        if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in numbers) and any(
+            isinstance(value, float) for value in numbers
+        ):
+            return NUMBERS, f"{known.label} holds numbers with decimals"
+    return CLASSES, f"{known.label} holds " + ("whole numbers" if all(map(cell.is_whole, values)) else "names")
+
+
+def metrics_of(kind: str, labels: Sequence[str] | None) -> list[str]:
+    """What is computed; the default of tokens is the last, otherwise the first."""
+    if kind == NUMBERS or labels is None:
+        return ["pearson", "spearmanr"]
+    if kind == TOKENS:
+        return ["accuracy", "macro_f1", *(["entity_f1"] if is_iob(labels) else [])]
+    return ["accuracy", "macro_f1", "matthews_correlation", *(["f1"] if len(labels) == 2 else [])]
+
+
+def examples(known: TableSettings, rows: Rows) -> list[list[Any]]:
+    """Columns of the texts (or words), of the labels, and of the places of the rows in the table, from 0.
+
+    Raises:
+        ConfigError: every faulty row.
+    """
+    *texts, label = known.columns
+    tokens = known.kind == TOKENS
+    ids = {str(name): index for index, name in enumerate(known.labels or ())}
+
+    def class_id(column: str, value: Any) -> int:
+        return cell.class_id(column, value, rows.class_names.get(column), ids)
+
+    def class_ids(column: str, value: Any) -> list[int]:
+        return [class_id(column, tag) for tag in cell.tags(column, value)]
+
+    readers: list[tuple[str, Callable[[str, Any], Any]]]
+    readers = [(name, cell.words if tokens else cell.text) for name in texts]
+    readers.append((label, cell.number if known.kind == NUMBERS else class_ids if tokens else class_id))
+    columns: list[list[Any]] = [[] for _ in range(len(readers) + 1)]
+    faults: list[tuple[int, str]] = []
+    for at, line in enumerate(rows.numbers):
+        example: list[Any] = []
+        wrong: list[str] = []
+        for name, read in readers:
+            try:
+                example.append(read(name, rows.columns[name][at]))
+            except ConfigError as error:
+                wrong += error.faults
+        if tokens and not wrong and len(example[0]) != len(example[1]):
+            wrong.append(f"{texts[0]} has {len(example[0])} words, {label} {len(example[1])} tags; expected as many")
+        faults += [(line, fault) for fault in wrong]
+        if not wrong:
+            for column, value in zip(columns, [*example, at], strict=True):
+                column.append(value)
+    if rows.faults or faults:
+        raise ConfigError(rows.messages(faults))
+    return columns
