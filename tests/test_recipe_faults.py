@@ -34,6 +34,7 @@ from snnk_peft.tasks import TASKS
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
+import closed_form
 import finetune
 from _lib import checkpoint as checkpoints
 from _lib import models, sweep, training
@@ -334,14 +335,17 @@ def test_examples_longer_than_the_positions_are_refused_before_the_run(
     assert finetune.main(["run.yaml", "data.max_length=16", "train.epochs=1"]) == 0
     assert evaluate.main(["run", "data.max_length=17"]) == 2
     assert "set data.max_length=16" in capsys.readouterr().err
-    closed_form = ["--task", "rte", "--data", "glue", "--model", "bert", "--output", "closed.json"]
-    assert recipe("closed_form").main(closed_form) == 2
-    expected = "--max-length is 128; BertForSequenceClassification has positions for 16 tokens: set --max-length=16 or"
+    settings = str(RECIPES / "configs/closed_form.yaml")
+    given = [settings, "task=rte", "data.dir=glue", "model.name_or_path=bert", "output.dir=closed"]
+    assert closed_form.main(given) == 2
     assert expected in capsys.readouterr().err
     write_task(tmp_path / "glue", "rte", n_train=300, n_dev=10)  # five batches, one of which chooses the ridge
-    assert recipe("closed_form").main([*closed_form, "--max-length=16", "--num-features=8", "--epochs=1"]) == 0
-    rows = json.loads((tmp_path / "closed.json").read_text())["rows"]
-    assert [row["head"] for row in rows] == ["closed form", "AdamW, 1 epochs"]
+    small = ["data.max_length=16", "method.num_features=8", "train.epochs=1"]
+    assert closed_form.main([*given, *small]) == 0
+    report = json.loads((tmp_path / "closed/metrics.json").read_text())
+    assert [row["head"] for row in report["rows"]] == ["closed form", "AdamW, 1 epochs"]
+    assert report["relative_difference_to_sklearn_ridge"] < 1e-3
+    assert report["trainable_parameters"] == 2 * (8 + 1)
 
 
 def test_roberta_counts_its_positions_from_the_padding_token() -> None:

@@ -180,13 +180,13 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return [name for name in found if name != model.base_model_prefix]
 
 
-def check_length(model: PreTrainedModel, max_length: int, setting: str = "data.max_length") -> None:
-    """ConfigError if examples of `max_length` tokens (so says `setting`) are longer than the model has positions."""
+def check_length(model: PreTrainedModel, max_length: int) -> None:
+    """ConfigError if examples of `max_length` tokens are longer than the model has positions."""
     room = positions(model)
     if room is not None and max_length > room:
         raise ConfigError(
-            f"{setting} is {max_length}; {type(model).__name__} has positions for {room} tokens: set "
-            f"{setting}={room} or less (longer examples are cut)"
+            f"data.max_length is {max_length}; {type(model).__name__} has positions for {room} tokens: set "
+            f"data.max_length={room} or less (longer examples are cut)"
         )
 
 

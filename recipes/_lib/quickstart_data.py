@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from snnk_peft.tasks import film_reviews, stdlib_docs
 
@@ -37,6 +38,21 @@ class Corpus:
     train: list[Example]
     test: list[Example]
     new: tuple[Example, ...]
+
+
+class Rows:
+    """Sentences as `Examples` reads them. The library `datasets` is not among what the quickstart installs."""
+
+    column_names = ("sentence1", "label")
+
+    def __init__(self, sentences: Sequence[Example]):
+        self._sentences = sentences
+
+    def __len__(self) -> int:
+        return len(self._sentences)
+
+    def __getitem__(self, column: str) -> list[Any]:
+        return [sentence.text if column == "sentence1" else sentence.label for sentence in self._sentences]
 
 
 def load_corpus(say: Callable[[str], object]) -> Corpus:

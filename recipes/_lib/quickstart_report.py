@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import transformers
 from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
@@ -124,14 +121,3 @@ def draw(rows: Sequence[Row], title: str, unseen: str, batch: str, chance: float
     figure.suptitle(title)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
-
-
-def environment() -> dict[str, str | int]:
-    """What the measured figures depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-    }

@@ -1,23 +1,21 @@
-"""What the quickstart needs around its steps: batches, latency, sizes, and a bundle loaded in a fresh process."""
+"""What the quickstart needs around its steps: latency, sizes, and a bundle loaded in a fresh process."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from _lib.quickstart_data import Example
+from _lib.terminal import bar
 
 CUT = {"truncation": True, "max_length": 64}
 BATCH_SIZE = 32
@@ -32,35 +30,12 @@ print(json.dumps(classify(given["texts"], **given["cut"])))
 """
 
 
-class Batches:
-    """Padded batches of sentences of similar length; with `shuffle` they come in another order on every pass."""
-
-    def __init__(self, sentences: Sequence[Example], tokenizer: Any, shuffle: torch.Generator | None = None):
-        self.tokenizer, self.shuffle = tokenizer, shuffle
-        self.tokens = tokenizer([sentence.text for sentence in sentences], **CUT)["input_ids"]
-        self.labels = [sentence.label for sentence in sentences]
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.labels) / BATCH_SIZE)
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        order = list(range(len(self.labels)))
-        if self.shuffle is not None:
-            order = torch.randperm(len(order), generator=self.shuffle).tolist()
-        pools = [order[i : i + 8 * BATCH_SIZE] for i in range(0, len(order), 8 * BATCH_SIZE)]
-        order = [i for pool in pools for i in sorted(pool, key=lambda j: len(self.tokens[j]))]
-        for start in range(0, len(order), BATCH_SIZE):
-            chosen = order[start : start + BATCH_SIZE]
-            batch = self.tokenizer.pad({"input_ids": [self.tokens[i] for i in chosen]}, return_tensors="pt")
-            yield {**batch, "labels": torch.tensor([self.labels[i] for i in chosen])}
-
-
 @torch.no_grad()
-def quicker_precision(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.dtype:
-    """float32, or bfloat16 where this processor computes in it faster: twice as fast on some, far slower on others."""
+def quicker_precision(model: nn.Module, batch: dict[str, torch.Tensor]) -> str:
+    """Setting train.mixed_precision: bf16 is twice as fast as no (float32) on some processors, far slower on others."""
     seconds = {}
-    for precision in (torch.float32, torch.bfloat16):
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+    for precision in ("no", "bf16"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             model(**batch)  # the first pass only warms up
             start = time.perf_counter()
             model(**batch)
@@ -69,22 +44,19 @@ def quicker_precision(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch
 
 
 @torch.no_grad()
-def latencies(
-    models: Sequence[nn.Module], shape: tuple[int, int], repetitions: int, tick: Callable[[], None]
-) -> list[float]:
+def latencies(models: Sequence[nn.Module], shape: tuple[int, int], repetitions: int) -> list[float]:
     """Median milliseconds of one batch of `shape` (batch, tokens) for each model.
 
     The models take turns, so a busy moment of the machine hits all of them.
     """
     ids = torch.randint(1000, 30000, shape, generator=torch.Generator().manual_seed(0))
     seconds: list[list[float]] = [[] for _ in models]
-    for repetition in range(repetitions + 1):
+    for repetition in bar(range(repetitions + 1), "latency"):
         for model, times in zip(models, seconds, strict=True):
             start = time.perf_counter()
             model(input_ids=ids, attention_mask=torch.ones_like(ids))
             if repetition:  # the first pass only warms up
                 times.append(time.perf_counter() - start)
-            tick()
     return [1000 * statistics.median(times) for times in seconds]
 
 

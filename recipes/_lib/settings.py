@@ -163,12 +163,12 @@ class TrainSection(StepSettings):
     schedule: str = setting(
         "constant_with_warmup", "the rate after warm-up", choices=("constant_with_warmup", "linear")
     )
-    eval_every: int | str = setting("epoch", "'epoch', or a number of optimizer steps", low=1)
+    eval_every: int | str = setting("epoch", "'epoch', 'end', or a number of optimizer steps", low=1)
 
     def check(self) -> list[str]:
         """Values that depend on each other or on the machine."""
-        if isinstance(self.eval_every, str) and self.eval_every != "epoch":
-            return [f"eval_every is {self.eval_every!r}; expected 'epoch' or a number of steps"]
+        if isinstance(self.eval_every, str) and self.eval_every not in ("epoch", "end"):
+            return [f"eval_every is {self.eval_every!r}; expected 'epoch', 'end' or a number of steps"]
         return []
 
 
