@@ -150,7 +150,7 @@ def own_options(kind: str, name: str) -> dict[str, Option]:
     """The parameters of a member that a config can give."""
     cls = (COMPONENTS if kind == "component" else PROJECTIONS)[name]
     taken = () if kind == "component" else (*SHARED_ARGUMENTS, *cls.layer_arguments)
-    return {option: known for option, known in options_of(cls).items() if option not in taken}
+    return {parameter: known for parameter, known in options_of(cls).items() if parameter not in taken}
 
 
 def partner(kind: str, name: str) -> dict[str, str]:
@@ -186,16 +186,16 @@ def test_all_wrong_values_are_refused_before_anything_is_built(
     if not options:
         pytest.skip("no parameters")
     sizes = () if kind == "component" else (6, 12)
-    pair, given = partner(kind, name), {option: {1, 2} for option in options}
+    pair, given = partner(kind, name), {parameter: {1, 2} for parameter in options}
     with pytest.raises(ConfigError) as caught:
         registry[name](*sizes, **given)
-    for option, known in options.items():
-        assert any(f.endswith(f" {option} is {{1, 2}}; expected {known.expected()}") for f in caught.value.faults)
+    for parameter, known in options.items():
+        assert any(f.endswith(f" {parameter} is {{1, 2}}; expected {known.expected()}") for f in caught.value.faults)
     for cls in (COMPONENTS[pair["component"]], PROJECTIONS[pair["projection"]]):
         monkeypatch.setattr(cls, "__init__", lambda *_, **__: pytest.fail("built"))
-    known = {"projection_params" if kind == "projection" else "component_params": given}
-    faults = FeatureMapSpec(**pair, num_features=12, **known).faults("there")
-    wanted = {f"there: {name} {option} is {{1, 2}}; expected {known.expected()}" for option, known in options.items()}
+    params = {f"{kind}_params": given}
+    faults = FeatureMapSpec(**pair, num_features=12, **params).faults("there")
+    wanted = {f"there: {name} {key} is {{1, 2}}; expected {known.expected()}" for key, known in options.items()}
     assert set(faults) == wanted
 
 
