@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from _lib.config import setting
+from _lib.config import option
 from _lib.experiment import Data, Finished
 from _lib.launch import launch
 from _lib.settings import FinetuneConfig
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 class HeadSection:
     """The features that the head reads."""
 
-    component: str = setting("cos", "component function of the features")
-    num_features: int = setting(512, "rows of W", low=1)
+    component: str = option("cos", "component function of the features")
+    num_features: int = option(512, "rows of W", low=1)
 
 
 @dataclass
 class HeadOutput:
     """Where the run folder goes."""
 
-    dir: str = setting(MISSING, "the run folder")
-    tensorboard: bool = setting(False, "write TensorBoard events to tensorboard/")
+    dir: str = option(MISSING, "the run folder")
+    tensorboard: bool = option(False, "write TensorBoard events to tensorboard/")
 
 
 @dataclass

@@ -25,7 +25,7 @@ from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _lib.config import setting
+from _lib.config import option
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import Request, perform, resume_command
 from _lib.settings import StepSettings
@@ -43,33 +43,33 @@ HELD_OUT = 64  # windows that the loss is measured on
 class TextSection:
     """What is read."""
 
-    train_file: str | None = setting(None, "UTF-8 text; null: docstrings of the standard library")
+    train_file: str | None = option(None, "UTF-8 text; null: docstrings of the standard library")
 
 
 @dataclass
 class AttentionSection:
     """What replaces softmax."""
 
-    component: str = setting("posrf", "component function of the feature map")
-    projection: str = setting("orf", "its weight matrix")
-    num_features: int = setting(64, "rows of it", low=1)
-    near_field: int | None = setting(None, "width of an exact softmax band beside it")
+    component: str = option("posrf", "component function of the feature map")
+    projection: str = option("orf", "its weight matrix")
+    num_features: int = option(64, "rows of it", low=1)
+    near_field: int | None = option(None, "width of an exact softmax band beside it")
 
 
 @dataclass
 class LanguageTrain(StepSettings):
     """The optimisation."""
 
-    steps: int = setting(400, "optimizer steps of 16 × 256 bytes", low=1)
+    steps: int = option(400, "optimizer steps of 16 × 256 bytes", low=1)
 
 
 @dataclass
 class LanguageOutput:
     """Where the run folder goes and what the model is asked for."""
 
-    dir: str = setting(MISSING, "the run folder")
-    prompt: str = setting("Return the ", "what the sample starts with")
-    tensorboard: bool = setting(False, "write TensorBoard events to tensorboard/")
+    dir: str = option(MISSING, "the run folder")
+    prompt: str = option("Return the ", "what the sample starts with")
+    tensorboard: bool = option(False, "write TensorBoard events to tensorboard/")
 
 
 @dataclass
@@ -77,7 +77,7 @@ class TinyLlamaConfig:
     """The settings of a run, as its folder keeps them; on the command line they are options."""
 
     output: LanguageOutput
-    task: str = setting("language", "the kind of run", choices=("language",))
+    task: str = option("language", "the kind of run", choices=("language",))
     data: TextSection = field(default_factory=TextSection)
     attention: AttentionSection = field(default_factory=AttentionSection)
     train: LanguageTrain = field(default_factory=LanguageTrain)

@@ -1,104 +1,235 @@
-"""Options, declared once: default, type, range, choices and help in one place, for every dataclass of settings.
+"""Options, declared once: default, type, range, choices and help in one place, and one check for all of them.
+
+A field of a dataclass (parts, settings of recipes), or an argument of a constructor (components, projections):
 
     scale: float = option(1.0, "factor on the input", above=0)
+    def __init__(self, scale: Annotated[float, Option("factor on the input", above=0)] = 1.0): ...
 
-`option_faults` checks all of a dataclass and collects what is wrong; `documented` writes the help into its docstring.
+The type is the annotation's. `value_faults` checks all values and collects what is wrong; `documented` writes the help
+into the docstring. Nothing else of the package is imported here: `--help` of a recipe reads this file without torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import inspect
+import operator
+import re
 import textwrap
+import types
 import typing
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
-from snnk_peft.registry import did_you_mean
+OPTION_KEY = "snnk_option"
+AnyClass = TypeVar("AnyClass", bound=type)
+# What values of a type are called, in Python and in YAML.
+TYPE_WORDS: dict[Any, tuple[str, str]] = {
+    bool: ("True or False", "true or false"),
+    int: ("an integer", "an integer"),
+    float: ("a number", "a number"),
+    str: ("a string", "a string"),
+    list: ("a list", "a list"),
+    Sequence: ("a list", "a list"),
+    dict: ("a dict of arguments", "a section with keys"),
+    Mapping: ("a dict of arguments", "a section with keys"),
+    Callable: ("a function", "a function"),
+}
+LIMITS = {
+    "above": (">", operator.gt),
+    "low": (">=", operator.ge),
+    "below": ("<", operator.lt),
+    "high": ("<=", operator.le),
+}
 
-KEY = "snnk_option"
-Settings = TypeVar("Settings", bound=type)
+
+def closest(given: object, valid: Iterable[str]) -> str | None:
+    """The valid name that `given` was probably meant to be."""
+    return next(iter(difflib.get_close_matches(str(given).lower(), list(valid), n=1, cutoff=0.5)), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What is known about one field.
+    """What is known about one value.
 
     Args:
         help: one sentence or two.
-        kind: bool, int, float, str, list or dict; None leaves the type to other checks.
-        optional: whether None is a value.
-        choices: the values of a string.
+        choices: the only values of their type.
         low: the least number.
+        high: the greatest number.
         above: a number that the value must exceed.
+        below: a number that the value must stay below.
+        checked: False leaves the value to a check of its own.
+        type: filled in by `options_of`: the annotation.
     """
 
     help: str
-    kind: type | None = None
-    optional: bool = False
-    choices: tuple[str, ...] = ()
+    choices: tuple[Any, ...] = ()
     low: float | None = None
+    high: float | None = None
     above: float | None = None
+    below: float | None = None
+    checked: bool = True
+    type: Any = Any
 
-    def fault(self, where: str, name: str, value: Any) -> str | None:
-        """A message about a value that does not fit, or None."""
-        if value is None and self.optional:
+    def fault(self, where: str, value: Any, yaml: bool = False) -> str | None:
+        """A message about a value that does not fit, or None.
+
+        Args:
+            where: what the value is called.
+            value: of any type.
+            yaml: whether the reader writes YAML (null, true).
+        """
+        if not self.checked or self._fits(value):
             return None
-        if self.choices:
-            return None if value in self.choices else f"{where}: {did_you_mean(name, value, list(self.choices))}"
-        if self.kind is None or self._fits(value):
-            return None
-        return f"{where} is {value!r}; expected {self.expected()}"
+        close = closest(value, [choice for choice in self.choices if isinstance(choice, str)])
+        hint = f". Did you mean {close!r}?" if close else ""
+        return f"{where} is {repr(value)[:100]}; expected {self.expected(yaml)}{hint}"
+
+    def kinds(self) -> tuple[Any, ...]:
+        """The types of the annotation, those of a union one by one."""
+        union = typing.get_origin(self.type) in (typing.Union, types.UnionType)
+        return typing.get_args(self.type) if union else (self.type,)
 
     def _fits(self, value: Any) -> bool:
-        if self.kind in (int, float):
-            number = isinstance(value, int if self.kind is int else (int, float)) and not isinstance(value, bool)
-            return number and (self.low is None or value >= self.low) and (self.above is None or value > self.above)
-        wanted = {list: (list, tuple), dict: Mapping}.get(typing.cast(Any, self.kind), self.kind)
-        return isinstance(value, wanted)  # type: ignore[arg-type]
+        # 1 == True, but 1 is no answer to a yes-or-no question.
+        if any(
+            isinstance(value, bool) == isinstance(choice, bool)
+            and isinstance(value, (str, int, float))
+            and value == choice
+            for choice in self.choices
+        ):
+            return True
+        if not any(fits_type(value, kind) for kind in self._free_kinds()):
+            return False
+        # NaN, which compares false with everything, is refused by every limit.
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return not number or all(holds(value, limit) for _, holds, limit in self._limits())
 
-    def expected(self) -> str:
+    def _free_kinds(self) -> list[Any]:
+        """The types of which any value in range will do: not those of the choices."""
+        return [kind for kind in self.kinds() if kind not in {type(choice) for choice in self.choices}]
+
+    def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
+        return [(*known, getattr(self, name)) for name, known in LIMITS.items() if getattr(self, name) is not None]
+
+    def expected(self, yaml: bool = False) -> str:
         """What fits, in words."""
-        names: dict[Any, str] = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
-        text = {**names, list: "a list", dict: "a dict of arguments"}[self.kind]
-        text += f" >= {self.low:g}" if self.low is not None else ""
-        text += f" > {self.above:g}" if self.above is not None else ""
-        return f"{text}, or None" if self.optional else text
+        limits = " and ".join(f"{sign} {limit:.10g}" for sign, _, limit in self._limits())
+        words = [repr(choice) for choice in self.choices]
+        for kind in self._free_kinds():
+            if kind is not type(None):
+                word = TYPE_WORDS.get(typing.get_origin(kind) or kind, (str(kind),) * 2)[yaml]
+                words.append(f"{word} {limits}" if limits and kind in (int, float) else word)
+        words = list(dict.fromkeys(words))
+        text = " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+        return text + (f", or {'null' if yaml else 'None'}" if type(None) in self.kinds() else "")
+
+
+def fits_type(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotated type; of one that nothing is known about, everything is."""
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin in (int, float):
+        return isinstance(value, int if origin is int else (int, float)) and not isinstance(value, bool)
+    if origin in (list, Sequence):
+        return isinstance(value, (list, tuple)) and all(fits_type(item, kind) for item in value for kind in inner[:1])
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    return not isinstance(origin, type) or isinstance(value, origin)
 
 
 def option(default: Any, help: str, **known: Any) -> Any:
-    """A dataclass field; the type follows from a default that is not None.
+    """A dataclass field.
 
     Args:
-        default: the value, or for lists and dicts the class, `list` or `dict`.
+        default: the value; for lists and dicts the class, `list` or `dict`; `dataclasses.MISSING` for none.
         help: what it does.
         **known: further fields of `Option`.
     """
-    made = isinstance(default, type)
-    kind = known.pop("kind", default if made else None if default is None else type(default))
-    metadata = {KEY: Option(help, kind=kind, optional=known.pop("optional", default is None), **known)}
-    given: dict[str, Any] = {"default_factory": default} if made else {"default": default}
-    return dataclasses.field(**given, metadata=metadata)
+    given: dict[str, Any] = {"default_factory": default} if isinstance(default, type) else {"default": default}
+    return dataclasses.field(**given, metadata={OPTION_KEY: Option(help, **known)})
 
 
+@functools.cache
 def options_of(cls: Any) -> dict[str, Option]:
-    """The options of a dataclass, or of an instance, by name."""
-    return {field.name: field.metadata[KEY] for field in dataclasses.fields(cls) if KEY in field.metadata}
+    """The options by name: the fields of a dataclass, or the arguments of a class or function."""
+    if dataclasses.is_dataclass(cls):
+        hints = typing.get_type_hints(cls)
+        known = {field.name: field.metadata.get(OPTION_KEY) for field in dataclasses.fields(cls)}
+    elif isinstance(cls, type):
+        merged: dict[str, Option] = {}
+        for base in reversed(cls.__mro__):
+            own = options_of(vars(base)["__init__"]) if "__init__" in vars(base) else {}
+            merged |= {name: known for name, known in own.items() if known.help or name not in merged}
+        return merged
+    else:
+        hints, known = {}, {}
+        annotations = typing.get_type_hints(cls, include_extras=True)
+        for name, argument in inspect.signature(cls).parameters.items():
+            if name == "self" or argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
+                continue
+            hint = annotations.get(name, Any)
+            hints[name] = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+            marks = getattr(hint, "__metadata__", ())
+            known[name] = next((mark for mark in marks if isinstance(mark, Option)), Option("", checked=False))
+    return {name: dataclasses.replace(found, type=hints[name]) for name, found in known.items() if found is not None}
 
 
-def option_faults(where: str, settings: Any) -> list[str]:
-    """Messages about every value that does not fit its option, each starting with the path of the field."""
-    found = (
-        known.fault(f"{where}.{name}", name, getattr(settings, name)) for name, known in options_of(settings).items()
-    )
+def value_faults(where: str, options: Mapping[str, Option], values: Mapping[str, Any]) -> list[str]:
+    """Messages about every value that does not fit its option.
+
+    Args:
+        where: what stands before each name, as "adapter." or "orf ".
+        options: what is known, by name.
+        values: the values by name; what is not among the options is not looked at.
+    """
+    found = (options[name].fault(where + name, value) for name, value in values.items() if name in options)
     return [fault for fault in found if fault is not None]
 
 
-def documented(cls: Settings) -> Settings:
-    """Put the options of a dataclass into its docstring, as its arguments."""
-    lines = ["Args:"]
-    for name, known in options_of(cls).items():
-        lines += textwrap.wrap(f"{name}: {known.help}", 115, initial_indent="    ", subsequent_indent="        ")
-    text, mark, rest = inspect.cleandoc(cls.__doc__ or "").partition("\n\nExample:")
-    cls.__doc__ = "\n".join([text, "", *lines]) + (mark + rest if mark else "") + "\n"
+def option_faults(where: str, settings: Any) -> list[str]:
+    """The same for the fields of a dataclass."""
+    cls: Any = type(settings)
+    return value_faults(where, options_of(cls), vars(settings))
+
+
+def argument_faults(
+    where: str, cls: type, given: Mapping[str, Any], kind: str = "", reserved: Sequence[str] = ()
+) -> list[str]:
+    """Messages for keyword arguments that a class does not take, and for values that do not fit.
+
+    Args:
+        where: the name under which the class is known.
+        cls: the class.
+        given: the arguments.
+        kind: what such a class is called.
+        reserved: arguments that may not be given.
+    """
+    options = {name: known for name, known in options_of(cls).items() if name not in reserved}
+    found = []
+    for name in given:
+        if name not in options:
+            close = closest(name, options)
+            hint = f". Did you mean {close!r}?" if close else ""
+            valid = ", ".join(sorted(options)) or "none"
+            found.append(f"{kind} {where!r} parameter {name!r} is unknown; valid: {valid}{hint}".lstrip())
+    return found + value_faults(f"{where} ", options, given)
+
+
+def documented(cls: AnyClass) -> AnyClass:
+    """Put the options of a dataclass, or of the constructor, into the docstring, before other arguments named there."""
+    lines, declaring = [], typing.cast(Any, cls)
+    for name, known in options_of(cls if dataclasses.is_dataclass(cls) else declaring.__init__).items():
+        if known.help:
+            lines += textwrap.wrap(f"{name}: {known.help}", 115, initial_indent="    ", subsequent_indent="        ")
+    text, *rest = re.split(
+        r"\n\n(?=(?:Args|Attributes|Raises|Example):\n)", inspect.cleandoc(cls.__doc__ or ""), maxsplit=1
+    )
+    others, sections = "", "".join(f"\n\n{section}" for section in rest)
+    if sections.startswith("\n\nArgs:\n"):
+        others, sections = sections.removeprefix("\n\nArgs:"), ""
+    if lines:
+        cls.__doc__ = "\n".join([text, "", "Args:", *lines]) + others + sections + "\n"
     return cls

@@ -6,21 +6,21 @@ happens on first use, so importing the package stays cheap.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.options import closest
 
 T = TypeVar("T")
 
 
 def did_you_mean(kind: str, given: object, valid: list[str]) -> str:
     """The text "unknown KIND 'GIVEN'; did you mean 'X'? Available: ..."."""
-    close = difflib.get_close_matches(str(given).lower(), valid, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
+    close = closest(given, valid)
+    hint = f"; did you mean {close!r}?" if close else "."
     return f"unknown {kind} {given!r}{hint} Available: {', '.join(valid)}"
 
 

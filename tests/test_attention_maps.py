@@ -573,7 +573,7 @@ def test_the_default_number_of_features_fits_the_projection(fields, rows):
         ),
         ({"sum_of": [{"projection": "landmark"}]}, [r"attention.sum_of\[0\].projection is 'landmark'"]),
         ({"sum_of": [{"separate_maps": True}]}, [r"attention.sum_of\[0\].separate_maps is True"]),
-        ({"projection_params": {"bias": 2}, "projection": "free"}, ["free bias is 2; expected False or True"]),
+        ({"projection_params": {"bias": 2}, "projection": "free"}, ["free bias is 2; expected True or False"]),
     ],
 )
 def test_errors_name_what_is_wrong(fields, messages):

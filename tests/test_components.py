@@ -418,14 +418,14 @@ def test_taylor_limits():
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("gerf", {"A": 0.125}, "below 0.125"),
+        ("gerf", {"A": 0.125}, "< 0.125"),
         ("gerf", {"s": 2}, "expected 1 or -1"),
-        ("saderf", {"A": 0.2}, "below 0.125"),
-        ("posrf", {"kernel": "sofmax"}, "softmax, gaussian"),
-        ("trigrf", {"form": "sin"}, "cos_sin, phase"),
+        ("saderf", {"A": 0.2}, "< 0.125"),
+        ("posrf", {"kernel": "sofmax"}, "expected 'softmax' or 'gaussian'. Did you mean 'softmax'"),
+        ("trigrf", {"form": "sin"}, "'cos_sin' or 'phase'"),
         ("trigrf", {"kernel": "matern"}, "matern12"),
-        ("derf", {"mode": "both"}, "symmetric, asymmetric"),
-        ("hrf", {"mode": "x", "directions": 0}, "angular, learned"),
+        ("derf", {"mode": "both"}, "'symmetric' or 'asymmetric'"),
+        ("hrf", {"mode": "x", "directions": 0}, "'angular' or 'learned'"),
     ],
 )
 def test_bad_parameters(name, params, message):

@@ -79,7 +79,7 @@ def refused(model: nn.Module, config: SNNKConfig, error: type[Exception]) -> str
         ("component_params", {"ordre": 1}, "parameter 'ordre' is unknown"),
         ("projection_params", {"norm": "chi"}, "parameter 'norm' is unknown"),
         ("projection_params", {"seed": 3}, "parameter 'seed' is unknown"),
-        ("init", "nystroem", "unknown init 'nystroem'"),
+        ("init", "nystroem", "init is 'nystroem'; expected '"),
         ("component_params", None, "component_params is None; expected a dict"),
         ("projection_params", "norms", "projection_params is 'norms'; expected a dict"),
         ("layers", "middle-2", "layers is 'middle-2'"),
@@ -101,7 +101,7 @@ def test_bad_fields(name, field, value, message):
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"placement": "hulsby"}, "adapter.placement: unknown placement 'hulsby'; did you mean 'houlsby'?"),
+        ({"placement": "hulsby"}, "adapter.placement is 'hulsby'; expected 'houlsby', .* Did you mean 'houlsby'?"),
         ({"projection": "landmark"}, "an adapter replaces no pretrained weight"),
         ({"scaling": 0}, "adapter.scaling is 0"),
         ({"scaling": "1"}, "adapter.scaling is '1'"),
@@ -235,13 +235,14 @@ def test_an_activation_that_is_no_module():
 
 
 def test_parameters_that_a_member_refuses():
+    """What several values decide together shows when the model is patched."""
+    series = {"component": "taylor", "projection": "rademacher", "component_params": {"series": [1.0], "degree": 3}}
     config = SNNKConfig(
-        adapter={"component": "arccos", "component_params": {"order": 1}},
-        pooler={"component": "arccos", "component_params": {"order": 7}},
+        adapter={"component": "arccos", "component_params": {"order": 1}}, pooler=series | {"init": "random"}
     )
-    assert "arccos order is 7" in refused(bert(), config, ConfigError)
-    config = SNNKConfig(adapter={}, pooler={"projection_params": {"norms": "x"}})
-    assert "orf norms is 'x'" in refused(bert(), config, ConfigError)
+    assert "taylor degree is 3 but only 1 coefficients" in refused(bert(), config, ConfigError)
+    config = SNNKConfig(adapter={}, pooler={"projection_params": {"redraw_every": 5}}, save_projection=False)
+    assert "redraw_every=5 with save_projection=False" in refused(bert(), config, ConfigError)
 
 
 def test_broken_weights_are_refused_before_anything_changes():

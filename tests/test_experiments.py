@@ -34,7 +34,7 @@ import tiny_llama
 import train_lra
 from _lib import lra_model, training
 from _lib.checkpoint import list_checkpoints
-from _lib.config import setting
+from _lib.config import option
 from _lib.data import ExampleSet
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import launch
@@ -88,24 +88,24 @@ class Mixture(torch.nn.Module):
 
 @dataclass
 class PointsData:
-    count: int = setting(64, "points", low=2)
+    count: int = option(64, "points", low=2)
 
 
 @dataclass
 class PointsTrain(StepSettings):
-    steps: int = setting(24, "optimizer steps", low=1)
+    steps: int = option(24, "optimizer steps", low=1)
 
 
 @dataclass
 class PointsOutput:
-    dir: str = setting(MISSING, "the run folder")
-    tensorboard: bool = setting(False, "event files")
+    dir: str = option(MISSING, "the run folder")
+    tensorboard: bool = option(False, "event files")
 
 
 @dataclass
 class PointsConfig:
     output: PointsOutput
-    task: str = setting("points", "what is learned")
+    task: str = option("points", "what is learned")
     data: PointsData = field(default_factory=PointsData)
     train: PointsTrain = field(default_factory=PointsTrain)
 

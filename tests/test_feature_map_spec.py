@@ -47,7 +47,7 @@ def test_every_fault_is_found_at_once():
         "num_features is 0; expected an integer >= 1",
         "dim is True; expected an integer >= 1",
         "seed is -1; expected an integer >= 0",
-        "site is None; expected the name of a place",
+        "site is None; expected a string",
         "save is 'yes'; expected True or False",
     ):
         assert sum(fault.startswith(text) for fault in found) == 1

@@ -15,9 +15,8 @@ PACKAGE = "snnk_peft"
 
 # From the bottom up; a unit imports from units below its own line. Some units are files, some folders.
 LAYERS: list[set[str]] = [
-    {"errors"},
+    {"errors", "options"},
     {"registry", "digests"},
-    {"options"},
     {"model_card"},  # text from plain data
     {"functional"},
     {"projections"},

@@ -539,7 +539,7 @@ def test_settings_that_contradict_each_other(here: Path, capsys: pytest.CaptureF
     assert train("data.train_file=x.csv", "data.kind=clasification") == 2
     assert "data.kind: unknown kind 'clasification'; did you mean 'classification'?" in capsys.readouterr().err
     assert train("data.train_file=x.csv", "data.hold_out=0") == 2
-    assert "data.hold_out is 0.0; expected more than 0" in capsys.readouterr().err
+    assert "data.hold_out is 0.0; expected a number > 0 and <= 0.9, or null" in capsys.readouterr().err
     assert train("data.train_file=x.csv", "data.dir=glue") == 2
     assert "data.dir is glue, but a table is given as data.train_file" in capsys.readouterr().err
     assert train("data.train_file=x.csv", "task=rte") == 2

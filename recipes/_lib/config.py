@@ -1,8 +1,8 @@
 """Strict settings: a YAML file plus `section.key=value` overrides become nested dataclasses, or one ConfigError.
 
-A section is a dataclass whose fields are made with `setting(default, help, ...)`. Unknown keys, wrong types and values
-out of range are collected over the whole file and reported together, each with the closest valid name. A section may
-define `check() -> list[str]` for faults that involve several of its values.
+A section is a dataclass whose fields are made with `option(default, help, ...)` of snnk_peft/options.py, which also
+checks the values. All faults are collected over the whole file and reported together, unknown keys with the closest
+valid name. A section may define `check() -> list[str]` for faults that involve several of its values.
 
 The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
 """
@@ -11,46 +11,32 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import re
-import types
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
+
+if TYPE_CHECKING:
+    from snnk_peft.options import Option, option, options_of
+else:
+    # That file alone: the package around it imports torch. Whoever imports the package later gets the same module.
+    if "snnk_peft.options" not in sys.modules:
+        _folder = Path(importlib.util.find_spec("snnk_peft").origin).parent
+        _spec = importlib.util.spec_from_file_location("snnk_peft.options", _folder / "options.py")
+        sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+        _spec.loader.exec_module(sys.modules[_spec.name])
+    _options = sys.modules["snnk_peft.options"]
+    Option, option, options_of = _options.Option, _options.option, _options.options_of
 
 Section = TypeVar("Section")
 # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3); people write 1e-3.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _REQUIRED = dataclasses.MISSING
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    choices: Sequence[Any] | None = None,
-) -> Any:
-    """A dataclass field with its explanation and limits.
-
-    Args:
-        default: the value when the file says nothing; `dataclasses.MISSING` makes the key required.
-        help: one line for `--help`.
-        low: smallest number allowed.
-        high: largest number allowed.
-        above: numbers must be greater than this.
-        choices: the only values allowed.
-    """
-    metadata = {"help": help, "low": low, "high": high, "above": above, "choices": choices}
-    if isinstance(default, (dict, list)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
-    if default is _REQUIRED:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 def load_config(
@@ -115,7 +101,7 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def describe(cls: type[Any], prefix: str = "") -> list[str]:
     """One line per setting, for `--help`: name, default, explanation."""
     lines: list[str] = []
-    hints = typing.get_type_hints(cls)
+    hints, options = typing.get_type_hints(cls), options_of(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
             lines += describe(typing.cast("type[Any]", hints[field.name]), f"{prefix}{field.name}.")
@@ -124,9 +110,9 @@ def describe(cls: type[Any], prefix: str = "") -> list[str]:
             default = repr(field.default_factory())
         else:
             default = "required" if field.default is _REQUIRED else repr(field.default)
-        choices = field.metadata["choices"]
-        extra = f" One of: {', '.join(map(str, choices))}." if choices else ""
-        lines.append(f"  {prefix}{field.name} ({default}): {field.metadata['help']}{extra}")
+        known = options[field.name]
+        extra = f" One of: {', '.join(map(str, known.choices))}." if known.choices else ""
+        lines.append(f"  {prefix}{field.name} ({default}): {known.help}{extra}")
     return lines
 
 
@@ -139,7 +125,7 @@ def build(cls: type[Section], given: Any, faults: list[str], path: str = "") -> 
         faults.append(f"{where}: expected a section with keys, got {given!r}")
         return None
     before = len(faults)
-    hints = typing.get_type_hints(cls)
+    hints, options = typing.get_type_hints(cls), options_of(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in given:
         if key not in fields:
@@ -153,9 +139,11 @@ def build(cls: type[Section], given: Any, faults: list[str], path: str = "") -> 
                 typing.cast("type[Any]", hint), {} if section is None else section, faults, f"{path}{name}."
             )
         elif name in given:
-            values[name] = _checked(given[name], hint, field.metadata, f"{path}{name}", faults)
+            values[name] = _number(given[name], options[name])
+            fault = options[name].fault(f"{path}{name}", values[name], yaml=True)
+            faults += [fault] if fault else []
         elif field.default is _REQUIRED and field.default_factory is _REQUIRED:
-            faults.append(f"{path}{name} is missing: {field.metadata['help']}")
+            faults.append(f"{path}{name} is missing: {options[name].help}")
     if len(faults) > before:
         return None
     section = cls(**values)
@@ -189,55 +177,9 @@ def _apply(given: dict[str, Any], override: str, faults: list[str]) -> None:
     target[keys[-1]] = value
 
 
-def _checked(value: Any, hint: Any, limits: Mapping[str, Any], name: str, faults: list[str]) -> Any:
-    """`value` converted to `hint` if it fits type and limits; otherwise a fault."""
-    from snnk_peft.registry import did_you_mean
-
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
-    if float in allowed and isinstance(value, str) and _NUMBER.fullmatch(value):
-        value = float(value)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool) and int not in allowed:
-        value = float(value)
-    if not any(_fits(value, option) for option in allowed):
-        expected = " or ".join(_type_name(option) for option in allowed)
-        faults.append(f"{name} is {value!r}; expected {expected}")
-        return value
-    if limits["choices"] is not None and value not in limits["choices"]:
-        faults.append(f"{name}: {did_you_mean('value', value, [str(choice) for choice in limits['choices']])}")
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        low, high, above = limits["low"], limits["high"], limits["above"]
-        # Written so that NaN, which compares false with everything, is refused too.
-        if low is not None and not value >= low:
-            faults.append(f"{name} is {value}; expected at least {low}")
-        elif above is not None and not value > above:
-            faults.append(f"{name} is {value}; expected more than {above}")
-        elif high is not None and not value <= high:
-            faults.append(f"{name} is {value}; expected at most {high}")
-    return value
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) is typing.Union
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin = typing.get_origin(hint) or hint
-    if origin in (int, float) and isinstance(value, bool):
-        return False
-    if not isinstance(value, origin):
-        return False
-    if origin is list:
-        (inner,) = typing.get_args(hint)
-        return all(_fits(item, inner) for item in value)
-    if origin is dict:
-        return all(isinstance(key, str) for key in value)
-    return True
-
-
-def _type_name(hint: Any) -> str:
-    if hint is type(None):
-        return "null"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a section with keys"}
-    if typing.get_origin(hint) is list:
-        return "a list"
-    return names.get(typing.get_origin(hint) or hint, str(hint))
+def _number(value: Any, known: Option) -> Any:
+    """`value` as a float where only that is wanted and it is one, in whatever form it was written."""
+    kinds = known.kinds()
+    written = isinstance(value, str) and _NUMBER.fullmatch(value)
+    whole = isinstance(value, int) and not isinstance(value, bool) and int not in kinds
+    return float(value) if float in kinds and (written or whole) else value

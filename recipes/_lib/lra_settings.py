@@ -3,7 +3,7 @@
 The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
 """
 
-# `setting` returns a dataclasses.field, which is what a dataclass default may be.
+# `option` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from _lib.config import setting
+from _lib.config import option
 from _lib.settings import StepSettings, modality_fault
 
 if TYPE_CHECKING:
@@ -24,33 +24,33 @@ SOFTMAX = "softmax"
 class LongRangeData:
     """What is read, and how much of it."""
 
-    dir: str | None = setting(None, "folder with the official files; null generates the data (listops only)")
-    max_length: int | None = setting(None, "tokens per document, longer ones are cut; null: the task's own", low=4)
-    max_train_samples: int | None = setting(None, "train on a subset drawn with train.seed", low=1)
-    max_validation_samples: int | None = setting(None, "choose the checkpoint on a fixed random subset", low=1)
-    max_test_samples: int | None = setting(None, "report accuracy on a fixed random subset", low=1)
+    dir: str | None = option(None, "folder with the official files; null generates the data (listops only)")
+    max_length: int | None = option(None, "tokens per document, longer ones are cut; null: the task's own", low=4)
+    max_train_samples: int | None = option(None, "train on a subset drawn with train.seed", low=1)
+    max_validation_samples: int | None = option(None, "choose the checkpoint on a fixed random subset", low=1)
+    max_test_samples: int | None = option(None, "report accuracy on a fixed random subset", low=1)
 
 
 @dataclass
 class LongRangeModel:
     """The encoder, made from scratch. The sizes are those of Spectraformer, Table 5."""
 
-    dim: int = setting(64, "width of the residual stream", low=1)
-    hidden_dim: int = setting(128, "width of the feed-forward blocks and of the head's hidden layer", low=1)
-    heads: int = setting(2, "attention heads; must divide dim", low=1)
-    layers: int = setting(2, "encoder layers", low=1)
-    dropout: float = setting(0.1, "on embeddings, blocks and the pooled vector", low=0, high=0.9)
-    attention_dropout: float = setting(
+    dim: int = option(64, "width of the residual stream", low=1)
+    hidden_dim: int = option(128, "width of the feed-forward blocks and of the head's hidden layer", low=1)
+    heads: int = option(2, "attention heads; must divide dim", low=1)
+    layers: int = option(2, "encoder layers", low=1)
+    dropout: float = option(0.1, "on embeddings, blocks and the pooled vector", low=0, high=0.9)
+    attention_dropout: float = option(
         0.1,
         "on softmax weights (linear attention has none); on a CPU anything above 0 keeps torch from its fused kernel, "
         "and memory grows with the square of the length",
         low=0,
         high=0.9,
     )
-    pooling: str = setting(
+    pooling: str = option(
         "mean", "over unpadded tokens, or the output at a token put in front", choices=("mean", "cls")
     )
-    positions: str = setting("learned", "position embedding", choices=("learned", "sinusoidal"))
+    positions: str = option("learned", "position embedding", choices=("learned", "sinusoidal"))
 
     def check(self) -> list[str]:
         """Heads of equal width."""
@@ -61,7 +61,7 @@ class LongRangeModel:
 class AttentionMethod:
     """What computes attention."""
 
-    attention: dict[str, Any] | str = setting(
+    attention: dict[str, Any] | str = option(
         SOFTMAX, "softmax (exact, torch's scaled_dot_product_attention), or the fields of snnk_peft.AttentionPart"
     )
 
@@ -101,30 +101,30 @@ class AttentionMethod:
 class LongRangeTrain(StepSettings):
     """The optimisation, counted in optimizer steps."""
 
-    steps: int = setting(50000, "optimizer steps, at most", low=1)
-    max_cpu_minutes: float | None = setting(
+    steps: int = option(50000, "optimizer steps, at most", low=1)
+    max_cpu_minutes: float | None = option(
         None,
         "end after so much processor time of training steps, over all threads; evaluations are not counted",
         above=0,
     )
-    warmup_steps: int = setting(1000, "steps in which the rate rises linearly", low=0)
-    schedule: str = setting(
+    warmup_steps: int = option(1000, "steps in which the rate rises linearly", low=0)
+    schedule: str = option(
         "linear",
         "the rate after warm-up: constant; linear or cosine fall to 0 at the end of the run (with max_cpu_minutes the "
         "rate then follows the processor time, so that two runs are not alike bit for bit); rsqrt is "
         "learning_rate / sqrt(max(step, warmup_steps)) throughout, as in Long Range Arena",
         choices=("constant", "linear", "cosine", "rsqrt"),
     )
-    beta2: float = setting(0.999, "decay of AdamW's second moment", above=0, high=0.99999)
-    eval_every: int = setting(500, "optimizer steps between evaluations", low=1)
+    beta2: float = option(0.999, "decay of AdamW's second moment", above=0, high=0.99999)
+    eval_every: int = option(500, "optimizer steps between evaluations", low=1)
 
 
 @dataclass
 class LongRangeOutput:
     """Where the run folder goes and what is put there."""
 
-    dir: str = setting(MISSING, "the run folder")
-    tensorboard: bool = setting(False, "write TensorBoard events to tensorboard/")
+    dir: str = option(MISSING, "the run folder")
+    tensorboard: bool = option(False, "write TensorBoard events to tensorboard/")
 
 
 @dataclass
@@ -132,7 +132,7 @@ class LongRangeConfig:
     """Everything recipes/train_lra.py reads."""
 
     output: LongRangeOutput
-    task: str = setting(MISSING, "a name of snnk_peft.tasks: listops or lra_...")
+    task: str = option(MISSING, "a name of snnk_peft.tasks: listops or lra_...")
     data: LongRangeData = field(default_factory=LongRangeData)
     model: LongRangeModel = field(default_factory=LongRangeModel)
     method: AttentionMethod = field(default_factory=AttentionMethod)

@@ -6,21 +6,19 @@ so ReLU((ω·x)²) would estimate another kernel.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component
-from snnk_peft.errors import ConfigError
 from snnk_peft.functional.arccos import arccos_kernel
+from snnk_peft.options import Option
 
 
 @COMPONENTS.register("arccos")
 class Arccos(Component):
-    """f(z) = 1[z > 0] z^order.
-
-    Args:
-        order: 0 (step: angle only, no gradient), 1 (ReLU, the default) or 2 (smooth, grows quadratically).
-    """
+    """f(z) = 1[z > 0] z^order."""
 
     positive = True
     formula = "m^-½ 1[ω·x > 0] (ω·x)^n, n = 0, 1, 2"
@@ -28,11 +26,18 @@ class Arccos(Component):
     source = "SNNK Thm 3.2; Cho & Saul 2009"
     cost = "one comparison and n products per row"
 
-    def __init__(self, order: int = 1):
-        super().__init__()
-        if order not in (0, 1, 2):
-            raise ConfigError(f"arccos order is {order!r}; expected 0, 1 or 2")
-        self.order, self.params = order, {"order": order}
+    def __init__(
+        self,
+        order: Annotated[
+            int,
+            Option(
+                "0 (step: angle only, no gradient), 1 (ReLU) or 2 (smooth, grows quadratically).",
+                choices=(0, 1, 2),
+            ),
+        ] = 1,
+    ):
+        super().__init__(order=order)
+        self.order = order
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
         """Elementwise 1[z > 0] z^order."""

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from snnk_peft.errors import ConfigError
 from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.options import argument_faults, documented
 from snnk_peft.projections.base import Projection
 
 
@@ -41,6 +43,15 @@ class Features(NamedTuple):
 class Component(nn.Module):
     """Base class of the component functions.
 
+    A member declares its arguments as options, `Annotated[int, Option("help", low=1)]`, and hands them on to this
+    constructor, which checks and keeps them.
+
+    Args:
+        **params: the member's own keyword arguments.
+
+    Raises:
+        ConfigError: everything that is wrong with them.
+
     Attributes:
         distribution: what the rows of W must be drawn from for `kernel` to hold; see `fits`.
         positive: whether features (of uniformly weighted rows) are never negative, so that attention weights are not.
@@ -61,11 +72,18 @@ class Component(nn.Module):
     adapts = tilted = periodic = False
     params: Mapping[str, Any] = MappingProxyType({})
 
+    def __init__(self, **params: Any):
+        super().__init__()
+        if faults := argument_faults(type(self).__name__.lower(), type(self), params, kind="component"):
+            raise ConfigError(faults)
+        self.params = params
+
     def __init_subclass__(cls, **kwargs: Any):
         # A member with a tower of its own has not the logarithms of the one that it derives from.
         super().__init_subclass__(**kwargs)
         if "tower" in vars(cls) and "log_linear" not in vars(cls):
             cls.log_linear = Component.log_linear  # type: ignore[method-assign]
+        documented(cls)
 
     def feature_dim(self, num_features: int, dim: int) -> int:
         """Length of the features for `num_features` rows of W of length `dim`."""

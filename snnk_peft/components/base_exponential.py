@@ -15,29 +15,27 @@ Shapes: x and y (..., dim), the kernel (...). What the members have in common is
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import torch
 
 from snnk_peft.components.base import Component
-from snnk_peft.functional.exponential import check_kernel, exact_kernel
+from snnk_peft.functional.exponential import KERNELS, exact_kernel
 from snnk_peft.functional.log_linear import LogLinear
+from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
+
+KernelName = Annotated[str, Option('"softmax" or "gaussian".', choices=KERNELS)]
 
 
 class Exponential(Component):
-    """A component that estimates either kernel.
-
-    Args:
-        kernel: "softmax" (default) or "gaussian".
-
-    Raises:
-        ConfigError: another kernel.
-    """
+    """A component that estimates either kernel."""
 
     kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
 
-    def __init__(self, kernel: str = "softmax"):
-        super().__init__()
-        self.kernel_name, self.params = check_kernel(kernel), {"kernel": kernel}
+    def __init__(self, kernel: KernelName = "softmax", **params: Any):
+        super().__init__(**params, kernel=kernel)
+        self.kernel_name = kernel
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """e^{x·y} or e^{−‖x−y‖²/2}."""

@@ -11,22 +11,20 @@ feature is then an even function of x, and no readout can tell x from −x.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component
 from snnk_peft.errors import ConfigError
+from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("cos")
 class Cos(Component):
-    """f(z) = cos z.
-
-    Args:
-        phases: add the fixed phases (default). False is the paper's form.
-    """
+    """f(z) = cos z."""
 
     formula = "m^-½ cos(ω·x + c), fixed phases c"
     kernel_formula = "½ e^{−‖x−y‖²/2}"
@@ -35,9 +33,9 @@ class Cos(Component):
 
     periodic = True
 
-    def __init__(self, phases: bool = True):
-        super().__init__()
-        self.phases, self.params = phases, {"phases": phases}
+    def __init__(self, phases: Annotated[bool, Option("add the fixed phases. False is the paper's form.")] = True):
+        super().__init__(phases=phases)
+        self.phases = phases
 
     def prepare(self, projection: Projection) -> None:
         """Phases cancel only if every row counts the same."""

@@ -17,28 +17,23 @@ vector, and eigendecompositions of (dim, dim) matrices per example and head.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 
 from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base_exponential import KernelName
 from snnk_peft.components.base_tilted import Coordinates, Tilted
-from snnk_peft.errors import ConfigError
 from snnk_peft.functional.balancing import balancing_maps, second_moment
 from snnk_peft.functional.exponential import masked_mean, mean_square_of_sums, optimal_a
 from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
-
-DERF_MODES = ("symmetric", "asymmetric")
 
 
 @COMPONENTS.register("derf")
 class Derf(Tilted):
-    """gerf in the coordinates of the data.
-
-    Args:
-        mode: "symmetric" (default) or "asymmetric".
-        kernel: "softmax" (default) or "gaussian".
-    """
+    """gerf in the coordinates of the data."""
 
     formula = "m^-½ D exp(ωᵀAω + ωᵀBx + xᵀCx)"
     source = "Likhosherstov et al. 2023; Spectraformer"
@@ -49,11 +44,15 @@ class Derf(Tilted):
     y_map: torch.Tensor
     a: torch.Tensor
 
-    def __init__(self, mode: str = "symmetric", kernel: str = "softmax"):
-        super().__init__(kernel)
-        if mode not in DERF_MODES:
-            raise ConfigError(f"derf mode is {mode!r}; expected one of {', '.join(DERF_MODES)}")
-        self.mode, self.params = mode, {"mode": mode, **self.params}
+    def __init__(
+        self,
+        mode: Annotated[
+            str, Option("which coordinates, see above.", choices=("symmetric", "asymmetric"))
+        ] = "symmetric",
+        kernel: KernelName = "softmax",
+    ):
+        super().__init__(mode=mode, kernel=kernel)
+        self.mode = mode
 
     def prepare(self, projection: Projection) -> None:
         """Make room for the maps, the identity."""

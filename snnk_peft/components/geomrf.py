@@ -24,11 +24,7 @@ from snnk_peft.projections.base import Projection
 
 @COMPONENTS.register("geomrf")
 class Geomrf(Exponential):
-    """Π_l x_l^{ω_l} / √(ω_l! P(ω_l)), ω geometric.
-
-    Args:
-        kernel: "softmax" (default) or "gaussian".
-    """
+    """Π_l x_l^{ω_l} / √(ω_l! P(ω_l)), ω geometric."""
 
     formula = "m^-½ Π x_l^{ω_l} (ω_l! P(ω_l))^-½, ω geometric"
     source = "Likhosherstov et al. 2022; Spectraformer"

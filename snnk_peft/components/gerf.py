@@ -10,45 +10,44 @@ beforehand, which is A = 0 (base_exponential.py). Cost: that of `posrf` (s = −
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
+from snnk_peft.components.base_exponential import KernelName
 from snnk_peft.components.base_tilted import Coordinates, Tilted, quadratic_forms
-from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import log_factor, stabilised
 from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("gerf")
 class Gerf(Tilted):
-    """D exp(A‖ω‖² + B ω·x + C‖x‖²).
-
-    Args:
-        A: below 1/8; without effect over quadratures and rows of one length, see above. The best value falls with
-            ‖x + y‖²/dim (see `oprf`, which chooses it); default −0.03.
-        s: +1 (positive features, default) or −1 (trigonometric).
-        kernel: "softmax" (default) or "gaussian".
-    """
+    """D exp(A‖ω‖² + B ω·x + C‖x‖²)."""
 
     formula = "m^-½ D exp(A‖ω‖² + B ω·x + C‖x‖²)"
     source = "Likhosherstov et al. 2022; Spectraformer"
     cost = "one exponential per row"
 
-    def __init__(self, A: float = -0.03, s: int = 1, kernel: str = "softmax"):
-        super().__init__(kernel)
-        faults = []
-        if isinstance(A, bool) or not isinstance(A, (int, float)) or not A < 0.125:
-            faults.append(f"gerf A is {A!r}; expected a number below 0.125, where the variance becomes infinite")
-        if s not in (1, -1):
-            faults.append(f"gerf s is {s!r}; expected 1 or -1")
-        if faults:
-            raise ConfigError(faults)
+    def __init__(
+        self,
+        A: Annotated[
+            float,
+            Option(
+                "without effect over quadratures and rows of one length, see above; at 1/8 the variance becomes "
+                "infinite. The best value falls with ‖x + y‖²/dim (see `oprf`, which chooses it).",
+                below=0.125,
+            ),
+        ] = -0.03,
+        s: Annotated[int, Option("+1 (positive features) or −1 (trigonometric).", choices=(1, -1))] = 1,
+        kernel: KernelName = "softmax",
+    ):
+        super().__init__(A=A, s=s, kernel=kernel)
         self.A, self.s, self.positive = A, s, s == 1
-        self.params = {"A": A, "s": s, **self.params}
 
     def feature_dim(self, num_features: int, dim: int) -> int:
         """One per row, or two for s = −1."""

@@ -14,32 +14,25 @@ in the angular mode. Cost: the projection, three transcendental functions per ro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import nn
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import Exponential
-from snnk_peft.errors import ConfigError
+from snnk_peft.components.base_exponential import Exponential, KernelName
 from snnk_peft.functional.exponential import half_square, log_factor
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import normal_numbers
+from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
-
-HRF_MODES = ("angular", "learned")
 
 
 @COMPONENTS.register("hrf")
 class Hrf(Exponential):
-    """λ · positive + (1 − λ) · trigonometric.
-
-    Args:
-        mode: how λ is chosen, "angular" (default) or "learned".
-        directions: n, random directions that estimate the angle; more of them cost features and lower the variance.
-        kernel: "softmax" (default) or "gaussian".
-    """
+    """λ · positive + (1 − λ) · trigonometric."""
 
     formula = "√λ posrf and √(1−λ) trigrf, λ from the angle or learned"
     source = "Choromanski et al. 2022; Spectraformer"
@@ -49,17 +42,20 @@ class Hrf(Exponential):
 
     directions: torch.Tensor | None
 
-    def __init__(self, mode: str = "angular", directions: int = 4, kernel: str = "softmax"):
-        super().__init__(kernel)
-        faults = []
-        if mode not in HRF_MODES:
-            faults.append(f"hrf mode is {mode!r}; expected one of {', '.join(HRF_MODES)}")
-        if isinstance(directions, bool) or not isinstance(directions, int) or directions < 1:
-            faults.append(f"hrf directions is {directions!r}; expected an integer >= 1")
-        if faults:
-            raise ConfigError(faults)
+    def __init__(
+        self,
+        mode: Annotated[str, Option("how λ is chosen.", choices=("angular", "learned"))] = "angular",
+        directions: Annotated[
+            int,
+            Option(
+                "n, random directions that estimate the angle; more of them cost features and lower the variance.",
+                low=1,
+            ),
+        ] = 4,
+        kernel: KernelName = "softmax",
+    ):
+        super().__init__(mode=mode, directions=directions, kernel=kernel)
         self.mode, self.count = mode, directions
-        self.params = {"mode": mode, "directions": directions, **self.params}
         self.register_buffer("directions", None)
         self.logit = nn.Parameter(torch.zeros(())) if mode == "learned" else None
 

@@ -21,11 +21,7 @@ from snnk_peft.projections.base import Projection
 
 @COMPONENTS.register("hyprf")
 class Hyprf(Exponential):
-    """[exp(ω·x − ‖x‖²/2), exp(−ω·x − ‖x‖²/2)].
-
-    Args:
-        kernel: "softmax" (default) or "gaussian".
-    """
+    """[exp(ω·x − ‖x‖²/2), exp(−ω·x − ‖x‖²/2)]."""
 
     formula = "(2m)^-½ e^{−‖x‖²/2} [e^{ω·x}, e^{−ω·x}]"
     source = "FAVOR+ (Choromanski 2021); Spectraformer"

@@ -15,17 +15,14 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base_exponential import KernelName
 from snnk_peft.components.base_tilted import Coordinates, Tilted
 from snnk_peft.functional.exponential import mean_square_of_sums, optimal_a
 
 
 @COMPONENTS.register("oprf")
 class Oprf(Tilted):
-    """gerf with A from the data.
-
-    Args:
-        kernel: "softmax" (default) or "gaussian".
-    """
+    """gerf with A from the data."""
 
     formula = "gerf with the A of least variance for the data"
     source = "Likhosherstov et al. 2022; Spectraformer Eq. 35"
@@ -34,7 +31,7 @@ class Oprf(Tilted):
     adapts = positive = True
     mean_square: torch.Tensor
 
-    def __init__(self, kernel: str = "softmax"):
+    def __init__(self, kernel: KernelName = "softmax"):
         super().__init__(kernel)
         self.register_buffer("mean_square", torch.zeros(()))
 

@@ -26,11 +26,7 @@ from snnk_peft.projections.base import Projection
 
 @COMPONENTS.register("poisrf")
 class Poisrf(Exponential):
-    """Π_l x_l^{ω_l}, ω Poisson.
-
-    Args:
-        kernel: "softmax" (default) or "gaussian".
-    """
+    """Π_l x_l^{ω_l}, ω Poisson."""
 
     formula = "m^-½ e^{λd/2} Π x_l^{ω_l} λ^{−ω_l/2}, ω Poisson(λ)"
     source = "Likhosherstov et al. 2022; Spectraformer"

@@ -22,11 +22,7 @@ from snnk_peft.projections.base import Projection
 
 @COMPONENTS.register("posrf")
 class Posrf(Exponential):
-    """exp(ω·x − ‖x‖²/2).
-
-    Args:
-        kernel: "softmax" (default) or "gaussian".
-    """
+    """exp(ω·x − ‖x‖²/2)."""
 
     formula = "m^-½ exp(ω·x − ‖x‖²/2)"
     source = "FAVOR+ (Choromanski 2021); Spectraformer Eq. 32"

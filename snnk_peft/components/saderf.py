@@ -12,25 +12,22 @@ product per coordinate.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 
 from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base_exponential import KernelName
 from snnk_peft.components.base_tilted import Coordinates, Tilted
-from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import masked_mean, mean_square_of_sums, optimal_a
 from snnk_peft.functional.precision import wide
+from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("saderf")
 class Saderf(Tilted):
-    """gerf on diagonally balanced vectors.
-
-    Args:
-        kernel: "softmax" (default) or "gaussian".
-        A: fixed below 1/8, or None (default) for the best one.
-    """
+    """gerf on diagonally balanced vectors."""
 
     formula = "oprf on Ψx and Ψ⁻¹y, Ψ diagonal"
     source = "Likhosherstov et al. 2023; Spectraformer"
@@ -40,11 +37,13 @@ class Saderf(Tilted):
     mean_square: torch.Tensor
     balance: torch.Tensor
 
-    def __init__(self, kernel: str = "softmax", A: float | None = None):
-        super().__init__(kernel)
-        if A is not None and not A < 0.125:
-            raise ConfigError(f"saderf A is {A!r}; expected a number below 0.125, or None for the best one")
-        self.A, self.params = A, {"A": A, **self.params}
+    def __init__(
+        self,
+        kernel: KernelName = "softmax",
+        A: Annotated[float | None, Option("a fixed one, or None for the best one.", below=0.125)] = None,
+    ):
+        super().__init__(A=A, kernel=kernel)
+        self.A = A
         self.register_buffer("mean_square", torch.zeros(()))
 
     def prepare(self, projection: Projection) -> None:

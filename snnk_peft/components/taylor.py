@@ -16,24 +16,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
 from snnk_peft.errors import ConfigError, NumericalWarning
-from snnk_peft.functional.power_series import SERIES, convergence_radius, evaluate, series_coefficients
+from snnk_peft.functional.power_series import LARGEST_DEGREE, SERIES, convergence_radius, evaluate, series_coefficients
+from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
 
 
 @COMPONENTS.register("taylor")
 class Taylor(Component):
-    """Products of random projections.
-
-    Args:
-        series: "exp" (default), "sin", "cos", "sinh", "cosh", "tanh", "inverse" (1/(1−z)), or the numbers a_0, a_1, ...
-        degree: the last power kept (for numbers of your own: at most their count minus 1, which is the default).
-    """
+    """Products of random projections."""
 
     formula = "products of n projections, for every power n"
     kernel_formula = "Σ_n a_n (x·y)^n, truncated"
@@ -42,11 +39,27 @@ class Taylor(Component):
 
     distribution = "rademacher"
 
-    def __init__(self, series: str | Sequence[float] = "exp", degree: int | None = None):
-        super().__init__()
+    def __init__(
+        self,
+        series: Annotated[
+            str | Sequence[float],
+            Option(
+                'the name of a function ("inverse" is 1/(1−z)), or the numbers a_0, a_1, ...', choices=tuple(SERIES)
+            ),
+        ] = "exp",
+        degree: Annotated[
+            int | None,
+            Option(
+                "the last power kept, None for 4 (for numbers of your own: at most their count minus 1, which is what "
+                "None means).",
+                low=0,
+                high=LARGEST_DEGREE,
+            ),
+        ] = None,
+    ):
+        super().__init__(series=list(series) if isinstance(series, tuple) else series, degree=degree)
         self.coefficients = series_coefficients(series, degree)
         self.radius = convergence_radius(series)
-        self.params = {"series": series if isinstance(series, str) else list(series), "degree": degree}
         self._checked = False
         self._shares: dict[int, list[int]] = {}
 

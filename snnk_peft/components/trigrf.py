@@ -19,30 +19,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
-from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential import half_square
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import uniform_numbers
 from snnk_peft.functional.spectra import SHIFT_INVARIANT, row_multipliers, shift_invariant_kernel
+from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
-
-TRIGRF_FORMS = ("cos_sin", "phase")
 
 
 @COMPONENTS.register("trigrf")
 class Trigrf(Component):
-    """Cosines (and sines) of the projections.
-
-    Args:
-        form: "cos_sin" (default; two features per row, less variance near x = y) or "phase" (one).
-        kernel: "softmax" (default), "gaussian", "laplace" (= "matern12"), "matern32", "matern52" or "cauchy".
-    """
+    """Cosines (and sines) of the projections."""
 
     formula = "m^-½ e^{‖x‖²/2} [cos ω·x, sin ω·x], or cosines with random phases"
     kernel_formula = "e^{x·y}; Gaussian, Laplace, Matérn, Cauchy"
@@ -54,17 +48,21 @@ class Trigrf(Component):
     phases: torch.Tensor | None
     multipliers: torch.Tensor | None
 
-    def __init__(self, form: str = "cos_sin", kernel: str = "softmax"):
-        super().__init__()
-        kernels = ("softmax", *SHIFT_INVARIANT)
-        faults = []
-        if form not in TRIGRF_FORMS:
-            faults.append(f"trigrf form is {form!r}; expected one of {', '.join(TRIGRF_FORMS)}")
-        if kernel not in kernels:
-            faults.append(f"trigrf kernel is {kernel!r}; expected one of {', '.join(kernels)}")
-        if faults:
-            raise ConfigError(faults)
-        self.form, self.kernel_name, self.params = form, kernel, {"form": form, "kernel": kernel}
+    def __init__(
+        self,
+        form: Annotated[
+            str,
+            Option(
+                '"cos_sin" (two features per row, less variance near x = y) or "phase" (one).',
+                choices=("cos_sin", "phase"),
+            ),
+        ] = "cos_sin",
+        kernel: Annotated[
+            str, Option('the kernel; "laplace" and "matern12" are the same.', choices=("softmax", *SHIFT_INVARIANT))
+        ] = "softmax",
+    ):
+        super().__init__(form=form, kernel=kernel)
+        self.form, self.kernel_name = form, kernel
         self.register_buffer("phases", None)
         self.register_buffer("multipliers", None)
 

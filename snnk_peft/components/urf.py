@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Annotated
 
 import torch
 
@@ -28,29 +29,15 @@ from snnk_peft.components.base import Component, Features
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import random_choices
-from snnk_peft.functional.trigonometric_fit import activation_function, fit_trigonometric
+from snnk_peft.functional.trigonometric_fit import ACTIVATIONS, fit_trigonometric
+from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
-
-URF_SAMPLINGS = ("stratified", "iid", "block")
 
 
 @COMPONENTS.register("urf")
 class Urf(Component):
-    """Linearised f(w·x + b).
-
-    Args:
-        activation: "gelu" (default), "tanh", "silu", "relu" (native relu features are far better), "sin", "cos", or an
-            elementwise function of your own (such a feature map cannot be written to a file).
-        radius: pre-activations are expected in [−radius, radius].
-        atoms: K, cosines and sines in the fit.
-        sampling: how rows are shared out among atoms, see above.
-        block_size: rows per block for "block".
-        x_norm: typical ‖x‖, decides the scale s together with w_norm.
-        w_norm: typical ‖w‖.
-        bound: M >= 0; above 0 features are bounded in the random rows, at a variance that explodes with dim. Needs rows
-            with the lengths of Gaussian ones.
-    """
+    """Linearised f(w·x + b)."""
 
     formula = "[1, x, e^{τ²s²‖x‖²/2} (cos τs ω·x, sin τs ω·x)]"
     kernel_formula = "f(x·y) for any activation f (as fitted)"
@@ -65,36 +52,41 @@ class Urf(Component):
 
     def __init__(
         self,
-        activation: str | Callable[[torch.Tensor], torch.Tensor] = "gelu",
-        radius: float = 6.0,
-        atoms: int = 8,
-        sampling: str = "stratified",
-        block_size: int = 8,
-        x_norm: float = 1.0,
-        w_norm: float = 1.0,
-        bound: float = 0.0,
+        activation: Annotated[
+            str | Callable[[torch.Tensor], torch.Tensor],
+            Option(
+                'f ("relu": native relu features are far better), or an elementwise function of your own (such a '
+                "feature map cannot be written to a file).",
+                choices=tuple(ACTIVATIONS),
+            ),
+        ] = "gelu",
+        radius: Annotated[
+            float, Option("pre-activations are expected in [−radius, radius].", above=0, below=math.inf)
+        ] = 6.0,
+        atoms: Annotated[int, Option("K, cosines and sines in the fit.", low=1)] = 8,
+        sampling: Annotated[
+            str, Option("how rows are shared out among atoms, see above.", choices=("stratified", "iid", "block"))
+        ] = "stratified",
+        block_size: Annotated[int, Option('rows per block for "block".', low=1)] = 8,
+        x_norm: Annotated[float, Option("typical ‖x‖, decides the scale s together with w_norm.", above=0)] = 1.0,
+        w_norm: Annotated[float, Option("typical ‖w‖.", above=0)] = 1.0,
+        bound: Annotated[
+            float,
+            Option(
+                "M; above 0 features are bounded in the random rows, at a variance that explodes with dim. Needs rows "
+                "with the lengths of Gaussian ones.",
+                low=0,
+            ),
+        ] = 0.0,
     ):
-        super().__init__()
-        faults = []
-        if sampling not in URF_SAMPLINGS:
-            faults.append(f"urf sampling is {sampling!r}; expected one of {', '.join(URF_SAMPLINGS)}")
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            faults.append(f"urf block_size is {block_size!r}; expected an integer >= 1")
-        for name, value in (("x_norm", x_norm), ("w_norm", w_norm)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                faults.append(f"urf {name} is {value!r}; expected a number above 0")
-        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound >= 0:
-            faults.append(f"urf bound is {bound!r}; expected a number >= 0")
-        if faults:
-            raise ConfigError(faults)
-        self.bound, self.dim = bound, 0
-        self.sampling, self.block_size, self.x_norm, self.w_norm = sampling, block_size, x_norm, w_norm
-        self.activation = activation_function(activation)
-        self.fit = fit_trigonometric(self.activation, radius, atoms, reach=x_norm * w_norm)
-        self.params = {
+        super().__init__(
             **{"activation": activation, "radius": radius, "atoms": atoms, "sampling": sampling},
             **{"block_size": block_size, "x_norm": x_norm, "w_norm": w_norm, "bound": bound},
-        }
+        )
+        self.bound, self.dim = bound, 0
+        self.sampling, self.block_size, self.x_norm, self.w_norm = sampling, block_size, x_norm, w_norm
+        self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        self.fit = fit_trigonometric(self.activation, radius, atoms, reach=x_norm * w_norm)
         self._checked = False
 
     def feature_dim(self, num_features: int, dim: int) -> int:

@@ -6,10 +6,8 @@ All of them are checked here, in one dialect, and built here.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import nn
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map.base import FeatureMap, distribution_fault
+from snnk_peft.options import argument_faults, documented, option, options_of, value_faults
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import Registry, did_you_mean
 
@@ -27,20 +26,10 @@ STORED_NAMES = {"site": "slot"}
 SHARED_ARGUMENTS = ("dim", "num_features", "seed", "site", "save")
 
 
+@documented
 @dataclass(frozen=True)
 class FeatureMapSpec:
     """Everything that decides a feature map but the pretrained layer that it may take rows from.
-
-    Args:
-        component: the function f, a name of `COMPONENTS`.
-        projection: the matrix W, a name of `PROJECTIONS`.
-        num_features: rows of W, >= 1.
-        component_params: keyword arguments of the component.
-        projection_params: keyword arguments of the projection.
-        dim: length of the input vectors, >= 1; None while it is not known.
-        seed: decides the draw together with `site`, >= 0.
-        site: name of the place in the model that the map serves.
-        save: whether W is saved with a checkpoint; see `Drawn`.
 
     Example:
         >>> spec = FeatureMapSpec("relu", "orf", 0, projection_params={"norm": "chi"})
@@ -50,15 +39,15 @@ class FeatureMapSpec:
         adapter.num_features is 0; expected an integer >= 1
     """
 
-    component: str
-    projection: str
-    num_features: int
-    component_params: Mapping[str, Any] = field(default_factory=dict)
-    projection_params: Mapping[str, Any] = field(default_factory=dict)
-    dim: int | None = None
-    seed: int = 0
-    site: str = ""
-    save: bool = True
+    component: str = option(MISSING, "the function f, a name of `COMPONENTS`.", checked=False)
+    projection: str = option(MISSING, "the matrix W, a name of `PROJECTIONS`.", checked=False)
+    num_features: int = option(MISSING, "rows of W.", low=1)
+    component_params: Mapping[str, Any] = option(dict, "keyword arguments of the component.")
+    projection_params: Mapping[str, Any] = option(dict, "keyword arguments of the projection.")
+    dim: int | None = option(None, "length of the input vectors; None while it is not known.", low=1)
+    seed: int = option(0, "decides the draw together with `site`.", low=0)
+    site: str = option("", "name of the place in the model that the map serves.")
+    save: bool = option(True, "whether W is saved with a checkpoint; see `Drawn`.")
 
     def faults(self, where: str = "") -> list[str]:
         """Messages about everything that is wrong, as far as it shows before the map is built.
@@ -70,7 +59,7 @@ class FeatureMapSpec:
 
     def _member_faults(self, where: str) -> list[str]:
         """About the two names and their parameters."""
-        path, text = (f"{where}.", f"{where}: ") if where else ("", "")
+        text = f"{where}: " if where else ""
         found = []
         members: tuple[tuple[str, Registry[Any], Any, Any], ...] = (
             ("component", COMPONENTS, self.component, self.component_params),
@@ -79,30 +68,19 @@ class FeatureMapSpec:
         for kind, registry, name, params in members:
             if (unknown := registry.fault(name)) is not None:
                 found.append(f"{where}.{kind}: {unknown}" if where else unknown)
-            if not isinstance(params, Mapping):
-                found.append(f"{path}{kind}_params is {repr(params)[:100]}; expected a dict of arguments")
-            elif unknown is None:
+            if unknown is None and isinstance(params, Mapping):
                 taken = (*SHARED_ARGUMENTS, *registry[name].layer_arguments) if registry is PROJECTIONS else ()
-                found += [text + f for f in parameter_faults(f"{kind} {name!r}", registry[name], params, taken)]
+                found += [text + f for f in argument_faults(name, registry[name], params, kind, taken)]
         if self.component in COMPONENTS and self.projection in PROJECTIONS:
             found += [text + f for f in pair_faults(self.component, self.projection)]
         return found
 
     def _value_faults(self, where: str) -> list[str]:
         """About everything else; where there is a path, it leads into a config or file."""
-        names = {name: f"{where}.{STORED_NAMES.get(name, name)}" if where else name for name in vars(self)}
-        wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
-            "num_features": ("an integer >= 1", lambda value: type(value) is int and value >= 1),
-            "dim": ("an integer >= 1", lambda value: value is None or (type(value) is int and value >= 1)),
-            "seed": ("an integer >= 0", lambda value: type(value) is int and value >= 0),
-            "site": ("the name of a place", lambda value: isinstance(value, str)),
-            "save": ("True or False", lambda value: isinstance(value, bool)),
-        }
-        return [
-            f"{names[name]} is {repr(getattr(self, name))[:100]}; expected {what}"
-            for name, (what, fits) in wanted.items()
-            if not fits(getattr(self, name))
-        ]
+        options, path = options_of(FeatureMapSpec), f"{where}." if where else ""
+        named = {name: STORED_NAMES.get(name, name) if where else name for name in options}
+        values = {called: getattr(self, name) for name, called in named.items()}
+        return value_faults(path, {called: options[name] for name, called in named.items()}, values)
 
     @property
     def needs_layer(self) -> bool:
@@ -128,9 +106,10 @@ class FeatureMapSpec:
         Raises:
             ConfigError: everything that is wrong, with the component and the projection as well.
         """
-        faults = self._member_faults("")
+        faults = self.faults()
+        if source is None and self.dim is None:
+            faults.append("dim is None; expected an integer >= 1, the length of the input vectors")
         if not faults:
-            faults = self._value_faults("")
             component = _made(faults, COMPONENTS[self.component], **self.component_params)
             matrix = PROJECTIONS[self.projection]
             shared = {"seed": self.seed, "site": self.site, "save": self.save, **self.projection_params, **tensors}
@@ -221,19 +200,3 @@ def pair_faults(component: str, projection: str) -> list[str]:
     """Messages for two names whose distributions differ."""
     cls, matrix = COMPONENTS[component], PROJECTIONS[projection]
     return [] if cls.fits(matrix) else [distribution_fault(cls, matrix)]
-
-
-def parameter_faults(kind: str, cls: type, given: Mapping[str, Any], reserved: tuple[str, ...] = ()) -> list[str]:
-    """Messages for keyword arguments that `cls` does not take."""
-    names = set()
-    for base in cls.__mro__:
-        if "__init__" in vars(base) and base is not nn.Module and base is not object:
-            names |= set(inspect.signature(vars(base)["__init__"]).parameters)
-    valid = sorted(names - {"self", "kwargs", *reserved})
-    found = []
-    for name in given:
-        if name not in valid:
-            close = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.5)
-            hint = f". Did you mean {close[0]!r}?" if close else ""
-            found.append(f"{kind} parameter {name!r} is unknown; valid: {', '.join(valid) or 'none'}{hint}")
-    return found

@@ -19,17 +19,9 @@ import math
 import torch
 from torch import Tensor
 
-from snnk_peft.errors import ConfigError
 from snnk_peft.functional.precision import wide
 
 KERNELS = ("softmax", "gaussian")
-
-
-def check_kernel(name: str) -> str:
-    """`name`, or a ConfigError that lists the kernels."""
-    if name not in KERNELS:
-        raise ConfigError(f"kernel is {name!r}; expected one of {', '.join(KERNELS)}")
-    return name
 
 
 def exact_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:

@@ -64,21 +64,6 @@ class TrigonometricFit(NamedTuple):
         return torch.hypot(self.cosines, self.sines)
 
 
-def activation_function(activation: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function of a name; callables pass.
-
-    Raises:
-        ConfigError: an unknown name, or something that cannot be called.
-    """
-    if callable(activation):
-        return activation
-    if activation not in ACTIVATIONS:
-        raise ConfigError(
-            f"activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}, or an elementwise function"
-        )
-    return ACTIVATIONS[activation]
-
-
 def fit_trigonometric(
     function: Callable[[Tensor], Tensor], radius: float, atoms: int, *, reach: float = 0.0
 ) -> TrigonometricFit:

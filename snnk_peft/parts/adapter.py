@@ -47,11 +47,10 @@ class AdapterPart(FeaturePart):
         'A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) behind a gate.',
         choices=("default", "paper", "random"),
     )
-    gate: bool | None = option(None, "whether there is a trainable vector v; None follows `init`.", kind=bool)
+    gate: bool | None = option(None, "whether there is a trainable vector v; None follows `init`.")
     normalize: bool | None = option(
         None,
         "whether Φ sees (x − mean) / std of each token, and each feature loses its mean; None follows `init`.",
-        kind=bool,
     )
     scaling: float | None = option(
         None,
@@ -66,8 +65,7 @@ class AdapterPart(FeaturePart):
             found.append(
                 f"{part}.projection is {self.projection!r}; an adapter replaces no pretrained weight to take rows from"
             )
-        scaling = self.effective_scaling
-        if isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling == 0:
+        if self.scaling == 0:
             found.append(f"{part}.scaling is {self.scaling!r}; expected a number other than 0")
         if self.gate is False and self.init == "random":
             found.append(f"{part}.gate is False with init='random': the model would start broken; use gate=True")

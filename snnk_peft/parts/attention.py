@@ -61,12 +61,12 @@ class AttentionPart(FeaturePart):
         [('posrf', 'gmm', None), ('elu', 'gmm', 16)]
     """
 
-    component: str = option("posrf", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
+    component: str = option("posrf", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
     num_features: int | None = option(  # type: ignore[assignment]
         None,
         'rows of W. None: 64, or the number nearest to it that the projection can have (for "identity", the classical '
         'linear attention with component "elu", the dimension of a head).',
-        kind=None,
+        checked=False,
     )
     per_head: bool = option(False, "a matrix W for every key head instead of one per layer.")
     separate_maps: bool = option(
@@ -78,7 +78,6 @@ class AttentionPart(FeaturePart):
         None,
         "width of an exact softmax band around the diagonal that is blended in with learned weights (FMMformer), or "
         "None for none. Costs near_field products per token.",
-        kind=int,
         low=1,
     )
     sum_of: list[dict[str, Any]] = option(
@@ -88,7 +87,7 @@ class AttentionPart(FeaturePart):
         "projection, num_features, component_params, projection_params, per_head and separate_maps; what it leaves out "
         "is as in this part; naming a component puts its params back to the defaults, naming a projection its params "
         "and num_features. Every entry costs as much as an attention of its own, and has its own draw.",
-        kind=None,
+        checked=False,
     )
 
     def faults(self, part: str) -> list[str]:

@@ -38,7 +38,7 @@ class Part:
 
     def faults(self, part: str) -> list[str]:
         """Everything that is wrong with this part, each message starting with the field's path."""
-        return option_faults(part, self)
+        return option_faults(f"{part}.", self)
 
     def plan(self, context: PatchContext) -> list[Patch]:
         """The changes that this part asks for; nothing is changed.
@@ -69,16 +69,18 @@ class Part:
 class FeaturePart(Part):
     """A part that consists of feature maps; `FeatureMapSpec` checks what decides those."""
 
-    component: str = option("relu", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
-    projection: str = option("orf", "the matrix W, a name of `PROJECTIONS`.", kind=None)
-    num_features: int = option(16, "rows of W, >= 1. Cost and trainable parameters grow linearly with it.", kind=None)
+    component: str = option("relu", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
+    projection: str = option("orf", "the matrix W, a name of `PROJECTIONS`.", checked=False)
+    num_features: int = option(
+        16, "rows of W, >= 1. Cost and trainable parameters grow linearly with it.", checked=False
+    )
     layers: str | list[int] = option(
         "all",
         'which Transformer layers: "all", "top-K" (the last K), "bottom-K", or a list of indices from 0.',
-        kind=None,
+        checked=False,
     )
-    component_params: dict[str, Any] = option(dict, "keyword arguments of the component.", kind=None)
-    projection_params: dict[str, Any] = option(dict, "keyword arguments of the projection.", kind=None)
+    component_params: dict[str, Any] = option(dict, "keyword arguments of the component.", checked=False)
+    projection_params: dict[str, Any] = option(dict, "keyword arguments of the projection.", checked=False)
 
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""

@@ -27,9 +27,9 @@ class FFNPart(ReplacingPart):
     `calibrate` replaces the start of A by a fit to real activations.
     """
 
-    component: str = option("gelu", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
-    projection: str = option("landmark", "the matrix W, a name of `PROJECTIONS`.", kind=None)
-    num_features: int = option(64, "rows of W, >= 1.", kind=None)
+    component: str = option("gelu", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
+    projection: str = option("landmark", "the matrix W, a name of `PROJECTIONS`.", checked=False)
+    num_features: int = option(64, "rows of W, >= 1.", checked=False)
     linear_path: bool = option(
         False,
         "append the input itself to the features, so that the readout holds an exact affine part. Costs dim² "

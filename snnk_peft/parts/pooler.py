@@ -32,8 +32,8 @@ class PoolerPart(ReplacingPart):
     Inputs and pretrained weights are both scaled by dim^-¼. `layers` has no meaning here.
     """
 
-    component: str = option("cos", "the function f of the features f(Wx), a name of `COMPONENTS`.", kind=None)
-    num_features: int = option(32, "rows of W, >= 1.", kind=None)
+    component: str = option("cos", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
+    num_features: int = option(32, "rows of W, >= 1.", checked=False)
 
     holds_head: ClassVar[bool] = True
 

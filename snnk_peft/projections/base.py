@@ -9,44 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
+from snnk_peft.options import Option, argument_faults, documented
 from snnk_peft.projections.base_drawn import Drawn
-
-
-def choice_faults(kind: str, given: Mapping[str, tuple[object, tuple[object, ...]]]) -> list[str]:
-    """Messages for arguments outside their choices.
-
-    Args:
-        kind: the member's name.
-        given: argument name -> (value, choices).
-    """
-    # By type as well: 1 == True, but 1 is no answer to a yes-or-no question.
-    return [
-        f"{kind} {name} is {value!r}; expected {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        for name, (value, choices) in given.items()
-        if not any(type(value) is type(choice) and value == choice for choice in choices)
-    ]
 
 
 class Projection(Drawn):
     """Base class of the weight matrices.
 
-    Args:
-        dim: length of the input vectors, >= 1.
-        num_features: number of rows of W, >= 1. Cost grows linearly with it, the error falls as its square root.
-        seed: together with `site` decides the draw.
-        site: name of the place in the model that this matrix serves.
-        save: True keeps W in checkpoints. False keeps 32 bytes of checksum instead; W is drawn again on loading and
-            loading fails if the checksum differs.
-        redraw_every: draw anew after this many training steps (see `advance`; the paper on learned kernels takes 100),
-            or None for never. For features that meet features, as in attention: a readout that was trained on one
-            draw does not fit the next. The current draw is saved, and how many steps have passed.
+    A member declares its arguments as options, `Annotated[int, Option("help", low=1)]`, and keeps them in `params`
+    before it calls this constructor, which checks them.
 
     Attributes:
         distribution: what the rows are drawn from ("gaussian", ...), or "none" for rows that stand for no
@@ -85,32 +63,47 @@ class Projection(Drawn):
 
     def __init__(
         self,
-        dim: int,
-        num_features: int,
+        dim: Annotated[int, Option("length of the input vectors.", low=1)],
+        num_features: Annotated[
+            int, Option("rows of W. Cost grows linearly with it, the error falls as its square root.", low=1)
+        ],
         *,
-        seed: int = 0,
-        site: str = "",
-        save: bool = True,
-        redraw_every: int | None = None,
+        seed: Annotated[int, Option("together with `site` decides the draw.", checked=False)] = 0,
+        site: Annotated[str, Option("name of the place in the model that this matrix serves.", checked=False)] = "",
+        save: Annotated[
+            bool,
+            Option(
+                "True keeps W in checkpoints. False keeps 32 bytes of checksum instead; W is drawn again on loading "
+                "and loading fails if the checksum differs.",
+                checked=False,
+            ),
+        ] = True,
+        redraw_every: Annotated[
+            int | None,
+            Option(
+                "draw anew after this many training steps (see `advance`; the paper on learned kernels takes 100), or "
+                "None for never. For features that meet features, as in attention: a readout that was trained on one "
+                "draw does not fit the next. The current draw is saved, and how many steps have passed.",
+                low=1,
+            ),
+        ] = None,
     ):
         super().__init__(seed=seed, site=site, save=save, redraw_every=redraw_every)
-        sizes = (("dim", dim), ("num_features", num_features))
-        faults = [
-            f"{name} is {value!r}; expected an integer >= 1"
-            for name, value in sizes
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ]
         self.dim, self.num_features = dim, num_features
-        faults += self.draw_faults()
-        wrong_arguments = self.argument_faults()
+        given = {"dim": dim, "num_features": num_features, **self.params, "redraw_every": redraw_every}
+        faults = argument_faults(type(self).__name__.lower(), type(self), given) + self.draw_faults()
         # What follows from sizes and arguments together can be asked only of valid ones.
-        faults += wrong_arguments or ([] if faults else self.settle())
+        faults = faults or self.settle()
         if faults:
             raise ConfigError(faults)
         self.register_buffer("bias", None)
         self.build()
         if redraw_every is not None:
             self.params = {**self.params, "redraw_every": redraw_every}
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        documented(cls)
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
@@ -149,10 +142,6 @@ class Projection(Drawn):
             The chosen row indices, (num_features,).
         """
         raise TypeError(f"{type(self).__name__} takes no rows of a layer")
-
-    def argument_faults(self) -> list[str]:
-        """Messages for wrong arguments of the member's own; they are attributes by now."""
-        return []
 
     def settle(self) -> list[str]:
         """Decide what depends on the sizes, before the draw; messages for sizes the member cannot have."""
@@ -221,3 +210,6 @@ class Projection(Drawn):
     def extra_repr(self) -> str:
         """The arguments, for printing."""
         return f"dim={self.dim}, num_features={self.num_features}, seed={self.seed}, site={self.site!r}"
+
+
+documented(Projection)

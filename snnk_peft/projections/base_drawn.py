@@ -65,9 +65,7 @@ class Drawn(nn.Module):
             )
         if every is None:
             return found
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            found.append(f"redraw_every is {every!r}; expected a number of training steps >= 1, or None for never")
-        elif not (self.resamplable and self.seeded):
+        if not (self.resamplable and self.seeded):
             found.append(f"redraw_every={every} with projection {name!r}, in which nothing is random; leave it None")
         elif not self.save:
             found.append(

@@ -6,12 +6,13 @@ Shapes: W is (num_features, dim), x is (..., dim), the result (..., num_features
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from snnk_peft.functional.precision import full_precision
-from snnk_peft.projections.base import Projection, choice_faults
+from snnk_peft.options import Option
+from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
 
 
@@ -22,9 +23,6 @@ class Structured(Projection):
     from `fast`. Both hold the same matrix for the same seed.
 
     Args:
-        fast: True keeps the factors and applies them; no dense W is stored. False stores W and multiplies with it.
-            None (default) takes whichever is quicker at these sizes: fast from min(dim, num_features) >= `fast_from`
-            on. Decided once, at construction, and recorded in `params`.
         **kwargs: as in `Projection`.
 
     Attributes:
@@ -33,18 +31,27 @@ class Structured(Projection):
 
     fast_from: int
 
-    def __init__(self, dim: int, num_features: int, *, fast: bool | None = None, **kwargs: Any):
-        self._wanted_fast = fast
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        fast: Annotated[
+            bool | None,
+            Option(
+                "True keeps the factors and applies them; no dense W is stored. False stores W and multiplies with it. "
+                "None takes whichever is quicker at these sizes: fast from min(dim, num_features) >= `fast_from` on. "
+                "Decided once, at construction, and recorded in `params`."
+            ),
+        ] = None,
+        **kwargs: Any,
+    ):
+        self.params = {**self.params, "fast": fast}
         super().__init__(dim, num_features, **kwargs)
-
-    def argument_faults(self) -> list[str]:
-        """Whether `fast` is a yes, a no or nothing."""
-        name = type(self).__name__.lower()
-        return super().argument_faults() + choice_faults(name, {"fast": (self._wanted_fast, (None, True, False))})
 
     def settle(self) -> list[str]:
         """Resolve `fast`."""
-        wanted = self._wanted_fast
+        wanted = self.params["fast"]
         self.fast = min(self.dim, self.num_features) >= self.fast_from if wanted is None else wanted
         self.params = {**self.params, "fast": self.fast}
         return super().settle()

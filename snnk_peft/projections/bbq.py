@@ -14,12 +14,13 @@ Cost: as gaussian, plus forming W: segments · num_features · dim. Parameters: 
 from __future__ import annotations
 
 from statistics import NormalDist
+from typing import Annotated
 
 import torch
 
 from snnk_peft.functional.low_discrepancy import MAX_SOBOL_DIM, sobol
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import choice_faults
 from snnk_peft.projections.base_learned import Learned
 
 
@@ -28,9 +29,6 @@ class Bbq(Learned):
     """Rows from learned quantile functions.
 
     Args:
-        segments: pieces of each quantile function, >= 1; more of them can follow more modes, and each needs some of the
-            num_features points to learn from. With 1 it learns a scale and a mean.
-        points: "sobol" (default, dim up to 21201) or "random".
         **kwargs: as in `Projection`.
 
     Attributes:
@@ -45,17 +43,25 @@ class Bbq(Learned):
     log_slope: torch.Tensor
     offset: torch.Tensor
 
-    def __init__(self, dim: int, num_features: int, *, segments: int = 8, points: str = "sobol", **kwargs: object):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        segments: Annotated[
+            int,
+            Option(
+                "pieces of each quantile function; more of them can follow more modes, and each needs some of the "
+                "num_features points to learn from. With 1 it learns a scale and a mean.",
+                low=1,
+            ),
+        ] = 8,
+        points: Annotated[str, Option('"sobol" has at most 21201 dimensions.', choices=("sobol", "random"))] = "sobol",
+        **kwargs: object,
+    ):
         self.segments, self.points = segments, points
         self.params = {"segments": segments, "points": points}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
-
-    def argument_faults(self) -> list[str]:
-        """A bad number of segments, unknown points."""
-        found = super().argument_faults()
-        if not isinstance(self.segments, int) or isinstance(self.segments, bool) or self.segments < 1:
-            found.append(f"bbq segments is {self.segments!r}; expected an integer >= 1")
-        return found + choice_faults("bbq", {"points": (self.points, ("sobol", "random"))})
 
     def settle(self) -> list[str]:
         """Too many dimensions for Sobol points."""

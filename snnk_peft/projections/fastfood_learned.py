@@ -16,6 +16,8 @@ more vectors than it has columns.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import nn
 
@@ -25,8 +27,8 @@ from snnk_peft.functional.hadamard_rotation import fastfood_product
 from snnk_peft.functional.precision import full_precision
 from snnk_peft.functional.random_directions import gaussian_lengths
 from snnk_peft.functional.random_numbers import normal_numbers, random_permutation, random_signs
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import choice_faults
 from snnk_peft.projections.base_learned import Learned
 
 FAST_FROM = 1024  # d from which the transform is quicker than the dense product
@@ -37,8 +39,6 @@ class FastfoodLearned(Learned):
     """Structured W with learned diagonal factors.
 
     Args:
-        learn: "SGB" (default, the papers' choice) trains all three diagonals, "S" the lengths of the rows only. What is
-            not trained is random, and is drawn anew by `redraw_every`; with "SGB" that leaves the permutations.
         **kwargs: as in `Projection`.
 
     Attributes:
@@ -57,13 +57,23 @@ class FastfoodLearned(Learned):
     signs: torch.Tensor
     permutation: torch.Tensor
 
-    def __init__(self, dim: int, num_features: int, *, learn: str = "SGB", **kwargs: object):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        learn: Annotated[
+            str,
+            Option(
+                '"SGB" (the papers\' choice) trains all three diagonals, "S" the lengths of the rows only. What is not '
+                'trained is random, and is drawn anew by `redraw_every`; with "SGB" that leaves the permutations.',
+                choices=("S", "SGB"),
+            ),
+        ] = "SGB",
+        **kwargs: object,
+    ):
         self.learn, self.params = learn, {"learn": learn}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
-
-    def argument_faults(self) -> list[str]:
-        """An unknown choice of what to learn."""
-        return super().argument_faults() + choice_faults("fastfood_learned", {"learn": (self.learn, ("S", "SGB"))})
 
     @property
     def order(self) -> int:

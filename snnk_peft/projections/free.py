@@ -7,11 +7,13 @@ Cost: as gaussian; num_features · dim parameters, and num_features for a bias.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from snnk_peft.functional.random_directions import block_orthogonal, gaussian_lengths
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import choice_faults
 from snnk_peft.projections.base_learned import Learned
 
 
@@ -20,9 +22,6 @@ class Free(Learned):
     """W as one parameter.
 
     Args:
-        init: "gaussian" (default) starts with independent standard normal entries, "orf" with rows that are orthogonal
-            within blocks of `dim` and as long as Gaussian ones. Either way every row is N(0, I).
-        bias: also learn numbers c that are added to Wx, zero at the start (default False).
         **kwargs: as in `Projection`.
     """
 
@@ -32,14 +31,24 @@ class Free(Learned):
 
     resamplable = False
 
-    def __init__(self, dim: int, num_features: int, *, init: str = "gaussian", bias: bool = False, **kwargs: object):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        init: Annotated[
+            str,
+            Option(
+                '"gaussian" starts with independent standard normal entries, "orf" with rows that are orthogonal '
+                "within blocks of `dim` and as long as Gaussian ones. Either way every row is N(0, I).",
+                choices=("gaussian", "orf"),
+            ),
+        ] = "gaussian",
+        bias: Annotated[bool, Option("also learn numbers c that are added to Wx, zero at the start.")] = False,
+        **kwargs: object,
+    ):
         self.init, self.with_bias, self.params = init, bias, {"init": init, "bias": bias}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
-
-    def argument_faults(self) -> list[str]:
-        """An unknown start, a bias that is neither wanted nor not."""
-        choices = {"init": (self.init, ("gaussian", "orf")), "bias": (self.with_bias, (False, True))}
-        return super().argument_faults() + choice_faults("free", choices)
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """W at the start, (num_features, dim)."""

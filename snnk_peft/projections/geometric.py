@@ -10,11 +10,12 @@ Cost: as gaussian.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from snnk_peft.functional.random_numbers import uniform_numbers
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 
@@ -24,9 +25,6 @@ class Geometric(Projection):
     """W with independent geometric entries.
 
     Args:
-        p: probability of success, between 0 and 1; the mean of the entries is (1 − p)/p. Small p has heavy tails and
-            suits vectors with large coordinates. None (default) is 1 − 1/dim (½ for one dimension), which suits vectors
-            of length about 1: every coordinate multiplies the second moment by 1/p, so a fixed p is hopeless in many.
         **kwargs: as in `Projection`.
     """
 
@@ -36,17 +34,27 @@ class Geometric(Projection):
 
     distribution = "geometric"
 
-    def __init__(self, dim: int, num_features: int, *, p: float | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        p: Annotated[
+            float | None,
+            Option(
+                "probability of success; the mean of the entries is (1 − p)/p. Small p has heavy tails and suits "
+                "vectors with large coordinates. None is 1 − 1/dim (½ for one dimension), which suits vectors of "
+                "length about 1: every coordinate multiplies the second moment by 1/p, a fixed p is hopeless in many.",
+                above=0,
+                below=1,
+            ),
+        ] = None,
+        **kwargs: Any,
+    ):
         if p is None:
             p = 1 - 1 / dim if isinstance(dim, int) and dim > 1 else 0.5
         self.p, self.params = p, {"p": p}
         super().__init__(dim, num_features, **kwargs)
-
-    def argument_faults(self) -> list[str]:
-        """Whether p is a probability that leaves something to chance."""
-        valid = isinstance(self.p, float) and 0 < self.p < 1
-        found = [] if valid else [f"geometric p is {self.p!r}; expected a number between 0 and 1, both excluded"]
-        return super().argument_faults() + found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) of whole numbers >= 0."""

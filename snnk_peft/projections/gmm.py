@@ -21,10 +21,12 @@ Parameters: 2C · dim, or C · (dim² + dim).
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import choice_faults
 from snnk_peft.projections.base_learned import Learned
 
 
@@ -33,8 +35,6 @@ class Gmm(Learned):
     """Rows from a Gaussian mixture with learned means and covariances.
 
     Args:
-        components: C, the number of components, >= 1; 2 as in the paper. num_features must be at least 2C.
-        covariance: "diagonal" (default) learns a scale per coordinate, "full" any covariance.
         **kwargs: as in `Projection`.
 
     Attributes:
@@ -50,18 +50,22 @@ class Gmm(Learned):
     mean: torch.Tensor
 
     def __init__(
-        self, dim: int, num_features: int, *, components: int = 2, covariance: str = "diagonal", **kwargs: object
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        components: Annotated[
+            int, Option("C, the number of components; 2 as in the paper. num_features must be at least 2C.", low=1)
+        ] = 2,
+        covariance: Annotated[
+            str,
+            Option('"diagonal" learns a scale per coordinate, "full" any covariance.', choices=("diagonal", "full")),
+        ] = "diagonal",
+        **kwargs: object,
     ):
         self.components, self.covariance = components, covariance
         self.params = {"components": components, "covariance": covariance}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
-
-    def argument_faults(self) -> list[str]:
-        """A bad number of components, an unknown kind of covariance."""
-        found, count = super().argument_faults(), self.components
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            found.append(f"gmm components is {count!r}; expected an integer >= 1")
-        return found + choice_faults("gmm", {"covariance": (self.covariance, ("diagonal", "full"))})
 
     def settle(self) -> list[str]:
         """Too few rows for the components."""

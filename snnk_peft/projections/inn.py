@@ -13,9 +13,12 @@ Cost: as gaussian, plus forming W: about 1.5 · layers · num_features · dim² 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from snnk_peft.functional.random_numbers import normal_numbers
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_learned import Learned
 
@@ -25,7 +28,6 @@ class Inn(Learned):
     """Rows from an invertible network.
 
     Args:
-        layers: number of layers, >= 1; with 1, half of the coordinates keep their distribution but for scale and shift.
         **kwargs: as in `Projection`.
 
     Attributes:
@@ -45,16 +47,22 @@ class Inn(Learned):
     shift: torch.Tensor
     hidden_bias: torch.Tensor
 
-    def __init__(self, dim: int, num_features: int, *, layers: int = 4, **kwargs: object):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        layers: Annotated[
+            int,
+            Option(
+                "number of layers; with 1, half of the coordinates keep their distribution but for scale and shift.",
+                low=1,
+            ),
+        ] = 4,
+        **kwargs: object,
+    ):
         self.layers, self.params = layers, {"layers": layers}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
-
-    def argument_faults(self) -> list[str]:
-        """A bad number of layers."""
-        found = super().argument_faults()
-        if not isinstance(self.layers, int) or isinstance(self.layers, bool) or self.layers < 1:
-            found.append(f"inn layers is {self.layers!r}; expected an integer >= 1")
-        return found
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """The identity: random hidden layers, everything behind them zero."""

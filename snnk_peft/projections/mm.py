@@ -15,14 +15,15 @@ Cost: as gaussian; drawing takes an eigendecomposition of a (dim, dim) matrix.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.low_discrepancy import MAX_SOBOL_DIM, normal_points
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Projection, choice_faults
+from snnk_peft.projections.base import Projection
 
 SMALLEST_EIGENVALUE = 1e-5  # of the largest; below, whitening would blow rounding errors up to visible ones
 
@@ -32,9 +33,6 @@ class Mm(Projection):
     """Quasi-Monte Carlo rows with exact first and second moments.
 
     Args:
-        sequence: "sobol" (default; up to 21201 dimensions) or "halton".
-        scramble: randomise the sequence by the seed (default). False gives the same matrix for every seed and site.
-        covariance: match the covariance as well as the mean; needs num_features > dim. None (default): where possible.
         **kwargs: as in `Projection`.
     """
 
@@ -49,12 +47,21 @@ class Mm(Projection):
         dim: int,
         num_features: int,
         *,
-        sequence: str = "sobol",
-        scramble: bool = True,
-        covariance: bool | None = None,
+        sequence: Annotated[
+            str, Option('"sobol" has at most 21201 dimensions.', choices=("sobol", "halton"))
+        ] = "sobol",
+        scramble: Annotated[
+            bool,
+            Option("randomise the sequence by the seed. False gives the same matrix for every seed and site."),
+        ] = True,
+        covariance: Annotated[
+            bool | None,
+            Option("match the covariance as well as the mean; needs num_features > dim. None: where possible."),
+        ] = None,
         **kwargs: Any,
     ):
         self.sequence, self.scramble, self.covariance = sequence, scramble, covariance
+        self.params = {"sequence": sequence, "scramble": scramble, "covariance": covariance}
         self.seeded = bool(scramble)
         super().__init__(dim, num_features, **kwargs)
 
@@ -62,15 +69,6 @@ class Mm(Projection):
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
         """Two rows or more; more than dim to match the covariance."""
         return max(2, num_features, dim + 1 if params.get("covariance") else 0)
-
-    def argument_faults(self) -> list[str]:
-        """Whether the arguments are among the choices."""
-        choices: dict[str, tuple[object, tuple[object, ...]]] = {
-            "sequence": (self.sequence, ("sobol", "halton")),
-            "scramble": (self.scramble, (False, True)),
-            "covariance": (self.covariance, (None, True, False)),
-        }
-        return super().argument_faults() + choice_faults("mm", choices)
 
     def settle(self) -> list[str]:
         """Decide what can be matched."""
@@ -87,7 +85,7 @@ class Mm(Projection):
                 f"centred rows cannot span {self.dim} dimensions: take num_features >= {self.dim + 1}, or "
                 "covariance=False to match the mean only"
             )
-        self.params = {"sequence": self.sequence, "scramble": self.scramble, "covariance": self.covariance}
+        self.params = {**self.params, "covariance": self.covariance}
         return found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:

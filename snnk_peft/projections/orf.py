@@ -9,13 +9,14 @@ Cost: as gaussian; drawing takes one QR factorisation per block, in fp64.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from snnk_peft.functional.random_directions import block_orthogonal, gaussian_lengths
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Projection, choice_faults
-
-ORF_NORMS = ("chi", "sqrt_dim")
+from snnk_peft.projections.base import Projection
 
 
 @PROJECTIONS.register("orf")
@@ -23,8 +24,6 @@ class Orf(Projection):
     """Block-orthogonal W.
 
     Args:
-        norms: "chi" (default) draws each row's norm from χ_dim, as a Gaussian row has it: unbiased. "sqrt_dim" gives
-            every row the norm √dim: lower variance, with a bias that vanishes as dim grows.
         **kwargs: as in `Projection`.
     """
 
@@ -32,14 +31,24 @@ class Orf(Projection):
     source = "Yu et al. 2016; Spectraformer"
     cost = "m·d"
 
-    def __init__(self, dim: int, num_features: int, *, norms: str = "chi", **kwargs: object):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        norms: Annotated[
+            str,
+            Option(
+                '"chi" draws each row\'s norm from χ_dim, as a Gaussian row has it: unbiased. "sqrt_dim" gives every '
+                "row the norm √dim: lower variance, with a bias that vanishes as dim grows.",
+                choices=("chi", "sqrt_dim"),
+            ),
+        ] = "chi",
+        **kwargs: object,
+    ):
         self.norms, self.params = norms, {"norms": norms}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
         self.unbiased = self.sampled_lengths = norms == "chi"
-
-    def argument_faults(self) -> list[str]:
-        """Whether the lengths are of a known kind."""
-        return super().argument_faults() + choice_faults("orf", {"norms": (self.norms, ORF_NORMS)})
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) in fp64; rows of a block are orthogonal to rounding."""

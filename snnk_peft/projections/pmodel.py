@@ -13,7 +13,7 @@ dense product. Storage: 1 or 2 numbers per row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -27,8 +27,8 @@ from snnk_peft.functional.circulant import (
     toeplitz_product,
 )
 from snnk_peft.functional.random_numbers import normal_numbers
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import choice_faults
 from snnk_peft.projections.base_structured import Structured
 
 # structure -> numbers per block (as a function of dim), product, dense form
@@ -44,7 +44,6 @@ class Pmodel(Structured):
     """Gaussian blocks of constant diagonals.
 
     Args:
-        structure: "circulant" (default; smallest and quickest), "toeplitz" or "hankel".
         **kwargs: as in `Structured`.
     """
 
@@ -54,14 +53,18 @@ class Pmodel(Structured):
 
     fast_from = FOURIER_FAST_FROM
 
-    def __init__(self, dim: int, num_features: int, *, structure: str = "circulant", **kwargs: Any):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        structure: Annotated[
+            str, Option('"circulant" is smallest and quickest.', choices=tuple(PMODEL_STRUCTURES))
+        ] = "circulant",
+        **kwargs: Any,
+    ):
         self.structure, self.params = structure, {"structure": structure}
         super().__init__(dim, num_features, **kwargs)
-
-    def argument_faults(self) -> list[str]:
-        """Whether the structure is a known one."""
-        choices = {"structure": (self.structure, tuple(PMODEL_STRUCTURES))}
-        return super().argument_faults() + choice_faults("pmodel", choices)
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """The Gaussian numbers g of each block, (blocks, dim) or (blocks, 2·dim − 1)."""

@@ -8,11 +8,12 @@ Cost: as gaussian.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from snnk_peft.functional.random_numbers import uniform_numbers
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 
@@ -24,8 +25,6 @@ class Poisson(Projection):
     """W with independent Poisson entries.
 
     Args:
-        rate: λ > 0, mean and variance of the entries; best is the typical |x_l y_l| of a coordinate. None (default) is
-            1/dim, right for vectors of length 1; every coordinate multiplies the second moment by e^λ. At most 10⁶.
         **kwargs: as in `Projection`.
     """
 
@@ -35,18 +34,26 @@ class Poisson(Projection):
 
     distribution = "poisson"
 
-    def __init__(self, dim: int, num_features: int, *, rate: float | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        rate: Annotated[
+            float | None,
+            Option(
+                "λ, mean and variance of the entries; best is the typical |x_l y_l| of a coordinate. None is 1/dim, "
+                "right for vectors of length 1; every coordinate multiplies the second moment by e^λ.",
+                above=0,
+                high=MAX_POISSON_RATE,
+            ),
+        ] = None,
+        **kwargs: Any,
+    ):
         if rate is None:
             rate = 1 / dim if isinstance(dim, int) and dim > 0 else 1.0
         self.rate, self.params = rate, {"rate": rate}
         super().__init__(dim, num_features, **kwargs)
-
-    def argument_faults(self) -> list[str]:
-        """Whether the rate is one."""
-        rate = self.rate
-        valid = isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate <= MAX_POISSON_RATE
-        found = [] if valid else [f"poisson rate is {rate!r}; expected a number > 0, at most 10⁶"]
-        return super().argument_faults() + found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) of whole numbers >= 0."""

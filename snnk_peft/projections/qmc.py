@@ -11,13 +11,14 @@ Cost: as gaussian.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from snnk_peft.functional.low_discrepancy import MAX_SOBOL_DIM, normal_points
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Projection, choice_faults
+from snnk_peft.projections.base import Projection
 
 
 @PROJECTIONS.register("qmc")
@@ -25,8 +26,6 @@ class Qmc(Projection):
     """Normal quantiles of a low-discrepancy sequence.
 
     Args:
-        sequence: "sobol" (default; up to 21201 dimensions) or "halton".
-        scramble: randomise the sequence by the seed (default); see above.
         **kwargs: as in `Projection`.
     """
 
@@ -34,16 +33,21 @@ class Qmc(Projection):
     source = "Yang et al. 2014; Spectraformer"
     cost = "m·d"
 
-    def __init__(self, dim: int, num_features: int, *, sequence: str = "sobol", scramble: bool = True, **kwargs: Any):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        sequence: Annotated[
+            str, Option('"sobol" has at most 21201 dimensions.', choices=("sobol", "halton"))
+        ] = "sobol",
+        scramble: Annotated[bool, Option("randomise the sequence by the seed; see above.")] = True,
+        **kwargs: Any,
+    ):
         self.sequence, self.scramble = sequence, scramble
         self.params = {"sequence": sequence, "scramble": scramble}
         self.unbiased = self.seeded = bool(scramble)
         super().__init__(dim, num_features, **kwargs)
-
-    def argument_faults(self) -> list[str]:
-        """Whether the arguments are among the choices."""
-        choices = {"sequence": (self.sequence, ("sobol", "halton")), "scramble": (self.scramble, (False, True))}
-        return super().argument_faults() + choice_faults("qmc", choices)
 
     def settle(self) -> list[str]:
         """Sobol's sequence is tabulated up to a dimension."""

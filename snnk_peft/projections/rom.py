@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from snnk_peft.functional.hadamard import next_power_of_two, walsh_hadamard
 from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, hadamard_rotation
 from snnk_peft.functional.random_numbers import random_signs, uniform_numbers
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import choice_faults
 from snnk_peft.projections.base_structured import Structured
 
 
@@ -39,10 +39,6 @@ class Rom(Structured):
     """Products of Hadamard matrices and random diagonals.
 
     Args:
-        factors: number t of factors H D, >= 1. More make the rows more nearly Gaussian and cost one transform each;
-            there is little to gain beyond 3.
-        complex_unit: give the factor that acts last complex entries of modulus 1 instead of signs. num_features must
-            then be even.
         **kwargs: as in `Structured`.
     """
 
@@ -54,7 +50,28 @@ class Rom(Structured):
     sampled_lengths = False
     fast_from = HADAMARD_FAST_FROM
 
-    def __init__(self, dim: int, num_features: int, *, factors: int = 3, complex_unit: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        factors: Annotated[
+            int,
+            Option(
+                "number t of factors H D. More make the rows more nearly Gaussian and cost one transform each; there "
+                "is little to gain beyond 3.",
+                low=1,
+            ),
+        ] = 3,
+        complex_unit: Annotated[
+            bool,
+            Option(
+                "give the factor that acts last complex entries of modulus 1 instead of signs. num_features must then "
+                "be even."
+            ),
+        ] = False,
+        **kwargs: Any,
+    ):
         self.num_factors, self.complex_unit = factors, complex_unit
         self.params = {"factors": factors, "complex_unit": complex_unit}
         super().__init__(dim, num_features, **kwargs)
@@ -63,17 +80,6 @@ class Rom(Structured):
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
         """Any number; with complex entries the next even one."""
         return num_features + num_features % 2 if params.get("complex_unit") else num_features
-
-    def argument_faults(self) -> list[str]:
-        """Whether the number of factors is one."""
-        t = self.num_factors
-        valid = isinstance(t, int) and not isinstance(t, bool) and t >= 1
-        found = [] if valid else [f"rom factors is {t!r}; expected an integer >= 1"]
-        return (
-            super().argument_faults()
-            + found
-            + choice_faults("rom", {"complex_unit": (self.complex_unit, (False, True))})
-        )
 
     def settle(self) -> list[str]:
         """Complex rows come as pairs of real ones."""

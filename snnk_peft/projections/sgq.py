@@ -14,13 +14,14 @@ Cost: as gaussian.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from snnk_peft.functional.random_directions import haar
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Projection, choice_faults
+from snnk_peft.projections.base import Projection
 
 
 @PROJECTIONS.register("sgq")
@@ -28,8 +29,6 @@ class Sgq(Projection):
     """The 2·dim + 1 nodes of the rule.
 
     Args:
-        rotate: turn the nodes by a random rotation, a different one at each site. False (default) leaves them on the
-            axes: the same matrix at every site, whatever the seed.
         **kwargs: as in `Projection`.
     """
 
@@ -41,7 +40,20 @@ class Sgq(Projection):
     uniform = False
     sampled_lengths = False
 
-    def __init__(self, dim: int, num_features: int, *, rotate: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        rotate: Annotated[
+            bool,
+            Option(
+                "turn the nodes by a random rotation, a different one at each site. False leaves them on the axes: the "
+                "same matrix at every site, whatever the seed."
+            ),
+        ] = False,
+        **kwargs: Any,
+    ):
         self.rotate, self.params = rotate, {"rotate": rotate}
         self.seeded = bool(rotate)
         super().__init__(dim, num_features, **kwargs)
@@ -50,10 +62,6 @@ class Sgq(Projection):
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
         """2·dim + 1."""
         return 2 * dim + 1
-
-    def argument_faults(self) -> list[str]:
-        """Whether `rotate` is a yes or a no."""
-        return super().argument_faults() + choice_faults("sgq", {"rotate": (self.rotate, (False, True))})
 
     def settle(self) -> list[str]:
         """The rule has one size."""

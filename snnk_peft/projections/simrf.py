@@ -16,13 +16,14 @@ Cost: as gaussian; drawing takes one QR factorisation per block, in fp64.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from snnk_peft.functional.random_directions import gaussian_lengths, haar, simplex
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Projection, choice_faults
+from snnk_peft.projections.base import Projection
 
 
 @PROJECTIONS.register("simrf")
@@ -30,8 +31,6 @@ class Simrf(Projection):
     """Rows at the corners of randomly rotated simplices.
 
     Args:
-        coupling: "independent" (default) draws lengths independently of directions. "weight_dependent" chooses the
-            directions given the lengths: lower variance still for positive features, a slower draw.
         **kwargs: as in `Projection`.
     """
 
@@ -39,14 +38,23 @@ class Simrf(Projection):
     source = "Reid et al. 2023; Spectraformer Eq. 26"
     cost = "m·d"
 
-    def __init__(self, dim: int, num_features: int, *, coupling: str = "independent", **kwargs: Any):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        coupling: Annotated[
+            str,
+            Option(
+                '"independent" draws lengths independently of directions. "weight_dependent" chooses the directions '
+                "given the lengths: lower variance still for positive features, a slower draw.",
+                choices=("independent", "weight_dependent"),
+            ),
+        ] = "independent",
+        **kwargs: Any,
+    ):
         self.coupling, self.params = coupling, {"coupling": coupling}
         super().__init__(dim, num_features, **kwargs)
-
-    def argument_faults(self) -> list[str]:
-        """Whether the coupling is a known one."""
-        choices = {"coupling": (self.coupling, ("independent", "weight_dependent"))}
-        return super().argument_faults() + choice_faults("simrf", choices)
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
         """(num_features, dim) in fp64."""

@@ -14,14 +14,15 @@ Cost: as gaussian; drawing searches for the Fourier rows, about a second at dim 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from snnk_peft.functional.fourier_sphere import fourier_indices, sphere_points
 from snnk_peft.functional.random_directions import gaussian_lengths, haar
+from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Projection, choice_faults
+from snnk_peft.projections.base import Projection
 
 
 @PROJECTIONS.register("ssf")
@@ -29,8 +30,6 @@ class Ssf(Projection):
     """Even directions from the discrete Fourier matrix.
 
     Args:
-        norms: "chi" (default) draws each row's length as a Gaussian row has it; "sqrt_dim" gives every row √dim.
-        rotate: turn all directions by one random rotation (default).
         **kwargs: as in `Projection`.
     """
 
@@ -38,7 +37,21 @@ class Ssf(Projection):
     source = "Lyu 2017; Spectraformer"
     cost = "m·d"
 
-    def __init__(self, dim: int, num_features: int, *, norms: str = "chi", rotate: bool = True, **kwargs: Any):
+    def __init__(
+        self,
+        dim: int,
+        num_features: int,
+        *,
+        norms: Annotated[
+            str,
+            Option(
+                '"chi" draws each row\'s length as a Gaussian row has it; "sqrt_dim" gives every row √dim.',
+                choices=("chi", "sqrt_dim"),
+            ),
+        ] = "chi",
+        rotate: Annotated[bool, Option("turn all directions by one random rotation.")] = True,
+        **kwargs: Any,
+    ):
         self.norms, self.rotate = norms, rotate
         self.params = {"norms": norms, "rotate": rotate}
         super().__init__(dim, num_features, **kwargs)
@@ -49,11 +62,6 @@ class Ssf(Projection):
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
         """The next even number, dim + 2 (dim + 3 if odd) or more."""
         return max(dim + dim % 2 + 2, num_features + num_features % 2)
-
-    def argument_faults(self) -> list[str]:
-        """Whether the arguments are among the choices."""
-        choices = {"norms": (self.norms, ("chi", "sqrt_dim")), "rotate": (self.rotate, (False, True))}
-        return super().argument_faults() + choice_faults("ssf", choices)
 
     def settle(self) -> list[str]:
         """The construction has an even number of points, more than dimensions."""
