@@ -188,6 +188,16 @@ def input_size(processor: Any) -> tuple[int, int]:
             return int(size["height"]), int(size["width"])
     edge = processor.size.get("shortest_edge")
     raise ConfigError(
-        f"the image processor resizes to {dict(processor.size)} without cropping, so pictures of a batch differ in size; "
-        f"expected height and width: set size to {{height: {edge}, width: {edge}}} in its preprocessor_config.json"
+        f"the image processor resizes to {dict(processor.size)} without cropping, so pictures of a batch differ in "
+        f"size; expected height and width: set size to {{height: {edge}, width: {edge}}} in its "
+        "preprocessor_config.json"
     )
+
+
+def channels_of(processor: Any) -> int:
+    """1 (grey) or 3 (RGB), as many as the processor has means."""
+    means = getattr(processor, "image_mean", None) or (0.0, 0.0, 0.0)
+    channels = 3 if isinstance(means, (int, float)) else len(means)
+    if channels not in (1, 3):
+        raise ConfigError(f"the image processor has {channels} means (image_mean); expected 1 (grey) or 3 (RGB)")
+    return channels

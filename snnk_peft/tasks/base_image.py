@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +12,7 @@ import numpy as np
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._pictures import Pictures
-from snnk_peft.tasks.base import Task
+from snnk_peft.tasks.base import Request, Task
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -91,16 +91,10 @@ class ImageTask(Task):
     primary: tuple[str, ...] | None = None
     splits: tuple[str, ...] = ("train", "test")
 
-    def _read(
-        self,
-        path: Path | None,
-        splits: Sequence[str] | None,
-        limits: Mapping[str, int],
-        cache_dir: str | Path | None,
-    ) -> dict[str, Images]:
-        wanted = list(splits or self.splits)
+    def _read(self, request: Request) -> dict[str, Images]:
+        path, wanted = request.path, list(request.splits or self.splits)
         if path is None and self.read_hub is not None:
-            return self.read_hub(cache_dir, wanted)
+            return self.read_hub(request.cache_dir, wanted)
         if path is None:
             raise ConfigError(f"task {self.name!r} needs data.dir (data_dir=...): the folder {self.folder}")
         if not path.exists():
