@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from tests.recipe_world import RECIPES, newest_weights, recipe
+from recipe_world import RECIPES, recipe
 
 Image = pytest.importorskip("PIL.Image", reason="pip install snnk-peft[recipes]")
 pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
 
-finetune, evaluate, bundle = recipe("finetune"), recipe("evaluate"), recipe("bundle")
+sys.path.append(str(RECIPES))
+finetune, evaluate = recipe("finetune"), recipe("evaluate")
 
 from _lib import training  # noqa: E402
 from _lib.augmentation import Augmentation, crop_box  # noqa: E402
+from _lib.checkpoint import list_checkpoints  # noqa: E402
 from _lib.config import load_config  # noqa: E402
 from _lib.images import ImageExamples, input_size  # noqa: E402
 from _lib.loop import train_step  # noqa: E402
 from _lib.settings import AugmentSection, FinetuneConfig  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification  # noqa: E402
 from transformers import ViTImageProcessorPil as Processor  # noqa: E402
 
@@ -72,6 +75,10 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ViTForImageClassification(ViTConfig(image_size=SIZE, patch_size=4, num_labels=10, **sizes)).save_pretrained(folder)
     Processor(size={"height": SIZE, "width": SIZE}).save_pretrained(folder)
     return folder
+
+
+def newest_weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(list_checkpoints(run / "checkpoints")[-1] / "model.safetensors")
 
 
 def processor(**changes: Any) -> Any:
@@ -150,9 +157,13 @@ def test_crops_have_the_area_and_ratio_they_should() -> None:
     rng = np.random.default_rng(0)
     boxes = np.array([crop_box((200, 100), 0.25, rng) for _ in range(4000)])
     width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    assert boxes.min() >= 0 and boxes[:, 2].max() <= 200 and boxes[:, 3].max() <= 100
+    assert boxes.min() >= 0
+    assert boxes[:, 2].max() <= 200
+    assert boxes[:, 3].max() <= 100
     share, ratio = width * height / 20000, width / height
-    assert share.min() > 0.24 and ratio.min() > 0.74 and ratio.max() < 1.36
+    assert share.min() > 0.24
+    assert ratio.min() > 0.74
+    assert ratio.max() < 1.36
     # A whole picture twice as wide as high is no such crop: boxes above 2/3 of it cannot be.
     assert 0.55 < share.max() < 0.68
     square = np.array([crop_box((100, 100), 0.25, rng) for _ in range(4000)])
@@ -173,7 +184,8 @@ def test_labels_are_mixed_as_pixels_are(kind: str) -> None:
     shares, partners = [], set()
     for epoch in range(60):
         batch = next(made.batches([[0, 1, 2, 3, 4]], epoch=epoch))
-        assert batch["pixel_values"].shape == (5, 1, 32, 32) and "labels" not in batch
+        assert batch["pixel_values"].shape == (5, 1, 32, 32)
+        assert "labels" not in batch
         for index in range(5):
             soft, pixels = batch["soft_labels"][index], batch["pixel_values"][index, 0] * 255
             assert soft.sum().item() == pytest.approx(1)
@@ -192,7 +204,8 @@ def test_labels_are_mixed_as_pixels_are(kind: str) -> None:
                 assert ((pixels - float(colours[other[0]])).abs() < 0.01)[~own].all()
                 rows_of, columns = (~own).any(1).sum(), (~own).any(0).sum()
                 assert (~own).sum() == rows_of * columns  # a rectangle
-    assert len(partners) == 20 and 0.15 < np.std(shares) < 0.45
+    assert len(partners) == 20
+    assert 0.15 < np.std(shares) < 0.45
 
 
 # --- damaged pictures -------------------------------------------------------------------------------------------------
@@ -221,7 +234,8 @@ def test_training_takes_the_next_picture_for_one_that_cannot_be_read(
     torch.testing.assert_close(first["pixel_values"][0], first["pixel_values"][1])
     torch.testing.assert_close(second["pixel_values"][0], second["pixel_values"][1])
     out = capsys.readouterr().out
-    assert "note: left out: " in out and "airplane/03.png: cannot be decoded" in out
+    assert "note: left out: " in out
+    assert "airplane/03.png: cannot be decoded" in out
     assert "cat/05.png: mode 'I;16'; expected eight bits" in out
     with pytest.raises(ConfigError, match=r"2 pictures cannot be read; expected at most 1 \(data.max_unreadable\)"):
         list(examples(damaged, most=1, workers=workers).batches([[3, 4], [19, 20]], epoch=0))
@@ -236,7 +250,8 @@ def test_evaluation_leaves_unreadable_pictures_out_of_the_count(damaged: Path) -
     config = ViTConfig(image_size=SIZE, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     found = predict(ViTForImageClassification(config), made, 4, Accelerator(cpu=True))
     assert found is not None
-    assert found[1].tolist() == [0] * 5 + [3] * 4 + [9] * 5 and len(found[0]) == 14
+    assert found[1].tolist() == [0] * 5 + [3] * 4 + [9] * 5
+    assert len(found[0]) == 14
     lost = ImageExamples(rows.select([6]), processor(), 3, 10, max_unreadable=1)
     assert lost.batch([0])["pixel_values"].shape == (1, 3, SIZE, SIZE)  # a batch without any
 
@@ -246,8 +261,9 @@ def test_evaluation_leaves_unreadable_pictures_out_of_the_count(damaged: Path) -
 
 def test_the_size_is_that_of_the_crop_and_unknown_sizes_are_refused() -> None:
     cropping = processor(do_center_crop=True, crop_size={"height": 6, "width": 5})
-    assert input_size(cropping) == (6, 5) and input_size(processor()) == (SIZE, SIZE)
-    with pytest.raises(ConfigError, match="differ in size; expected height and width: set size to {height: 7"):
+    assert input_size(cropping) == (6, 5)
+    assert input_size(processor()) == (SIZE, SIZE)
+    with pytest.raises(ConfigError, match=r"differ in size; expected height and width: set size to \{height: 7"):
         input_size(Processor(size={"shortest_edge": 7}))
 
 
@@ -268,7 +284,8 @@ def settings(vit: Path, pictures: Path, output: Path, *changes: str) -> list[str
         "output.dir": output,
     }
     named = [f"{name}={value}" for name, value in given.items()]
-    return [*named, *changes]
+    (output.parent / "settings.yaml").write_text("train: {log_every: 2}\n")
+    return [str(output.parent / "settings.yaml"), *named, *changes]
 
 
 def test_adapters_are_trained_bundled_and_scored(
@@ -283,7 +300,8 @@ def test_adapters_are_trained_bundled_and_scored(
     assert figures["trainable_parameters_without_classifier"] < 2000
     assert evaluate.main([str(run / "bundle"), "--task", "cifar10", f"data.dir={pictures}"]) == 0
     scored = json.loads((run / "bundle/metrics.json").read_text())
-    assert scored["score"] == figures["score"] and scored["examples"] == {"test": 15}
+    assert scored["score"] == figures["score"]
+    assert scored["examples"] == {"test": 15}
     assert evaluate.main([str(run / "adapter"), "--task", "cifar10", f"data.dir={pictures}"]) == 0
     assert json.loads((run / "adapter/metrics.json").read_text())["score"] == figures["score"]
     assert evaluate.main([str(run), "data.max_eval_samples=3"]) == 0
@@ -359,7 +377,7 @@ def test_wrong_settings_are_refused_with_the_remedy(
     assert "has 1 means (image_mean), one per channel; ViTForImageClassification reads 3" in refused(
         f"model.name_or_path={large}"
     )
-    assert "data.dir" in refused("data.dir=nowhere")
+    assert "data_dir nowhere does not exist; expected cifar-10-batches-py" in refused("data.dir=nowhere")
 
 
 def test_the_model_that_is_trained_from_scratch_is_read() -> None:

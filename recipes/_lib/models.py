@@ -163,7 +163,7 @@ def build_model(
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
-            target_modules=lora.target_modules,
+            target_modules=lora.target_modules or lora_targets(base),
             modules_to_save=["pooler"] if train_pooler else None,
         )
         try:
@@ -184,6 +184,23 @@ def build_model(
 
         print(calibrate(model, calibration))
     return model
+
+
+def lora_targets(model: PreTrainedModel) -> list[str] | None:
+    """Queries and values of the model's family where PEFT has no choice of its own; None where it has one."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOICES
+
+    from snnk_peft.families import known_family
+
+    family = known_family(model)
+    if model.config.model_type in CHOICES:
+        return None
+    if family is None or family.query is None or family.value is None:
+        raise ConfigError(
+            f"method.lora.target_modules is null, and PEFT has no choice for {model.config.model_type}; expected a list "
+            "of module names"
+        )
+    return [name.rpartition(".")[2] for name in (family.query, family.value)]
 
 
 def _heads(model: PreTrainedModel) -> list[str]:

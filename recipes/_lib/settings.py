@@ -89,7 +89,7 @@ class LoraSection:
     alpha: float = option(16.0, "scale: the update is multiplied by alpha / r", above=0)
     dropout: float = option(0.0, "dropout on the input of the update", low=0, high=0.99)
     target_modules: list[str] | None = option(
-        None, "module names; null takes PEFT's choice for the model (query, value)"
+        None, "module names; null takes PEFT's choice for the model, or queries and values"
     )
 
 
