@@ -197,8 +197,8 @@ def lora_targets(model: PreTrainedModel) -> list[str] | None:
         return None
     if family is None or family.query is None or family.value is None:
         raise ConfigError(
-            f"method.lora.target_modules is null, and PEFT has no choice for {model.config.model_type}; expected a list "
-            "of module names"
+            f"method.lora.target_modules is null, and PEFT has no choice for {model.config.model_type}; expected a "
+            "list of module names"
         )
     return [name.rpartition(".")[2] for name in (family.query, family.value)]
 
