@@ -20,6 +20,8 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _POOLER = re.compile(r"(^|\.)pooler\.")
+# What a part puts before a classifier, a pooler of its own, is none of it.
+_HEAD = re.compile(r"(^|\.)(classifier|score|pre_classifier)\.(?!(.*\.)?snnk_slots\.[^.]+\.\d+\.layer\.)")
 
 
 def resolve_model(name_or_path: str, asked_by: str = "model.name_or_path") -> str:
@@ -231,9 +233,7 @@ def positions(model: torch.nn.Module) -> int | None:
 def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
     """Trained parameters (all, and those outside the classification head) and all parameters of the model in use."""
     trained = {name: value.numel() for name, value in model.named_parameters() if value.requires_grad}
-    head = sum(
-        count for name, count in trained.items() if re.search(r"(^|\.)(classifier|score|pre_classifier)\.", name)
-    )
+    head = sum(count for name, count in trained.items() if _HEAD.search(name))
     total = sum(value.numel() for name, value in model.named_parameters() if ".original_module." not in name)
     return {
         "trainable": sum(trained.values()),

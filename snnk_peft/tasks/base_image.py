@@ -69,11 +69,13 @@ class ImageTask(Task):
     Args:
         name: registry key.
         read: (folder or archive, wanted splits) -> split -> Images. It raises ConfigError, with every fault it found.
+            The folder is None where none is given and `generated` says that none is needed.
         label_names: class names in the order of the integer ids.
         folder: name of the official folder, for messages.
         source: the data set in words, for model cards.
         hub_path: data set on the Hub, or None if it is not there.
         read_hub: likewise from the Hub: (cache_dir, wanted splits) -> split -> Images; None if it cannot be.
+        generated: whether `read` has pictures when no folder is given.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
         splits: "train" and what is evaluated.
@@ -81,18 +83,21 @@ class ImageTask(Task):
 
     modality: ClassVar[str] = "image"
     name: str
-    read: Callable[[Path, Sequence[str]], dict[str, Images]]
+    read: Callable[[Any, Sequence[str]], dict[str, Images]]
     label_names: tuple[str, ...]
     folder: str
     source: str
     hub_path: str | None = None
     read_hub: Callable[[str | Path | None, Sequence[str]], dict[str, Images]] | None = None
+    generated: bool = False
     metrics: tuple[str, ...] = ("accuracy",)
     primary: tuple[str, ...] | None = None
     splits: tuple[str, ...] = ("train", "test")
 
     def _read(self, request: Request) -> dict[str, Images]:
         path, wanted = request.path, list(request.splits or self.splits)
+        if path is None and self.generated:
+            return self.read(None, wanted)
         if path is None and self.read_hub is not None:
             return self.read_hub(request.cache_dir, wanted)
         if path is None:
