@@ -9,7 +9,7 @@ import json
 import struct
 import tarfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ class Pixels:
 
     images: dict[str, np.ndarray]
     labels: dict[str, np.ndarray]
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def draw(splits: tuple[str, str], classes: int, side: int = 32, colours: bool = True, per_class: int = 2) -> Pixels:
@@ -192,7 +191,7 @@ def hub_folder(root: Path, data: Pixels, image: str, label: str, names: tuple[st
         (root / "data").mkdir(parents=True, exist_ok=True)
         file = root / f"data/{split}-00000-of-00001.parquet"
         datasets.Dataset.from_dict(columns, features=features).to_parquet(file)
-    classes = "".join(f"          '{index}': {name}\n" for index, name in enumerate(names))
+    classes = "".join(f"          '{index}': '{name}'\n" for index, name in enumerate(names))
     write(
         root / "README.md",
         f"---\ndataset_info:\n  features:\n  - name: {image}\n    dtype: image\n  - name: {label}\n    dtype:\n"
@@ -204,7 +203,7 @@ def hub_folder(root: Path, data: Pixels, image: str, label: str, names: tuple[st
 # Task -> its pictures, and the layouts that it is published in: a name and what writes it, returning `data.dir`.
 PICTURES: dict[str, Callable[[], Pixels]] = {
     "cifar10": lambda: draw(("train", "test"), 10),
-    "cifar100": lambda: draw(("train", "test"), 100, per_class=1),
+    "cifar100": lambda: draw(("train", "test"), 100),
     "mnist": lambda: draw(("train", "test"), 10, side=28, colours=False),
     "imagenet1k": lambda: draw(("train", "validation"), 3, side=20),
     "image_folder": lambda: draw(("train", "validation"), 3, side=12),
@@ -228,7 +227,7 @@ LAYOUTS: dict[str, dict[str, Callable[[Path, Pixels], Path]]] = {
     "mnist": {
         "packed": mnist,
         "unpacked": lambda root, data: mnist(root, data, ""),
-        "both": lambda root, data: mnist(mnist(root, data), data, "").parent,
+        "both": lambda root, data: mnist(mnist(root / "raw", data), data, "").parent,
     },
     "imagenet1k": {
         "class folders": lambda root, data: class_folders(root, data, WNIDS, {"validation": "val"}),
@@ -237,8 +236,8 @@ LAYOUTS: dict[str, dict[str, Callable[[Path, Pixels], Path]]] = {
         "shards with json": lambda root, data: shards(root / "x", data, json_labels=True),
     },
     "image_folder": {
-        "train and val": lambda root, data: class_folders(root, data, ("a", "b-c", "b"), {"validation": "val"}),
-        "train and test": lambda root, data: class_folders(root, data, ("a", "b-c", "b"), {"validation": "test"}),
+        "train and val": lambda root, data: class_folders(root, data, ("a", "b", "b-c"), {"validation": "val"}),
+        "train and test": lambda root, data: class_folders(root, data, ("a", "b", "b-c"), {"validation": "test"}),
         "shards": lambda root, data: shards(root / "x", data),
     },
 }

@@ -61,6 +61,8 @@ def _of_archive(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[
                 stream = archive.extractfile(member) if match and member.isfile() else None
                 if match and stream is not None:
                     yield match, stream.read()
+            while archive.fileobj is not None and archive.fileobj.read(1 << 20):
+                pass  # the checksum of the whole stands at its end
     except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise ConfigError(f"{path}: not a readable tar archive ({error}); fetch it again") from error
 

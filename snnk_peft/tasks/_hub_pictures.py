@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,24 @@ from snnk_peft.tasks._pictures import Pictures
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from snnk_peft.tasks.base_image import HubSource, ImageTask
+
+@dataclass(frozen=True)
+class HubSource:
+    """A data set on the Hub.
+
+    Args:
+        path: its id (or a folder in the Hub's layout).
+        image: column of the pictures.
+        label: column of the class ids.
+        renamed: (name there, name here) of classes that are called otherwise.
+        access: what a user must do first, for messages.
+    """
+
+    path: str
+    image: str = "image"
+    label: str = "label"
+    renamed: tuple[tuple[str, str], ...] = ()
+    access: str = ""
 
 
 class HubPictures(Pictures):
@@ -58,31 +76,36 @@ class HubPictures(Pictures):
         return f"{index}\n{self._sizes[index]}".encode()
 
 
-def fetch(task: ImageTask, hub: HubSource, cache_dir: str | Path | None) -> Any:
+def fetch(hub: HubSource, cache_dir: str | Path | None, otherwise: str) -> Any:
     """All splits, as a `datasets.DatasetDict`.
+
+    Args:
+        hub: which data set.
+        cache_dir: where `datasets` keeps it; None is its default.
+        otherwise: the files that can be read instead, for messages.
 
     Raises:
         ConfigError: the Hub is out of reach, or the data set is not there or not open to this user.
     """
-    return _asked(task, hub, "load_dataset", cache_dir=None if cache_dir is None else str(cache_dir))
+    return _asked(hub, "load_dataset", otherwise, cache_dir=None if cache_dir is None else str(cache_dir))
 
 
-def published_names(task: ImageTask, hub: HubSource) -> tuple[str, ...]:
+def published_names(hub: HubSource, otherwise: str) -> tuple[str, ...]:
     """Class names from the description of the data set, without the data; raises like `fetch`."""
-    features = _asked(task, hub, "load_dataset_builder").info.features or {}
+    features = _asked(hub, "load_dataset_builder", otherwise).info.features or {}
     if (names := getattr(features.get(hub.label), "names", None)) is None:
         raise ConfigError(f"{hub.path} does not say its classes; give data.labels, in the order of the ids")
     return tuple(dict(hub.renamed).get(name, name) for name in names)
 
 
-def _asked(task: ImageTask, hub: HubSource, function: str, **arguments: Any) -> Any:
+def _asked(hub: HubSource, function: str, otherwise: str, **arguments: Any) -> Any:
     hf = require("datasets")
     try:
         return getattr(hf, function)(hub.path, **arguments)
     except (ConnectionError, hf.exceptions.DatasetNotFoundError) as error:
         raise ConfigError(
-            f"task {task.name!r} could not be loaded from the Hub ({hub.path}): {error}. {hub.access}"
-            f"To work offline, give data.dir (data_dir=...): {task.folder}"
+            f"{hub.path} could not be loaded from the Hub: {error}. {hub.access}To work offline, give data.dir "
+            f"(data_dir=...): {otherwise}"
         ) from error
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._hub_pictures import HubSource, class_names, fetch, pictures_of
 from snnk_peft.tasks._pictures import Pictures
 from snnk_peft.tasks._tsv import listed
 from snnk_peft.tasks.base import Request, Task
@@ -64,25 +65,6 @@ class Images:
 
 
 @dataclass(frozen=True)
-class HubSource:
-    """A data set on the Hub.
-
-    Args:
-        path: its id (or a folder in the Hub's layout).
-        image: column of the pictures.
-        label: column of the class ids.
-        renamed: (name there, name here) of classes that are called otherwise.
-        access: what a user must do first, for messages.
-    """
-
-    path: str
-    image: str = "image"
-    label: str = "label"
-    renamed: tuple[tuple[str, str], ...] = ()
-    access: str = ""
-
-
-@dataclass(frozen=True)
 class ImageTask(Task):
     """One data set of pictures; a split is `Images`.
 
@@ -129,9 +111,7 @@ class ImageTask(Task):
         """From the Hub, or its local cache; pictures stay encoded."""
         if self.hub is None:
             raise ConfigError(f"task {self.name!r} needs data.dir (data_dir=...): {self.folder}")
-        from snnk_peft.tasks._hub_pictures import class_names, fetch, pictures_of
-
-        raw = fetch(self, self.hub, cache_dir)
+        raw = fetch(self.hub, cache_dir, self.folder)
         found, faults = {}, []
         for split in wanted:
             where = f"{self.hub.path}, split {split!r}"

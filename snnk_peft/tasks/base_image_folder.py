@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._hub_pictures import published_names
 from snnk_peft.tasks._picture_folders import FolderLayout
 from snnk_peft.tasks._tsv import listed
 from snnk_peft.tasks.base import Request
@@ -92,9 +93,7 @@ class ImageFolderTask(ImageTask):
     def _of_hub(self, labels: Sequence[str]) -> ImageFolderTask:
         if self.hub is None:
             raise ConfigError(f"data.dir is missing: a folder that holds {self.layout.expected}")
-        from snnk_peft.tasks._hub_pictures import published_names
-
-        return replace(self, label_names=tuple(labels) or published_names(self, self.hub))
+        return replace(self, label_names=tuple(labels) or published_names(self.hub, self.folder))
 
     @property
     def inferred(self) -> dict[str, Any]:
