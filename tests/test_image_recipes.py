@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -234,6 +235,31 @@ def damaged(pictures: Path, tmp_path: Path) -> Path:
         (root / name).write_bytes((root / name).read_bytes()[:60])
     Image.fromarray(np.zeros((SIZE, SIZE), dtype=np.uint16)).save(root / "train/cat/05.png")
     return root
+
+
+def test_own_pictures_are_trained_on_and_scored_by_the_names_of_their_folders(
+    vit: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, own = tmp_path / "run", pictures / "train"
+    changes = ("task=image_folder", f"data.dir={own}", "data.hold_out=0.3", "train.epochs=8")
+    assert finetune.main(settings(vit, pictures, run, *changes)) == 0
+    figures = json.loads((run / "metrics.json").read_text())
+    assert figures["score"] >= 0.8
+    assert figures["examples"] == {"train": 30, "validation": 12}
+    model = AutoModelForImageClassification.from_pretrained(run / "bundle")
+    assert list(model.config.id2label.values()) == list(CLASSES)
+    assert evaluate.main([str(run)]) == 0  # the record knows the classes and what was held back
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert evaluation["examples"] == {"validation": 12}
+    assert evaluation["score"] == figures["score"]
+    # Other pictures by the classes of the model, in a folder that has one more.
+    more = tmp_path / "more"
+    shutil.copytree(pictures / "test", more / "val")
+    assert evaluate.main([str(run / "bundle"), "--task", "image_folder", f"data.dir={more}"]) == 0
+    assert json.loads((run / "bundle/metrics.json").read_text())["examples"] == {"validation": 15}
+    shutil.copytree(more / "val/cat", more / "val/dog")
+    assert evaluate.main([str(run / "bundle"), "--task", "image_folder", f"data.dir={more}"]) != 0
+    assert "unknown class 'dog'" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
