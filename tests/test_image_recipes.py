@@ -418,8 +418,9 @@ def test_a_stopped_run_with_augmentation_resumes_bit_for_bit(
         (["method.name=full", "model.pretrained=false"], "model"),
         (["method.adapter=null", "method.ffn={num_features: 8}", "method.calibrate=true"], "bundle"),
         (["method.adapter=null", "method.attention={num_features: 8}"], "bundle"),
+        (["method.adapter=null", "method.pooler={num_features: 8}"], "bundle"),
     ],
-    ids=["lora", "probe", "full", "scratch", "ffn", "attention"],
+    ids=["lora", "probe", "full", "scratch", "ffn", "attention", "pooler"],
 )
 def test_every_method_trains(vit: Path, pictures: Path, tmp_path: Path, changes: list[str], kind: str) -> None:
     run = tmp_path / "run"

@@ -97,7 +97,8 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
     inputs = probe_inputs(base) if probe is None else dict(probe)
     error, where = compare(base, bundled, inputs)
     tolerance = TOLERANCES.get(base.dtype, 1e-5)
-    if not error <= tolerance and plan.head is not None and family is not None and family.pooler_activation is None:
+    read = family is not None and family.classifier_of_pooler is not None and family.pooler_activation is None
+    if not error <= tolerance and plan.head is not None and family is not None and read:
         raise UnsupportedError(
             f"family {family.name!r} says that {plan.head!r} reads what {plan.pooler!r} gives (classifier_of_pooler), "
             f"but a bundle that multiplies the two differs by {error:.1e} in {where}: something lies between them, "
@@ -160,6 +161,9 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
     config.dtype = base.dtype
     with torch.device("meta"):
         bundled = cls(config)
+        if left_out := _left_out(bundled, table, plan):
+            config.snnk_plan["modules"].update(left_out)
+            bundled = cls(config)
     try:
         bundled.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -176,6 +180,13 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
     if getattr(base, "generation_config", None) is not None:
         bundled.generation_config = copy.deepcopy(base.generation_config)
     return bundled.eval()
+
+
+def _left_out(built: nn.Module, table: dict[str, Place], plan: FoldPlan) -> dict[str, Any]:
+    """Specs for the modules that the owner of the model put an nn.Identity in the place of."""
+    identities = {path for path, place in table.items() if type(place.module) is nn.Identity} - plan.modules.keys()
+    present = {path for path, module in built.named_modules() if type(module) is not nn.Identity}
+    return {path: spec_of(nn.Identity()) for path in sorted(identities & present)}
 
 
 _REMOVED_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version", "dtype")

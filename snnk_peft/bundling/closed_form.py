@@ -59,7 +59,8 @@ def fit_closed_form(
     """Fit the head of a bundle to labels in one pass, in place.
 
     Args:
-        model: from `bundle`, of a model whose pooler was replaced and folded into the classifier (BERT, ELECTRA).
+        model: from `bundle`, of a model whose pooler was replaced and folded into the classifier (BERT, ELECTRA), or
+            put before it (image classifiers).
         batches: dicts of model inputs with targets, read once. Integer targets (n,) are classes, floating ones (n,) or
             (n, k) are regressed.
         ridge: λ >= 0 of the penalty λ‖W̄‖², scikit-learn's `alpha`; the bias is not penalised. None chooses it on every
@@ -123,7 +124,7 @@ def bundled_head(model: nn.Module) -> tuple[str, nn.Linear, FeatureStage]:
     if plan.get("head") is None:
         raise UnsupportedError(
             "this bundle has no Linear that reads pooler features: either its config had no pooler part, or the model "
-            "calls a function between pooler and classifier (RoBERTa, DistilBERT)"
+            "calls a function between pooler and classifier (RoBERTa, DistilBERT), or it has several heads (DeiT)"
         )
     assert isinstance(model, nn.Module)
     head = model.get_submodule(plan["head"])
@@ -181,6 +182,11 @@ def head_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         raise UnsupportedError(
             f"the head's features are {type(feature_map.component).__name__}, no function of each projection; the "
             "explicit Jacobian needs an elementwise component such as 'cos'. Use torch.func.jacrev instead"
+        )
+    if stage.normalize:
+        raise UnsupportedError(
+            "the head's features are those of normalised vectors, which no matrix gives; the explicit Jacobian needs "
+            "inputs taken as they are. Use torch.func.jacrev instead"
         )
     width = feature_map.feature_dim
     rows, offset = stage.preactivation()

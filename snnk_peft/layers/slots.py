@@ -66,7 +66,7 @@ class FoldPlace(Protocol):
         """Tell the reader of the report."""
 
     def reads_features(self, stage: FoldPlace) -> None:
-        """This is the head that reads the features which `stage` makes."""
+        """This is the head that reads the features which `stage` makes; both may be in one place, in a Sequential."""
 
 
 class FitPlace(Protocol):
@@ -214,5 +214,8 @@ class Retrained(Slot):
             self.module = copy.deepcopy(module)
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """The original's signature."""
-        return self.module(x, *args, **kwargs)
+        """The original's signature; PEFT keeps what is trained in fp32, also in a model of half precision."""
+        own = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), x.dtype)
+        if own == x.dtype or not x.is_floating_point():
+            return self.module(x, *args, **kwargs)
+        return self.module(x.to(own), *args, **kwargs).to(x.dtype)

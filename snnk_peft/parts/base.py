@@ -116,12 +116,14 @@ class Patch:
         build: makes the slot; runs after all plans are known to be possible. None changes nothing there.
         train: whether the module itself is trained as well (and saved in full).
         replaces: whether the slot takes the module's place; no other part may do so as well.
+        around_head: whether the module is a task head, which is trained inside the slot around it.
     """
 
     path: str
     build: Callable[[], Slot] | None
     train: bool = False
     replaces: bool = False
+    around_head: bool = False
 
 
 @dataclass(frozen=True)
