@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"tuner"},
     {"bundling"},
     {"family_check"},
+    {"cost"},
     {"tasks"},
     {"__init__"},
 ]
