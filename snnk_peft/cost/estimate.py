@@ -124,7 +124,7 @@ def _row(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         inference = measure_inference(model, inputs, device)
-        step = measure_training(model, labelled, device) if method != "bundle" else None
+        step = measure_training(model, labelled, device) if method != "bundle" and trained else None
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedError(
             f"the {method} model cannot run on the meta device, where tensors have no numbers; expected a forward pass "
@@ -137,7 +137,7 @@ def _row(
         detail=detail,
         parameters=sum(parameter.numel() for parameter in parameters),
         buffers=sum(buffer.numel() for buffer in buffers),
-        trained=None if step is None else sum(parameter.numel() for parameter in trained),
+        trained=None if method == "bundle" else sum(parameter.numel() for parameter in trained),
         macs=inference.macs,
         training_macs=None if step is None else step.macs,
         inference_bytes=inference.peak,
