@@ -54,9 +54,10 @@ def estimate_cost(
         >>> from transformers import BertConfig
         >>> from snnk_peft import AdapterPart, SNNKConfig
         >>> from snnk_peft.cost import estimate_cost
-        >>> report = estimate_cost(BertConfig(), SNNKConfig(adapter=AdapterPart()), task="sequence-classification")
+        >>> bert, config = BertConfig(num_hidden_layers=2), SNNKConfig(adapter=AdapterPart())
+        >>> report = estimate_cost(bert, config, task="sequence-classification")
         >>> [(row.title, row.parameters, row.trained) for row in report.rows][:2]
-        [('full', 109483778, 109483778), ('lora, r = 8', 109780228, 296450)]
+        [('full', 38605058, 38605058), ('lora, r = 8', 38655748, 50690)]
     """
     _check(batch_size, length, image_size, num_labels, processes, dtype, device)
     source = read_model_config(model)
