@@ -7,6 +7,7 @@ import shlex
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, LlamaConfig, ViTConfig
 
-from snnk_peft import AdapterPart, AttentionPart, FFNPart, SNNKConfig, bundle, get_snnk_model
+from snnk_peft import PARTS as PARTS_REGISTRY
+from snnk_peft import AdapterPart, AttentionPart, FFNPart, Part, Patch, PatchContext, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.cost import estimate_cost
 from snnk_peft.cost.build import Builder, inputs_for, labels_for, prepare
 from snnk_peft.cost.command import main
 from snnk_peft.cost.meter import held, measure_inference, measure_training
+from snnk_peft.errors import UnsupportedError
 from tests.fresh_process import run_python, start_python
 from tests.test_documentation import blocks
 from tests.test_meta_device import PARTS
@@ -31,6 +34,7 @@ from tests.tiny_models import TEXT, tiny
 # PEFT 0.21 asks the model by a name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
+CLASSIFIER = "sequence-classification"
 ADAPTER = SNNKConfig(adapter=AdapterPart(num_features=4))
 
 
@@ -79,7 +83,7 @@ def test_half_precision_has_the_dtypes_of_real_models(dtype):
 
 def test_rows_have_the_sizes_of_real_models():
     config = SNNKConfig(ffn=FFNPart(num_features=8), adapter=AdapterPart(num_features=4))
-    report = estimate_cost(tiny("bert").config, config, task="sequence-classification", batch_size=2)
+    report = estimate_cost(tiny("bert").config, config, task=CLASSIFIER, batch_size=2)
     real = {"full": tiny("bert"), "snnk": get_snnk_model(tiny("bert"), config)}
     rank = int(report.row("lora").detail.removeprefix("r = "))
     lora = peft.LoraConfig(r=rank, target_modules=["query", "value"], modules_to_save=["classifier"])
@@ -253,7 +257,7 @@ def test_peak_memory_of_a_process(root, method):
     training, inference = json.loads(done.stdout.splitlines()[-1])
     assert training > 5e7  # beside which the noise of a process, some 100 kB, is small
     bert = BertConfig(**sizes, intermediate_size=1024)
-    config, task = SNNKConfig(adapter=AdapterPart()), "sequence-classification"
+    config, task = SNNKConfig(adapter=AdapterPart()), CLASSIFIER
     row = estimate_cost(bert, config, task=task, batch_size=16, length=128, device="cpu").row(method)
     assert row.training_bytes - row.weight_bytes - row.optimizer_bytes == pytest.approx(training, rel=0.05)
     assert row.inference_bytes - row.weight_bytes == pytest.approx(inference, rel=0.05)
@@ -321,7 +325,7 @@ def test_bytes_that_two_processes_send(root, tmp_path):
     said = [process.communicate(timeout=120)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
     found = json.loads(said[0].splitlines()[-1])
-    config, task = SNNKConfig(adapter=AdapterPart()), "sequence-classification"
+    config, task = SNNKConfig(adapter=AdapterPart()), CLASSIFIER
     row = estimate_cost(BertConfig(**sizes), config, task=task, batch_size=2, length=7, processes=2).row("snnk")
     assert row.ddp_bytes == found["ddp"]
     assert row.ddp_buffer_bytes == found["buffers"]
@@ -426,6 +430,21 @@ def test_faults_are_told_with_exit_code_2(folder, capsys, case):
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
+
+
+def test_a_part_that_reads_numbers_is_told():
+    @PARTS_REGISTRY.register("reads_numbers")
+    @dataclass
+    class ReadsNumbers(Part):
+        def plan(self, context: PatchContext) -> list[Patch]:
+            linear = context.linear("classifier", "the head")
+            return [Patch("classifier", None, train=bool(linear.weight.norm() > 0))]
+
+    try:
+        with pytest.raises(UnsupportedError, match="patching the model is not possible on the meta device"):
+            estimate_cost(builder_of(tiny("bert")).config, SNNKConfig(parts=[ReadsNumbers()]), task=CLASSIFIER)
+    finally:
+        PARTS_REGISTRY._members.pop("reads_numbers")
 
 
 def test_readme_command_prints_what_the_readme_shows(root, tmp_path):

@@ -161,6 +161,18 @@ def _on_meta() -> Iterator[None]:
         transformers.logging.set_verbosity(level)
 
 
+@contextmanager
+def without_numbers(what: str) -> Iterator[None]:
+    """UnsupportedError if `what` is done by code that reads numbers, which the meta device does not have."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"{what} is not possible on the meta device, where tensors have shapes and no numbers; expected code whose "
+            f"shapes do not depend on numbers (a part of your own may ask `tensor.is_meta`): {error}"
+        ) from error
+
+
 class Builder:
     """Makes models from one config, each anew.
 
@@ -192,12 +204,12 @@ class Builder:
         config = copy.deepcopy(config)
         config.save_projection = True  # else every matrix would be drawn for its checksum
         base = self.pretrained()
-        with _on_meta():
+        with without_numbers("patching the model"), _on_meta():
             return get_snnk_model(base, config).to("meta")  # small tensors that some components draw on the CPU
 
     def bundled(self, patched: Any) -> Any:
         """`bundle` of a patched model, without the comparison of outputs."""
-        with _on_meta():
+        with without_numbers("bundling"), _on_meta():
             return folded_model(patched.get_base_model())[0]
 
     def full(self) -> PreTrainedModel:

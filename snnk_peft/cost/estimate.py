@@ -8,7 +8,16 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from snnk_peft.config import SNNKConfig
-from snnk_peft.cost.build import DTYPES, Builder, inputs_for, labels_for, prepare, read_model_config, slot_parameters
+from snnk_peft.cost.build import (
+    DTYPES,
+    Builder,
+    inputs_for,
+    labels_for,
+    prepare,
+    read_model_config,
+    slot_parameters,
+    without_numbers,
+)
 from snnk_peft.cost.meter import held, measure_inference, measure_training
 from snnk_peft.cost.report import CostReport, CostRow
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -123,14 +132,9 @@ def _row(
     parameters, buffers = list(model.parameters()), list(model.buffers())
     weights = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held(model)}
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    try:
+    with without_numbers(f"running the model of row {method!r}"):
         inference = measure_inference(model, inputs, device)
         step = measure_training(model, labelled, device) if method != "bundle" and trained else None
-    except (RuntimeError, NotImplementedError) as error:
-        raise UnsupportedError(
-            f"the {method} model cannot run on the meta device, where tensors have no numbers; expected a forward pass "
-            f"that does not depend on them: {error}"
-        ) from error
     share = (processes - 1) / processes
     gradients = _bytes(trained)
     return CostRow(
