@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, set_seed
 
 from snnk_peft.errors import ConfigError
 
@@ -24,9 +24,7 @@ def make_accelerator(train: Any) -> Accelerator:
         raise ConfigError("train.mixed_precision is fp16, which needs a CUDA device; use bf16 or no")
     if faults := _launcher_faults(train.device, cpu):
         raise ConfigError(faults)
-    # What is random in a buffer follows from the seed, and what is fitted was sent to all: nothing is to be sent again.
-    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
-    accelerator = Accelerator(cpu=cpu, mixed_precision=train.mixed_precision, kwargs_handlers=handlers)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=train.mixed_precision)
     if _asked_for("USE_FSDP") and accelerator.distributed_type is DistributedType.MULTI_CPU:
         # accelerate shards on GPUs only; its FSDP2 runs as well on CPUs, where a profile can be tried out.
         plugin = FullyShardedDataParallelPlugin()
@@ -76,7 +74,19 @@ def _launcher_faults(device: str, cpu: bool) -> list[str]:
     return faults
 
 
-def choose_units(accelerator: Accelerator, model: torch.nn.Module) -> None:
+def prepare(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[torch.nn.Module, Any]:
+    """Model and optimizer as the launcher wants them: in DDP, sharded by FSDP2 (in place), or as they are."""
+    _choose_units(accelerator, model)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    if isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
+        # Random matrices are drawn alike everywhere. Sent in every step, they would be as many bytes as the gradients.
+        prepared.broadcast_buffers = False
+    return prepared, wrapped
+
+
+def _choose_units(accelerator: Accelerator, model: torch.nn.Module) -> None:
     """Where the profile names no classes that FSDP2 gathers at a time, take the model's own ones.
 
     Without those that hold the input embedding: accelerate makes that one a unit of its own, and no parameter may be in

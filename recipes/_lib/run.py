@@ -19,7 +19,7 @@ from _lib.files import write_json
 from _lib.launch import ROOT, Request
 from _lib.loop import RunState
 from _lib.models import parameter_counts
-from _lib.processes import choose_units, is_sharded, make_accelerator, seed_continuation
+from _lib.processes import is_sharded, make_accelerator, prepare, seed_continuation
 from _lib.run_folder import StopSignal, check_folder, choose_checkpoint, claim_folder, environment, peak_memory, refusal
 from _lib.settings import PATHS
 from _lib.tracking import Tracker, read_log
@@ -52,8 +52,7 @@ def run(experiment: Experiment[Any], request: Request) -> int:
     bare.train()
     counts = parameter_counts(bare)
     plain_optimizer = experiment.optimizer(bare)
-    choose_units(accelerator, bare)
-    model, optimizer = accelerator.prepare(bare, plain_optimizer)
+    model, optimizer = prepare(accelerator, bare, plain_optimizer)
     # From here on only dropout draws random numbers, differently in every process.
     set_seed(train.seed + 1 + accelerator.process_index)
 
