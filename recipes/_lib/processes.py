@@ -60,12 +60,10 @@ def _launcher_faults(device: str, cpu: bool) -> list[str]:
     if _asked_for("USE_DEEPSPEED"):
         faults.append(
             "the profile asks for DeepSpeed, whose partitions the checkpoints of the recipes do not hold; take "
-            "recipes/accelerate/fsdp2.yaml, which splits the same tensors"
+            "recipes/accelerate/fsdp2.yaml instead"
         )
     if _asked_for("USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
-        faults.append(
-            "the profile asks for FSDP without fsdp_version: 2; expected 2, as in recipes/accelerate/fsdp2.yaml"
-        )
+        faults.append("the profile asks for FSDP 1; expected fsdp_version: 2, as in recipes/accelerate/fsdp2.yaml")
     if _asked_for("USE_FSDP") and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true":
         faults.append(
             "fsdp_cpu_ram_efficient_loading is true: only process 0 would read the pretrained weights, from which "
