@@ -82,7 +82,9 @@ def settings(world: Path, out: Path, *changes: str) -> list[str]:
         "train": {"epochs": 2, "batch_size": 8, "log_every": 1, "save_every_steps": 2, "device": "cpu"},
         "output": {"dir": str(out), "tensorboard": False, "save_model": True},
     }
-    content["train"] |= {"gradient_accumulation": 2, "keep_checkpoints": 9}
+    content["train"] |= {"gradient_accumulation": 2, "keep_checkpoints": 9, "eval_batch_size": 3}
+    # The last batch is not full, and in the last one of an evaluation a second process has no example.
+    content["data"] |= {"max_train_samples": 37, "max_eval_samples": 7}
     file = out.with_name(f"{out.name}.yaml")
     file.write_text(yaml.safe_dump(content))
     return [str(file), *changes]
@@ -113,7 +115,7 @@ def last(run: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def one(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process: 8 examples per forward pass, 3 steps per epoch of which the last has 8."""
+    """A run of one process: 8 examples per forward pass, 3 steps per epoch of which the last has 5."""
     run = tmp_path_factory.mktemp("one") / "run"
     done = run_python([PROGRAM, *settings(world, run)], env=environment())
     assert done.returncode == 0, done.stderr
@@ -136,6 +138,7 @@ def check_like_one(run: Path, one: Path) -> None:
     for folder, file in (("adapter", "adapter_model.safetensors"), ("bundle", "model.safetensors")):
         assert_close(one / folder, run / folder, file, **ROUNDING)
     mine, theirs = (json.loads((folder / "metrics.json").read_text()) for folder in (run, one))
+    assert mine["examples"] == {"train": 37, "validation": 7}
     for key in ("metrics", "score", "best_step", "examples", "trainable_parameters", "total_parameters"):
         assert mine[key] == theirs[key], key
     rows, expected = (
@@ -192,7 +195,7 @@ def test_a_process_that_dies_takes_the_run_down(world: Path, tmp_path: Path) -> 
     run = tmp_path / "run"
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
     command += ["--config_file", str(ROOT / "recipes/accelerate/multi_cpu.yaml"), PROGRAM]
-    long = ("train.epochs=40", "train.eval_every=end", "output.save_model=false")
+    long = ("train.epochs=24", "train.eval_every=end", "output.save_model=false")
     arguments = settings(world, run, "train.batch_size=4", *long)
     with (tmp_path / "output").open("w+") as output:
         launcher = subprocess.Popen(

@@ -93,7 +93,7 @@ def _choose_units(accelerator: Accelerator, model: torch.nn.Module) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if accelerator.distributed_type is not DistributedType.FSDP or plugin.transformer_cls_names_to_wrap:
         return
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
     listed = set(getattr(model, "_no_split_modules", None) or ())
     around = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
     plugin.transformer_cls_names_to_wrap = sorted(
