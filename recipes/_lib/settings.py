@@ -245,6 +245,7 @@ FREE_ON_RESUME = (
     "output.",
     *(f"data.{name}" for name in (*PATHS, "workers")),
     *("train.save_every_steps", "train.keep_checkpoints", "train.log_every"),
+    "train.batch_size",  # of one process: `load_checkpoint` compares that of all of them
 )
 
 
