@@ -222,6 +222,17 @@ def test_a_new_pooler_starts_as_the_best_readout_of_its_input(component):
     assert error(layer(x).double()) < error(features @ best) * 1.01 < 0.6
 
 
+@pytest.mark.parametrize("family", ["clip", "dinov2", "siglip"])
+@torch.no_grad()
+def test_inputs_that_no_layernorm_has_scaled_are_normalised(family):
+    """The start is then that of standard normal inputs, whatever their size and offset."""
+    base = build(family, next(head for name, head in CLASSIFIERS if name == family))
+    layer = pooler_of(get_snnk_model(base, SNNKConfig(pooler=PoolerPart(num_features=64)))).layer
+    x = torch.randn(1000, layer.out_features)
+    torch.testing.assert_close(layer(40 * x + 30), layer(x), rtol=1e-3, atol=1e-4)
+    assert (layer(x) - x).square().sum() < 0.5 * x.square().sum()
+
+
 @pytest.mark.parametrize("init", ["paper", "random"])
 def test_a_new_pooler_takes_the_other_starts(init):
     """With a W that is drawn: the same for the same seed, another for another."""
@@ -248,6 +259,56 @@ def test_what_a_new_pooler_cannot_have():
     assert any("one of several heads" in remark for remark in small.bundle_report.remarks)
     with pytest.raises(UnsupportedError, match="has several heads"):
         fit_closed_form(small, [], ridge=0.1)
+
+
+def test_two_new_poolers_have_a_head_each():
+    config = SNNKConfig(pooler=PoolerPart(num_features=6))
+    model = trained(get_snnk_model(image_classifier(), config)).eval()
+    inputs = probe_inputs(model.get_base_model())
+    first = model(**inputs).logits
+    model.add_adapter("other", SNNKConfig(pooler=PoolerPart(num_features=8)))
+    model.set_adapter("other")
+    assert (trained(model, std=0.2)(**inputs).logits - first).abs().max() > 0.01
+    model.set_adapter("default")
+    assert torch.equal(model(**inputs).logits, first)
+    assert compare(model, bundle(model), inputs)[0] < 1e-5
+    plain = model.unload()
+    assert torch.equal(plain(**inputs).logits, image_classifier()(**inputs).logits)
+
+
+def test_a_head_belongs_to_one_kind_of_adapter():
+    adapter, pooler = (SNNKConfig(**copy.deepcopy(HALF[part])) for part in ("houlsby", "pooler"))
+    model = get_snnk_model(image_classifier(), adapter)
+    with pytest.raises(ConfigError, match="another adapter saves 'classifier' in full, and a new pooler"):
+        model.add_adapter("other", pooler)
+    model = get_snnk_model(image_classifier(), pooler)
+    with pytest.raises(ConfigError, match="'classifier' cannot be saved in full: an SNNK part changes"):
+        model.add_adapter("other", adapter)
+
+
+@torch.no_grad()
+def test_calibration_measures_behind_the_head_in_use():
+    """The trained copy of the head, and not the pretrained one."""
+    model = trained(get_snnk_model(image_classifier(), SNNKConfig(pooler=PoolerPart(num_features=6)))).eval()
+    batches = [{"pixel_values": torch.randn(8, 3, 8, 8)} for _ in range(4)]
+    copied, pooler = model.get_base_model().classifier.snnk_slots["default"]
+    read = [model.get_base_model().vit(**batch).last_hidden_state[:, 0] for batch in batches]
+    held_out = read[1]  # the one of four where the running count of held_out=0.25 passes a half
+    wanted, given = (x @ copied.module.weight.T for x in (held_out, pooler(lambda y: y, held_out)))
+    error = (wanted - given).square().sum() / (wanted - wanted.mean(0)).square().sum()
+    (slot,) = calibrate(model, batches, held_out=0.25, progress=False).slots
+    assert slot.error_before == pytest.approx(float(error), rel=1e-4)
+    assert slot.path == "classifier"
+
+
+@pytest.mark.parametrize("name", ["ConvNext", "Swin", "ResNet"])
+def test_other_image_architectures_are_refused_by_name(name):
+    sizes = {"depths": [1, 1], "num_stages": 2, "hidden_sizes": [8, 16]} if name != "Swin" else {"depths": [1, 1]}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForImageClassification")(config)
+    with pytest.raises(UnsupportedError, match=f"unknown model family '{name.lower()}'.*register_family"):
+        get_snnk_model(model, SNNKConfig(adapter=AdapterPart(num_features=4)))
 
 
 def test_seeds_alone_are_saved_for_a_new_pooler(tmp_path):

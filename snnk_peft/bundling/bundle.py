@@ -66,34 +66,9 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         >>> small.bundle_report.folded[0].after
         '8 gelu features + Linear 8→32'
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    if getattr(getattr(base, "config", None), "snnk_plan", None) is not None:
-        raise ConfigError(
-            f"{type(base).__name__} is a bundle already; expected a patched model, from get_snnk_model. There is "
-            "nothing more to fold: use it, or save it with save_pretrained (LoRA that was put on it is merged by "
-            "merge_and_unload)"
-        )
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     family = known_family(base)
-    if not isinstance(base, PreTrainedModel):
-        raise UnsupportedError(
-            f"{type(base).__name__} is not a transformers PreTrainedModel; it could not be loaded back"
-        )
-    if getattr(base, "is_quantized", False):
-        raise UnsupportedError("the model is quantized; load it in full precision, then patch and bundle it")
-    if away := offloaded(base):
-        raise UnsupportedError(
-            f"tensors of {len(away)} modules of the model are offloaded to memory or disk; a bundle is made of copies "
-            "of them. Load the model without device_map, bundle it, and offload the bundle"
-        )
-    table = dict(places(base))
-    plan = plan_folds(table, base.dtype)
-    if not plan.modules and not plan.additions:
-        raise ConfigError(
-            "nothing to bundle: no active SNNK adapter in this model; use get_snnk_model first, or activate one with "
-            "set_adapter(name) and leave disable_adapter()"
-        )
-    state, volatile = _tensors(table, plan, base.dtype)
-    bundled = _build(base, table, plan, state, volatile)
+    bundled, plan, table = folded_model(base)
     inputs = probe_inputs(base) if probe is None else dict(probe)
     error, where = compare(base, bundled, inputs)
     tolerance = TOLERANCES.get(base.dtype, 1e-5)
@@ -113,6 +88,46 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         )
     _write_report(bundled, model, base, plan, table, error, tolerance)
     return bundled
+
+
+def folded_model(base: nn.Module) -> tuple[Any, FoldPlan, dict[str, Place]]:
+    """The bundle of a patched transformers model, without comparing their outputs; also on the meta device.
+
+    Args:
+        base: the model inside PEFT's wrapper.
+
+    Returns:
+        The bundle, what was folded, and the places of the patched model.
+
+    Raises:
+        ConfigError, UnsupportedError: as in `bundle`.
+    """
+    if getattr(getattr(base, "config", None), "snnk_plan", None) is not None:
+        raise ConfigError(
+            f"{type(base).__name__} is a bundle already; expected a patched model, from get_snnk_model. There is "
+            "nothing more to fold: use it, or save it with save_pretrained (LoRA that was put on it is merged by "
+            "merge_and_unload)"
+        )
+    if not isinstance(base, PreTrainedModel):
+        raise UnsupportedError(
+            f"{type(base).__name__} is not a transformers PreTrainedModel; it could not be loaded back"
+        )
+    if getattr(base, "is_quantized", False):
+        raise UnsupportedError("the model is quantized; load it in full precision, then patch and bundle it")
+    if away := offloaded(base):
+        raise UnsupportedError(
+            f"tensors of {len(away)} modules of the model are offloaded to memory or disk; a bundle is made of copies "
+            "of them. Load the model without device_map, bundle it, and offload the bundle"
+        )
+    table = dict(places(base))
+    plan = plan_folds(table, base.dtype)
+    if not plan.modules and not plan.additions:
+        raise ConfigError(
+            "nothing to bundle: no active SNNK adapter in this model; use get_snnk_model first, or activate one with "
+            "set_adapter(name) and leave disable_adapter()"
+        )
+    state, volatile = _tensors(table, plan, base.dtype)
+    return _build(base, table, plan, state, volatile), plan, table
 
 
 def _tensors(table: dict[str, Place], plan: FoldPlan, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -175,7 +190,7 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
         if name in volatile:
             parent, _, leaf = name.rpartition(".")
             setattr(bundled.get_submodule(parent), leaf, volatile[name])
-        elif buffer.device.type == "meta":
+        elif buffer.device.type == "meta" and name not in state:
             raise UnsupportedError(f"{type(base).__name__} builds a buffer {name!r} that the given model does not have")
     if getattr(base, "generation_config", None) is not None:
         bundled.generation_config = copy.deepcopy(base.generation_config)

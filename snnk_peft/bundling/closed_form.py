@@ -17,6 +17,7 @@ from torch import nn
 
 from snnk_peft.bundling.classes import SavedBundle
 from snnk_peft.calibration.closed_form import one_hot_targets
+from snnk_peft.calibration.reduce import global_index, same_everywhere
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, fit_ridge
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.folding import bundle_jacobian
@@ -31,7 +32,7 @@ class HeadFit:
 
     Args:
         head: path of the fitted Linear.
-        examples: number of examples, those that chose the ridge included.
+        examples: number of examples of all processes, those that chose the ridge included.
         ridge: the λ that was used, absolute (scikit-learn's alpha).
         relative_error: squared error on the fitted examples divided by the variance of the targets.
         seconds: wall time, forward passes included.
@@ -57,6 +58,10 @@ def fit_closed_form(
     targets: str = "labels",
 ) -> HeadFit:
     """Fit the head of a bundle to labels in one pass, in place.
+
+    With several processes (torch.distributed is initialised) each gives its own share of the batches, of any size:
+    `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
+    same bits in every process.
 
     Args:
         model: from `bundle`, of a model whose pooler was replaced and folded into the classifier (BERT, ELECTRA), or
@@ -96,8 +101,10 @@ def fit_closed_form(
             raise ConfigError(f"batch {index} has no {targets!r}; found {', '.join(sorted(batch))}")
         features = head_features(model, head, {key: value for key, value in batch.items() if key != targets})
         wanted = _as_targets(batch[targets], head.out_features).to(features.device)
-        choosing = ridge is None and index % HELD_OUT == HELD_OUT - 1
+        choosing = ridge is None and global_index(index) % HELD_OUT == HELD_OUT - 1
         (held_out if choosing else train).update(features, wanted)
+    train.reduce()
+    held_out.reduce()
     if train.count == 0 or (ridge is None and held_out.count == 0):
         need = "at least one batch" if ridge is not None else f"at least {HELD_OUT} batches, or a given ridge"
         raise ConfigError(f"batches held {train.count} examples; expected {need}")
@@ -109,6 +116,7 @@ def fit_closed_form(
     with torch.no_grad():
         head.weight.copy_(fit.weight)
         head.bias.copy_(fit.bias)  # type: ignore[arg-type]
+    same_everywhere(head)
     return HeadFit(path, train.count, ridge, fit.relative_error, time.perf_counter() - start)
 
 

@@ -130,9 +130,13 @@ class Fitter:
         reads: how often `fit` reads the data.
         together: paths of further modules whose original stands in beside this one's, where the layer runs several
             times and the inputs of all runs are wanted before anything is fitted.
+        reduces: whether `fit` sums its statistics over the processes of torch.distributed, each of which reads its own
+            share of the data (the `reduce` of the accumulators in calibration/). `calibrate` refuses a fitter that
+            does not when there are several; what process 0 fitted then goes to all.
     """
 
     reads = 1
+    reduces = False
     together: Sequence[str] = ()
 
     def fit(self, data: Tokens) -> Fit:
