@@ -107,8 +107,11 @@ def test_every_config_adapts_a_model_folder(name: str, scratch: Path, tmp_path: 
     changes = [f"model.name_or_path={scratch / 'model'}", "train.epochs=1", "data.max_train_samples=96"]
     changes += [f"output.dir={tmp_path / 'run'}", "output.tensorboard=false"]
     assert finetune.main([str(CONFIGS / f"{name}.yaml"), *changes]) == 0
+    report = json.loads((tmp_path / "run/metrics.json").read_text())
     # The head of the model that is adapted has these ten classes, and stays.
-    assert json.loads((tmp_path / "run/metrics.json").read_text())["score"] > 0.5
+    assert report["score"] > 0.5
+    # It is trained by every method.
+    assert report["trainable_parameters"] - report["trainable_parameters_without_classifier"] == 10 * 48 + 10
 
 
 def test_a_new_pooler_is_not_counted_as_classifier(scratch: Path) -> None:
