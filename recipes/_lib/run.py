@@ -145,8 +145,14 @@ def _restore(
     state = RunState(**saved["run"])
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(saved["scaler"])
+    place = accelerator.device.type
+    if saved.get("device", place) != place:
+        accelerator.print(
+            f"note: saved on {saved['device']}, continued on {place}: dropout draws other numbers there and sums are "
+            "rounded otherwise, so the weights will not be those of an uninterrupted run"
+        )
     before, now = saved.get("torch_threads"), torch.get_num_threads()
-    if accelerator.device.type == "cpu" and before != now:
+    if place == saved.get("device", place) == "cpu" and before != now:
         accelerator.print(
             f"note: saved with {before} threads, continued with {now}: sums are taken in another order, so the "
             f"weights will equal those of an uninterrupted run within rounding; OMP_NUM_THREADS={before} "

@@ -213,7 +213,7 @@ PATHS = ("dir", "train_file", "eval_file", "dataset")
 FREE_ON_RESUME = (
     "output.",
     *(f"data.{name}" for name in PATHS),
-    *("train.save_every_steps", "train.keep_checkpoints", "train.log_every"),
+    *("train.save_every_steps", "train.keep_checkpoints", "train.log_every", "train.device"),
 )
 
 

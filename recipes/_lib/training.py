@@ -157,6 +157,7 @@ class Training:
             "step": self.state.step,
             "identity": dict(self.identity),
             "torch_threads": torch.get_num_threads(),
+            "device": self.accelerator.device.type,
             "run": dataclasses.asdict(self.state),
             "scaler": None if scaler is None else scaler.state_dict(),
         }

@@ -29,7 +29,7 @@ def agree(found: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, times: f
     assert error <= bound, f"off by {error:.3g}, allowed are {bound:.3g} (largest entry {float(truth.abs().max()):.3g})"
 
 
-def gradients_agree(found: torch.nn.Module, truth: torch.nn.Module, dtype: torch.dtype) -> None:
+def gradients_agree(found: torch.nn.Module, truth: torch.nn.Module, dtype: torch.dtype, times: float = 1.0) -> None:
     """The same of the gradients of all trained parameters, by their lengths: single units may switch by a rounding."""
     expected = {name: p.grad for name, p in truth.named_parameters() if p.requires_grad}
     assert expected
@@ -41,7 +41,7 @@ def gradients_agree(found: torch.nn.Module, truth: torch.nn.Module, dtype: torch
         assert parameter.grad is not None, f"{name} got no gradient"
         assert wanted is not None
         off = float((parameter.grad.cpu().double() - wanted).norm())
-        bound = 4 * TOLERANCE[dtype] * max(float(wanted.norm()), 0.02 * largest)
+        bound = 4 * times * TOLERANCE[dtype] * max(float(wanted.norm()), 0.02 * largest)
         assert off <= bound, f"gradient of {name} is off by {off:.3g}, allowed are {bound:.3g}"
 
 
