@@ -1,4 +1,4 @@
-"""Every part in every form, and every component over every projection that fits it: what tests of devices go through."""
+"""Every part in every form, and every component over every projection that fits: what tests of devices go through."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from snnk_peft.functional.residual import residual_linear
 from tests.every_part import PAIRS, PARTS, pair
 from tests.tiny_models import TEXT, TOKENS, tiny
 
+
 class NothingOnTheCPU(TorchDispatchMode):
     """Refuses every operation that makes a CPU tensor, or a Python number of a tensor."""
 

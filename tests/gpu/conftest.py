@@ -1,4 +1,4 @@
-"""Tests for one CUDA card. `--device cpu` runs the same code on the processor, as `make test` does with a few of them."""
+"""Tests for a CUDA card. `--device cpu` runs the same code on the processor, as `make test` does with a few of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def missing(device: str) -> str | None:
         return None
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install a CUDA build (README, 'On a GPU')"
-    return f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds no GPU; see what nvidia-smi says"
+    return (
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds no GPU; see what nvidia-smi says"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

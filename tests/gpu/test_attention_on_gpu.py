@@ -25,7 +25,9 @@ CASES = [
     for dtype in (TOLERANCE if COMPONENTS[name].positive else (torch.float32,))
 ]
 components = pytest.mark.parametrize(("component", "dtype"), CASES)
-causal_components = pytest.mark.parametrize(("component", "dtype"), [case for case in CASES if case.values[0] in CAUSAL])
+causal_components = pytest.mark.parametrize(
+    ("component", "dtype"), [case for case in CASES if case.values[0] in CAUSAL]
+)
 
 
 def kernel_of(component: str, near_field: int | None = None) -> KernelAttention:
@@ -78,7 +80,9 @@ def test_token_by_token(component, dtype, device):
     given, mask = tensors(dtype)
     state, parts = None, []
     with torch.no_grad():
-        for piece in zip(*(t.to(device).split(PIECES, -2) for t in given), mask.to(device).split(PIECES, -1), strict=True):
+        for piece in zip(
+            *(t.to(device).split(PIECES, -2) for t in given), mask.to(device).split(PIECES, -1), strict=True
+        ):
             part, state = continue_attention(found, *piece, state)
             parts.append(part)
         expected = truth(*[t.double() for t in given], mask, causal=True)

@@ -29,7 +29,9 @@ def test_every_registered_part_is_tried():
 def test_every_part_and_its_bundle(family, part, dtype, device, tmp_path):
     model = trained(get_snnk_model(tiny(family), SNNKConfig(**PARTS[part])), std=0.1).to(dtype).eval()
     truth, found = copy.deepcopy(model).double(), model.to(device)
-    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs_for(truth).items()}
+    inputs = {
+        name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs_for(truth).items()
+    }
 
     expected, logits = truth(**moved(inputs, "cpu", torch.float64)).logits, found(**moved(inputs, device)).logits
     assert (logits.device.type, logits.dtype) == (device, dtype)
@@ -53,7 +55,9 @@ def test_every_part_and_its_bundle(family, part, dtype, device, tmp_path):
 @every_dtype
 def test_patching_a_model_that_is_on_the_device(dtype, device):
     """Its slots come to it, and it computes what one does that was patched on the CPU."""
-    config = SNNKConfig(ffn=FFNPart(num_features=6), adapter=AdapterPart("cos", init="paper"), pooler=PoolerPart(num_features=6))
+    config = SNNKConfig(
+        ffn=FFNPart(num_features=6), adapter=AdapterPart("cos", init="paper"), pooler=PoolerPart(num_features=6)
+    )
     there = get_snnk_model(tiny("bert").to(device, dtype), config)
     here = get_snnk_model(tiny("bert").to(dtype), config)
     assert {tensor.device.type for tensor in there.state_dict().values()} == {device}
