@@ -35,6 +35,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILES = ROOT / "recipes/accelerate"
+ON_CPU = {"one_gpu.yaml": "cpu.yaml", "multi_gpu.yaml": "multi_cpu.yaml"}  # the profile in place of one for GPUs
 SAMPLE = "posrf-orf or relu-gaussian or bert-ffn or calibration or every_way_to_generate or from_the_processor"
 
 
@@ -100,13 +101,12 @@ def training(name: str, profile: str, arguments: Callable[[Plan], Sequence[str]]
 
     Args:
         name: of the step.
-        profile: file in recipes/accelerate, on GPUs; on a processor the one that goes with as many processes.
+        profile: file in recipes/accelerate.
         arguments: what else it is told.
     """
 
     def command(plan: Plan) -> list[str]:
-        on_cpu = "one_cpu.yaml" if profile == "one_gpu.yaml" else "multi_cpu.yaml"
-        chosen = PROFILES / (on_cpu if plan.device == "cpu" else profile)
+        chosen = PROFILES / (ON_CPU.get(profile, profile) if plan.device == "cpu" else profile)
         settings = [
             "train.mixed_precision=bf16",
             f"train.device={'cpu' if plan.device == 'cpu' else 'auto'}",
@@ -210,7 +210,7 @@ def file_figures(name: str, *keys: str) -> Callable[[Plan], dict[str, Any]]:
     return figures
 
 
-STEPS: Mapping[str, Step] = {
+STEPS: dict[str, Step] = {
     "tests": Step(270, tests, test_figures),
     "text": Step(60, training("text", "one_gpu.yaml", of_text), training_figures("text"), prepare=prepare_text),
     "images": Step(
@@ -220,7 +220,7 @@ STEPS: Mapping[str, Step] = {
     "adapter_step": Step(
         60, adapter_step, file_figures("adapter_step.json", "step_time_ratio", "peak_memory_ratio", "rows", "dtype")
     ),
-    "ddp": Step(60, training("ddp", "multi_gpu_ddp.yaml", of_text), training_figures("ddp"), 2, prepare_text),
+    "ddp": Step(60, training("ddp", "multi_gpu.yaml", of_text), training_figures("ddp"), 2, prepare_text),
     "fsdp2": Step(60, training("fsdp2", "fsdp2.yaml", of_text), training_figures("fsdp2"), 2, prepare_text),
 }
 
@@ -254,7 +254,7 @@ def perform(name: str, plan: Plan, limit: float) -> dict[str, Any]:
             entry |= {"status": "passed", "figures": step.figures(plan)}
         else:
             what = f"took more than its {limit:.0f} s" if code is None else f"exit code {code}"
-            entry |= {"status": "failed", "reason": f"{what}; {log} ends with: {last_line(log)}"}
+            entry |= {"status": "failed", "reason": f"{what}; {log} says: {verdict(log)}"}
     except (ConfigError, FileError, ImportError, OSError, ValueError, KeyError) as error:
         entry |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
     return {**entry, "seconds": time.perf_counter() - started}
@@ -262,14 +262,12 @@ def perform(name: str, plan: Plan, limit: float) -> dict[str, Any]:
 
 def out_of_reach(name: str, plan: Plan) -> str | None:
     """Why a step cannot run on this machine, or None."""
-    if STEPS[name].cards == 1:
+    if STEPS[name].cards == 1 or plan.device == "cpu":
         return None
     import torch
 
     found = torch.cuda.device_count()
-    if plan.device == "cpu":
-        return "it needs two GPUs" if name == "fsdp2" else None
-    return None if found >= 2 else f"it needs two GPUs, and there is {found}"
+    return None if found >= STEPS[name].cards else f"it needs {STEPS[name].cards} GPUs, and there is {found}"
 
 
 def ended_in_time(command: Sequence[str], log: Path, limit: float) -> int | None:
@@ -294,10 +292,12 @@ def ended_in_time(command: Sequence[str], log: Path, limit: float) -> int | None
                 process.wait()
 
 
-def last_line(log: Path) -> str:
-    """What a program said last."""
+def verdict(log: Path) -> str:
+    """What a program said about its end: the last line that tells of an error, or the last one."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "nothing"
+    # A launcher has its say behind the program.
+    errors = [line for line in lines if line.startswith(("error:", "FAILED"))]
+    return (errors or lines or ["nothing"])[-1]
 
 
 def card(device: str) -> dict[str, Any]:
@@ -354,7 +354,9 @@ def run(plan: Plan, names: Sequence[str], limit: float | None) -> int:
     import torch
     from _lib.files import check_writable, write_json
     from _lib.run_folder import environment
+    from _lib.terminal import quiet
 
+    quiet()
     if plan.device == "cuda" and not torch.cuda.is_available():
         why = "is built without CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no GPU"
         print(f"skipped: torch {torch.__version__} {why}; README, 'On a GPU', says what to install")
