@@ -3,8 +3,8 @@
     python recipes/bundle.py runs/rte_adapter                                   (a run: its best checkpoint)
     python recipes/bundle.py path/to/adapter --task rte --output path/to/bundle
 
-Writes the model, its tokenizer and its model card; prints what was folded, sizes before and after, and how far the
-outputs moved (rounding only; more than that is an error).
+Writes the model, its tokenizer or image processor and its model card; prints what was folded, sizes before and after,
+and how far the outputs moved (rounding only; more than that is an error).
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def make_bundle(
     check_writable(output.parent)
 
     if run is None:
-        model, tokenizer = load_trained(folder, find_task(load_config(EvaluateConfig, {"task": task}, overrides)))
+        model, reader = load_trained(folder, find_task(load_config(EvaluateConfig, {"task": task}, overrides)))
     else:
-        model, tokenizer = load_run(folder, run)
+        model, reader = load_run(folder, run)
     small = bundle(model)
 
     def fill(target: Path) -> None:
         small.save_pretrained(str(target))
-        tokenizer.save_pretrained(str(target))
+        reader.save_pretrained(str(target))
 
     with writing(output.parent):
         output.parent.mkdir(parents=True, exist_ok=True)

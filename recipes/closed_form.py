@@ -67,7 +67,7 @@ class ClosedForm(Finetuning):
         """The features of the task's rows under a frozen encoder."""
         import torch
         from _lib.heads import Vectors
-        from _lib.models import check_length, load_pretrained
+        from _lib.models import load_pretrained
 
         from snnk_peft import PoolerPart, SNNKConfig, bundle, get_snnk_model
         from snnk_peft.bundling.closed_form import bundled_head, head_features
@@ -75,7 +75,7 @@ class ClosedForm(Finetuning):
         config, texts = self.config, super().data(accelerator)
         torch.manual_seed(config.train.seed)
         base, _ = load_pretrained(self.pretrained, self.task)
-        check_length(base, config.data.max_length)
+        self.modality.check(base, self.reader, config.data)
         part = PoolerPart(component=config.method.component, num_features=config.method.num_features)
         self.encoder = bundle(get_snnk_model(base, SNNKConfig(pooler=part, seed=config.train.seed)))
         self.texts, (_, self.head, _) = texts.train, bundled_head(self.encoder)

@@ -4,9 +4,9 @@
     python recipes/evaluate.py runs/rte_adapter/bundle --task rte data.dir=path/to/glue
     python recipes/evaluate.py path/to/adapter --task rte data.dir=path/to/glue
 
-The folder may be a run of recipes/finetune.py, a PEFT adapter, a bundle or any transformers sequence classifier. The
-result goes into the folder as metrics.json (into a run as evaluation.json, beside the metrics.json of its training), or
-to `--output`.
+The folder may be a run of recipes/finetune.py, a PEFT adapter, a bundle or any transformers classifier of texts or
+pictures. The result goes into the folder as metrics.json (into a run as evaluation.json, beside the metrics.json of its
+training), or to `--output`.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def main(argv: list[str] | None = None) -> int:
 def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[str, Any]:
     """Load, score, write; returns what was written."""
     import torch
-    from _lib.data import Examples
     from _lib.evaluation import evaluation_splits, score
     from _lib.files import check_writable, read_json, write_json, writing
-    from _lib.models import check_length, load_trained
+    from _lib.modality import modality_of
+    from _lib.models import load_trained
     from _lib.results import load_run
     from _lib.run_folder import environment
     from accelerate import Accelerator
@@ -90,14 +90,15 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
     check_writable(output.parent)
 
     # --- model -------------------------------------------------------------------------------------------------------
-    model, tokenizer = load_trained(folder, task) if run is None else load_run(folder, run)
-    check_length(model, config.data.max_length)
+    model, reader = load_trained(folder, task) if run is None else load_run(folder, run)
+    modality = modality_of(task)
+    modality.check(model, reader, config.data)
 
     # --- data --------------------------------------------------------------------------------------------------------
     # Of two validation sets one may be absent; only without `splits` does the task allow that.
     wanted = task.validation_splits if len(task.validation_splits) == 1 else None
     rows = evaluation_splits(task, task.load(config.data.dir, splits=wanted), config.data.max_eval_samples)
-    splits = {name: Examples(part, tokenizer, config.data.max_length) for name, part in rows.items()}
+    splits = {name: modality.examples(part, reader, config.data, task) for name, part in rows.items()}
 
     # --- score -------------------------------------------------------------------------------------------------------
     cpu = config.device == "cpu" or not torch.cuda.is_available()

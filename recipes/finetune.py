@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Finetuning(Experiment[FinetuneConfig]):
-    """A pretrained encoder with a fresh classifier on a `TextTask` of `snnk_peft.tasks`."""
+    """A pretrained encoder with a fresh classifier on a `TextTask` or an `ImageTask` of `snnk_peft.tasks`."""
 
     settings, program = FinetuneConfig, "finetune.py"
 
@@ -39,21 +39,23 @@ class Finetuning(Experiment[FinetuneConfig]):
         return self.config.method.name
 
     def data(self, accelerator: Any) -> Data:
-        """The task's rows, tokenised once."""
-        from _lib.data import Examples
+        """The task's examples, as the model reads them."""
         from _lib.evaluation import evaluation_splits
-        from _lib.models import load_tokenizer, resolve_model
+        from _lib.modality import modality_of
+        from _lib.models import resolve_model
 
         config, task = self.config, self.task
         self.pretrained = resolve_model(config.model.name_or_path)
-        self.tokenizer = tokenizer = load_tokenizer(self.pretrained, task)
+        self.modality = modality = modality_of(task)
+        self.reader = reader = modality.reader(self.pretrained, task)
         for note in task.notes:
             accelerator.print(f"note: {note}")
         limits = {"train": config.data.max_train_samples}
         data = task.load(config.data.dir, max_samples=limits, seed=config.train.seed)
-        examples = Examples(data["train"], tokenizer, config.data.max_length)
+        seed = config.train.seed
+        examples = modality.training_examples(data["train"], reader, config.data, task, config.augment, seed)
         splits = {
-            name: Examples(rows, tokenizer, config.data.max_length)
+            name: modality.examples(rows, reader, config.data, task)
             for name, rows in evaluation_splits(task, data, config.data.max_eval_samples).items()
         }
         return Data(examples, splits)
@@ -61,11 +63,11 @@ class Finetuning(Experiment[FinetuneConfig]):
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The pretrained model, prepared by the method; calibrated, if that is asked for."""
         from _lib.data import calibration_batches
-        from _lib.models import build_model, check_length, load_pretrained
+        from _lib.models import build_model, load_pretrained
 
         config, device = self.config, accelerator.device
-        base, fresh = load_pretrained(self.pretrained, self.task)
-        check_length(base, config.data.max_length)
+        base, fresh = load_pretrained(self.pretrained, self.task, config.model.pretrained)
+        self.modality.check(base, self.reader, config.data)
         random = [name for name in fresh if "pooler." in name and config.method.pooler == "frozen"]
         if random and config.method.name != "full":
             accelerator.print(f"note: {self.pretrained} has no pooler weights; the frozen pooler is random: {random}")
@@ -94,7 +96,7 @@ class Finetuning(Experiment[FinetuneConfig]):
 
         state, best = done.state, done.best
         if self.config.output.save_model:
-            save_models(done.model, self.tokenizer, self.config, done.folder, best["metrics"], done.data.sizes)
+            save_models(done.model, self.reader, self.config, done.folder, best["metrics"], done.data.sizes)
         return {
             "score": best["score"],
             "metrics": best["metrics"],

@@ -37,7 +37,7 @@ sys.path.append(str(RECIPES))
 import closed_form
 import finetune
 from _lib import checkpoint as checkpoints
-from _lib import models, sweep, training
+from _lib import modality, sweep, training
 from _lib.files import temporary_name, write_text
 from _lib.guard import guarded
 from _lib.loop import train_step
@@ -245,7 +245,7 @@ def test_leftovers_of_a_killed_run_go_when_it_is_continued(here: Path, monkeypat
 def test_an_output_that_cannot_be_made_is_refused_before_the_work(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(models, "load_tokenizer", lambda _: pytest.fail("the work has begun"))
+    monkeypatch.setattr(modality, "load_tokenizer", lambda *_: pytest.fail("the work has begun"))
     (here / "file").write_text("")
     for folder, message in (
         ("file", "the output folder is file, which is a file; expected a folder"),

@@ -270,7 +270,7 @@ def test_accumulated_gradients_equal_those_of_one_large_batch(world: Path) -> No
             value.register_post_accumulate_grad_hook(lambda p, n=name: kept.__setitem__(n, p.grad.clone()))
             for name, value in model.named_parameters()
         ]
-        loss, norm = train_step(accelerator, model, optimizer, examples, batches, 0.0, None)
+        loss, norm = train_step(accelerator, model, optimizer, iter(examples.batches(batches)), batches, 0.0, None)
         for hook in hooks:
             hook.remove()
         gradients.append((loss, norm, kept))

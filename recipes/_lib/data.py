@@ -41,6 +41,22 @@ class ExampleSet(ABC):
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """Model inputs of the chosen examples, padded to the longest, and their labels."""
 
+    def batches(
+        self, wanted: Sequence[Sequence[int]], device: torch.device | str = "cpu", epoch: int | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Model inputs of each list of examples, one after the other.
+
+        Args:
+            wanted: the examples of each batch.
+            device: where to.
+            epoch: of a training; with it, examples may be changed at random. None: as for evaluation.
+        """
+        return (self.batch(indices, device) for indices in wanted)
+
+    def describe(self) -> str:
+        """Number and size, for the log."""
+        return f"{len(self):,} examples of up to {max(self.lengths)} tokens"
+
     @abstractmethod
     def fingerprint(self) -> str:
         """A digest of all tokens and labels: equal if and only if training would see the same data."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,19 @@ class DivergedError(ArithmeticError):
 
 
 def evaluation_splits(task: Any, dataset: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-    """The splits that are evaluated (MNLI has two), cut to the first `limit` rows."""
+    """The splits that are evaluated (MNLI has two), cut to `limit` rows: the first ones.
+
+    Of pictures, which stand in folders by class, rows at equal distances.
+    """
     splits = {name: dataset[name] for name in task.validation_splits if name in dataset}
     if limit is None:
         return splits
-    return {name: rows.select(range(min(limit, len(rows)))) for name, rows in splits.items()}
+
+    def chosen(count: int) -> Iterable[int]:
+        size = min(limit, count)
+        return [i * count // size for i in range(size)] if task.modality == "image" else range(size)
+
+    return {name: rows.select(chosen(len(rows))) for name, rows in splits.items()}
 
 
 @torch.no_grad()
@@ -43,13 +51,15 @@ def predict(
     logits: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
     world, longest = accelerator.num_processes, max(examples.lengths)
-    for indices in examples.by_length(batch_size * world):
+    plan = list(examples.by_length(batch_size * world))
+    shares = [share(indices, accelerator.process_index, world) for indices in plan]
+    feed = iter(examples.batches([mine for mine, _ in shares], accelerator.device))
+    for indices, (_, count) in zip(plan, shares, strict=True):
         # With several processes only an agreed stop is safe, and that comes at the next step boundary.
         if world == 1 and stopped():
             model.train(was_training)
             return None
-        mine, count = share(indices, accelerator.process_index, world)
-        inputs = examples.batch(mine, accelerator.device)
+        inputs = next(feed)
         target = inputs.pop("labels")
         output = model(**inputs).logits.float()
         if target.dim() == 2:
@@ -69,7 +79,10 @@ def predict(
         logits.append(output.cpu())
         labels.append(target.cpu())
     model.train(was_training)
-    return torch.cat(logits), torch.cat(labels)
+    every_logit, every_label = torch.cat(logits), torch.cat(labels)
+    if every_label.dim() == 1 and (kept := every_label != IGNORED).logical_not().any():
+        return every_logit[kept], every_label[kept]  # what could not be read does not count
+    return every_logit, every_label
 
 
 def score(

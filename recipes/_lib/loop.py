@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from _lib.data import ExampleSet, share
+from _lib.data import share
 from _lib.evaluation import DivergedError
 from _lib.settings import StepSettings
 from snnk_peft.feature_map import advance
@@ -51,12 +51,14 @@ def train_step(
     accelerator: Any,
     model: torch.nn.Module,
     optimizer: Any,
-    examples: ExampleSet,
+    feed: Iterator[dict[str, torch.Tensor]],
     batches: Sequence[Sequence[int]],
     rate: float,
     max_grad_norm: float | None,
 ) -> torch.Tensor:
     """One optimizer step over `batches` (each split among the processes); returns [loss, gradient norm] on the device.
+
+    `feed` yields the inputs of this process's `share` of each.
 
     The loss is the mean over all examples of the step, whatever the sizes of its batches and the number of processes.
     Where words have labels, the loss of a batch is the mean over its words, and batches count by their examples.
@@ -64,10 +66,10 @@ def train_step(
     world, total = accelerator.num_processes, sum(len(batch) for batch in batches)
     loss_sum = torch.zeros((), device=accelerator.device)
     for number, batch in enumerate(batches):
-        mine, count = share(batch, accelerator.process_index, world)
+        _, count = share(batch, accelerator.process_index, world)
         last = number == len(batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            loss = model(**examples.batch(mine, accelerator.device)).loss
+            loss = mean_loss(model, next(feed))
             # Gradients are averaged over the processes, hence the factor `world`.
             weighted = loss * (count * world / total)
             accelerator.backward(weighted)
@@ -80,6 +82,15 @@ def train_step(
     optimizer.zero_grad()
     advance(model)  # random matrices with redraw_every count steps
     return torch.stack([loss_sum, norm.detach().to(loss_sum)])
+
+
+def mean_loss(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The model's own loss, or, of examples with soft_labels (batch, classes), the cross-entropy with these."""
+    if "soft_labels" not in inputs:
+        loss: torch.Tensor = model(**inputs).loss
+        return loss
+    logits = model(**{name: values for name, values in inputs.items() if name != "soft_labels"}).logits
+    return torch.nn.functional.cross_entropy(logits.float(), inputs["soft_labels"])
 
 
 class FiniteWatch:

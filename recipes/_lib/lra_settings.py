@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from _lib.config import option
-from _lib.settings import StepSettings, modality_fault
+from _lib.settings import RECIPE_OF, StepSettings, modality_fault
 
 if TYPE_CHECKING:
     from snnk_peft import SNNKConfig
@@ -140,5 +140,5 @@ class LongRangeConfig:
 
     def check(self) -> list[str]:
         """The task must exist and hold sequences."""
-        fault = modality_fault(self.task, "sequence")
+        fault = modality_fault(self.task, RECIPE_OF["sequence"])
         return [] if fault is None else [fault]

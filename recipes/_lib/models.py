@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
+    AutoConfig,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -68,7 +67,7 @@ def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer could be read from {folder!r}{_nowhere(folder)}: {error}") from error
+        raise ConfigError(f"no tokenizer could be read from {folder!r}{nowhere(folder)}: {error}") from error
     if task is None or not task.tokens:
         return tokenizer
     if not tokenizer.is_fast:
@@ -78,43 +77,56 @@ def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder, add_prefix_space=True) if alone else tokenizer
 
 
-def _auto_class(task: Any) -> Any:
-    return AutoModelForTokenClassification if task.tokens else AutoModelForSequenceClassification
+def _task_type(model: PreTrainedModel) -> str | None:
+    """PEFT's name of what the model is for; it has none for pictures."""
+    name = type(model).__name__
+    return "TOKEN_CLS" if "ForTokenClassification" in name else "SEQ_CLS" if "ForSequence" in name else None
 
 
-def _task_type(model: PreTrainedModel) -> str:
-    """PEFT's name of what the model is for."""
-    return "TOKEN_CLS" if "ForTokenClassification" in type(model).__name__ else "SEQ_CLS"
-
-
-def _nowhere(folder: str) -> str:
+def nowhere(folder: str) -> str:
+    """For messages: that there is no such folder, if so."""
     return (
         "" if Path(folder).is_dir() else f" (there is no such folder in {Path.cwd()}, so it was taken for a Hub name)"
     )
 
 
-def load_pretrained(folder: str, task: Any, **arguments: Any) -> tuple[PreTrainedModel, list[str]]:
-    """The pretrained model with a fresh classifier for `task`, and the names of tensors that are newly initialised."""
+def load_pretrained(
+    folder: str, task: Any, pretrained: bool = True, **arguments: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """The pretrained model with a fresh classifier for `task`, and the names of tensors that are newly initialised.
+
+    Args:
+        folder: or a name on the Hub.
+        task: decides the class of the model, and its labels.
+        pretrained: False reads the configuration alone; the weights are random.
+        **arguments: for the configuration and the model.
+    """
+    from _lib.modality import modality_of
+
     # A regression has no class names; transformers' own placeholder stays.
     names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
+    known = {"num_labels": task.num_labels, "problem_type": task.problem_type, **names, **arguments}
+    auto_class = modality_of(task).auto_class(task)
     try:
-        model, report = _auto_class(task).from_pretrained(
+        if not pretrained:
+            model = auto_class.from_config(AutoConfig.from_pretrained(folder, **known), dtype=torch.float32)
+            return model, sorted(name for name, _ in model.named_parameters())
+        model, report = auto_class.from_pretrained(
             folder,
-            num_labels=task.num_labels,
-            problem_type=task.problem_type,
-            **names,
+            **known,
             dtype=torch.float32,
+            # A picture classifier's published head has as many rows as its own classes.
+            ignore_mismatched_sizes=task.modality == "image",
             output_loading_info=True,
-            **arguments,
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no classifier could be made from {folder!r}{_nowhere(folder)}: {error}") from error
+        raise ConfigError(f"no classifier could be made from {folder!r}{nowhere(folder)}: {error}") from error
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
             f"model.name_or_path is {folder!r}, an adapter: a second one would be trained on top. Give its base model, "
             f"{next(iter(model.peft_config.values())).base_model_name_or_path!r}"
         )
-    return model, sorted(report["missing_keys"])
+    return model, sorted({*report["missing_keys"], *(name for name, *_ in report.get("mismatched_keys", ()))})
 
 
 def build_model(
@@ -151,7 +163,7 @@ def build_model(
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
-            target_modules=lora.target_modules,
+            target_modules=lora.target_modules or lora_targets(base),
             modules_to_save=["pooler"] if train_pooler else None,
         )
         try:
@@ -172,6 +184,23 @@ def build_model(
 
         print(calibrate(model, calibration))
     return model
+
+
+def lora_targets(model: PreTrainedModel) -> list[str] | None:
+    """Queries and values of the model's family where PEFT has no choice of its own; None where it has one."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOICES
+
+    from snnk_peft.families import known_family
+
+    family = known_family(model)
+    if model.config.model_type in CHOICES:
+        return None
+    if family is None or family.query is None or family.value is None:
+        raise ConfigError(
+            f"method.lora.target_modules is null, and PEFT has no choice for {model.config.model_type}; expected a "
+            "list of module names"
+        )
+    return [name.rpartition(".")[2] for name in (family.query, family.value)]
 
 
 def _heads(model: PreTrainedModel) -> list[str]:
@@ -213,8 +242,8 @@ def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
     }
 
 
-def load_trained(folder: Path, task: Any) -> tuple[Any, PreTrainedTokenizerBase]:
-    """A trained classifier from an adapter folder, a bundle or any transformers folder, with its tokenizer.
+def load_trained(folder: Path, task: Any) -> tuple[Any, Any]:
+    """A trained classifier from an adapter folder, a bundle or any transformers folder, with its reader.
 
     Raises:
         ConfigError: the folder holds no model, or one with another number of outputs than the task has labels.
@@ -222,6 +251,9 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, PreTrainedTokenizerBase]
     import peft
 
     import snnk_peft  # noqa: F401  (registers the method and the bundled model classes)
+    from _lib.modality import modality_of
+
+    modality = modality_of(task)
 
     if (folder / "adapter_config.json").is_file():
         config = peft.PeftConfig.from_pretrained(str(folder))
@@ -233,14 +265,14 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, PreTrainedTokenizerBase]
             model = peft.PeftModel.from_pretrained(base, str(folder))
         except RuntimeError as error:
             raise ConfigError(f"the adapter in {folder} does not fit its base model and task: {error}") from error
-        tokens = str(folder) if (folder / "tokenizer_config.json").is_file() else config.base_model_name_or_path
-        return model, load_tokenizer(tokens, task)
+        reads = str(folder) if modality.has_reader(folder) else config.base_model_name_or_path
+        return model, modality.reader(reads, task)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{folder}: expected a run (config.yaml), an adapter (adapter_config.json) or a model (config.json); "
             f"found {', '.join(sorted(entry.name for entry in folder.iterdir())) or 'nothing'}"
         )
-    model = _auto_class(task).from_pretrained(str(folder), dtype=torch.float32)
+    model = modality.auto_class(task).from_pretrained(str(folder), dtype=torch.float32)
     if model.config.num_labels != task.num_labels:
         raise ConfigError(f"{folder} has {model.config.num_labels} outputs; the task has {task.num_labels} labels")
-    return model, load_tokenizer(str(folder), task)
+    return model, modality.reader(str(folder), task)

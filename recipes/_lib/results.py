@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from _lib.checkpoint import load_model
 from _lib.files import write_folder
-from _lib.models import build_model, load_pretrained, load_tokenizer, resolve_model
+from _lib.modality import modality_of
+from _lib.models import build_model, load_pretrained, resolve_model
 from _lib.run_folder import best_checkpoint
 from _lib.settings import FinetuneConfig, find_task
 from snnk_peft.model_card import write_model_card
@@ -20,28 +19,28 @@ from snnk_peft.model_card import write_model_card
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 
 
-def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The model of a run's best checkpoint, in eval mode, with its tokenizer."""
+def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, Any]:
+    """The model of a run's best checkpoint, in eval mode, with its reader."""
     pretrained, task = resolve_model(run.model.name_or_path), find_task(run)
-    base, _ = load_pretrained(pretrained, task)
+    base, _ = load_pretrained(pretrained, task, run.model.pretrained)
     model = build_model(base, run.method, run.train.seed, calibration=None)
     load_model(best_checkpoint(folder), model)
-    return model.eval(), load_tokenizer(pretrained, task)
+    return model.eval(), modality_of(task).reader(pretrained, task)
 
 
 def save_models(
     model: Any,
-    tokenizer: Any,
+    reader: Any,
     config: FinetuneConfig,
     folder: Path,
     metrics: Mapping[str, float],
     examples: Mapping[str, int],
 ) -> None:
-    """adapter/ of a PEFT model and, for SNNK, bundle/; model/ of the other methods. The tokenizer goes with each.
+    """adapter/ of a PEFT model and, for SNNK, bundle/; model/ of the other methods. The reader goes with each.
 
     Args:
         model: the trained model.
-        tokenizer: its tokenizer.
+        reader: its tokenizer or image processor.
         config: the resolved settings.
         folder: the run folder.
         metrics: of the best evaluation.
@@ -61,7 +60,7 @@ def save_models(
     def put(name: str, content: Any) -> None:
         def fill(target: Path) -> None:
             content.save_pretrained(str(target))
-            tokenizer.save_pretrained(str(target))
+            reader.save_pretrained(str(target))
             if name == "adapter" and config.method.name == "snnk":
                 # PEFT's own card does not say `import snnk_peft`, without which nothing loads.
                 parts = {part: vars(value) for part, value in content.peft_config["default"].named_parts().items()}

@@ -67,8 +67,8 @@ def run(experiment: Experiment[Any], request: Request) -> int:
             print(f"discarded {name}, which is newer than {start.name}")
     tracker = Tracker(folder, schedule.total, state.step, config.output.tensorboard, accelerator.is_main_process)
     tracker.say(
-        f"{experiment.title}: {len(data.train)} examples of up to {max(data.train.lengths)} tokens, {per_epoch} steps "
-        f"per epoch, at most {schedule.total} in all; {counts['trainable']:,} of {counts['total']:,} parameters trained"
+        f"{experiment.title}: {data.train.describe()}, {per_epoch} steps per epoch, "
+        f"at most {schedule.total} in all; {counts['trainable']:,} of {counts['total']:,} parameters trained"
         + (f"; continuing after step {state.step}" if start is not None else "")
     )
 

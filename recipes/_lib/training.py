@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from _lib.checkpoint import prune, save_checkpoint
+from _lib.data import share
 from _lib.evaluation import DivergedError
 from _lib.experiment import Data, Experiment, Schedule
 from _lib.loop import FiniteWatch, RunState, train_step
@@ -88,6 +89,7 @@ class Training:
         patience = train.early_stop_patience or float("inf")
         examples, batch_size = self.data.train, train.batch_size * world
         plan: list[list[list[int]]] = []
+        feed: Iterator[dict[str, torch.Tensor]] = iter(())
         if state.step == 0 and self.schedule.eval_first:
             metrics = self._score()
             if metrics is None:
@@ -100,9 +102,12 @@ class Training:
             epoch, position = divmod(state.step, self.per_epoch)
             if not plan or position == 0:
                 plan = examples.plan(batch_size, train, epoch)
+                rank = self.accelerator.process_index
+                mine = [share(batch, rank, world)[0] for step in plan[position:] for batch in step]
+                feed = iter(examples.batches(mine, self.accelerator.device, epoch))
             rate = self.schedule.rate(state.step, self.position())
             values = train_step(
-                self.accelerator, self.model, self.optimizer, examples, plan[position], rate, train.max_grad_norm
+                self.accelerator, self.model, self.optimizer, feed, plan[position], rate, train.max_grad_norm
             )
             state.step += 1
             state.cpu_seconds += time.process_time() - cpu_started

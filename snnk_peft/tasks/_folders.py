@@ -27,13 +27,20 @@ def read_files(path: Path, pattern: str, what: str) -> list[tuple[re.Match[str],
     wanted = re.compile(rf"(?:^|.*/){pattern}")
     if path.is_dir():
         found = list(_of_folder(path, wanted))
-        archives = [entry for entry in sorted(path.iterdir()) if _ARCHIVE.search(entry.name)]
-        if found or len(archives) != 1:
+        if found or (archive := archive_in(path)) is None:
             return _ordered(found, path, what)
-        path = archives[0]
+        path = archive
     if not _ARCHIVE.search(path.name):
         raise ConfigError(f"{path} is neither a folder nor a tar archive; expected {what}")
     return _ordered(list(_of_archive(path, wanted)), path, what)
+
+
+def archive_in(path: Path) -> Path | None:
+    """The archive that `path` is, or the only one in that folder; None if there is none or more."""
+    if not path.is_dir():
+        return path if _ARCHIVE.search(path.name) else None
+    archives = [entry for entry in sorted(path.iterdir()) if _ARCHIVE.search(entry.name)]
+    return archives[0] if len(archives) == 1 else None
 
 
 def _of_folder(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[str], bytes]]:

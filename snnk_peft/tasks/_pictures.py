@@ -1,0 +1,166 @@
+"""Pictures of a split, wherever they are kept: in an array, as encoded bytes, or as files.
+
+A picture is decoded when it is asked for, in the process that asks (a loader's worker), so a split may be larger than
+memory. Pillow (the `recipes` extra) decodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from snnk_peft.tasks._extras import require
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# What Pillow raises for damaged files of its many formats.
+DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError)
+# Modes with eight bits per channel, which convert to grey or RGB without loss of meaning.
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+
+
+class UnreadableImageError(ValueError):
+    """A picture that cannot be decoded, or whose mode has no eight-bit meaning; says which, and why."""
+
+
+class Pictures(ABC):
+    """Pictures by number."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Where picture `index` is, for messages."""
+
+    @abstractmethod
+    def _opened(self, index: int) -> Image: ...
+
+    @abstractmethod
+    def _identity(self, index: int) -> bytes:
+        """What two runs must agree in; of large sets not the pixels, which would take minutes to read."""
+
+    def open(self, index: int) -> Image:
+        """Picture `index`, decoded whole.
+
+        Raises:
+            UnreadableImageError: a damaged picture, or one with more than eight bits per channel.
+        """
+        bomb = require("PIL.Image").DecompressionBombError
+        try:
+            image = self._opened(index)
+            image.load()
+        except (*DAMAGED, bomb) as error:
+            raise UnreadableImageError(f"{self.name(index)}: cannot be decoded ({error})") from error
+        if image.mode not in _MODES:
+            raise UnreadableImageError(
+                f"{self.name(index)}: mode {image.mode!r}; expected eight bits per channel ({', '.join(_MODES)}): "
+                "convert it"
+            )
+        return image
+
+    def fingerprint(self, indices: Sequence[int]) -> bytes:
+        """A digest of the chosen pictures, in this order."""
+        found = hashlib.sha256()
+        for index in indices:
+            content = self._identity(index)
+            found.update(len(content).to_bytes(8, "little"))
+            found.update(content)
+        return found.digest()
+
+
+class ArrayPictures(Pictures):
+    """Pictures of one size.
+
+    Args:
+        pixels: (n, height, width) grey or (n, height, width, 3) RGB, uint8.
+        source: the file they are from.
+    """
+
+    def __init__(self, pixels: np.ndarray, source: str):
+        self._pixels, self._source = pixels, source
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def name(self, index: int) -> str:
+        """File and number."""
+        return f"{self._source}, image {index}"
+
+    def _opened(self, index: int) -> Image:
+        image: Image = require("PIL.Image").fromarray(self._pixels[index])
+        return image
+
+    def _identity(self, index: int) -> bytes:
+        return self._pixels[index].tobytes()
+
+
+class EncodedPictures(Pictures):
+    """Encoded pictures in memory.
+
+    Args:
+        contents: PNG, JPEG or the like.
+        names: where each is from.
+    """
+
+    def __init__(self, contents: Sequence[bytes], names: Sequence[str]):
+        self._contents, self._names = contents, names
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def name(self, index: int) -> str:
+        """As given."""
+        return self._names[index]
+
+    def _opened(self, index: int) -> Image:
+        image: Image = require("PIL.Image").open(io.BytesIO(self._contents[index]))
+        return image
+
+    def _identity(self, index: int) -> bytes:
+        return self._contents[index]
+
+
+class FilePictures(Pictures):
+    """Files of pictures.
+
+    Args:
+        root: the folder that names are relative to.
+        paths: the files.
+    """
+
+    def __init__(self, root: Path, paths: Sequence[Path]):
+        self._root, self._paths = root, paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def name(self, index: int) -> str:
+        """The path."""
+        return str(self._paths[index])
+
+    def _opened(self, index: int) -> Image:
+        # Read whole: an image that is opened by name keeps its file open.
+        image: Image = require("PIL.Image").open(io.BytesIO(self._paths[index].read_bytes()))
+        return image
+
+    def _identity(self, index: int) -> bytes:
+        path = self._paths[index]
+        return f"{path.relative_to(self._root).as_posix()}\n{path.stat().st_size}".encode()
+
+
+def converted(image: Any, channels: int) -> Image:
+    """A picture in grey (1 channel) or RGB (3)."""
+    mode = {1: "L", 3: "RGB"}[channels]
+    # A palette with transparency is converted by way of RGBA; Pillow warns otherwise.
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    result: Image = image if image.mode == mode else image.convert(mode)
+    return result
