@@ -190,7 +190,7 @@ def attention(plan: Plan) -> list[str]:
 
 def adapter_step(plan: Plan) -> list[str]:
     """At the sizes that are measured on a processor, and its own."""
-    small = ["--batch-size", "2", "--length", "8", "--processes", "1"] if plan.small else []
+    small = ["--batch-size", "2", "--length", "8", "--processes", "0"] if plan.small else []
     return [
         str(ROOT / "recipes/benchmarks/adapter_step.py"),
         *("--device", plan.device, "--dtype", "bfloat16", "--repetitions", plan.of("20", "1"), *small),
@@ -332,7 +332,9 @@ def in_short(entry: Mapping[str, Any]) -> str:
         length = ends["forward"]["length"]
         return f"at {length} tokens: " + ", ".join(f"{kind} {row['speed_up']:.2f} x" for kind, row in ends.items())
     if entry["step"] == "adapter_step":
-        return f"{figures['step_time_ratio']:.2f} x the time, {figures['peak_memory_ratio']:.2f} x the memory of LoRA"
+        memory = figures["peak_memory_ratio"]
+        more = "" if memory is None else f" and {memory:.2f} x the memory"
+        return f"{figures['step_time_ratio']:.2f} x the time{more} of LoRA"
     return f"score {figures['score']:.3f}, {figures['seconds_per_epoch']:.2f} s per epoch on {figures['device']}"
 
 

@@ -67,7 +67,7 @@ def main() -> None:
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the forward pass")
     options.add_argument("--batch-size", type=int, default=32, help="texts per step")
     options.add_argument("--length", type=int, default=128, help="tokens per text")
-    options.add_argument("--processes", type=int, default=5, help="measurements of memory on a processor")
+    options.add_argument("--processes", type=int, default=5, help="measurements of memory on a processor, 0 for none")
     arguments = options.parse_args()
     device, size = arguments.device, (arguments.batch_size, arguments.length)
     made = {method: prepare(method, *size, device, arguments.dtype) for method in CONFIGS}
@@ -79,27 +79,28 @@ def main() -> None:
             else:
                 made[method]()  # the states of the optimizer are made in the first step
                 found.append(allocated_growth(lambda step=made[method]: [step() for _ in range(3)], device))
-    memory = {method: statistics.median(found) for method, found in peaks.items()}
+    memory = {method: statistics.median(found) for method, found in peaks.items() if found}
     seconds = alternate(made, arguments.repetitions)
     rows = [
         {
             "method": method,
             "trainable parameters": made[method].trainable,
             "seconds per step": statistics.median(seconds[method]),
-            "peak memory MB": memory[method] / 2**20,
+            "peak memory MB": memory[method] / 2**20 if memory else None,
         }
         for method in CONFIGS
     ]
     figures = {
         "step_time_ratio": ratio(seconds["snnk"], seconds["lora"]),
-        "peak_memory_ratio": memory["snnk"] / memory["lora"],
+        "peak_memory_ratio": memory["snnk"] / memory["lora"] if memory else None,
         "seconds": seconds,
         "peak_bytes": peaks,
         "device": device,
         "dtype": arguments.dtype,
     }
     report(figures, rows, arguments.output, f"Training step, MiniLM, {size[0]} x {size[1]} tokens, {device}")
-    print(f"SNNK / LoRA: time {figures['step_time_ratio']:.3f}, peak memory {figures['peak_memory_ratio']:.3f}")
+    ratios = {"time": figures["step_time_ratio"], "peak memory": figures["peak_memory_ratio"]}
+    print("SNNK / LoRA:", ", ".join(f"{name} {value:.3f}" for name, value in ratios.items() if value is not None))
 
 
 if __name__ == "__main__":
