@@ -87,23 +87,25 @@ class ClosedForm(Finetuning):
         return Data(Vectors(texts.train, encode, "encode train"), splits)
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The same head, not yet trained."""
+        """The same head, not yet trained; the other is fitted here, where all processes are, each on its share."""
         from _lib.heads import Head
+        from _lib.terminal import bar
 
+        from snnk_peft import fit_closed_form
+
+        plan = [indices for step in self.texts.plan(64, self.config.train, epoch=0) for indices in step]
+        mine = plan[accelerator.process_index :: accelerator.num_processes]
+        self.fit = fit_closed_form(self.encoder, bar([self.texts.batch(indices) for indices in mine], "closed form"))
         return Head(self.head.in_features, self.head.out_features)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """Both heads, and how far the closed form is from scikit-learn's."""
         import torch
-        from _lib.terminal import bar
         from sklearn.linear_model import Ridge
 
-        from snnk_peft import fit_closed_form
         from snnk_peft.calibration.closed_form import closed_form_head
 
-        plan = self.texts.plan(64, self.config.train, epoch=0)
-        batches = [self.texts.batch(indices) for step in plan for indices in step]
-        fit = fit_closed_form(self.encoder, bar(batches, "closed form"))
+        fit = self.fit
         weight, train = self.head.weight.detach().double(), done.data.train
         splits = {name: (part.vectors, part.labels) for name, part in done.data.splits.items()}
         with torch.no_grad():

@@ -73,7 +73,8 @@ class Finetuning(Experiment[FinetuneConfig]):
             accelerator.print(f"note: {self.pretrained} has no pooler weights; the frozen pooler is random: {random}")
         calibration = None
         if config.method.calibrate and not resumed:
-            calibration = calibration_batches(data.train, config, device)
+            rank, world = accelerator.process_index, accelerator.num_processes
+            calibration = calibration_batches(data.train, config, device, rank, world)
         return build_model(base.to(device), config.method, config.train.seed, calibration)
 
     def schedule(self, per_epoch: int) -> Schedule:

@@ -55,6 +55,7 @@ class SNNKConfig(PeftConfig):
             draws them again when loading; loading fails if the draw differs.
         modules_to_save: further modules to train and save in full. None means the model's classifier, [] nothing.
         target_modules: filled in when a model is patched: the paths of the patched modules.
+        trained_within: filled in when a model is patched: modules of `modules_to_save` that stand inside a slot.
         made_for: filled in when a model is patched: its architecture and sizes. Another model is then refused.
         saved_embeddings: filled in when saving: tensors of the base model's embeddings that PEFT put into the file, as
             after a change of the vocabulary. Any other tensor of the base model in an adapter file is refused.
@@ -79,6 +80,7 @@ class SNNKConfig(PeftConfig):
     save_projection: bool = True
     modules_to_save: list[str] | None = None
     target_modules: tuple[str, ...] | None = None
+    trained_within: list[str] | None = None
     made_for: dict[str, Any] | None = None
     saved_embeddings: list[str] | None = None
     snnk_digests: dict[str, str] | None = None
@@ -120,7 +122,7 @@ class SNNKConfig(PeftConfig):
             found.append(f"modules_to_save is {self.modules_to_save!r}; expected a list, [{self.modules_to_save!r}]")
         found += [
             f"{name} is {value!r}; expected a list of paths or None"
-            for name in ("modules_to_save", "target_modules", "saved_embeddings")
+            for name in ("modules_to_save", "target_modules", "trained_within", "saved_embeddings")
             if not _is_paths(value := getattr(self, name)) and not isinstance(value, str)
         ]
         if self.made_for is not None and not isinstance(self.made_for, Mapping):

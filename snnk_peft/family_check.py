@@ -93,9 +93,9 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
         >>> tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
         >>> report = check_family(ViTModel(ViTConfig(image_size=8, patch_size=4, **tiny)))
         >>> report.checked
-        ['houlsby', 'pfeiffer', 'parallel', 'query_value', 'ffn', 'attention']
+        ['houlsby', 'pfeiffer', 'parallel', 'query_value', 'ffn', 'pooler', 'attention']
         >>> report.left_out
-        {'pooler': "family 'vit' has no pooler"}
+        {}
     """
     refuse_prepared(model)
     family = family_of(model)
@@ -106,7 +106,7 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
         inputs = probe_inputs(model) if probe is None else dict(probe)
         for case, parts in CASES.items():
             config = SNNKConfig(**copy.deepcopy(parts))
-            reason = _reason_against(model, family, case, config)
+            reason = _reason_against(model, config)
             if reason is not None:
                 report.left_out[case] = reason
                 continue
@@ -139,10 +139,8 @@ def _missing(model: nn.Module, family: ModelFamily, name: str) -> list[str]:
     return [f"{name}: there is no module {_some(absent)}"] if absent else []
 
 
-def _reason_against(model: nn.Module, family: ModelFamily, case: str, config: SNNKConfig) -> str | None:
+def _reason_against(model: nn.Module, config: SNNKConfig) -> str | None:
     """Why this model takes no such part, or None."""
-    if case == "pooler" and family.pooler is None:
-        return f"family {family.name!r} has no pooler"
     try:
         plan_patches(model, config)
     except UnsupportedError as error:
@@ -218,7 +216,10 @@ def _outputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def _tensors(output: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The floating outputs, 0 at padded tokens: there a model may compute what it likes."""
-    found = {key: v for key, v in output.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    several = [
+        (f"{key}[{i}]", v) for key, value in output.items() if isinstance(value, tuple) for i, v in enumerate(value)
+    ]
+    found = {key: v for key, v in [*output.items(), *several] if torch.is_tensor(v) and v.is_floating_point()}
     mask = inputs.get("attention_mask")
     if not isinstance(mask, torch.Tensor):
         return found

@@ -168,6 +168,29 @@ def run_python(
     return server().run(arguments, cwd=cwd, env=env, timeout=timeout)
 
 
+def run_processes(
+    arguments: Sequence[str], *, env: Mapping[str, str], count: int = 2, timeout: float = 120
+) -> list[tuple[int, str]]:
+    """Exit code and output of each of `count` processes that form a process group, as torchrun would start them.
+
+    What a launcher does when one of them dies is not in here.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    group = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        start_python(arguments, env={**env, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(count)
+    ]
+    try:
+        outputs = [process.communicate(timeout)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.wait(), output) for process, output in zip(started, outputs, strict=True)]
+
+
 def start_python(
     arguments: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> FreshProcess:

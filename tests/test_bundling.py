@@ -14,7 +14,13 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+)
 
 from snnk_peft import (
     FAMILIES,
@@ -70,10 +76,6 @@ def relative_error(given: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((given - expected).abs().max() / expected.abs().max()).detach())
 
 
-def has_pooler(family: str) -> bool:
-    return FAMILIES[family].pooler is not None
-
-
 def test_every_family_is_covered():
     assert set(FAMILIES.names()) >= set(CLASSIFIERS)
     assert set(CLASSIFIERS) == {"bert", "deit", "distilbert", "electra", "modernbert", "roberta", "vit", "xlm-roberta"}
@@ -83,10 +85,6 @@ def test_every_family_is_covered():
 @pytest.mark.parametrize("family", sorted(CLASSIFIERS))
 def test_outputs_agree_and_nothing_of_peft_is_left(family, name):
     parts = dict(PARTS[name])
-    if not has_pooler(family):
-        parts.pop("pooler", None)
-        if not parts:
-            pytest.skip(f"{family} has no pooler")
     if FAMILIES[family].gated and ("ffn" in parts or "parallel" in name):
         pytest.skip(f"the FFN of {family} is gated")
     if FAMILIES[family].query is None and "query_value" in name:
@@ -277,9 +275,21 @@ def test_other_peft_layers_are_refused():
 
 def test_a_model_that_its_config_does_not_build_is_refused():
     base = tiny("vit")
-    base.vit.layernorm = nn.Identity()
+    base.vit.layernorm = nn.LayerNorm(32, bias=False)
     with pytest.raises(UnsupportedError, match="not what its config builds"):
         bundle(get_snnk_model(base, SNNKConfig(**PARTS["houlsby"])))
+
+
+def test_a_module_that_was_left_out_stays_out(tmp_path):
+    """As in a ViT without its last norm: the bundle knows, and its config loads it back."""
+    base = tiny("vit")
+    base.vit.layernorm = nn.Identity()
+    model = trained(get_snnk_model(base, SNNKConfig(**PARTS["houlsby"]))).eval()
+    expected = model(**inputs_for(base)).logits
+    bundle(model).save_pretrained(tmp_path)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert type(loaded.vit.layernorm) is nn.Identity
+    torch.testing.assert_close(loaded(**inputs_for(base)).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_parity_failure_names_the_error():

@@ -19,7 +19,7 @@ from transformers import (
     RobertaConfig,
     RobertaModel,
     ViTConfig,
-    ViTForImageClassification,
+    ViTForMaskedImageModeling,
 )
 
 from snnk_peft import (
@@ -189,10 +189,10 @@ def test_more_landmarks_than_rows():
 
 def test_faults_of_the_config_and_of_the_model_come_together():
     config = SNNKConfig(adapter={"layers": [5]}, pooler={"num_features": 4})
-    vit = ViTForImageClassification(ViTConfig(**TINY, image_size=8, patch_size=4))
+    vit = ViTForMaskedImageModeling(ViTConfig(**TINY, image_size=8, patch_size=4))
     message = refused(vit, config, ConfigError)
     assert "adapter.layers has [5]" in message
-    assert "ViTForImageClassification (family 'vit') has no pooler to replace" in message
+    assert "ViTForMaskedImageModeling (family 'vit') has no pooler to replace" in message
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_faults_of_the_config_and_of_the_model_come_together():
             lambda: BertModel(BertConfig(vocab_size=20, **TINY), add_pooling_layer=False),
             ["no module at 'pooler.dense' in BertModel"],
         ),
-        (lambda: ViTForImageClassification(ViTConfig(**TINY, image_size=8, patch_size=4)), ["has no pooler"]),
+        (lambda: ViTForMaskedImageModeling(ViTConfig(**TINY, image_size=8, patch_size=4)), ["has no pooler"]),
     ],
     ids=["roberta-bare", "bert-without-pooler", "vit"],
 )

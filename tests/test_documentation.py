@@ -84,11 +84,24 @@ def write_tables(folder: Path) -> None:
     (folder / "names.jsonl").write_text(f"{line}\n" * 20)
 
 
+def write_pictures(folder: Path) -> Path:
+    """Stand-ins for the reader's own pictures, and a tiny model in place of the one from the Hub: its folder."""
+    from image_layouts import class_folders, draw
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+    class_folders(folder / "birds", draw(("train", "val"), 2, side=16, per_class=8), ("owl", "tit"))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes)).save_pretrained(folder / "vit")
+    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder / "vit")
+    return folder / "vit"
+
+
 @pytest.mark.slow
 def test_readme_recipe_commands(root, minilm_dir, tmp_path):
     """The recipe commands as printed, on a small stand-in for the official files."""
     write_task(tmp_path / "glue", "rte", n_train=32, n_dev=16)
     write_tables(tmp_path)
+    vit = write_pictures(tmp_path)
     (tmp_path / "recipes").symlink_to(root / "recipes")
     commands = [line for line in "\n".join(blocks(root, "text")).splitlines() if line.startswith("python ")]
     assert len(commands) >= 12
@@ -97,6 +110,8 @@ def test_readme_recipe_commands(root, minilm_dir, tmp_path):
         words = shlex.split(line.replace("path/to/glue", str(tmp_path / "glue")))
         if "finetune.py" in line:
             words.append("train.epochs=1")
+        if "image_folder" in line:
+            words += [f"model.name_or_path={vit}", "data.workers=0"]
         if "train_lra.py" in line:
             words += ["train.steps=2", "train.warmup_steps=1", "train.batch_size=2"]
             words += [f"data.max_{split}_samples=4" for split in ("train", "validation", "test")]

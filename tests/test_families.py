@@ -47,20 +47,16 @@ POOLER = {"pooler": "has no pooler"}
 # What a family cannot take, and how it is refused; all else it takes.
 REFUSED: dict[str, dict[str, str]] = {
     **{name: {**GATED, **POOLER} for name in ("gemma", "llama", "mistral", "olmo2", "qwen2", "qwen3")},
-    **{
-        name: POOLER
-        for family in (
-            ["vit", "deit", "dinov2", "opt", "whisper"],
-            [f for f in CONFIGS if f.startswith(("clip", "sig"))],
-        )
-        for name in family
-    },
+    **dict.fromkeys(("opt", "whisper"), POOLER),
+    **{f"{tower}_{side}_model": POOLER for tower in ("clip", "siglip") for side in ("text", "vision")},
     "phi3": {**GATED, **FUSED, **POOLER},
     "modernbert": {**GATED, **FUSED},
     "gpt2": {**FUSED, **POOLER},
     "gpt_neox": {**FUSED, **POOLER},
     "esm": {"parallel": "calls its activation as a function", "ffn": "calls its activation as a function"},
     "mpnet": {"attention": "bias per pair of positions"},
+    "beit": {"attention": "bias per pair of positions"},
+    "data2vec-vision": {"attention": "does not call its attention through AttentionInterface"},
     "deberta-v2": {"attention": "bias per pair of positions"},
 }
 # Models that hold more than a family describes.

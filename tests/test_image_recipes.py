@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny ViT with weights and image processor."""
     folder = tmp_path_factory.mktemp("vit")
-    torch.manual_seed(0)
+    torch.manual_seed(7)  # that of the runs is another
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     ViTForImageClassification(ViTConfig(image_size=SIZE, patch_size=4, num_labels=10, **sizes)).save_pretrained(folder)
     Processor(size={"height": SIZE, "width": SIZE}).save_pretrained(folder)
@@ -173,6 +174,17 @@ def test_crops_have_the_area_and_ratio_they_should() -> None:
     assert crop_box((300, 10), 0.9, rng) == (143, 0, 156, 10)  # nothing fits: the middle, at ratio 4/3
 
 
+def test_a_random_crop_takes_the_place_of_the_processors_own(pictures: Path) -> None:
+    """A processor that enlarges and cuts out the middle; the random crop, here all of it, has that size at once."""
+    rows = TASKS["cifar10"].load(pictures)["train"].select([4])
+    cropping = processor(do_center_crop=True, crop_size={"height": 6, "width": 5})
+    made = ImageExamples(rows, cropping, 3, 10, Augmentation(AugmentSection(crop_scale=1.0), (6, 5), 2, 0))
+    found = next(made.batches([[0]], epoch=0))["pixel_values"][0].numpy()
+    # Ratio 1 is drawn in none of ten tries, so the box is the largest one: everything.
+    expected = np.asarray(rows.picture(0).resize((5, 6), 2), dtype=np.float64) / 255 * 2 - 1
+    np.testing.assert_allclose(found, expected.transpose(2, 0, 1), atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_labels_are_mixed_as_pixels_are(kind: str) -> None:
     """Pictures of one colour each, so that the shares can be read off the pixels."""
@@ -223,6 +235,31 @@ def damaged(pictures: Path, tmp_path: Path) -> Path:
         (root / name).write_bytes((root / name).read_bytes()[:60])
     Image.fromarray(np.zeros((SIZE, SIZE), dtype=np.uint16)).save(root / "train/cat/05.png")
     return root
+
+
+def test_own_pictures_are_trained_on_and_scored_by_the_names_of_their_folders(
+    vit: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, own = tmp_path / "run", pictures / "train"
+    changes = ("task=image_folder", f"data.dir={own}", "data.hold_out=0.3", "train.epochs=8")
+    assert finetune.main(settings(vit, pictures, run, *changes)) == 0
+    figures = json.loads((run / "metrics.json").read_text())
+    assert figures["score"] >= 0.8
+    assert figures["examples"] == {"train": 30, "validation": 12}
+    model = AutoModelForImageClassification.from_pretrained(run / "bundle")
+    assert list(model.config.id2label.values()) == list(CLASSES)
+    assert evaluate.main([str(run)]) == 0  # the record knows the classes and what was held back
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert evaluation["examples"] == {"validation": 12}
+    assert evaluation["score"] == figures["score"]
+    # Other pictures by the classes of the model, in a folder that has one more.
+    more = tmp_path / "more"
+    shutil.copytree(pictures / "test", more / "val")
+    assert evaluate.main([str(run / "bundle"), "--task", "image_folder", f"data.dir={more}"]) == 0
+    assert json.loads((run / "bundle/metrics.json").read_text())["examples"] == {"validation": 15}
+    shutil.copytree(more / "val/cat", more / "val/dog")
+    assert evaluate.main([str(run / "bundle"), "--task", "image_folder", f"data.dir={more}"]) != 0
+    assert "unknown class 'dog'" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -313,6 +350,42 @@ def test_adapters_are_trained_bundled_and_scored(
     assert "CIFAR-10 (Krizhevsky 2009)" in card
 
 
+def test_every_epoch_changes_the_pictures_anew(
+    vit: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+    real = ImageExamples.batches
+
+    def noting(self: ImageExamples, wanted: Any, device: Any = "cpu", epoch: int | None = None) -> Any:
+        asked.append(epoch)
+        return real(self, wanted, device, epoch)
+
+    monkeypatch.setattr(ImageExamples, "batches", noting)
+    assert finetune.main(settings(vit, pictures, tmp_path / "run", "augment.flip=0.5", "output.save_model=false")) == 0
+    assert asked == [0, None, 1, None]
+
+
+def test_from_scratch_nothing_of_the_folder_is_taken_but_its_configuration(
+    vit: Path, pictures: Path, tmp_path: Path
+) -> None:
+    given, name = load_file(vit / "model.safetensors"), "vit.embeddings.patch_embeddings.projection.weight"
+    for pretrained in (True, False):
+        run = tmp_path / f"run_{pretrained}"
+        changes = ("method.name=linear_probe", f"model.pretrained={str(pretrained).lower()}", "train.epochs=1")
+        assert finetune.main(settings(vit, pictures, run, *changes)) == 0
+        found = load_file(run / "model/model.safetensors")
+        assert found.keys() == given.keys()
+        assert torch.equal(found[name], given[name]) == pretrained
+
+
+def test_a_subset_for_evaluation_has_all_classes(pictures: Path) -> None:
+    """Files stand in the order of their classes."""
+    from _lib.evaluation import evaluation_splits
+
+    rows = evaluation_splits(TASKS["cifar10"], TASKS["cifar10"].load(pictures), 6)
+    assert rows["test"]["label"].tolist() == [0, 0, 3, 3, 9, 9]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stopped_run_with_augmentation_resumes_bit_for_bit(
     vit: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
@@ -345,8 +418,9 @@ def test_a_stopped_run_with_augmentation_resumes_bit_for_bit(
         (["method.name=full", "model.pretrained=false"], "model"),
         (["method.adapter=null", "method.ffn={num_features: 8}", "method.calibrate=true"], "bundle"),
         (["method.adapter=null", "method.attention={num_features: 8}"], "bundle"),
+        (["method.adapter=null", "method.pooler={num_features: 8}"], "bundle"),
     ],
-    ids=["lora", "probe", "full", "scratch", "ffn", "attention"],
+    ids=["lora", "probe", "full", "scratch", "ffn", "attention", "pooler"],
 )
 def test_every_method_trains(vit: Path, pictures: Path, tmp_path: Path, changes: list[str], kind: str) -> None:
     run = tmp_path / "run"

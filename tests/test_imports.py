@@ -31,6 +31,7 @@ LAYERS: list[set[str]] = [
     {"tuner"},
     {"bundling"},
     {"family_check"},
+    {"cost"},
     {"tasks"},
     {"__init__"},
 ]

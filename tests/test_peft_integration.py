@@ -114,7 +114,8 @@ def wrappers(model: nn.Module) -> list[str]:
 def supports(family: str, part: str) -> bool:
     gated = FAMILIES[family].gated and part in ("parallel", "ffn", "ffn-drawn", "everything")
     fused = FAMILIES[family].query is None and part == "query_value"
-    return not gated and not fused and (FAMILIES[family].pooler is not None or "pooler" not in PARTS[part])
+    pooler = FAMILIES[family].pooler is not None or FAMILIES[family].pooled_heads
+    return not gated and not fused and bool(pooler or "pooler" not in PARTS[part])
 
 
 CASES = [(f, p) for f, p in itertools.product(FAMILIES.names(), PARTS) if f in SIZES and supports(f, p)]

@@ -34,19 +34,24 @@ WHISPER = {
         for what, size in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))
     },
 }
+# Segmentation reads four layers.
+BEIT = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "pool_scales": [1]}
 IDS = {"vocab_size": 50, **TOKENS}
 
 # Family -> arguments of its config. Layers that attend to a band are tested in test_modernbert.py.
 CONFIGS: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 8, **TEXT},
+    "beit": {**IMAGE, "use_relative_position_bias": True, **BEIT},
     "bert": TEXT,
     "camembert": TEXT,
     "clip": TOWERS,
     "clip_text_model": TEXT,
     "clip_vision_model": IMAGE,
+    "data2vec-vision": {**IMAGE, **BEIT},
     "deberta-v2": {**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
     "deit": IMAGE,
     "dinov2": {**IMAGE, "mlp_ratio": 2},
+    "dinov2_with_registers": {**IMAGE, "mlp_ratio": 2, "num_register_tokens": 2},
     "distilbert": {**IDS, **DISTIL, "max_position_embeddings": 24},
     "electra": {"embedding_size": 8, **TEXT},
     "esm": {**TEXT, "mask_token_id": 3, "position_embedding_type": "rotary", "token_dropout": True},
@@ -67,6 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "siglip_text_model": {**TEXT, "projection_size": 16},
     "siglip_vision_model": IMAGE,
     "vit": IMAGE,
+    "vit_msn": IMAGE,
     "whisper": {**IDS, **WHISPER},
     "xlm-roberta": TEXT,
 }

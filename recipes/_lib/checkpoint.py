@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from _lib.files import flush, read_json, remove, sha256, temporary_name, write_json, writing
+from _lib.processes import split_like, whole
 from snnk_peft import __version__
 from snnk_peft.errors import ConfigError
 
@@ -104,10 +106,12 @@ def _fill_checkpoint(
         temporary.mkdir(parents=True)
     accelerator.wait_for_everyone()
     _save_rng(temporary, accelerator.process_index)
+    # Every process takes part in making sharded tensors whole.
+    tensors = _whole(saved_tensors(model), accelerator.is_main_process)
+    moments = _whole(_optimizer_tensors(model, optimizer), accelerator.is_main_process)
     if accelerator.is_main_process:
-        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in saved_tensors(model).items()}
         save_file(tensors, temporary / "model.safetensors")
-        save_file(_optimizer_tensors(model, optimizer), temporary / "optimizer.safetensors")
+        save_file(moments, temporary / "optimizer.safetensors")
         write_json(temporary / "state.json", dict(state))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -155,6 +159,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     identity: Mapping[str, Any],
     rank: int,
+    world: int,
 ) -> dict[str, Any]:
     """Restore model, optimizer and generators; returns the saved state. Everything is checked before anything changes.
 
@@ -162,19 +167,27 @@ def load_checkpoint(
         checkpoint: its folder.
         model: the unwrapped model, built from the same settings.
         optimizer: the unwrapped optimizer.
-        identity: must equal the `identity` that was saved (data, number of processes).
+        identity: must equal the `identity` that was saved: data, and batch, the examples of a forward pass over all
+            processes.
         rank: of this process.
+        world: number of processes. Generators are restored only if as many saved (`processes` in the result).
 
     Raises:
         ConfigError: a file is damaged, or a tensor's name, shape or dtype does not fit the model.
     """
     verify(checkpoint)
-    state = read_json(checkpoint / "state.json")
-    changed = [
-        f"{checkpoint}: {name} was {state['identity'].get(name)!r} and is now {value!r}; the run cannot be continued"
-        for name, value in identity.items()
-        if state["identity"].get(name) != value
-    ]
+    state = _with_processes(checkpoint, read_json(checkpoint / "state.json"))
+    before = state["identity"]
+    changed = []
+    if before["data"] != identity["data"]:
+        changed.append(
+            f"{checkpoint}: data was {before['data']!r} and is now {identity['data']!r}; the run cannot be continued"
+        )
+    if before["batch"] != identity["batch"]:
+        changed.append(
+            f"{checkpoint} was saved with {before['batch']} examples per forward pass over all processes; now they are "
+            f"{identity['batch']}, {identity['batch'] // world} in each of {world}. {_divided(before['batch'], world)}"
+        )
     if changed:
         raise ConfigError(changed)
     tensors = _read(checkpoint / "model.safetensors")
@@ -188,8 +201,9 @@ def load_checkpoint(
         if name not in trained or (value.dim() > 0 and value.shape != trained[name].shape):
             raise MisfitError(f"{checkpoint}: optimizer state {key!r} fits no trained parameter of this model")
         per_parameter.setdefault(name, {})[kind] = value
-    generators = _read(checkpoint / f"rng-{rank}.safetensors")
-    plain = read_json(checkpoint / f"rng-{rank}.json")
+    generators: tuple[dict[str, torch.Tensor], Any] | None = None
+    if state["processes"] == world:
+        generators = _read(checkpoint / f"rng-{rank}.safetensors"), read_json(checkpoint / f"rng-{rank}.json")
 
     _fill(target, tensors)
     optimizer.state.clear()
@@ -197,11 +211,29 @@ def load_checkpoint(
         parameter = trained[name]
         # AdamW keeps its step count on the CPU; clones own aligned memory, unlike views into the file.
         optimizer.state[parameter] = {
-            kind: value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
-            for kind, value in values.items()
+            kind: value.clone() if value.dim() == 0 else split_like(value, parameter) for kind, value in values.items()
         }
-    _load_rng(generators, plain)
+    if generators is not None:
+        _load_rng(*generators)
     return state
+
+
+def _with_processes(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """The saved state; 0.1.0 gave the number of processes in `identity`, and their batch size in the run's settings."""
+    if "processes" in state:
+        return state
+    settings = yaml.safe_load((checkpoint.parent.parent / "config.yaml").read_text())
+    world = state["identity"]["processes"]
+    batch = world * settings["train"]["batch_size"]
+    return {**state, "processes": world, "identity": {"data": state["identity"]["data"], "batch": batch}}
+
+
+def _divided(batch: int, world: int) -> str:
+    """How to continue a run with `batch` examples per forward pass on `world` processes."""
+    if batch % world == 0:
+        return f"Continue with train.batch_size={batch // world}"
+    fitting = [number for number in range(1, batch + 1) if batch % number == 0]
+    return f"{world} processes do not divide {batch}: continue with {', '.join(map(str, fitting))} of them"
 
 
 def prune(folder: Path, keep: int, best: str | None) -> None:
@@ -260,16 +292,26 @@ def _compare(checkpoint: Path, found: Mapping[str, torch.Tensor], expected: Mapp
 def _fill(target: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, value in target.items():
-            value.copy_(source[name])
+            value.copy_(split_like(source[name], value))
 
 
 def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     names = {id(value): name for name, value in model.named_parameters()}
     return {
-        f"{names[id(parameter)]}/{kind}": value.detach().cpu().contiguous().clone()
+        f"{names[id(parameter)]}/{kind}": value
         for parameter, values in optimizer.state.items()
         for kind, value in values.items()
     }
+
+
+def _whole(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+    """Copies on the CPU with nothing sharded; with `keep` false, this process only takes part."""
+    kept = {}
+    for name, value in tensors.items():
+        value = whole(value.detach())
+        if keep:
+            kept[name] = value.cpu().contiguous().clone()
+    return kept
 
 
 def _save_rng(folder: Path, rank: int) -> None:

@@ -191,14 +191,16 @@ def steps_per_epoch(examples: int, batch_size: int, accumulation: int) -> int:
 
 
 def calibration_batches(
-    examples: Examples, config: FinetuneConfig, device: torch.device | str
+    examples: Examples, config: FinetuneConfig, device: torch.device | str, rank: int = 0, world: int = 1
 ) -> list[dict[str, torch.Tensor]]:
-    """`method.calibrate_samples` training examples drawn with the seed, as model inputs."""
+    """`method.calibrate_samples` training examples drawn with the seed, as model inputs; this process's share."""
     generator = torch.Generator().manual_seed(config.train.seed)
     chosen = torch.randperm(len(examples), generator=generator)[: config.method.calibrate_samples].tolist()
-    # Whole batches are held out to choose the regularisation: at least eight, so that one is a small part.
-    size = min(config.train.eval_batch_size, max(1, len(chosen) // 8))
-    return [examples.batch(chosen[start : start + size], device) for start in range(0, len(chosen), size)]
+    # Whole batches are held out to choose the regularisation: at least eight, so that one is a small part; and every
+    # process needs one.
+    size = min(config.train.eval_batch_size, max(1, len(chosen) // max(8, world)))
+    starts = range(0, len(chosen), size)[rank::world]
+    return [examples.batch(chosen[start : start + size], device) for start in starts]
 
 
 def share(batch: Sequence[int], rank: int, world: int) -> tuple[list[int], int]:

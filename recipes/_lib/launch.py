@@ -72,6 +72,7 @@ def perform(prepare: Callable[[], Experiment[Any]], request: Request) -> int:
     """
     from _lib.files import FileError
     from _lib.guard import guarded
+    from _lib.processes import lost_process
     from _lib.run import run
     from _lib.run_folder import choose_checkpoint
     from _lib.terminal import quiet
@@ -83,10 +84,18 @@ def perform(prepare: Callable[[], Experiment[Any]], request: Request) -> int:
         experiment = prepare()
         if request.checkpoint and not request.resume:
             raise ConfigError("--checkpoint needs --resume")
+        checkpoints = Path(experiment.config.output.dir) / "checkpoints"
         try:
             return run(experiment, request)
+        except RuntimeError as error:
+            if (cause := lost_process(error)) is None:
+                raise
+            last = choose_checkpoint(checkpoints, None)
+            kept = "no checkpoint had been written yet" if last is None else f"{last.name} is complete"
+            print(f"error: {cause}. {kept}; continue with:\n  {request.command}", file=sys.stderr, flush=True)
+            return 1
         except FileError as error:
-            last = choose_checkpoint(Path(experiment.config.output.dir) / "checkpoints", None)
+            last = choose_checkpoint(checkpoints, None)
             if last is None:
                 raise
             raise FileError(f"{error}. {last.name} is complete; continue from it with:\n  {request.command}") from error
@@ -108,6 +117,9 @@ def resume_command(program: str, arguments: Sequence[str]) -> str:
     """
     # The interpreter by its short name only if that is the one that runs now.
     python = "python" if shutil.which("python") == sys.executable else sys.executable
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`, which does not tell its profile
+        python, launcher = "accelerate", ["launch", "--config_file", "PROFILE"]
+        return shlex.join([python, *launcher, os.path.relpath(ROOT / "recipes" / program), *arguments, "--resume"])
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
     return shlex.join([python, *launcher, os.path.relpath(ROOT / "recipes" / program), *arguments, "--resume"])

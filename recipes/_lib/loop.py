@@ -12,6 +12,7 @@ import torch
 
 from _lib.data import share
 from _lib.evaluation import DivergedError
+from _lib.processes import clip_gradients
 from _lib.settings import StepSettings
 from snnk_peft.feature_map import advance
 
@@ -75,7 +76,7 @@ def train_step(
             accelerator.backward(weighted)
         loss_sum += weighted.detach()
     trained = [value for group in optimizer.param_groups for value in group["params"]]
-    norm = accelerator.clip_grad_norm_(trained, math.inf if max_grad_norm is None else max_grad_norm)
+    norm = clip_gradients(accelerator, trained, math.inf if max_grad_norm is None else max_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()

@@ -181,8 +181,11 @@ def build_model(
     model = get_snnk_model(base, method.snnk_config(_task_type(base), seed=seed, modules_to_save=saved))
     if calibration is not None:
         from snnk_peft import calibrate
+        from snnk_peft.calibration.reduce import process
 
-        print(calibrate(model, calibration))
+        report = calibrate(model, calibration)
+        if process() == 0:
+            print(report)
     return model
 
 

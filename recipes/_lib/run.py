@@ -19,11 +19,11 @@ from _lib.files import write_json
 from _lib.launch import ROOT, Request
 from _lib.loop import RunState
 from _lib.models import parameter_counts
+from _lib.processes import is_sharded, make_accelerator, prepare, seed_continuation
 from _lib.run_folder import StopSignal, check_folder, choose_checkpoint, claim_folder, environment, peak_memory, refusal
 from _lib.settings import PATHS
 from _lib.tracking import Tracker, read_log
 from _lib.training import Training
-from snnk_peft.errors import ConfigError
 
 
 def run(experiment: Experiment[Any], request: Request) -> int:
@@ -35,7 +35,7 @@ def run(experiment: Experiment[Any], request: Request) -> int:
     stop = StopSignal()
     config, folder = experiment.config, Path(experiment.config.output.dir)
     train = config.train
-    accelerator = _accelerator(train)
+    accelerator = make_accelerator(train)
     if accelerator.is_main_process:
         check_folder(folder, config, request.resume, request.overwrite)
     accelerator.wait_for_everyone()
@@ -46,20 +46,20 @@ def run(experiment: Experiment[Any], request: Request) -> int:
 
     # --- data, model and optimizer -----------------------------------------------------------------------------------
     data, world = experiment.data(accelerator), accelerator.num_processes
-    identity = {"data": data.fingerprints(), "processes": world}
+    identity = {"data": data.fingerprints(), "batch": train.batch_size * world}
     set_seed(train.seed)
     bare = experiment.model(data, accelerator, resumed=start is not None).to(accelerator.device)
     bare.train()
     counts = parameter_counts(bare)
     plain_optimizer = experiment.optimizer(bare)
-    model, optimizer = accelerator.prepare(bare, plain_optimizer)
+    model, optimizer = prepare(accelerator, bare, plain_optimizer)
     # From here on only dropout draws random numbers, differently in every process.
     set_seed(train.seed + 1 + accelerator.process_index)
 
     # --- where we are ------------------------------------------------------------------------------------------------
     per_epoch = steps_per_epoch(len(data.train), train.batch_size * world, train.gradient_accumulation)
     schedule = experiment.schedule(per_epoch)
-    state = RunState() if start is None else _restore(start, bare, plain_optimizer, identity, accelerator)
+    state = RunState() if start is None else _restore(start, bare, plain_optimizer, identity, accelerator, train)
     accelerator.wait_for_everyone()  # all processes have read it
     if accelerator.is_main_process:
         claim_folder(folder, dump_yaml(config), ROOT, request.resume)
@@ -105,7 +105,12 @@ def run(experiment: Experiment[Any], request: Request) -> int:
         if test is None:
             print(f"{stop.name}: training is done, the test is not; continue with:\n  {request.command}")
             return stop.exit_code
-    best = accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
+    if is_sharded(bare):  # what is saved and folded must be whole: the same model once more, not split
+        set_seed(train.seed)
+        best = experiment.model(data, accelerator, resumed=True).to(accelerator.device).eval()
+        load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", best)
+    else:
+        best = accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
     if accelerator.is_main_process:
         done = Finished(
             folder, best, data, state, state.best, test, per_epoch, memory_before, counts, accelerator.device
@@ -120,23 +125,17 @@ def run(experiment: Experiment[Any], request: Request) -> int:
     return 0
 
 
-def _accelerator(train: Any) -> Accelerator:
-    cpu = train.device == "cpu" or not torch.cuda.is_available()
-    if cpu and train.mixed_precision == "fp16":
-        raise ConfigError("train.mixed_precision is fp16, which needs a CUDA device; use bf16 or no")
-    return Accelerator(cpu=cpu, mixed_precision=train.mixed_precision)
-
-
 def _restore(
     start: Path,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     identity: Mapping[str, Any],
     accelerator: Accelerator,
+    train: Any,
 ) -> RunState:
     """Fill model, optimizer and generators; a ConfigError if the checkpoint is damaged or belongs to other data."""
     try:
-        saved = load_checkpoint(start, model, optimizer, identity, accelerator.process_index)
+        saved = load_checkpoint(start, model, optimizer, identity, accelerator.process_index, accelerator.num_processes)
     except MisfitError as error:
         raise refusal(start.parent.parent, error.faults) from error
     strange = saved["run"].keys() - {entry.name for entry in dataclasses.fields(RunState)}
@@ -150,6 +149,14 @@ def _restore(
         accelerator.print(
             f"note: saved on {saved['device']}, continued on {place}: dropout draws other numbers there and sums are "
             "rounded otherwise, so the weights will not be those of an uninterrupted run"
+        )
+    processes = saved["processes"]
+    if processes != accelerator.num_processes:
+        seed_continuation(train.seed, state.step, accelerator.process_index)
+        accelerator.print(
+            f"note: saved with {processes} processes, continued with {accelerator.num_processes}: the batches are the "
+            "same, but their sums are taken in another order, and dropout draws anew from train.seed, step and "
+            f"process; only {processes} processes give the weights of an uninterrupted run bit for bit"
         )
     before, now = saved.get("torch_threads"), torch.get_num_threads()
     if place == saved.get("device", place) == "cpu" and before != now:

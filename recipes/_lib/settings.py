@@ -35,7 +35,7 @@ class DataSection:
     """What is read, and how much of it."""
 
     dir: str | None = option(None, "folder with the official files; null reads from the Hub")
-    # Those of task table (snnk_peft.tasks.table.TableSettings, which has the defaults), null for every other task.
+    # Those of task table (snnk_peft.tasks.table.TableSettings, which has the defaults), three also of picture folders.
     train_file: str | None = option(None, "task table: .csv, .tsv, .jsonl, .parquet, or a folder of save_to_disk")
     eval_file: str | None = option(None, "task table: the same; null holds back a part of the training rows")
     dataset: str | None = option(None, "task table, instead of train_file: a folder of save_to_disk, or a Hub id")
@@ -49,13 +49,13 @@ class DataSection:
     label: str | None = option(None, "task table: column of the class, the number or the list of tags (label)")
     kind: str | None = option(None, "task table: classification, regression or token_classification; null infers it")
     labels: list[str] | list[int] | None = option(
-        None, "task table: class names in the order of their ids; null takes those of the training rows, sorted"
+        None, "tables, folders of pictures: class names in the order of their ids; null takes those found, sorted"
     )
     metric: str | None = option(None, "task table: chooses the checkpoint (accuracy, pearson, or F1 of entities)")
     hold_out: float | None = option(
-        None, "task table: share of the training rows to hold back (0.1)", above=0, high=0.9
+        None, "tables, image_folder: share of the training examples to hold back (0.1)", above=0, high=0.9
     )
-    split_seed: int | None = option(None, "task table: decides which rows are held back (0)", low=0)
+    split_seed: int | None = option(None, "tables, image_folder: decides which are held back (0)", low=0)
     max_length: int = option(128, "tokens per example; longer ones are cut", low=4)
     workers: int = option(0, "pictures: processes that make batches ahead of time; 0 makes them in this one", low=0)
     max_unreadable: int = option(0, "pictures: so many that cannot be read are reported and left out", low=0)
@@ -245,6 +245,7 @@ FREE_ON_RESUME = (
     "output.",
     *(f"data.{name}" for name in (*PATHS, "workers")),
     *("train.save_every_steps", "train.keep_checkpoints", "train.log_every", "train.device"),
+    "train.batch_size",  # of one process: `load_checkpoint` compares that of all of them
 )
 
 

@@ -35,7 +35,7 @@ class Training:
         optimizer: as prepared by the accelerator.
         plain_optimizer: the same, unwrapped.
         data: examples to train and to evaluate on.
-        identity: what a continuation must agree in (data, number of processes).
+        identity: what a continuation must agree in (data, examples of a forward pass over all processes).
         per_epoch: optimizer steps per epoch.
         schedule: steps and learning rates.
         state: where the run is.
@@ -161,6 +161,7 @@ class Training:
         saved = {
             "step": self.state.step,
             "identity": dict(self.identity),
+            "processes": self.accelerator.num_processes,
             "torch_threads": torch.get_num_threads(),
             "device": self.accelerator.device.type,
             "run": dataclasses.asdict(self.state),

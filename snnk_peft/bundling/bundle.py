@@ -66,14 +66,48 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         >>> small.bundle_report.folded[0].after
         '8 gelu features + Linear 8→32'
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    family = known_family(base)
+    bundled, plan, table = folded_model(base)
+    inputs = probe_inputs(base) if probe is None else dict(probe)
+    error, where = compare(base, bundled, inputs)
+    tolerance = TOLERANCES.get(base.dtype, 1e-5)
+    read = family is not None and family.classifier_of_pooler is not None and family.pooler_activation is None
+    if not error <= tolerance and plan.head is not None and family is not None and read:
+        raise UnsupportedError(
+            f"family {family.name!r} says that {plan.head!r} reads what {plan.pooler!r} gives (classifier_of_pooler), "
+            f"but a bundle that multiplies the two differs by {error:.1e} in {where}: something lies between them, "
+            "such as an activation that forward() calls as a function. Leave classifier_of_pooler out of the family, "
+            "or name that module as pooler_activation"
+        )
+    if not error <= tolerance:
+        raise ValueError(
+            f"the bundle's {where} differs from the model's by {error:.1e} of its largest value; expected at most "
+            f"{tolerance:.0e} in {str(base.dtype).removeprefix('torch.')}. Feature matrices or readouts with very "
+            "large entries lose precision: calibrate the replaced parts, or bundle in float64 (model.double())"
+        )
+    _write_report(bundled, model, base, plan, table, error, tolerance)
+    return bundled
+
+
+def folded_model(base: nn.Module) -> tuple[Any, FoldPlan, dict[str, Place]]:
+    """The bundle of a patched transformers model, without comparing their outputs; also on the meta device.
+
+    Args:
+        base: the model inside PEFT's wrapper.
+
+    Returns:
+        The bundle, what was folded, and the places of the patched model.
+
+    Raises:
+        ConfigError, UnsupportedError: as in `bundle`.
+    """
     if getattr(getattr(base, "config", None), "snnk_plan", None) is not None:
         raise ConfigError(
             f"{type(base).__name__} is a bundle already; expected a patched model, from get_snnk_model. There is "
             "nothing more to fold: use it, or save it with save_pretrained (LoRA that was put on it is merged by "
             "merge_and_unload)"
         )
-    family = known_family(base)
     if not isinstance(base, PreTrainedModel):
         raise UnsupportedError(
             f"{type(base).__name__} is not a transformers PreTrainedModel; it could not be loaded back"
@@ -93,25 +127,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
             "set_adapter(name) and leave disable_adapter()"
         )
     state, volatile = _tensors(table, plan, base.dtype)
-    bundled = _build(base, table, plan, state, volatile)
-    inputs = probe_inputs(base) if probe is None else dict(probe)
-    error, where = compare(base, bundled, inputs)
-    tolerance = TOLERANCES.get(base.dtype, 1e-5)
-    if not error <= tolerance and plan.head is not None and family is not None and family.pooler_activation is None:
-        raise UnsupportedError(
-            f"family {family.name!r} says that {plan.head!r} reads what {plan.pooler!r} gives (classifier_of_pooler), "
-            f"but a bundle that multiplies the two differs by {error:.1e} in {where}: something lies between them, "
-            "such as an activation that forward() calls as a function. Leave classifier_of_pooler out of the family, "
-            "or name that module as pooler_activation"
-        )
-    if not error <= tolerance:
-        raise ValueError(
-            f"the bundle's {where} differs from the model's by {error:.1e} of its largest value; expected at most "
-            f"{tolerance:.0e} in {str(base.dtype).removeprefix('torch.')}. Feature matrices or readouts with very "
-            "large entries lose precision: calibrate the replaced parts, or bundle in float64 (model.double())"
-        )
-    _write_report(bundled, model, base, plan, table, error, tolerance)
-    return bundled
+    return _build(base, table, plan, state, volatile), plan, table
 
 
 def _tensors(table: dict[str, Place], plan: FoldPlan, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -160,6 +176,9 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
     config.dtype = base.dtype
     with torch.device("meta"):
         bundled = cls(config)
+        if left_out := _left_out(bundled, table, plan):
+            config.snnk_plan["modules"].update(left_out)
+            bundled = cls(config)
     try:
         bundled.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -171,11 +190,18 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
         if name in volatile:
             parent, _, leaf = name.rpartition(".")
             setattr(bundled.get_submodule(parent), leaf, volatile[name])
-        elif buffer.device.type == "meta":
+        elif buffer.device.type == "meta" and name not in state:
             raise UnsupportedError(f"{type(base).__name__} builds a buffer {name!r} that the given model does not have")
     if getattr(base, "generation_config", None) is not None:
         bundled.generation_config = copy.deepcopy(base.generation_config)
     return bundled.eval()
+
+
+def _left_out(built: nn.Module, table: dict[str, Place], plan: FoldPlan) -> dict[str, Any]:
+    """Specs for the modules that the owner of the model put an nn.Identity in the place of."""
+    identities = {path for path, place in table.items() if type(place.module) is nn.Identity} - plan.modules.keys()
+    present = {path for path, module in built.named_modules() if type(module) is not nn.Identity}
+    return {path: spec_of(nn.Identity()) for path in sorted(identities & present)}
 
 
 _REMOVED_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version", "dtype")

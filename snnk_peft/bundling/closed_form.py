@@ -17,6 +17,7 @@ from torch import nn
 
 from snnk_peft.bundling.classes import SavedBundle
 from snnk_peft.calibration.closed_form import one_hot_targets
+from snnk_peft.calibration.reduce import global_index, same_everywhere
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, fit_ridge
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.folding import bundle_jacobian
@@ -31,7 +32,7 @@ class HeadFit:
 
     Args:
         head: path of the fitted Linear.
-        examples: number of examples, those that chose the ridge included.
+        examples: number of examples of all processes, those that chose the ridge included.
         ridge: the λ that was used, absolute (scikit-learn's alpha).
         relative_error: squared error on the fitted examples divided by the variance of the targets.
         seconds: wall time, forward passes included.
@@ -58,8 +59,13 @@ def fit_closed_form(
 ) -> HeadFit:
     """Fit the head of a bundle to labels in one pass, in place.
 
+    With several processes (torch.distributed is initialised) each gives its own share of the batches, of any size:
+    `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
+    same bits in every process.
+
     Args:
-        model: from `bundle`, of a model whose pooler was replaced and folded into the classifier (BERT, ELECTRA).
+        model: from `bundle`, of a model whose pooler was replaced and folded into the classifier (BERT, ELECTRA), or
+            put before it (image classifiers).
         batches: dicts of model inputs with targets, read once. Integer targets (n,) are classes, floating ones (n,) or
             (n, k) are regressed.
         ridge: λ >= 0 of the penalty λ‖W̄‖², scikit-learn's `alpha`; the bias is not penalised. None chooses it on every
@@ -95,8 +101,10 @@ def fit_closed_form(
             raise ConfigError(f"batch {index} has no {targets!r}; found {', '.join(sorted(batch))}")
         features = head_features(model, head, {key: value for key, value in batch.items() if key != targets})
         wanted = _as_targets(batch[targets], head.out_features).to(features.device)
-        choosing = ridge is None and index % HELD_OUT == HELD_OUT - 1
+        choosing = ridge is None and global_index(index) % HELD_OUT == HELD_OUT - 1
         (held_out if choosing else train).update(features, wanted)
+    train.reduce()
+    held_out.reduce()
     if train.count == 0 or (ridge is None and held_out.count == 0):
         need = "at least one batch" if ridge is not None else f"at least {HELD_OUT} batches, or a given ridge"
         raise ConfigError(f"batches held {train.count} examples; expected {need}")
@@ -108,6 +116,7 @@ def fit_closed_form(
     with torch.no_grad():
         head.weight.copy_(fit.weight)
         head.bias.copy_(fit.bias)  # type: ignore[arg-type]
+    same_everywhere(head)
     return HeadFit(path, train.count, ridge, fit.relative_error, time.perf_counter() - start)
 
 
@@ -123,7 +132,7 @@ def bundled_head(model: nn.Module) -> tuple[str, nn.Linear, FeatureStage]:
     if plan.get("head") is None:
         raise UnsupportedError(
             "this bundle has no Linear that reads pooler features: either its config had no pooler part, or the model "
-            "calls a function between pooler and classifier (RoBERTa, DistilBERT)"
+            "calls a function between pooler and classifier (RoBERTa, DistilBERT), or it has several heads (DeiT)"
         )
     assert isinstance(model, nn.Module)
     head = model.get_submodule(plan["head"])
@@ -181,6 +190,11 @@ def head_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         raise UnsupportedError(
             f"the head's features are {type(feature_map.component).__name__}, no function of each projection; the "
             "explicit Jacobian needs an elementwise component such as 'cos'. Use torch.func.jacrev instead"
+        )
+    if stage.normalize:
+        raise UnsupportedError(
+            "the head's features are those of normalised vectors, which no matrix gives; the explicit Jacobian needs "
+            "inputs taken as they are. Use torch.func.jacrev instead"
         )
     width = feature_map.feature_dim
     rows, offset = stage.preactivation()

@@ -158,7 +158,9 @@ class PlaceInPlan:
 
     def reads_features(self, stage: FoldPlace) -> None:
         """This is the head that reads the features which `stage` makes."""
-        self.plan.head, self.plan.pooler = self.path, stage.path
+        both = stage.path == self.path
+        self.plan.head = f"{self.path}.1" if both else self.path
+        self.plan.pooler = f"{self.path}.0" if both else stage.path
 
 
 def plan_folds(table: dict[str, Place], dtype: torch.dtype) -> FoldPlan:

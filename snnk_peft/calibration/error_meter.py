@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from snnk_peft.calibration.reduce import gathered
+
 
 class ErrorMeter:
     """Σ‖W₂(y − ŷ)‖² / Σ‖W₂(y − ȳ)‖² over all vectors given.
@@ -33,6 +35,11 @@ class ErrorMeter:
         self._error += float((target - estimate).square().sum())
         self._square += float(target.square().sum())
         self._sum = self._sum + target.sum(0)
+
+    def reduce(self) -> None:
+        """Add the vectors of all other processes; every process calls this, also one without any."""
+        parts = gathered((self.count, self._error, self._square, torch.as_tensor(self._sum).cpu()))
+        self.count, self._error, self._square, self._sum = (sum(column) for column in zip(*parts, strict=True))
 
     def value(self) -> float:
         """The relative error; 1 is no better than the mean."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from snnk_peft.calibration.reduce import pooled_mean, summed
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES, RidgeFit
 from snnk_peft.errors import ConfigError
 
@@ -63,6 +64,13 @@ class SecondMoments:
         """Add the vectors of another accumulator of the same length."""
         if other.count:
             self._join(other.count, other.mean, other.scatter)
+
+    def reduce(self) -> None:
+        """Add the vectors of all other processes; every process calls this, also one without any."""
+        total, mean = pooled_mean(self.count, self.mean)
+        step = self.mean - mean
+        self.scatter = summed(self.scatter.addr(step, step, alpha=self.count))
+        self.count, self.mean = total, mean
 
     def _join(self, count: int, mean: Tensor, scatter: Tensor) -> None:
         total = self.count + count

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from snnk_peft.calibration.reduce import pooled_mean, summed
 from snnk_peft.errors import ConfigError
 
 DEFAULT_RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
@@ -179,7 +180,7 @@ class GramAccumulator:
         )
 
     def merge(self, other: GramAccumulator) -> None:
-        """Add the tokens of another accumulator of the same shape, e.g. of another process."""
+        """Add the tokens of another accumulator of the same shape."""
         if (other.feature_dim, other.out_dim) != (self.feature_dim, self.out_dim):
             raise ConfigError(
                 f"cannot merge moments of ({other.feature_dim} features, {other.out_dim} outputs) into "
@@ -192,6 +193,16 @@ class GramAccumulator:
             raise ConfigError("cannot merge accumulators that measure errors behind different output weights")
         if other.count:
             self._add(other.count, other._feature_mean, other._target_mean, other._gram, other._cross, other._spread)
+
+    def reduce(self) -> None:
+        """Add the tokens of all other processes; every process calls this, also one without any."""
+        total, feature_mean = pooled_mean(self.count, self._feature_mean)
+        target_mean = pooled_mean(self.count, self._target_mean)[1]
+        feature_step, target_step = self._feature_mean - feature_mean, self._target_mean - target_mean
+        self._gram = summed(self._gram.addr(feature_step, feature_step, alpha=self.count))
+        self._cross = summed(self._cross.addr(target_step, feature_step, alpha=self.count))
+        self._spread = summed(self._spread + self.count * self._behind(target_step.unsqueeze(1)))
+        self.count, self._feature_mean, self._target_mean = total, feature_mean, target_mean
 
     def _behind(self, columns: Tensor) -> Tensor:
         """‖W₂ columns‖² in total, for (l, n)."""

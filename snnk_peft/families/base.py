@@ -38,10 +38,13 @@ class ModelFamily:
         ffn_adapter: in a layer, the module behind which a sequential adapter of the FFN goes.
         ffn_norm: in a layer, the LayerNorm whose output the expansion reads; its bias and weight are the mean and
             standard deviation of the FFN's inputs. None where nothing reads it: the FFN is gated, or `activation` None.
-        last_norm: in the last layer, the LayerNorm whose output the pooler reads, or None if unknown.
+        last_norm: in the last layer, the LayerNorm whose output the pooler reads, or None if unknown. One that starts
+            with "{base}." is the encoder's own; where it is exchanged or absent, inputs count as standard normal.
         pooler: path of the pooler's dense layer, or None if the architecture has none.
         pooler_activation: path of the activation module behind it, or None if the model calls a function there: then
             the function stays, and only the dense layer is replaced.
+        pooled_heads: paths of the Linears that read one vector of an image with no pooler between; a model without a
+            pooler gets a new one in front of each of them that it has.
         classifier: path of the task head that is trained along with adapters.
         classifier_of_pooler: path of the Linear that reads the pooler's output, for bundling, or None.
         head_output: path of the task head's last Linear where the pooler's dense layer is inside `classifier`; with a
@@ -72,6 +75,7 @@ class ModelFamily:
     value: str | None = None
     pooler: str | None = None
     pooler_activation: str | None = None
+    pooled_heads: tuple[str, ...] = ()
     classifier: str | None = "classifier"
     classifier_of_pooler: str | None = None
     head_output: str | None = None

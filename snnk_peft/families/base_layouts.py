@@ -4,6 +4,7 @@ BERT      post-norm encoder: query, key and value apart, an expansion and an act
 ROBERTA   BERT layers; the head is dense + tanh (a function) + out_proj on the first token
 LLAMA     causal pre-norm decoder: query, key and value apart, an FFN that multiplies two expansions
 VIT       pre-norm encoder of images: the layers stand in the encoder itself
+DINO      pre-norm encoder of images with a learned scale before each sum; [CLS] and the mean of the patches are read
 CLIP      pre-norm encoder of one of two towers: the layers stand in `encoder`
 """
 
@@ -70,7 +71,24 @@ VIT = ModelFamily(
     ffn_out="mlp.fc2",
     ffn_adapter="mlp.fc2",
     ffn_norm="layernorm_after",
+    last_norm="{base}.layernorm",
+    pooler="{base}.pooler.dense",
+    pooler_activation="{base}.pooler.activation",
+    pooled_heads=("classifier",),
     classifier="classifier",
+)
+
+DINO = dataclasses.replace(
+    VIT,
+    name="dinov2",
+    layers="{base}.encoder.layer",
+    attention_adapter="layer_scale1",
+    ffn_adapter="layer_scale2",
+    ffn_norm="norm2",
+    last_norm=None,
+    pooler=None,
+    pooler_activation=None,
+    expects={"use_swiglu_ffn": False},
 )
 
 CLIP = ModelFamily(

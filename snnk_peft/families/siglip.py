@@ -11,6 +11,7 @@ register_family(
         name="siglip",
         layers="vision_model.encoder.layers",
         classifier="classifier",
+        pooled_heads=("classifier",),
         sizes="vision_config",
         excludes="text_model",
     )

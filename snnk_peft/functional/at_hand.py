@@ -54,6 +54,12 @@ def at_hand(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     return _brought(away) if away else contextlib.nullcontext()
 
 
+def wide_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers in fp32 on the CPU; where there are none yet (the meta device), a tensor of that shape there."""
+    wide = tensor.detach().float()
+    return wide if wide.is_meta else wide.cpu()
+
+
 def tensors_at_hand(function: Function) -> Function:
     """For a method of a module, or a function of one: within it, all tensors in and below the module are at hand."""
 

@@ -66,7 +66,7 @@ class FoldPlace(Protocol):
         """Tell the reader of the report."""
 
     def reads_features(self, stage: FoldPlace) -> None:
-        """This is the head that reads the features which `stage` makes."""
+        """This is the head that reads the features which `stage` makes; both may be in one place, in a Sequential."""
 
 
 class FitPlace(Protocol):
@@ -130,9 +130,13 @@ class Fitter:
         reads: how often `fit` reads the data.
         together: paths of further modules whose original stands in beside this one's, where the layer runs several
             times and the inputs of all runs are wanted before anything is fitted.
+        reduces: whether `fit` sums its statistics over the processes of torch.distributed, each of which reads its own
+            share of the data (the `reduce` of the accumulators in calibration/). `calibrate` refuses a fitter that
+            does not when there are several; what process 0 fitted then goes to all.
     """
 
     reads = 1
+    reduces = False
     together: Sequence[str] = ()
 
     def fit(self, data: Tokens) -> Fit:
@@ -214,5 +218,8 @@ class Retrained(Slot):
             self.module = copy.deepcopy(module)
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """The original's signature."""
-        return self.module(x, *args, **kwargs)
+        """The original's signature; PEFT keeps what is trained in fp32, also in a model of half precision."""
+        own = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), x.dtype)
+        if own == x.dtype or not x.is_floating_point():
+            return self.module(x, *args, **kwargs)
+        return self.module(x.to(own), *args, **kwargs).to(x.dtype)

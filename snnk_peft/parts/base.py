@@ -19,7 +19,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import ModelFamily, as_linear, module_at, plain_modules
 from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
-from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.functional.at_hand import at_hand, wide_on_cpu
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Slot
 from snnk_peft.options import option, option_faults
@@ -116,12 +116,14 @@ class Patch:
         build: makes the slot; runs after all plans are known to be possible. None changes nothing there.
         train: whether the module itself is trained as well (and saved in full).
         replaces: whether the slot takes the module's place; no other part may do so as well.
+        around_head: whether the module is a task head, which is trained inside the slot around it.
     """
 
     path: str
     build: Callable[[], Slot] | None
     train: bool = False
     replaces: bool = False
+    around_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,8 +231,7 @@ class PatchContext:
         """Mean and standard deviation of what a LayerNorm hands on, from its bias and weight alone; fp32, CPU."""
         norm = module_at(self.model, path, what, nn.LayerNorm)
         with at_hand(norm):
-            weight = norm.weight.detach().float().cpu()  # type: ignore[operator]
-            bias = norm.bias.detach().float().cpu()  # type: ignore[operator]
+            weight, bias = wide_on_cpu(norm.weight), wide_on_cpu(norm.bias)  # type: ignore[arg-type]
         # A norm may switch a coordinate off; a floor keeps its reciprocal finite.
         return bias, weight.abs().clamp_min(1e-3 * weight.abs().max().clamp_min(1e-6))
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.calibration.landmarks import SecondMoments, choose_landmarks, fit_landmarks
+from snnk_peft.calibration.reduce import same_everywhere
 from snnk_peft.calibration.ridge import GramAccumulator, RidgeFit, fit_ridge
 from snnk_peft.components import COMPONENTS
 from snnk_peft.families.base import as_linear
@@ -129,6 +130,8 @@ class ReplacedFitter(Fitter):
         options: of `calibrate`.
     """
 
+    reduces = True
+
     def __init__(self, slot: Replace, place: FitPlace, options: FitOptions):
         self.stand_in, self.original, self.options = slot.layer, place.original, options
         self.activation = nn.Identity() if slot.activation is None else place.original_at(slot.activation)
@@ -149,7 +152,9 @@ class ReplacedFitter(Fitter):
         else:
             if self.landmarks is not None:
                 self._select_rows(self._joint_moments(data)[0])
+                same_everywhere(self.stand_in)
             fit, tokens = self._fit_features(data, before)
+        before.reduce()
         self.stand_in.A.copy_(fit.weight)
         self.stand_in.bias.copy_(fit.bias)  # type: ignore[union-attr, arg-type]
         size = self.stand_in.stage.feature_map.num_features
@@ -183,6 +188,8 @@ class ReplacedFitter(Fitter):
             (test if is_test else train).update(torch.cat((hidden, x), -1) if append else hidden)
             if is_test and before is not None:
                 before.update(hidden, stand_in(x))
+        train.reduce()
+        test.reduce()
         return train, test
 
     def _select_rows(self, moments: SecondMoments) -> torch.Tensor:
@@ -225,6 +232,8 @@ class ReplacedFitter(Fitter):
             if is_test:
                 before.update(hidden, stand_in(x))
             (test if is_test else train).update(stand_in.stage(x.to(stand_in.A.dtype)), hidden)
+        train.reduce()
+        test.reduce()
         fit, fitted = fit_ridge(train, test, self.options.ridges), train.count
         if self.options.refit:
             train.merge(test)

@@ -9,7 +9,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import module_at
-from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.functional.at_hand import at_hand, wide_on_cpu
 from snnk_peft.layers.slots import Slot
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.options import documented, option
@@ -85,7 +85,7 @@ def _replace(
     if part.needs_layer:
         # Without data, a unit matters by how much it varies times how much of it the contraction passes on.
         with at_hand(ffn_in), at_hand(ffn_out):
-            spread = (ffn_in.weight.detach().float().cpu() * std).norm(dim=1)
+            spread = (wide_on_cpu(ffn_in.weight) * std).norm(dim=1)
             importance = spread.to(ffn_in.weight.device) * ffn_out.weight.detach().float().norm(dim=0)
     else:
         # Whitened inputs have length √dim; the scale gives unit pre-activations.

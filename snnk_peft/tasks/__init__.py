@@ -17,7 +17,7 @@ Example:
 from snnk_peft.registry import Registry
 from snnk_peft.tasks._tsv import TsvLayout
 from snnk_peft.tasks.base import Split, Task
-from snnk_peft.tasks.base_image import Images, ImageTask
+from snnk_peft.tasks.base_image import HubSource, Images, ImageTask
 from snnk_peft.tasks.base_sequence import Sequences, SequenceTask
 from snnk_peft.tasks.base_text import TaskSpec, TextTask
 
@@ -25,6 +25,7 @@ TASKS: Registry[Task] = Registry("task", __name__)
 
 __all__ = [
     "TASKS",
+    "HubSource",
     "ImageTask",
     "Images",
     "SequenceTask",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.registry import did_you_mean
-from snnk_peft.tasks._folders import archive_in, read_files
-from snnk_peft.tasks._pictures import EncodedPictures, FilePictures, Pictures
-from snnk_peft.tasks._tsv import MAX_FAULTS
+from snnk_peft.options import closest
+from snnk_peft.tasks._pictures import EncodedPictures, FilePictures
+from snnk_peft.tasks._tsv import MAX_FAULTS, listed
 from snnk_peft.tasks.base_image import Images
 
-_SUFFIXES = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff", "ppm")
-_PICTURE = rf"\.(?i:{'|'.join(_SUFFIXES)})"
+SUFFIXES = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff", "ppm")
+PICTURE = rf"\.(?i:{'|'.join(SUFFIXES)})"
+EXPECTED = f"files *.{{{','.join(SUFFIXES)}}}"
+_IS_PICTURE = re.compile(rf"[^.].*{PICTURE}")  # names that begin with a dot are what file managers leave behind
 
 
 def read_class_folders(
@@ -25,7 +27,7 @@ def read_class_folders(
     """The wanted splits, ordered by file name; None if there is no folder of any split.
 
     Args:
-        path: a folder, a tar archive, or a folder that holds exactly one archive.
+        path: a folder, or one that holds only one such.
         classes: names of the class folders, in the order of the ids.
         parts: split -> names that its folder may have, e.g. {"test": ("test", "val")}.
         wanted: splits.
@@ -33,56 +35,110 @@ def read_class_folders(
     Raises:
         ConfigError: class folders that are no class, or hold no picture.
     """
-    found = _of_folder(path, classes, parts, wanted) if path.is_dir() else None
-    archive = archive_in(path) if found is None else None
-    return found if archive is None else _of_archive(archive, classes, parts, wanted)
-
-
-def _of_folder(
-    path: Path, classes: Sequence[str], parts: Mapping[str, Sequence[str]], wanted: Sequence[str]
-) -> dict[str, Images] | None:
-    roots = {split: next((path / name for name in parts[split] if (path / name).is_dir()), None) for split in wanted}
-    if not any(roots.values()):
+    root = root_with(path, [name for split in wanted for name in parts[split]])
+    if root is None:
         return None
     found, faults = {}, []
-    for split, root in roots.items():
-        if root is None:
-            faults.append(f"{path} has no folder {' or '.join(parts[split])} ({split} split)")
+    for split in wanted:
+        folder = first_folder(root, parts[split])
+        if folder is None:
+            faults.append(f"{root} has no folder {' or '.join(parts[split])} ({split} split)")
             continue
-        paths: list[Path] = []
-        labels: list[int] = []
-        for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
-            if folder.name not in classes:
-                faults.append(f"{folder}: {did_you_mean('class', folder.name, list(classes))}")
-                continue
-            files = sorted(entry for entry in folder.rglob("*") if re.search(rf"{_PICTURE}$", entry.name))
-            if not files:
-                faults.append(f"{folder} holds no picture; expected files *.{{{','.join(_SUFFIXES)}}}")
-            paths += files
-            labels += [classes.index(folder.name)] * len(files)
-        found[split] = Images(FilePictures(root, paths), np.array(labels, dtype=np.int64))
+        try:
+            found[split] = read_classes(folder, classes)
+        except ConfigError as error:
+            faults += error.faults
     if faults:
         raise ConfigError(faults[:MAX_FAULTS])
     return found
 
 
-def _of_archive(
-    path: Path, classes: Sequence[str], parts: Mapping[str, Sequence[str]], wanted: Sequence[str]
-) -> dict[str, Images] | None:
-    names = {name: split for split in wanted for name in parts[split]}
-    pattern = rf"(?P<part>{'|'.join(map(re.escape, names))})/(?P<kind>[^/]+)/[^/]+{_PICTURE}"
-    try:
-        files = read_files(path, pattern, f"{{{','.join(names)}}}/CLASS/*.{{png,jpg,...}}")
-    except ConfigError as error:
-        if "holds no" in str(error):
-            return None
-        raise
-    unknown = sorted({match["kind"] for match, _ in files} - set(classes))
-    if unknown:
-        raise ConfigError([f"{path}: {did_you_mean('class', name, list(classes))}" for name in unknown[:MAX_FAULTS]])
+def archived(parts: Mapping[str, Sequence[str]], wanted: Sequence[str]) -> str:
+    """Pattern of the pictures in an archive of class folders, for `read_files`."""
+    names = "|".join(re.escape(name) for split in wanted for name in parts[split])
+    return rf"(?P<part>{names})/(?P<kind>[^/.][^/]*)/(?:[^/]+/)*[^/.][^/]*{PICTURE}"
+
+
+def of_archive(
+    path: Path,
+    files: Sequence[tuple[re.Match[str], bytes]],
+    classes: Sequence[str],
+    parts: Mapping[str, Sequence[str]],
+    wanted: Sequence[str],
+) -> dict[str, Images]:
+    """As `read_class_folders`, from what `read_files` found by the pattern `archived`; contents stay in memory."""
+    if unknown := sorted({match["kind"] for match, _ in files} - set(classes)):
+        raise ConfigError([f"{path}: {unknown_class(name, classes)}" for name in unknown[:MAX_FAULTS]])
     found = {}
     for split in wanted:
-        chosen = [(match, content) for match, content in files if names[match["part"]] == split]
-        pictures: Pictures = EncodedPictures([content for _, content in chosen], [f"{path}: {m[0]}" for m, _ in chosen])
-        found[split] = Images(pictures, np.array([classes.index(m["kind"]) for m, _ in chosen], dtype=np.int64))
+        chosen = [(match, content) for match, content in files if match["part"] in parts[split]]
+        pictures = EncodedPictures([content for _, content in chosen], [f"{path}: {match[0]}" for match, _ in chosen])
+        labels = [classes.index(match["kind"]) for match, _ in chosen]
+        found[split] = Images(pictures, np.array(labels, dtype=np.int64))
     return found
+
+
+def root_with(path: Path, names: Iterable[str]) -> Path | None:
+    """`path`, or the only folder in it, that has a folder of one of these names."""
+    if not path.is_dir():
+        return None
+    names = list(names)
+    candidates = [path, *(path / name for name in class_names(path))]
+    found = [folder for folder in candidates if first_folder(folder, names) is not None]
+    return found[0] if found and (found[0] == path or len(found) == 1) else None
+
+
+def first_folder(root: Path, names: Iterable[str]) -> Path | None:
+    """The first of these folders that is there."""
+    return next((root / name for name in names if (root / name).is_dir()), None)
+
+
+def class_names(folder: Path) -> list[str]:
+    """Names of the folders in it, sorted."""
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def picture_names(folder: Path) -> list[str]:
+    """Names of the pictures directly in it."""
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries if _IS_PICTURE.fullmatch(entry.name)]
+
+
+def read_classes(folder: Path, classes: Sequence[str]) -> Images:
+    """The pictures below CLASS/ of one folder, ordered by name.
+
+    Raises:
+        ConfigError: folders that are no class or hold no picture, or no folder at all.
+    """
+    ids = {name: number for number, name in enumerate(classes)}
+    files: list[tuple[str, int]] = []
+    faults: list[str] = []
+    for name in (present := class_names(folder)):
+        if len(faults) == MAX_FAULTS:
+            break
+        if name not in ids:
+            faults.append(f"{folder / name}: {unknown_class(name, classes)}")
+            continue
+        before = len(files)
+        for parent, _, entries in os.walk(folder / name, followlinks=True):
+            below = Path(parent).relative_to(folder).as_posix()
+            files += [(f"{below}/{entry}", ids[name]) for entry in entries if _IS_PICTURE.fullmatch(entry)]
+        if len(files) == before:
+            faults.append(f"{folder / name} holds no picture; expected {EXPECTED}")
+    if not present:
+        flat = ", but pictures" if picture_names(folder) else ""
+        faults.append(f"{folder} holds no class folder{flat}; expected {folder.name}/CLASS/ with {EXPECTED}")
+    if faults:
+        raise ConfigError(faults)
+    files.sort()
+    return Images(
+        FilePictures(folder, [file for file, _ in files]), np.array([label for _, label in files], dtype=np.int64)
+    )
+
+
+def unknown_class(name: str, classes: Sequence[str]) -> str:
+    """What is wrong with the folder of a class that is none."""
+    close = closest(name, list(classes))
+    hint = f"; did you mean {close!r}?" if close else "."
+    return f"unknown class {name!r}{hint} Expected: {listed(classes)}"

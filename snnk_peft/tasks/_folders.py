@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import lzma
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +61,9 @@ def _of_archive(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[
                 stream = archive.extractfile(member) if match and member.isfile() else None
                 if match and stream is not None:
                     yield match, stream.read()
-    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+            while archive.fileobj is not None and archive.fileobj.read(1 << 20):
+                pass  # the checksum of the whole stands at its end
+    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise ConfigError(f"{path}: not a readable tar archive ({error}); fetch it again") from error
 
 

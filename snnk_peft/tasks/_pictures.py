@@ -132,28 +132,27 @@ class FilePictures(Pictures):
     """Files of pictures.
 
     Args:
-        root: the folder that names are relative to.
-        paths: the files.
+        root: the folder that they are in.
+        files: their paths below it, with "/" between the parts.
     """
 
-    def __init__(self, root: Path, paths: Sequence[Path]):
-        self._root, self._paths = root, paths
+    def __init__(self, root: Path, files: Sequence[str]):
+        self._root, self._files = root, files
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._files)
 
     def name(self, index: int) -> str:
         """The path."""
-        return str(self._paths[index])
+        return str(self._root / self._files[index])
 
     def _opened(self, index: int) -> Image:
         # Read whole: an image that is opened by name keeps its file open.
-        image: Image = require("PIL.Image").open(io.BytesIO(self._paths[index].read_bytes()))
+        image: Image = require("PIL.Image").open(io.BytesIO((self._root / self._files[index]).read_bytes()))
         return image
 
     def _identity(self, index: int) -> bytes:
-        path = self._paths[index]
-        return f"{path.relative_to(self._root).as_posix()}\n{path.stat().st_size}".encode()
+        return f"{self._files[index]}\n{(self._root / self._files[index]).stat().st_size}".encode()
 
 
 def converted(image: Any, channels: int) -> Image:

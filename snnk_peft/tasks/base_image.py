@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._hub_pictures import HubSource, class_names, fetch, pictures_of
 from snnk_peft.tasks._pictures import Pictures
+from snnk_peft.tasks._tsv import listed
 from snnk_peft.tasks.base import Request, Task
 
 if TYPE_CHECKING:
@@ -70,10 +72,9 @@ class ImageTask(Task):
         name: registry key.
         read: (folder or archive, wanted splits) -> split -> Images. It raises ConfigError, with every fault it found.
         label_names: class names in the order of the integer ids.
-        folder: name of the official folder, for messages.
+        folder: the official files, for messages.
         source: the data set in words, for model cards.
-        hub_path: data set on the Hub, or None if it is not there.
-        read_hub: likewise from the Hub: (cache_dir, wanted splits) -> split -> Images; None if it cannot be.
+        hub: where it is on the Hub, or None if it is not there.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
         splits: "train" and what is evaluated.
@@ -85,18 +86,20 @@ class ImageTask(Task):
     label_names: tuple[str, ...]
     folder: str
     source: str
-    hub_path: str | None = None
-    read_hub: Callable[[str | Path | None, Sequence[str]], dict[str, Images]] | None = None
+    hub: HubSource | None = None
     metrics: tuple[str, ...] = ("accuracy",)
     primary: tuple[str, ...] | None = None
     splits: tuple[str, ...] = ("train", "test")
 
+    @property
+    def hub_path(self) -> str | None:
+        """Data set on the Hub, or None if it is not there."""
+        return None if self.hub is None else self.hub.path
+
     def _read(self, request: Request) -> dict[str, Images]:
         path, wanted = request.path, list(request.splits or self.splits)
-        if path is None and self.read_hub is not None:
-            return self.read_hub(request.cache_dir, wanted)
         if path is None:
-            raise ConfigError(f"task {self.name!r} needs data.dir (data_dir=...): the folder {self.folder}")
+            return self._fetched(wanted, request.cache_dir)
         if not path.exists():
             raise ConfigError(f"data_dir {path} does not exist; expected {self.folder}")
         found = self.read(path, wanted)
@@ -104,12 +107,35 @@ class ImageTask(Task):
             raise ConfigError(faults)
         return found
 
+    def _fetched(self, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
+        """From the Hub, or its local cache; pictures stay encoded."""
+        if self.hub is None:
+            raise ConfigError(f"task {self.name!r} needs data.dir (data_dir=...): {self.folder}")
+        raw = fetch(self.hub, cache_dir, self.folder)
+        found, faults = {}, []
+        for split in wanted:
+            where = f"{self.hub.path}, split {split!r}"
+            try:
+                names = class_names(raw, self.hub, split)
+                pictures, labels = pictures_of(raw[split], self.hub, where)
+            except ConfigError as error:
+                faults += error.faults
+                continue
+            if names != self.label_names:
+                faults.append(f"{where}: classes are {listed(names)}; expected {listed(self.label_names)}")
+            if (fault := label_fault(labels, self.num_labels, where)) is not None:
+                faults.append(fault)
+            found[split] = Images(pictures, labels)
+        if faults:
+            raise ConfigError(faults)
+        return found
 
-def label_faults(labels: Any, count: int, source: str) -> list[str]:
-    """Class ids beyond the `count` classes of a task, as messages."""
+
+def label_fault(labels: Any, count: int, source: str) -> str | None:
+    """Class ids beyond the `count` classes of a task, as a message; None if there are none."""
     values = np.asarray(labels)
     wrong = np.flatnonzero((values < 0) | (values >= count))
     if not len(wrong):
-        return []
+        return None
     at = int(wrong[0])
-    return [f"{source}, image {at}: class {values[at]} ({len(wrong)} such); expected 0 to {count - 1}"]
+    return f"{source}, image {at}: class {values[at]} ({len(wrong)} such); expected 0 to {count - 1}"

@@ -30,6 +30,7 @@ from snnk_peft.tasks import TASKS, TextTask
 from snnk_peft.tasks._columns import completed, examples, metrics_of, of_model
 from snnk_peft.tasks._entities import entity_f1
 from snnk_peft.tasks._extras import require
+from snnk_peft.tasks._hold_out import held_back
 from snnk_peft.tasks._rows import Rows
 from snnk_peft.tasks._table_settings import NUMBERS, TOKENS, TableSettings
 from snnk_peft.tasks.base import Request, to_numpy
@@ -210,19 +211,14 @@ class Table(TextTask):
         count, share = len(rows), self.settings.hold_out
         single = self.label_names is not None and not self.tokens
         groups = np.asarray(rows["label"][:]) if single else np.zeros(count, int)
-        rng = np.random.default_rng(self.settings.split_seed)
-        held: list[int] = []
-        for group in np.unique(groups):
-            members = rng.permutation(np.flatnonzero(groups == group))
-            size = min(max(1, round(share * len(members))), len(members) - 1)
-            held += members[:size].tolist()
+        held = held_back(groups, share, self.settings.split_seed)
         if not held:
             raise ConfigError(
                 f"{self.settings.train_source}: {count} rows, of which none can be held back (no class has two); "
                 "give more rows, or data.eval_file"
             )
         kept = np.setdiff1d(np.arange(count), held)
-        return {"train": rows.select(kept.tolist()), "validation": rows.select(sorted(held))}
+        return {"train": rows.select(kept.tolist()), "validation": rows.select(held)}
 
 
 TASKS.register(Table.name, Table())

@@ -19,6 +19,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from snnk_peft.calibration.landmarks import RULES
+from snnk_peft.calibration.reduce import gathered, global_index, process, processes, same_everywhere
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import unwrap
@@ -50,6 +51,10 @@ def calibrate(
 
     Adapters and linear attention hold no readout that stands for a module's output. They stay as they are, and what
     is fitted sees their effect in its inputs.
+
+    With several processes (torch.distributed is initialised) each gives its own share of the batches:
+    `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
+    same bits in every process. Shares may differ in size; each needs one batch at least. Calibrate before DDP or FSDP.
 
     Args:
         model: a model from `get_snnk_model` whose active adapter replaces something.
@@ -100,12 +105,16 @@ def calibrate(
             f"the readouts of {', '.join(away)} are offloaded to memory or disk, where a fit would not last; expected "
             "them beside the model. Calibrate before dispatching the model, or put the adapter on an offloaded base"
         )
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        faults.append("the model is sharded (FSDP2), so that no process has its weights; calibrate it before")
     if not faults:
-        total, fitted = _count_batches(batches, held_out)
-        if total == 0:
+        shares = gathered(_count_batches(batches, held_out))
+        total, fitted = (sum(column) for column in zip(*shares, strict=True))
+        if empty := [number for number, (share, _) in enumerate(shares) if share == 0]:
+            who = f" in processes {empty} of {len(shares)}" if len(shares) > 1 else ""
             faults.append(
-                "batches is empty; expected dicts of model inputs, at least two and better a few dozen, such as a "
-                "DataLoader of tokenized sentences of the kind that the model will see"
+                f"batches is empty{who}; expected dicts of model inputs, at least two and better a few dozen, such as "
+                "a DataLoader of tokenized sentences of the kind that the model will see"
             )
         elif fitted == 0 or fitted == total:
             faults.append(
@@ -115,19 +124,27 @@ def calibrate(
     if faults:
         raise ConfigError(faults)
     warn_of_repeated_rows((_is_held_out(index, held_out), batch) for index, batch in enumerate(_read(batches)))
+    total = shares[process()][0]
 
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         order = _execution_order(model, slots, batches)
         fitters = {name: _fitter(model, slots[name], options) for name in order}
+        if processes() > 1 and (alone := [name for name in order if not fitters[name].reduces]):
+            kinds = sorted({type(fitters[name]).__name__ for name in alone})
+            raise ConfigError(
+                f"{', '.join(kinds)} (of {', '.join(alone)}) reads one process's share of the data only, and there are "
+                f"{processes()}; expected a Fitter with reduces = True. Calibrate in one process and load the result"
+            )
         passes = sum(fitter.reads for fitter in fitters.values())
-        with tqdm(total=passes * total, desc="calibrate", unit="batch", disable=not progress) as bar:
+        with tqdm(total=passes * total, desc="calibrate", unit="batch", disable=not progress or process() > 0) as bar:
             reports = []
             for name, runs in order.items():
                 together = fitters[name].together
                 data = _Pass(model, slots[name], together, runs, batches, held_out, bar)
                 reports.append(_fit_slot(name, fitters[name], data))
+                same_everywhere(slots[name].snnk_slots)
     finally:
         for module, training in was_training.items():
             module.training = training
@@ -172,7 +189,11 @@ def _read(batches: Batches) -> Iterator[Batch]:
 
 
 def _is_held_out(index: int, fraction: float) -> bool:
-    """Spread the held-out batches evenly: whenever the running count of index·fraction passes a half."""
+    """Spread the held-out batches evenly: whenever the running count of index·fraction passes a half.
+
+    Counted over all processes, which take turns: the choice does not depend on how many there are.
+    """
+    index = global_index(index)
     return int((index + 1) * fraction + 0.5) > int(index * fraction + 0.5)
 
 

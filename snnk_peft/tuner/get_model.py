@@ -58,7 +58,7 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
     # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)
-    fresh.target_modules = fresh.made_for = fresh.saved_embeddings = None
+    fresh.target_modules = fresh.trained_within = fresh.made_for = fresh.saved_embeddings = None
     with warnings.catch_warnings():
         # PEFT 0.21 asks the model by a name that transformers 5.23 deprecates: nothing that our users could change.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

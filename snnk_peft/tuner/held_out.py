@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from snnk_peft.calibration.reduce import gathered
 from snnk_peft.errors import NumericalWarning
 
 
 def warn_of_repeated_rows(batches: Iterable[tuple[bool, Mapping[str, Any]]]) -> None:
-    """NumericalWarning if most of the held-out rows are also among the fitted ones.
+    """NumericalWarning if most of the held-out rows, of all processes, are also among the fitted ones of all.
 
     Args:
         batches: (whether the batch is held out, model inputs).
@@ -25,6 +26,8 @@ def warn_of_repeated_rows(batches: Iterable[tuple[bool, Mapping[str, Any]]]) -> 
             held_out += rows(batch)
         else:
             fitted.update(rows(batch))
+    shares = gathered((fitted, held_out))
+    fitted, held_out = set().union(*(rows for rows, _ in shares)), [row for _, rows in shares for row in rows]
     repeated = sum(row in fitted for row in held_out)
     if 2 * repeated > len(held_out):
         warnings.warn(

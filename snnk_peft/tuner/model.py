@@ -157,6 +157,8 @@ class SNNKModel(BaseTuner):
         places = {patch.path for patch in patches if patch.build is not None}
         # PEFT takes modules_to_save by their ending: "classifier" would also catch a changed "pre_classifier".
         copied = [n for n in saved or () if any(p != n and p.endswith(n) for p in places) and n in module_names(model)]
+        within = {patch.path for patch in patches if patch.around_head}
+        copied += sorted(within & {*(saved or ()), *(peft_config.trained_within or ())})
         head = None if family is None or family.classifier is None else family.path(model, family.classifier)
         if head is not None and head in (peft_config.target_modules or ()) and head not in {*places, *copied}:
             copied.append(head)  # a loaded config, written after `head` was taken out of modules_to_save
@@ -172,13 +174,14 @@ class SNNKModel(BaseTuner):
         with self._making():
             slots = build_slots(patches)
         for name in copied:
-            slots[name] = [Retrained(module_at(model, name, "modules_to_save"))]
+            slots.setdefault(name, []).insert(0, Retrained(module_at(model, name, "modules_to_save")))
         if incoming is not None:
             check_weights(peft_config, model, slots, saved, incoming)
         self._slots = slots
         peft_config.target_modules = tuple(sorted(slots))
         # An empty list stays one: null would mean the classifier when the adapter is loaded.
         peft_config.modules_to_save = [] if saved is None and peft_config.modules_to_save is not None else saved
+        peft_config.trained_within = sorted(within & set(copied)) or None
         peft_config.made_for = found
 
     @staticmethod

@@ -16,7 +16,7 @@ from torch import nn
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import unwrap
 from snnk_peft.functional.at_hand import place_of
-from snnk_peft.layers.slots import Slot
+from snnk_peft.layers.slots import Retrained, Slot
 
 
 class SlotLayer(nn.Module, BaseTunerLayer):
@@ -139,11 +139,14 @@ def original_path(path: str) -> str:
 
 
 def active_module(module: nn.Module) -> nn.Module:
-    """The module in use behind PEFT's wrappers: the trained copy of modules_to_save, or the original."""
+    """The module in use behind the wrappers: the trained copy of modules_to_save, or the original."""
     if isinstance(module, ModulesToSaveWrapper):
         active = module.active_adapter
         name = active if isinstance(active, str) else next(iter(active), "")
         if name in module.modules_to_save:
             return module.modules_to_save[name]
         return module.original_module
+    if isinstance(module, SlotLayer):
+        copied = next((slot.module for slot in module.active_slots() if isinstance(slot, Retrained)), None)
+        return unwrap(module) if copied is None else copied
     return unwrap(module)

@@ -1,0 +1,151 @@
+"""The processes of a run: what their launcher asked for, how a model is split among them, what happens if one dies."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, set_seed
+
+from snnk_peft.errors import ConfigError
+
+
+def make_accelerator(train: Any) -> Accelerator:
+    """The accelerator of this process; a ConfigError if the launcher asked for what is not there.
+
+    Args:
+        train: settings with device and mixed_precision.
+    """
+    cpu = train.device == "cpu" or _asked_for("USE_CPU") or not torch.cuda.is_available()
+    if cpu and train.mixed_precision == "fp16":
+        raise ConfigError("train.mixed_precision is fp16, which needs a CUDA device; use bf16 or no")
+    if faults := _launcher_faults(train.device, cpu):
+        raise ConfigError(faults)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=train.mixed_precision)
+    if _asked_for("USE_FSDP") and accelerator.distributed_type is DistributedType.MULTI_CPU:
+        # accelerate shards on GPUs only; its FSDP2 runs as well on CPUs, where a profile can be tried out.
+        plugin = FullyShardedDataParallelPlugin()
+        if train.mixed_precision != "no":
+            plugin.set_mixed_precision(train.mixed_precision)
+        accelerator.state.fsdp_plugin, accelerator.state.distributed_type = plugin, DistributedType.FSDP
+    return accelerator
+
+
+def _asked_for(name: str) -> bool:
+    """Whether `accelerate launch` set a switch."""
+    return os.environ.get(f"ACCELERATE_{name}", "").lower() in ("1", "true", "yes")
+
+
+def launched_by_accelerate() -> bool:
+    """Whether `accelerate launch` started this process, and not python or torchrun."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def _launcher_faults(device: str, cpu: bool) -> list[str]:
+    local, cards = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    faults = []
+    if launched_by_accelerate() and not _asked_for("USE_CPU") and device != "cpu" and not torch.cuda.is_available():
+        faults.append(
+            f"accelerate launch asked for GPUs, and torch {torch.__version__} finds none on this machine; take the "
+            "profile recipes/accelerate/cpu.yaml or multi_cpu.yaml, or add train.device=cpu"
+        )
+    if not cpu and local > cards:
+        faults.append(
+            f"{local} processes were started on this machine, which has {cards} GPUs, and each process needs its own; "
+            f"start {cards} (num_processes of the profile, or --nproc_per_node), or add train.device=cpu"
+        )
+    if _asked_for("USE_DEEPSPEED"):
+        faults.append(
+            "the profile asks for DeepSpeed, whose partitions the checkpoints of the recipes do not hold; take "
+            "recipes/accelerate/fsdp2.yaml instead"
+        )
+    if _asked_for("USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
+        faults.append("the profile asks for FSDP 1; expected fsdp_version: 2, as in recipes/accelerate/fsdp2.yaml")
+    if _asked_for("USE_FSDP") and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true":
+        faults.append(
+            "fsdp_cpu_ram_efficient_loading is true: only process 0 would read the pretrained weights, from which "
+            "every process starts its SNNK layers; set it to false"
+        )
+    return faults
+
+
+def prepare(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[torch.nn.Module, Any]:
+    """Model and optimizer as the launcher wants them: in DDP, sharded by FSDP2 (in place), or as they are."""
+    _choose_units(accelerator, model)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    if isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
+        # Random matrices are drawn alike everywhere. Sent in every step, they would be as many bytes as the gradients.
+        prepared.broadcast_buffers = False
+    return prepared, wrapped
+
+
+def _choose_units(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Where the profile names no classes that FSDP2 gathers at a time, take the model's own ones.
+
+    Without those that hold the input embedding: accelerate makes that one a unit of its own, and no parameter may be in
+    two (BERT and ViT list their embeddings beside their layers).
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if accelerator.distributed_type is not DistributedType.FSDP or plugin.transformer_cls_names_to_wrap:
+        return
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    listed = set(getattr(model, "_no_split_modules", None) or ())
+    around = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
+    plugin.transformer_cls_names_to_wrap = sorted(
+        {type(module).__name__ for module in model.modules()} & listed - around
+    )
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether every process holds a part of the parameters only (FSDP2)."""
+    return any(_is_sharded(value) for value in model.parameters())
+
+
+def _is_sharded(value: torch.Tensor) -> bool:
+    return hasattr(value, "full_tensor")
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """All of a tensor; of a sharded one every process must ask."""
+    return value.full_tensor() if _is_sharded(value) else value  # type: ignore[operator]
+
+
+def split_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This process's part of a whole tensor, placed and split as `like` is; a copy."""
+    value = value.to(like.device, copy=True)
+    if not _is_sharded(like):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def clip_gradients(accelerator: Accelerator, parameters: list[torch.Tensor], limit: float) -> torch.Tensor:
+    """Shorten gradients that are longer than `limit` in all; returns their norm.
+
+    `accelerator.clip_grad_norm_` compares tensors of different shapes where a sharded model is trained in full.
+    """
+    accelerator.unscale_gradients()
+    return whole(torch.nn.utils.clip_grad_norm_(parameters, limit))
+
+
+def seed_continuation(seed: int, step: int, rank: int) -> None:
+    """Generators of a run that goes on with another number of processes, for which none were saved."""
+    set_seed((seed + 1 + 1_000_003 * step + rank) % 2**32)
+
+
+def lost_process(error: RuntimeError) -> str | None:
+    """What to say if an error came from a process that is gone, else None."""
+    first = str(error).splitlines()[0] if str(error) else ""
+    lost = isinstance(error, dist.DistBackendError) or any(word in first for word in ("gloo", "Gloo", "NCCL"))
+    if not lost or not dist.is_initialized():
+        return None
+    return (
+        f"process {dist.get_rank()} of {dist.get_world_size()} can no longer reach another one, which was killed or "
+        f"failed; the launcher names it with its exit code ({first})"
+    )

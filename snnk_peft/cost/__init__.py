@@ -1,0 +1,12 @@
+"""What a model will cost, before it is downloaded: parameters, products, memory and traffic from its config alone.
+
+    python -m snnk_peft.cost bert-large-uncased --config snnk.yaml
+
+Models are built on the meta device, where tensors have shapes and no numbers, and run there: operations are counted as
+torch calls them, and no formula of an architecture is needed. `CostRow` says what each figure contains.
+"""
+
+from snnk_peft.cost.estimate import estimate_cost
+from snnk_peft.cost.report import CostReport, CostRow
+
+__all__ = ["CostReport", "CostRow", "estimate_cost"]

@@ -1,0 +1,226 @@
+"""What one forward pass, or one training step, of a model on the meta device multiplies and keeps.
+
+Every operation that torch calls is seen, in the forward pass, in the backward pass and in the optimizer: its products
+are counted by the formulas of torch's FlopCounterMode (which itself cannot run every model without gradients: its hooks
+want a history where a parameter is an input), and the memory of its results from their birth to their last reference.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx.experimental import _config as symbolic
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _shapes(query: torch.Tensor, *others: torch.Tensor) -> list[Any]:
+    """Shapes of query, key, value, as if every query head had keys of its own."""
+    return [query.shape, *((*query.shape[:2], *other.shape[2:]) for other in others)]
+
+
+def _fused_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(*_shapes(query, key, value)))
+
+
+def _fused_backward_flops(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, *_shapes(query, key, value)))
+
+
+# The fused kernel of a CPU is not among torch's; as in those for a GPU, masked products are counted.
+FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    _fused: _fused_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _fused_backward_flops,
+}
+
+
+class KernelsOf(TorchFunctionMode):
+    """Lets the meta device keep what a device's kernels keep for the backward pass.
+
+    On the meta device torch takes attention and dropout apart, and would keep the weights of every pair of tokens. All
+    fused attention kernels keep the same: query, key, value, output and one number per query.
+
+    Args:
+        device: type of the device, "cuda" or "cpu". A CPU has no fused attention with dropout, and its dropout keeps a
+            factor where that of a GPU keeps a bool.
+    """
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.gpu = device != "cpu"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is nn.functional.dropout and self.gpu:
+            return self._dropout(*args, **kwargs)
+        # transformers asks a batch whether all its tokens count and no row is packed (yes), or holds padding (no).
+        if func is torch.Tensor.__bool__ and args[0].is_meta:
+            return True
+        if func is torch.Tensor.__contains__ and args[0].is_meta:
+            return False
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if dropout_p and not self.gpu:
+            return nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        mask = attn_mask
+        if mask is not None and mask.dtype == torch.bool:  # the kernels add their masks
+            mask = torch.empty(mask.shape, dtype=query.dtype, device=mask.device)
+        found: torch.Tensor = _fused(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+        return found
+
+    def _dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+class Meter(TorchDispatchMode):
+    """Counts the products of all operations, and the bytes of the storages that are alive, each once.
+
+    Attributes:
+        flops: twice the multiply-adds so far.
+        now: bytes at the moment.
+        peak: the most there were since it was last set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.now = self.peak = 0
+        self._alive: set[int] = set()
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of tensors, as long as they live."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._alive:
+                self._alive.add(key)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.add(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        if (formula := FORMULAS.get(func._overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@contextmanager
+def metered(device: str) -> Iterator[Meter]:
+    """A meter for what runs on the meta device, with the kernels of `device`."""
+    # What is selected by a condition is all of it: in a batch without padding every token and label counts.
+    whole = symbolic.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    with whole, KernelsOf(device), Meter() as meter:
+        yield meter
+
+
+def held(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, each once."""
+    return [*model.parameters(), *model.buffers()]
+
+
+class Inference(NamedTuple):
+    """One forward pass in eval mode.
+
+    Attributes:
+        macs: products of numbers, each with an addition.
+        peak: bytes of everything that is alive at the worst moment, the model and the outputs included.
+    """
+
+    macs: int
+    peak: int
+
+
+class Training(NamedTuple):
+    """One training step: forward, backward, AdamW.
+
+    Attributes:
+        macs: as in `Inference`, forward and backward.
+        saved: bytes that are alive between forward and backward, the model aside.
+        gradients: bytes of the gradients.
+        optimizer: bytes of the state of AdamW.
+        peak: bytes at the worst moment of any step but the first, the model included.
+    """
+
+    macs: int
+    saved: int
+    gradients: int
+    optimizer: int
+    peak: int
+
+
+def measure_inference(model: nn.Module, inputs: Mapping[str, torch.Tensor], device: str) -> Inference:
+    """Run `model(**inputs)` without gradients, on the meta device.
+
+    Args:
+        model: its training flag is changed to eval.
+        inputs: keyword arguments.
+        device: type of the device whose kernels are stood in for.
+    """
+    model.eval()
+    with torch.no_grad(), metered(device) as meter:
+        meter.add([*held(model), *inputs.values()])
+        model(**inputs)
+    return Inference(meter.flops // 2, meter.peak)
+
+
+def measure_training(model: nn.Module, inputs: Mapping[str, torch.Tensor], device: str) -> Training:
+    """Make one step on the meta device; what has `requires_grad` is trained.
+
+    Args:
+        model: its training flag is changed to train.
+        inputs: keyword arguments; without labels, the sum of the first output is the loss.
+        device: as in `measure_inference`.
+    """
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=device != "cpu")
+    with metered(device) as meter:
+        meter.add(held(model))
+        weights = meter.now
+        meter.add(inputs.values())
+        before = meter.now
+        outputs = model(**inputs)
+        loss = outputs["loss"] if "loss" in outputs else next(iter(outputs.values())).float().sum()
+        saved = meter.now - weights
+        loss.backward()
+        macs = meter.flops // 2
+        del outputs, loss
+        peak, gradients = meter.peak, meter.now - before
+        meter.peak = meter.now
+        optimizer.step()
+        stepping = meter.peak
+        state = meter.now - before - gradients
+        # The first step meets no state yet in its backward pass; all others do.
+        return Training(macs, saved, gradients, state, max(peak + state, stepping))

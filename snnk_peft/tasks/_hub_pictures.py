@@ -1,0 +1,135 @@
+"""Pictures of data sets on the Hub: encoded, in the memory-mapped files that `datasets` keeps of what it fetched."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.registry import did_you_mean
+from snnk_peft.tasks._extras import require
+from snnk_peft.tasks._pictures import Pictures
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A data set on the Hub.
+
+    Args:
+        path: its id (or a folder in the Hub's layout).
+        image: column of the pictures.
+        label: column of the class ids.
+        renamed: (name there, name here) of classes that are called otherwise.
+        access: what a user must do first, for messages.
+    """
+
+    path: str
+    image: str = "image"
+    label: str = "label"
+    renamed: tuple[tuple[str, str], ...] = ()
+    access: str = ""
+
+
+class HubPictures(Pictures):
+    """One column of pictures.
+
+    Args:
+        dataset: a `datasets.Dataset`.
+        column: a feature `Image`.
+        source: data set and split, for messages.
+    """
+
+    def __init__(self, dataset: Any, column: str, source: str):
+        hf = require("datasets")
+        self._dataset = dataset.select_columns([column]).cast_column(column, hf.Image(decode=False))
+        self._column, self._source = column, source
+        self._sizes: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def name(self, index: int) -> str:
+        """Data set, split and row."""
+        return f"{self._source}, row {index}"
+
+    def _opened(self, index: int) -> Image:
+        stored = self._dataset[index][self._column]
+        content = stored["bytes"] if stored["bytes"] is not None else Path(stored["path"]).read_bytes()
+        image: Image = require("PIL.Image").open(io.BytesIO(content))
+        return image
+
+    def _identity(self, index: int) -> bytes:
+        if self._sizes is None:  # of the encoded pictures, from the offsets of the column
+            compute = require("pyarrow.compute")
+            self._sizes = [
+                size
+                for chunk in self._dataset.data.column(self._column).chunks
+                for size in compute.binary_length(compute.struct_field(chunk, "bytes")).to_pylist()
+            ]
+        return f"{index}\n{self._sizes[index]}".encode()
+
+
+def fetch(hub: HubSource, cache_dir: str | Path | None, otherwise: str) -> Any:
+    """All splits, as a `datasets.DatasetDict`.
+
+    Args:
+        hub: which data set.
+        cache_dir: where `datasets` keeps it; None is its default.
+        otherwise: the files that can be read instead, for messages.
+
+    Raises:
+        ConfigError: the Hub is out of reach, or the data set is not there or not open to this user.
+    """
+    return _asked(hub, "load_dataset", otherwise, cache_dir=None if cache_dir is None else str(cache_dir))
+
+
+def published_names(hub: HubSource, otherwise: str) -> tuple[str, ...]:
+    """Class names from the description of the data set, without the data; raises like `fetch`."""
+    features = _asked(hub, "load_dataset_builder", otherwise).info.features or {}
+    if (names := getattr(features.get(hub.label), "names", None)) is None:
+        raise ConfigError(f"{hub.path} does not say its classes; give data.labels, in the order of the ids")
+    return tuple(dict(hub.renamed).get(name, name) for name in names)
+
+
+def _asked(hub: HubSource, function: str, otherwise: str, **arguments: Any) -> Any:
+    hf = require("datasets")
+    try:
+        return getattr(hf, function)(hub.path, **arguments)
+    except (ConnectionError, hf.exceptions.DatasetNotFoundError) as error:
+        raise ConfigError(
+            f"{hub.path} could not be loaded from the Hub: {error}. {hub.access}To work offline, give data.dir "
+            f"(data_dir=...): {otherwise}"
+        ) from error
+
+
+def class_names(raw: Any, hub: HubSource, split: str) -> tuple[str, ...]:
+    """Class names of a split in the order of the ids; ConfigError if there is no such split or column."""
+    if split not in raw:
+        raise ConfigError(f"{hub.path}: {did_you_mean('split', split, list(raw))}")
+    features = raw[split].features
+    where = f"{hub.path}, split {split!r}"
+    if faults := [
+        f"{where}: {did_you_mean('column', name, list(features))}"
+        for name in (hub.image, hub.label)
+        if name not in features
+    ]:
+        raise ConfigError(faults)
+    if (names := getattr(features[hub.label], "names", None)) is None:
+        raise ConfigError(f"{where}: column {hub.label!r} is {features[hub.label]}; expected a ClassLabel")
+    renamed = dict(hub.renamed)
+    return tuple(renamed.get(name, name) for name in names)
+
+
+def pictures_of(dataset: Any, hub: HubSource, where: str) -> tuple[HubPictures, np.ndarray]:
+    """The pictures and (n,) class ids of one split."""
+    labels = dataset.data.column(hub.label)
+    if labels.null_count:
+        raise ConfigError(f"{where}: {labels.null_count} rows have no {hub.label}; expected one each")
+    return HubPictures(dataset, hub.image, where), np.array(labels.to_pylist(), dtype=np.int64)

@@ -1,0 +1,143 @@
+"""Pictures in tar shards as WebDataset lays them out: KEY.jpg with KEY.cls or KEY.json beside it, many to a file.
+
+Headers are read once; a picture is then read where it stands in its shard. So there is random access, which shuffling
+over all pictures and resuming a run bit for bit need, and no second copy on disk, as `datasets` would make. Compressed
+archives have no such places: unpack them (gunzip).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._extras import require
+from snnk_peft.tasks._pictures import Pictures
+from snnk_peft.tasks._tsv import MAX_FAULTS
+from snnk_peft.tasks.base_image import Images
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_PICTURES = ("jpg", "jpeg", "png", "webp")
+_LABELS = ("cls", "json")
+
+
+class ShardPictures(Pictures):
+    """Members of tar files.
+
+    Args:
+        root: the folder that holds the shards.
+        shards: their paths below it.
+        places: (n, 3) number of the shard, offset and size in bytes of each picture.
+    """
+
+    def __init__(self, root: Path, shards: Sequence[str], places: np.ndarray):
+        self._root, self._shards, self._places = root, shards, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def name(self, index: int) -> str:
+        """Shard and place in it."""
+        shard, offset, _ = self._places[index].tolist()
+        return f"{self._root / self._shards[shard]}, the picture at byte {offset}"
+
+    def _opened(self, index: int) -> Image:
+        shard, offset, size = self._places[index].tolist()
+        with (self._root / self._shards[shard]).open("rb") as stream:
+            stream.seek(offset)
+            image: Image = require("PIL.Image").open(io.BytesIO(stream.read(size)))
+        return image
+
+    def _identity(self, index: int) -> bytes:
+        shard, offset, size = self._places[index].tolist()
+        return f"{self._shards[shard]}\n{offset}\n{size}".encode()
+
+
+def find_shards(root: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Split -> paths of its shards below `root`, sorted; a shard's path names its split, e.g. imagenet-train-0000.tar.
+
+    Raises:
+        ConfigError: shards that name no split or two, or only compressed ones.
+    """
+    found: dict[str, list[str]] = {split: [] for split in parts}
+    files = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.tar"))
+    packed = [] if files else sorted(str(file) for kind in ("gz", "xz", "bz2") for file in root.rglob(f"*.tar.{kind}"))
+    faults = [f"{file} is compressed, so it has no random access; unpack it to .tar first" for file in packed]
+    for file in files:
+        words = set(re.split(r"[^a-z]+", file.lower()))
+        splits = [split for split, names in parts.items() if words & set(names)]
+        if len(splits) == 1:
+            found[splits[0]].append(file)
+        else:
+            names = ", ".join(name for group in parts.values() for name in group)
+            faults.append(f"{root / file}: its name says {' and '.join(splits) or 'no split'}; expected one of {names}")
+    if faults:
+        raise ConfigError(faults[:MAX_FAULTS])
+    return found if files else {}
+
+
+def read_shards(root: Path, shards: Sequence[str]) -> Images:
+    """All pictures of some shards, in the order of the shards and of their members.
+
+    Raises:
+        ConfigError: damaged shards, pictures without a label, labels without a picture, or labels that are no class id.
+    """
+    places: list[tuple[int, int, int]] = []
+    labels: list[int] = []
+    faults: list[str] = []
+    for number, name in enumerate(shards):
+        pictures: dict[str, tuple[int, int, int]] = {}
+        ids: dict[str, int] = {}
+        try:
+            with tarfile.open(root / name, "r:") as archive:
+                for member in archive:
+                    key, kind = _parts(member.name)
+                    if not member.isfile() or kind not in (*_PICTURES, *_LABELS):
+                        continue
+                    if kind in _PICTURES:
+                        if key in pictures:
+                            raise ValueError(f"two pictures {key}; expected one per key")
+                        pictures[key] = (number, member.offset_data, member.size)
+                    elif kind == "cls" or key not in ids:  # .cls counts where both are there
+                        stream = archive.extractfile(member)
+                        ids[key] = _label(member.name, b"" if stream is None else stream.read())
+        except (tarfile.TarError, OSError, ValueError) as error:
+            faults.append(f"{root / name}: {error}; expected an uncompressed tar of KEY.jpg and KEY.cls")
+            continue
+        faults += [f"{root / name}: {key} has no label; expected {key}.cls beside it" for key in pictures.keys() - ids]
+        faults += [f"{root / name}: {key} has a label but no picture" for key in ids.keys() - pictures]
+        places += pictures.values()
+        labels += [ids.get(key, 0) for key in pictures]
+    if faults:
+        raise ConfigError(sorted(faults)[:MAX_FAULTS])
+    return Images(
+        ShardPictures(root, shards, np.array(places, dtype=np.int64).reshape(-1, 3)), np.array(labels, dtype=np.int64)
+    )
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """Key and kind: the name to the first dot of its last part, and what follows."""
+    folder, _, last = name.rpartition("/")
+    key, _, kind = last.partition(".")
+    return f"{folder}/{key}", kind.lower()
+
+
+def _label(name: str, content: bytes) -> int:
+    try:
+        if name.endswith(".cls"):
+            return int(content)
+        label = json.loads(content)["label"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{name} holds {content[:40]!r}; expected a class id (.json: under 'label')") from error
+    if type(label) is not int:
+        raise ValueError(f"{name}: label is {label!r}; expected a class id")
+    return label

@@ -1,0 +1,144 @@
+"""Every YAML of recipes/configs: read, and data, model and schedule built on a stand-in of the official layout.
+
+A file in a folder that `STAND_INS` does not know fails.
+"""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from glue_files import write_task
+from recipe_world import RECIPES, recipe, write_world
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+sys.path.append(str(RECIPES))
+
+import closed_form
+import finetune
+import train_lra
+from _lib.config import load_config
+from _lib.data import steps_per_epoch
+from _lib.loop import mean_loss
+
+CONFIGS = RECIPES / "configs"
+WNIDS = ("n01440764", "n01443537")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bert/`, and `vit/` as deep as the pretrained one and with more hidden units than any file asks for."""
+    folder = write_world(tmp_path_factory.mktemp("models"))
+    sizes = {"hidden_size": 16, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 2}
+    ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes)).save_pretrained(folder / "vit")
+    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder / "vit")
+    return folder
+
+
+def glue(file: Path, models: Path, out: Path) -> list[str]:
+    task = file.stem.removesuffix("_adapter")
+    write_task(out, task, n_train=20, n_dev=6)
+    return [f"data.dir={out}", f"model.name_or_path={models / 'bert'}"]
+
+
+def head(file: Path, models: Path, out: Path) -> list[str]:
+    write_task(out, "rte", n_train=330, n_dev=6)  # five batches at least, of which one chooses the ridge
+    return ["task=rte", f"data.dir={out}", f"model.name_or_path={models / 'bert'}", f"output.dir={out / 'run'}"]
+
+
+def table(file: Path, models: Path, out: Path) -> list[str]:
+    (out / "x.csv").write_text("text,label\n" + "".join(f"a sentence {row},{'ab'[row % 2]}\n" for row in range(20)))
+    return [f"data.train_file={out / 'x.csv'}", f"model.name_or_path={models / 'bert'}"]
+
+
+def long_range(file: Path, models: Path, out: Path) -> list[str]:
+    kind = file.stem.removesuffix("_kl")
+    if kind == "text":
+        for part, label in (("train", "neg"), ("train", "pos"), ("test", "neg"), ("test", "pos")):
+            (out / "aclImdb" / part / label).mkdir(parents=True)
+            for row in range(10):
+                (out / "aclImdb" / part / label / f"{row}_1.txt").write_text(f"{part} {label} {row}")
+    elif kind == "retrieval":
+        for part in ("train", "eval", "test"):
+            pairs = "".join(f"{row % 2}\tA\tB\tpaper {row}\tother {row}\n" for row in range(4))
+            (out / f"new_aan_pairs.{part}.tsv").write_text(pairs)
+    elif kind == "image":
+        for name in ("data_batch_1", "test_batch"):
+            rows = np.random.default_rng(0).integers(0, 256, (20, 3073), np.uint8)
+            rows[:, 0] = np.arange(20) % 2
+            (out / f"{name}.bin").write_bytes(rows.tobytes())
+    else:
+        few = ["data.max_train_samples=4", "data.max_validation_samples=2", "data.max_test_samples=2"]
+        sizes = ["--train", "8", "--validation", "4", "--test", "4", "--min-length", "20", "--max-length", "60"]
+        assert recipe("write_listops").main(["--output", str(out / "listops"), *sizes]) == 0
+        return [f"data.dir={out / 'listops'}", *few]
+    return [f"data.dir={out}"]
+
+
+def pictures(write: str, classes: int) -> Callable[[Path, Path, Path], list[str]]:
+    def stand_in(file: Path, models: Path, out: Path) -> list[str]:
+        import image_layouts
+
+        data = image_layouts.draw(("train", "test" if write != "class_folders" else "val"), classes, per_class=12)
+        if write == "class_folders":
+            data_dir = image_layouts.class_folders(out, data, WNIDS)
+        else:
+            data_dir = getattr(image_layouts, write)(out, data)
+        model = RECIPES / "models/vit_cifar" if file.stem == "scratch" else models / "vit"
+        return [f"data.dir={data_dir}", f"model.name_or_path={model}", "data.workers=0", "data.max_train_samples=24"]
+
+    return stand_in
+
+
+# Folder or file in recipes/configs -> the recipe, and what writes the data and names the settings that point there.
+STAND_INS = {
+    "glue": (finetune.Finetuning, glue),
+    "table.yaml": (finetune.Finetuning, table),
+    "closed_form.yaml": (closed_form.ClosedForm, head),
+    "lra": (train_lra.LongRange, long_range),
+    "cifar10": (finetune.Finetuning, pictures("cifar10_binary", 10)),
+    "cifar100": (finetune.Finetuning, pictures("cifar100_binary", 100)),
+    "imagenet": (finetune.Finetuning, pictures("class_folders", 2)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(CONFIGS.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONFIGS).with_suffix(""))
+)
+def test_it_builds_data_model_and_schedule(file: Path, models: Path, tmp_path: Path) -> None:
+    name = file.relative_to(CONFIGS).parts[0]
+    assert name in STAND_INS, f"recipes/configs/{name} has no stand-in in this test"
+    kind, stand_in = STAND_INS[name]
+    first = file.read_text().splitlines()[0]
+    assert first.startswith(f"# python recipes/{kind.program} recipes/configs/{file.relative_to(CONFIGS)}")
+    experiment = kind(load_config(kind.settings, file, stand_in(file, models, tmp_path)))
+    accelerator = Accelerator(cpu=True)
+    data = experiment.data(accelerator)
+    torch.manual_seed(0)
+    model = experiment.model(data, accelerator, resumed=False)
+    train = experiment.config.train
+    schedule = experiment.schedule(steps_per_epoch(len(data.train), train.batch_size, train.gradient_accumulation))
+    assert schedule.total > 0
+    assert 0 < schedule.rate(0, 0) <= train.learning_rate
+    (inputs,) = data.train.batches([[0, 1]], epoch=0)
+    mean_loss(model.train(), inputs).backward()
+    assert any(value.grad is not None for value in experiment.optimizer(model).param_groups[0]["params"])

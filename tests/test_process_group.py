@@ -1,0 +1,75 @@
+"""Several processes: statistics are summed over them, and random and learned matrices stay in step."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import group_job
+from tests.fresh_process import run_processes
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory, root: Path) -> list[tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """Tensors and reports of each of two processes; the first has six batches to calibrate on, the second five."""
+    folder = tmp_path_factory.mktemp("group")
+    done = run_processes(["-m", "tests.group_job", str(folder)], env={**os.environ, "PYTHONPATH": str(root)})
+    assert [code for code, _ in done] == [0, 0], "".join(output for _, output in done)
+    return [
+        (load_file(folder / f"{rank}.safetensors"), json.loads((folder / f"{rank}.json").read_text()))
+        for rank in range(2)
+    ]
+
+
+def test_every_process_has_the_same_bits(group) -> None:
+    (first, one), (second, two) = group
+    assert first.keys() == second.keys()
+    assert [key for key, value in first.items() if not torch.equal(value, second[key])] == []
+    assert one == two
+
+
+@pytest.mark.parametrize("name", group_job.PARTS)
+def test_shares_are_calibrated_as_the_whole_is(group, name: str) -> None:
+    tensors, reports = group[0]
+    expected, report = group_job.calibrated(name, slice(None))
+    assert len(report) == 3  # two FFNs and the pooler
+    for mine, whole in zip(reports[name], report, strict=True):
+        for exact in ("path", "num_features", "tokens", "held_out_tokens", "ridge"):
+            assert mine[exact] == whole[exact], exact
+        assert mine["error_before"] == pytest.approx(whole["error_before"], rel=1e-5)
+        assert mine["error_after"] == pytest.approx(whole["error_after"], rel=1e-4, abs=1e-9)
+    for key, value in expected.items():
+        torch.testing.assert_close(tensors[f"{name}/{key}"], value, rtol=1e-3, atol=1e-4, msg=key)
+
+
+def test_shares_fit_the_head_that_the_whole_fits(group) -> None:
+    tensors, reports = group[0]
+    expected, report = group_job.closed_form(slice(None))
+    assert reports["closed form"].pop("head") == report.pop("head")
+    assert reports["closed form"] == pytest.approx(report, rel=1e-6)
+    assert report["examples"] == 7 * group_job.EXAMPLES
+    for key, value in expected.items():
+        torch.testing.assert_close(tensors[f"closed form/{key}"], value, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_shared_is_refused_in_every_process(group) -> None:
+    for _, reports in group:
+        empty, alone = reports["faults"]
+        assert "batches is empty in processes [1] of 2" in empty
+        assert "LeastSquares" in alone
+        assert "expected a Fitter with reduces = True" in alone
+
+
+@pytest.mark.parametrize("name", ["orf", "fastfood_learned", "free"])
+def test_matrices_that_change_do_so_in_step(group, name: str) -> None:
+    """That they are equal is tested above."""
+    tensors, _ = group[0]
+    after = [value for key, value in tensors.items() if key.startswith(f"{name} after")]
+    assert len(after) >= 2
+    assert (after[0] - tensors[f"{name} before"]).abs().max() > 1e-3
