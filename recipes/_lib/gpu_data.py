@@ -34,12 +34,13 @@ def write_pictures(folder: Path, per_class: int) -> None:
         per_class: training pictures of each class; a quarter of that for the test.
     """
     from PIL import Image
-    from snnk_peft.tasks.cifar10 import CLASSES
+    from snnk_peft.tasks import TASKS
 
+    classes = TASKS["cifar10"].label_names
     draw = np.random.default_rng(0)
     places = np.stack(np.meshgrid(np.arange(SIDE), np.arange(SIDE)), -1) / SIDE
-    for number, name in enumerate(CLASSES):
-        angle = np.pi * number / len(CLASSES)
+    for number, name in enumerate(classes):
+        angle = np.pi * number / len(classes)
         colour = np.array([1 + np.cos(2 * angle), 1 + np.sin(2 * angle), 1.0])
         for split, count in (("train", per_class), ("test", max(1, per_class // 4))):
             target = folder / split / name
