@@ -34,6 +34,7 @@ def write_pictures(folder: Path, per_class: int) -> None:
         per_class: training pictures of each class; a quarter of that for the test.
     """
     from PIL import Image
+
     from snnk_peft.tasks import TASKS
 
     classes = TASKS["cifar10"].label_names
