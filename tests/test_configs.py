@@ -103,6 +103,11 @@ def pictures(write: str, classes: int) -> Callable[[Path, Path, Path], list[str]
     return stand_in
 
 
+def digits(file: Path, models: Path, out: Path) -> list[str]:
+    model = RECIPES / "models/vit_digits" if file.stem == "scratch" else models / "vit"
+    return [f"model.name_or_path={model}", "data.max_train_samples=24"]
+
+
 # Folder or file in recipes/configs -> the recipe, and what writes the data and names the settings that point there.
 STAND_INS = {
     "glue": (finetune.Finetuning, glue),
@@ -111,6 +116,7 @@ STAND_INS = {
     "lra": (train_lra.LongRange, long_range),
     "cifar10": (finetune.Finetuning, pictures("cifar10_binary", 10)),
     "cifar100": (finetune.Finetuning, pictures("cifar100_binary", 100)),
+    "digits": (finetune.Finetuning, digits),
     "imagenet": (finetune.Finetuning, pictures("class_folders", 2)),
 }
 

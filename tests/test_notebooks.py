@@ -18,6 +18,7 @@ CONCLUSIONS = {
     "01_quickstart": "The reloaded model gives the same probabilities.",
     "02_feature_maps": "Every pair was measured.",
     "03_long_sequences": "Every length was measured.",
+    "04_vision": "The reloaded model predicts the same.",
 }
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 

@@ -20,6 +20,8 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _POOLER = re.compile(r"(^|\.)pooler\.")
+# What a part puts before a classifier, a pooler of its own, is none of it.
+_HEAD = re.compile(r"(^|\.)(classifier|score|pre_classifier)\.(?!(.*\.)?snnk_slots\.[^.]+\.\d+\.layer\.)")
 
 
 def resolve_model(name_or_path: str, asked_by: str = "model.name_or_path") -> str:
@@ -157,14 +159,16 @@ def build_model(
         from peft import LoraConfig, get_peft_model
         from peft.utils.error import NoMatchingPeftModuleError
 
-        lora = method.lora
+        lora, task_type = method.lora, _task_type(base)
+        # Of the task types PEFT knows, it saves the head by itself.
+        saved = [*(_heads(base) if task_type is None else []), *(["pooler"] if train_pooler else [])]
         config = LoraConfig(
-            task_type=_task_type(base),
+            task_type=task_type,
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=lora.target_modules or lora_targets(base),
-            modules_to_save=["pooler"] if train_pooler else None,
+            modules_to_save=saved or None,
         )
         try:
             return get_peft_model(base, config)
@@ -177,8 +181,8 @@ def build_model(
     from snnk_peft import get_snnk_model
 
     # None lets snnk_peft train the classifier; an explicit list has to name it too.
-    saved = [*_heads(base), "pooler"] if train_pooler else None
-    model = get_snnk_model(base, method.snnk_config(_task_type(base), seed=seed, modules_to_save=saved))
+    kept = [*_heads(base), "pooler"] if train_pooler else None
+    model = get_snnk_model(base, method.snnk_config(_task_type(base), seed=seed, modules_to_save=kept))
     if calibration is not None:
         from snnk_peft import calibrate
         from snnk_peft.calibration.reduce import process
@@ -234,9 +238,7 @@ def positions(model: torch.nn.Module) -> int | None:
 def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
     """Trained parameters (all, and those outside the classification head) and all parameters of the model in use."""
     trained = {name: value.numel() for name, value in model.named_parameters() if value.requires_grad}
-    head = sum(
-        count for name, count in trained.items() if re.search(r"(^|\.)(classifier|score|pre_classifier)\.", name)
-    )
+    head = sum(count for name, count in trained.items() if _HEAD.search(name))
     total = sum(value.numel() for name, value in model.named_parameters() if ".original_module." not in name)
     return {
         "trainable": sum(trained.values()),

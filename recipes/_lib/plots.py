@@ -55,6 +55,16 @@ def score_bars(
     _store(figure, file)
 
 
+def score_points(points: Mapping[str, tuple[int, float, float]], file: Path, title: str, ylabel: str) -> None:
+    """Scores over trained parameters: one point (parameters, mean, standard deviation) per method."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, (parameters, mean, deviation) in points.items():
+        axes.errorbar(parameters, mean, yerr=deviation, fmt="o", capsize=3, label=name)
+    axes.set(xscale="log", xlabel="trained parameters", ylabel=ylabel, title=title)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    _store(figure, file)
+
+
 def _marker(points: Sequence[Any]) -> str | None:
     """Few points are marked: a line through a single one, all that a short run has, cannot be seen."""
     return "o" if len(points) < 30 else None

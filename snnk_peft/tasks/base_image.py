@@ -71,10 +71,12 @@ class ImageTask(Task):
     Args:
         name: registry key.
         read: (folder or archive, wanted splits) -> split -> Images. It raises ConfigError, with every fault it found.
+            The folder is None where none is given and `generated` says that none is needed.
         label_names: class names in the order of the integer ids.
         folder: the official files, for messages.
         source: the data set in words, for model cards.
         hub: where it is on the Hub, or None if it is not there.
+        generated: whether `read` has pictures when no folder is given.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
         splits: "train" and what is evaluated.
@@ -82,11 +84,12 @@ class ImageTask(Task):
 
     modality: ClassVar[str] = "image"
     name: str
-    read: Callable[[Path, Sequence[str]], dict[str, Images]]
+    read: Callable[[Any, Sequence[str]], dict[str, Images]]
     label_names: tuple[str, ...]
     folder: str
     source: str
     hub: HubSource | None = None
+    generated: bool = False
     metrics: tuple[str, ...] = ("accuracy",)
     primary: tuple[str, ...] | None = None
     splits: tuple[str, ...] = ("train", "test")
@@ -98,6 +101,8 @@ class ImageTask(Task):
 
     def _read(self, request: Request) -> dict[str, Images]:
         path, wanted = request.path, list(request.splits or self.splits)
+        if path is None and self.generated:
+            return self.read(None, wanted)
         if path is None:
             return self._fetched(wanted, request.cache_dir)
         if not path.exists():

@@ -1,0 +1,104 @@
+"""Render the page of image tasks from the runs' metrics.json files, and keep those files next to it.
+
+    python recipes/table_vision.py                                  (runs/digits -> model_cards/vision)
+    python recipes/table_vision.py --runs path/to/sweep --out path/to/folder
+
+Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and a
+figure per task, OUT/<task>.png, from all files in OUT. Without runs, the page is rendered from the stored files alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from _lib.tables import Table, collect, grid, read_reports, spread
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line; 0 done, 2 nothing to render."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/digits", help="folder of recipes/sweep_digits.py")
+    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/vision", help="where files and page go")
+    arguments = parser.parse_args(argv)
+    from _lib.guard import guarded
+
+    return guarded(lambda: write(arguments.runs, arguments.out))
+
+
+def write(runs: Path, out: Path) -> None:
+    """Copy the reports, then render page and figures."""
+    from _lib.files import write_text
+    from _lib.plots import score_points
+
+    copied = collect(runs, out)
+    table = read_reports(out, "recipes/sweep_digits.py")
+    write_text(out / "README.md", render(table))
+    for task, row in table.items():
+        points = {name: (cell[0]["trainable_parameters"], *spread(cell, "score")) for name, cell in row.items()}
+        score_points(points, out / f"{task}.png", task, "test accuracy")
+    print(
+        f"{copied} new or changed reports; wrote {out / 'README.md'} and {', '.join(f'{task}.png' for task in table)}"
+    )
+
+
+def render(table: Table) -> str:
+    """The Markdown page: a section per task."""
+    lines = [
+        "# Image tasks",
+        "",
+        "Rendered by `recipes/table_vision.py` from the JSON files beside this page; every file holds the settings and",
+        "the environment of its run. Accuracy on the test pictures in percent, after the last epoch unless `evaluated`",
+        "says otherwise: mean ± standard deviation (number of seeds), then every seed.",
+    ]
+    for task, row in table.items():
+        lines += ["", *section(task, row)]
+    return "\n".join([*lines, ""])
+
+
+def section(task: str, row: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Of one task, the best method first."""
+    methods = sorted(row, key=lambda method: -spread(row[method], "score")[0])
+    reports = [report for method in methods for report in row[method]]
+    examples = reports[0]["examples"]
+    models = ", ".join(sorted({f"`{report['config']['model']['name_or_path']}`" for report in reports}))
+    devices = ", ".join(sorted({f"{r['device']} ({r['environment']['torch_threads']} threads)" for r in reports}))
+    return [
+        f"## {task}",
+        "",
+        f"Model {models}; {examples['train']:,} pictures to train on, {examples['test']:,} to test: one of these is",
+        f"{100 / examples['test']:.2f} points.",
+        "",
+        *grid(
+            ["method", "accuracy", "seeds", "trained", "outside the classifier", "epochs", "evaluated", "s per epoch"],
+            [cells(method, row[method]) for method in methods],
+        ),
+        "",
+        f"Seconds per epoch of training, of the quickest seed, on {devices}.",
+        "",
+        f"![accuracy against trained parameters]({task}.png)",
+    ]
+
+
+def cells(method: str, reports: list[dict[str, Any]]) -> list[str]:
+    """A row of the table."""
+    mean, deviation = spread(reports, "score")
+    train = reports[0]["config"]["train"]
+    return [
+        method,
+        f"{100 * mean:.1f}" + (f" ± {100 * deviation:.1f} ({len(reports)})" if len(reports) > 1 else ""),
+        ", ".join(f"{100 * report['score']:.1f}" for report in reports),
+        f"{reports[0]['trainable_parameters']:,}",
+        f"{reports[0]['trainable_parameters_without_classifier']:,}",
+        str(train["epochs"]),
+        f"at {train['eval_every']}" if train["eval_every"] == "end" else f"best {train['eval_every']}",
+        f"{min(report['seconds_per_epoch'] for report in reports):.1f}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

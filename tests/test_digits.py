@@ -1,0 +1,176 @@
+"""scikit-learn's digits: the task, its recipes on a model that they make themselves, and the page of results.
+
+Oracles: the pictures of scikit-learn, parameters counted by hand, real weights where they are at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from recipe_world import RECIPES, recipe
+
+pytest.importorskip("PIL.Image", reason="pip install snnk-peft[recipes]")
+pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
+datasets = pytest.importorskip("sklearn.datasets", reason="pip install snnk-peft[recipes]")
+
+sys.path.append(str(RECIPES))
+finetune, sweep_digits, table_vision = recipe("finetune"), recipe("sweep_digits"), recipe("table_vision")
+
+from _lib.config import load_config  # noqa: E402
+from _lib.models import build_model, parameter_counts  # noqa: E402
+from _lib.settings import FinetuneConfig, MethodSection  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+from transformers import AutoModelForImageClassification, ViTImageProcessorPil  # noqa: E402
+
+from snnk_peft.errors import ConfigError  # noqa: E402
+from snnk_peft.tasks import TASKS  # noqa: E402
+
+CONFIGS = RECIPES / "configs/digits"
+ADAPTING = ("adapter", "full", "linear_probe", "lora", "pooler")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of scratch.yaml, as its first line says, on fewer pictures."""
+    run = tmp_path_factory.mktemp("digits") / "scratch"
+    changes = ["train.epochs=12", "data.max_train_samples=600", f"model.name_or_path={RECIPES / 'models/vit_digits'}"]
+    assert finetune.main([str(CONFIGS / "scratch.yaml"), *changes, f"output.dir={run}"]) == 0
+    return run
+
+
+# --- the task ---------------------------------------------------------------------------------------------------------
+
+
+def test_splits_are_all_pictures_once_and_every_class_alike() -> None:
+    found, original = TASKS["digits"].load(), datasets.load_digits()
+    everything = sorted(
+        (int(label), np.asarray(images.picture(index)).tobytes())
+        for images in found.values()
+        for index, label in enumerate(images["label"])
+    )
+    # 255 sixteenths of a dark point's count; halves are rounded to even numbers, and there are none.
+    expected = (original.images.astype(int) * 255 * 2 + 16) // 32
+    assert everything == sorted(
+        (int(label), pixels.astype(np.uint8).tobytes()) for label, pixels in zip(original.target, expected, strict=True)
+    )
+    counts = {split: np.bincount(images["label"]) for split, images in found.items()}
+    assert np.abs(counts["train"] - 2 * counts["test"]).max() <= 2
+    assert {split: len(images) for split, images in found.items()} == {"train": 1201, "test": 596}
+
+
+def test_the_split_is_always_the_same_and_parts_of_it_are_parts() -> None:
+    task = TASKS["digits"]
+    whole = task.load()
+    assert task.load(splits=["test"])["test"].fingerprint() == whole["test"].fingerprint()
+    assert whole["test"].name(0) == "scikit-learn's digits, image 20"  # the third 0 there
+    part = task.load(max_samples={"train": 50}, seed=3)["train"]
+    names = {whole["train"].name(index) for index in range(len(whole["train"]))}
+    assert len({part.name(index) for index in range(50)} & names) == 50
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the digits come with scikit-learn: leave it out"):
+        TASKS["digits"].load(tmp_path)
+
+
+# --- the recipes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tiny_model_learns_the_digits_without_files(scratch: Path) -> None:
+    report = json.loads((scratch / "metrics.json").read_text())
+    assert report["score"] > 0.6  # chance is a tenth
+    assert report["examples"] == {"train": 600, "test": 596}
+
+
+def test_every_config_opens_with_its_command() -> None:
+    assert {file.stem for file in CONFIGS.glob("*.yaml")} == {*ADAPTING, "scratch"}
+    for file in CONFIGS.glob("*.yaml"):
+        assert load_config(FinetuneConfig, file).task == "digits"
+        command = f"# python recipes/finetune.py recipes/configs/digits/{file.name}"
+        assert file.read_text().splitlines()[0] in (command, f"{command} model.name_or_path=path/to/vit")
+
+
+@pytest.mark.parametrize("name", ADAPTING)
+def test_every_config_adapts_a_model_folder(name: str, scratch: Path, tmp_path: Path) -> None:
+    changes = [f"model.name_or_path={scratch / 'model'}", "train.epochs=1", "data.max_train_samples=96"]
+    changes += [f"output.dir={tmp_path / 'run'}", "output.tensorboard=false"]
+    assert finetune.main([str(CONFIGS / f"{name}.yaml"), *changes]) == 0
+    report = json.loads((tmp_path / "run/metrics.json").read_text())
+    # The head of the model that is adapted has these ten classes, and stays.
+    assert report["score"] > 0.5
+    # It is trained by every method.
+    assert report["trainable_parameters"] - report["trainable_parameters_without_classifier"] == 10 * 48 + 10
+
+
+def test_a_new_pooler_is_not_counted_as_classifier(scratch: Path) -> None:
+    model = AutoModelForImageClassification.from_pretrained(scratch / "model")
+    method = MethodSection(pooler={"component": "cos", "num_features": 12})
+    counts = parameter_counts(build_model(model, method, 0, None))
+    assert counts["trainable_without_classifier"] == 48 * 12 + 48
+    assert counts["trainable"] == 48 * 12 + 48 + 10 * 48 + 10
+
+
+def test_real_weights_are_adapted(tmp_path: Path, shared_dir: Path) -> None:
+    """The lines that sweep_digits.py tells, on a ViT that was trained on MNIST."""
+    encoder, folder = shared_dir / "weights/vit_mnist", tmp_path / "vit"
+    if not encoder.is_dir():
+        pytest.skip(f"no weights in {encoder}")
+    AutoModelForImageClassification.from_pretrained(encoder, ignore_mismatched_sizes=True).save_pretrained(folder)
+    size = {"height": 28, "width": 28}
+    ViTImageProcessorPil(size=size, image_mean=[0.1307], image_std=[0.3081]).save_pretrained(folder)
+    run, changes = tmp_path / "run", ["train.epochs=2", "output.tensorboard=false"]
+    assert (
+        finetune.main([str(CONFIGS / "adapter.yaml"), f"model.name_or_path={folder}", *changes, f"output.dir={run}"])
+        == 0
+    )
+    # Two epochs from random weights give about a fifth.
+    assert json.loads((run / "metrics.json").read_text())["score"] > 0.6
+
+
+# --- the page of results ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_what_is_stored(tmp_path: Path, root: Path) -> None:
+    for method, scores in {"lora_r4": [0.8, 0.9], "full": [0.95]}.items():
+        for seed, score in enumerate(scores):
+            file = tmp_path / "runs/digits" / method / f"seed{seed}/metrics.json"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps({
+                "score": score,
+                "seconds_per_epoch": 2.0 - seed,
+                "trainable_parameters": 7,
+                "trainable_parameters_without_classifier": 5,
+                "examples": {"train": 10, "test": 50},
+                "device": "cpu",
+                "config": {"model": {"name_or_path": "vit"}, "train": {"epochs": 3, "eval_every": "end"}},
+                "environment": {"torch_threads": 1},
+            }))  # fmt: skip
+    assert table_vision.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    lines = (tmp_path / "out/README.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith(("| full", "| lora"))]
+    assert rows == [
+        "| full | 95.0 | 95.0 | 7 | 5 | 3 | at end | 2.0 |",
+        "| lora_r4 | 85.0 ± 7.1 (2) | 80.0, 90.0 | 7 | 5 | 3 | at end | 1.0 |",
+    ]
+    assert (tmp_path / "out/digits.png").stat().st_size > 1000
+    assert table_vision.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
+
+
+def test_the_committed_page_is_that_of_the_committed_reports(root: Path) -> None:
+    folder = root / "model_cards/vision"
+    table = table_vision.read_reports(folder, "recipes/sweep_digits.py")
+    assert (folder / "README.md").read_text() == table_vision.render(table), "run recipes/table_vision.py"
+    assert table["digits"].keys() <= sweep_digits.METHODS.keys()
+    assert torch.tensor([report["score"] for cell in table["digits"].values() for report in cell]).isfinite().all()
