@@ -2,7 +2,8 @@
 # make test          every test, on all cores; ends with the ten slowest
 # make lint          ruff (lint and format) and mypy
 # make benchmarks    speed and size; results in recipes/benchmarks/results/
-# make clean         remove the virtual environment, caches and results of quickstart
+# make gpu           tests, training and speed on a GPU, in less than ten minutes; results in gpu/
+# make clean         remove the virtual environment, caches and results of quickstart and gpu
 #
 # Each target first makes the virtual environment it needs, once. Settings, all optional:
 #   PYTHON=python3.12                        the interpreter (3.10 or newer)
@@ -22,7 +23,7 @@ BENCHMARKS := $(filter-out %/convert_sst2.py,$(wildcard recipes/benchmarks/[a-z]
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: quickstart test lint benchmarks clean
+.PHONY: quickstart test lint benchmarks gpu clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/python recipes/quickstart.py --out quickstart --overwrite $(ARGS)
@@ -38,9 +39,13 @@ lint: $(VENV)/.dev
 benchmarks: $(VENV)/.dev
 	set -e; for program in $(BENCHMARKS); do $(BIN)/python $$program $(ARGS); done
 
+# Needs a build of torch for the GPU, PyPI's on Linux. Otherwise the environment can be any: make gpu VENV=path/to/it
+gpu: $(VENV)/.dev
+	$(BIN)/python recipes/gpu.py $(ARGS)
+
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist
-	rm -rf quickstart
+	rm -rf quickstart gpu
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp says which extra is installed; it is older than pyproject.toml when that has changed.

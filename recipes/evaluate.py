@@ -62,6 +62,7 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
     from _lib.files import check_writable, read_json, write_json, writing
     from _lib.modality import modality_of
     from _lib.models import load_trained
+    from _lib.processes import launcher_faults
     from _lib.results import load_run
     from _lib.run_folder import environment
     from accelerate import Accelerator
@@ -104,6 +105,8 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
     cpu = config.device == "cpu" or not torch.cuda.is_available()
     if cpu and config.mixed_precision == "fp16":
         raise ConfigError("mixed_precision is fp16, which needs a CUDA device; set mixed_precision=no")
+    if faults := launcher_faults(config.device, cpu, "device"):
+        raise ConfigError(faults)
     accelerator = Accelerator(cpu=cpu, mixed_precision=config.mixed_precision)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     started = time.perf_counter()

@@ -25,6 +25,11 @@ MOST_WORKERS = 8  # each holds torch and transformers, about 0.7 GB
 # torch and the package are imported inside functions: the process that only hands out tests needs neither.
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--device`, for the tests in tests/gpu."""
+    parser.addoption("--device", default="cuda", help="where tests marked gpu compute: cuda, or cpu to try them out")
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """How many workers `-n auto` starts: one per processor this process may use, also where a container has fewer."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

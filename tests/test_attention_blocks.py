@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snnk_peft import build_feature_map
-from snnk_peft.functional import blocks
+from snnk_peft.functional import blocks, exponential_causal
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
@@ -126,3 +126,30 @@ def test_blocks_that_share_memory_hold_the_same_numbers(component, maps, columns
         in_blocks = attention(q, k, v, mask)
         whole(monkeypatch)
         torch.testing.assert_close(in_blocks, attention(q, k, v, mask), **CLOSE)
+
+
+@pytest.mark.parametrize("component", ["posrf", "trigrf", "relu"])  # logarithms, scales, neither
+def test_causal_blocks_of_an_accelerator_change_nothing(component, monkeypatch):
+    for module in (blocks, exponential_causal):
+        monkeypatch.setattr(module, "takes_blocks", lambda x: False)
+    layer, (q, k, v, mask) = kernel(component), tensors()
+    found = []
+    for longest in (2**40, 16):
+        monkeypatch.setattr(blocks, "LONGEST", longest)
+        assert blocks.causal_tokens(q, 16) == longest
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k / 4, v)]
+        out = layer(*leaves, mask, causal=True)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+def test_causal_attention_on_an_accelerator_takes_memory_linear_in_length():
+    layer = KernelAttention([build_feature_map("posrf", "orf", 64, 64)], 1).to("meta")
+    largest = []
+    for length in (16384, 65536):
+        q = torch.empty(1, 1, length, 64, device="meta")
+        with LargestTensor(meta=True) as seen, torch.no_grad():
+            layer(q, q, q, causal=True)
+        largest.append(seen.numel)
+    assert 0 < largest[1] <= 4 * largest[0]

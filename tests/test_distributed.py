@@ -34,7 +34,7 @@ PROGRAM = str(ROOT / "recipes/finetune.py")
 sys.path.append(str(ROOT / "recipes"))
 
 from _lib.checkpoint import list_checkpoints, verify
-from _lib.processes import _launcher_faults
+from _lib.processes import launcher_faults
 
 # The environment that `accelerate launch` makes of recipes/accelerate/fsdp2.yaml; see the test of that file.
 FSDP2 = {
@@ -280,6 +280,12 @@ def test_a_profile_for_gpus_says_what_to_do_where_there_are_none(world: Path, tm
     assert "error: accelerate launch asked for GPUs" in done.stderr
     assert "add train.device=cpu" in done.stderr
     assert not (tmp_path / "run").exists()
+    done = run_python(
+        [str(ROOT / "recipes/evaluate.py"), str(world / "bert"), "--task", "rte", f"data.dir={world / 'glue'}"],
+        env=environment(ACCELERATE_MIXED_PRECISION="no", ACCELERATE_USE_CPU="False"),
+    )
+    assert done.returncode == 2
+    assert "or add device=cpu" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -295,5 +301,5 @@ def test_what_a_launcher_cannot_have(variables: dict[str, str], message: str, mo
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     on_cpu = "LOCAL_WORLD_SIZE" not in variables
-    (fault,) = _launcher_faults("cpu" if on_cpu else "auto", cpu=on_cpu)
+    (fault,) = launcher_faults("cpu" if on_cpu else "auto", cpu=on_cpu)
     assert re.search(message, fault)

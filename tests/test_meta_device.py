@@ -3,9 +3,6 @@ read by the CPU (`.item()`), which a GPU would wait for."""
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -13,41 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snnk_peft import (
-    COMPONENTS,
-    PROJECTIONS,
-    AdapterPart,
-    AttentionPart,
-    FFNPart,
-    PoolerPart,
-    SNNKConfig,
-    build_feature_map,
-    bundle,
-    get_snnk_model,
-)
+from snnk_peft import AdapterPart, AttentionPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.functional.residual import residual_linear
+from tests.every_part import PAIRS, PARTS, pair
 from tests.tiny_models import TEXT, TOKENS, tiny
-
-PLACES = ("houlsby", "pfeiffer", "parallel", "query_value")
-PARTS: dict[str, dict[str, Any]] = {
-    **{place: {"adapter": AdapterPart(num_features=4, placement=place)} for place in PLACES},
-    **{f"{place}-paper": {"adapter": AdapterPart("cos", placement=place, init="paper")} for place in PLACES},
-    "free": {"adapter": AdapterPart(projection="free", num_features=4)},
-    "ffn": {"ffn": FFNPart(num_features=6)},
-    "ffn-drawn": {"ffn": FFNPart("relu", "orf", 6, linear_path=True, train_contraction=True)},
-    "pooler": {"pooler": PoolerPart(num_features=6)},
-    "attention": {"attention": AttentionPart(num_features=6, near_field=2)},
-    "attention-learned": {
-        "attention": AttentionPart("hrf", "gmm", 6, per_head=True, separate_maps=True, sum_of=[{"component": "elu"}])
-    },
-    "attention-adapting": {"attention": AttentionPart("saderf", num_features=6)},
-}
-PAIRS = [
-    (component, projection)
-    for component, projection in itertools.product(COMPONENTS.names(), PROJECTIONS.names())
-    if COMPONENTS[component].fits(PROJECTIONS[projection])
-    and not (component in ("urf", "cos") and not PROJECTIONS[projection].uniform)
-]
 
 
 class NothingOnTheCPU(TorchDispatchMode):
@@ -74,11 +40,9 @@ def passes(module: nn.Module, *inputs: torch.Tensor, **named: torch.Tensor) -> N
 
 
 @pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
-@pytest.mark.parametrize(("component", "projection"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("component", "projection"), PAIRS)
 def test_every_pair(component, projection):
-    rows = max(8, COMPONENTS[component]().fewest_rows())
-    rows = PROJECTIONS[projection].nearest_size(8, -(-rows // 4) * 4)
-    feature_map = build_feature_map(component, projection, 8, rows).to("meta")
+    feature_map = pair(component, projection).to("meta")
     x = torch.empty(2, 3, 8, device="meta", requires_grad=True)
     passes(feature_map, x)
     if component != "arccos" or feature_map.component.params.get("order", 1):

@@ -22,7 +22,7 @@ def make_accelerator(train: Any) -> Accelerator:
     cpu = train.device == "cpu" or _asked_for("USE_CPU") or not torch.cuda.is_available()
     if cpu and train.mixed_precision == "fp16":
         raise ConfigError("train.mixed_precision is fp16, which needs a CUDA device; use bf16 or no")
-    if faults := _launcher_faults(train.device, cpu):
+    if faults := launcher_faults(train.device, cpu):
         raise ConfigError(faults)
     accelerator = Accelerator(cpu=cpu, mixed_precision=train.mixed_precision)
     if _asked_for("USE_FSDP") and accelerator.distributed_type is DistributedType.MULTI_CPU:
@@ -44,18 +44,25 @@ def launched_by_accelerate() -> bool:
     return "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
-def _launcher_faults(device: str, cpu: bool) -> list[str]:
+def launcher_faults(device: str, cpu: bool, setting: str = "train.device") -> list[str]:
+    """What the launcher asked for and cannot have.
+
+    Args:
+        device: the setting of this name, "cpu" or "auto".
+        cpu: whether this process will compute on the CPU.
+        setting: how the user calls it.
+    """
     local, cards = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     faults = []
     if launched_by_accelerate() and not _asked_for("USE_CPU") and device != "cpu" and not torch.cuda.is_available():
         faults.append(
-            f"accelerate launch asked for GPUs, and torch {torch.__version__} finds none on this machine; take the "
-            "profile recipes/accelerate/cpu.yaml or multi_cpu.yaml, or add train.device=cpu"
+            f"accelerate launch asked for GPUs, and torch {torch.__version__} finds none on this machine; take "
+            f"recipes/accelerate/cpu.yaml, or add {setting}=cpu as the command in multi_cpu.yaml does"
         )
     if not cpu and local > cards:
         faults.append(
             f"{local} processes were started on this machine, which has {cards} GPUs, and each process needs its own; "
-            f"start {cards} (num_processes of the profile, or --nproc_per_node), or add train.device=cpu"
+            f"start {cards} (num_processes of the profile, or --nproc_per_node), or add {setting}=cpu"
         )
     if _asked_for("USE_DEEPSPEED"):
         faults.append(

@@ -144,6 +144,12 @@ def _restore(
     state = RunState(**saved["run"])
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(saved["scaler"])
+    place = accelerator.device.type
+    if saved.get("device", place) != place:
+        accelerator.print(
+            f"note: saved on {saved['device']}, continued on {place}: dropout draws other numbers there and sums are "
+            "rounded otherwise, so the weights will not be those of an uninterrupted run"
+        )
     processes = saved["processes"]
     if processes != accelerator.num_processes:
         seed_continuation(train.seed, state.step, accelerator.process_index)
@@ -153,7 +159,7 @@ def _restore(
             f"process; only {processes} processes give the weights of an uninterrupted run bit for bit"
         )
     before, now = saved.get("torch_threads"), torch.get_num_threads()
-    if accelerator.device.type == "cpu" and before != now:
+    if place == saved.get("device", place) == "cpu" and before != now:
         accelerator.print(
             f"note: saved with {before} threads, continued with {now}: sums are taken in another order, so the "
             f"weights will equal those of an uninterrupted run within rounding; OMP_NUM_THREADS={before} "

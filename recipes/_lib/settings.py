@@ -239,12 +239,12 @@ class EvaluateConfig:
 
 # Where data are on this machine.
 PATHS = ("dir", "train_file", "eval_file", "dataset")
-# These may differ between a run and its continuation: they do not change the weights that come out. The data themselves
-# are compared by a fingerprint, so that files may have moved.
+# These may differ between a run and its continuation: they do not change the weights that come out, a device
+# aside, of which a note tells. The data themselves are compared by a fingerprint, so that files may have moved.
 FREE_ON_RESUME = (
     "output.",
     *(f"data.{name}" for name in (*PATHS, "workers")),
-    *("train.save_every_steps", "train.keep_checkpoints", "train.log_every"),
+    *("train.save_every_steps", "train.keep_checkpoints", "train.log_every", "train.device"),
     "train.batch_size",  # of one process: `load_checkpoint` compares that of all of them
 )
 

@@ -163,6 +163,7 @@ class Training:
             "identity": dict(self.identity),
             "processes": self.accelerator.num_processes,
             "torch_threads": torch.get_num_threads(),
+            "device": self.accelerator.device.type,
             "run": dataclasses.asdict(self.state),
             "scaler": None if scaler is None else scaler.state_dict(),
         }

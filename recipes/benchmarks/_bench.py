@@ -36,6 +36,22 @@ def parser(description: str, name: str) -> argparse.ArgumentParser:
     return made
 
 
+def add_device(options: argparse.ArgumentParser, help: str) -> None:
+    """`--device`, refused where this machine has none such."""
+
+    def available(name: str) -> str:
+        import torch
+
+        if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
+            raise argparse.ArgumentTypeError(
+                f"{name!r}, with torch {torch.__version__} and {torch.cuda.device_count()} GPUs that it can use; "
+                "expected cpu, or cuda where torch is built for it and finds a GPU (nvidia-smi)"
+            )
+        return name
+
+    options.add_argument("--device", default="cpu", type=available, help=help)
+
+
 def alternate(candidates: Mapping[str, Callable[[], Any]], repetitions: int, warmup: int = 2) -> dict[str, list[float]]:
     """Seconds of each candidate in each repetition; the candidates run in turn, the order reversing every time."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
@@ -67,6 +83,28 @@ def peak_growth(work: Callable[..., Any], *arguments: Any) -> int:
     grown = queue.get(timeout=600)
     process.join()
     return int(grown)
+
+
+def synchronize(device: str) -> None:
+    """Wait until a GPU has done what it was given; a processor has done it already."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def allocated_growth(run: Callable[[], object], device: str) -> int | None:
+    """Bytes of tensors on a GPU at the peak of one call, beyond those before it; None on a processor."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _measure(queue: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

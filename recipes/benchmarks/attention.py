@@ -1,7 +1,7 @@
 """Linear attention against torch's scaled_dot_product_attention: time, memory, decoding, Spectraformer's pairs.
 
     python recipes/benchmarks/attention.py
-    python recipes/benchmarks/attention.py --sections forward causal --device cuda --dtype bfloat16
+    python recipes/benchmarks/attention.py --sections forward causal training --device cuda --dtype bfloat16 --flash
 
 12 heads of 64, one sequence, positive features over an orthogonal matrix (posrf, orf) with 64 rows; the two attentions
 are timed in turn. `forward` and `causal` time inference, `training` forward and backward, each beside the matrix
@@ -9,23 +9,27 @@ products that linear attention consists of, done plainly and with nothing betwee
 of its time (above 1 where blocks that stay in the cache are quicker). `memory` measures the growth of a fresh process,
 `decoding` times one token of a two-layer Llama after prefixes of two lengths, `pairs` a training step of the Long Range
 Arena's Text model (length 4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax. Other sections of
-an earlier run are kept in the file. About a quarter of an hour on two quiet cores.
+an earlier run are kept in the file. On a GPU the first three also tell the peak of allocated tensors; `--flash` allows
+softmax no kernel but torch's flash attention, which on a GPU needs half precision. About a quarter of an hour on two
+quiet cores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from _bench import alternate, parser, peak_growth, ratio, report
+from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
 from _lib.lra_model import build_classifier
 from _lib.lra_settings import AttentionMethod, LongRangeModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -57,10 +61,12 @@ def linear() -> KernelAttention:
     return KernelAttention([build_feature_map("posrf", "orf", DIM, FEATURES)], HEADS)
 
 
-def candidates(length: int, causal: bool, gradient: bool, device: str, dtype: torch.dtype) -> dict[str, Run]:
+def candidates(
+    length: int, causal: bool, gradient: bool, device: str, dtype: torch.dtype, flash: bool = False
+) -> dict[str, Run]:
     """Both attentions and the plain products on the same tensors, as functions."""
     inputs, kernel = tensors(length, device, dtype), linear().to(device)
-    rows = kernel.maps()[0].projection.materialize().mT.clone()
+    rows = kernel.maps()[0].projection.materialize().mT.to(dtype, copy=True)
     functions = {
         "linear": lambda q, k, v: kernel(q, k, v, causal=causal),
         "softmax": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal),
@@ -68,14 +74,14 @@ def candidates(length: int, causal: bool, gradient: bool, device: str, dtype: to
     }
 
     def call(function: Callable[..., torch.Tensor]) -> object:
-        if not gradient:
-            with torch.no_grad():
-                function(*inputs)
-        else:
-            leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-            function(*leaves).sum().backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else contextlib.nullcontext():
+            if not gradient:
+                with torch.no_grad():
+                    function(*inputs)
+            else:
+                leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+                function(*leaves).sum().backward()
+        synchronize(device)
         return None
 
     return {name: partial(call, function) for name, function in functions.items()}
@@ -90,11 +96,12 @@ def products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tens
     return ((phi @ psi.mT) @ v + phi @ (psi.mT @ v)).flatten(2, 3)
 
 
-def speed(section: str, repetitions: int, device: str, dtype: torch.dtype) -> Rows:
-    """Milliseconds, the speed-up over softmax, and the share of the plain products, by length."""
+def speed(section: str, repetitions: int, lengths: Sequence[int], device: str, dtype: torch.dtype, flash: bool) -> Rows:
+    """Milliseconds, the speed-up over softmax, and the share of the plain products, by length; memory of a GPU."""
     rows = []
-    for length in LENGTHS:
-        runs = candidates(length, section == "causal", section == "training", device, dtype)
+    for length in lengths:
+        runs = candidates(length, section == "causal", section == "training", device, dtype, flash)
+        peaks = {name: allocated_growth(runs[name], device) for name in ("linear", "softmax")}
         # Two pairs, not three in turn: the products leave fresh memory and a cold cache to whoever comes next.
         plain = {"products": runs.pop("products"), "linear": runs["linear"]}
         seconds, beside = alternate(runs, repetitions, warmup=1), alternate(plain, repetitions, warmup=1)
@@ -104,7 +111,9 @@ def speed(section: str, repetitions: int, device: str, dtype: torch.dtype) -> Ro
             "speed_up": ratio(seconds["softmax"], seconds["linear"]),
             "products_share": ratio(beside["products"], beside["linear"]),
         }
-        rows.append({"section": section, "length": length, **{f"{k}_ms": v for k, v in own.items()}, **compared})
+        allocated = {f"{name}_MiB": peak / 2**20 for name, peak in peaks.items() if peak is not None}
+        times = {f"{name}_ms": value for name, value in own.items()}
+        rows.append({"section": section, "length": length, **times, **compared, **allocated})
     return rows
 
 
@@ -229,18 +238,22 @@ def main() -> None:
     sections = ("forward", "causal", "training", "memory", "decoding", "pairs")
     options = parser(__doc__ or "", "attention")
     options.add_argument("--sections", nargs="+", default=sections, choices=sections, help="what to measure")
-    options.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of forward, causal and training")
+    add_device(options, "of forward, causal and training")
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="likewise")
+    options.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="likewise; multiples of 64")
+    options.add_argument("--flash", action="store_true", help="likewise: softmax by torch's flash kernel alone")
     arguments = options.parse_args()
     figures: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     for section in arguments.sections:
-        extra = {}
+        extra: dict[str, Any] = {}
         if section == "memory":
             rows, extra["memory_exponent"] = memory()
         elif section in ("decoding", "pairs"):
             rows = (decoding if section == "decoding" else pairs)(arguments.repetitions)
         else:
-            rows = speed(section, arguments.repetitions, arguments.device, getattr(torch, arguments.dtype))
+            dtype = getattr(torch, arguments.dtype)
+            rows = speed(section, arguments.repetitions, arguments.lengths, arguments.device, dtype, arguments.flash)
+            extra = {f"{section}_on": {"device": arguments.device, "dtype": arguments.dtype, "flash": arguments.flash}}
         for stale in ("rows", "environment"):
             figures.pop(stale, None)
         figures |= {section: rows, **extra}

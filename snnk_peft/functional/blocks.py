@@ -11,12 +11,16 @@ import torch
 
 BLOCK = 2**19  # numbers in a block of features: a few such blocks fit in the cache of a processor
 FEWEST = 256  # tokens in a block at least
+LONGEST = 8192  # tokens in a block of causal attention on an accelerator: its prefixes take memory ∝ length²
 
 
 def takes_blocks(x: torch.Tensor) -> bool:
     """Whether to go block by block: on a CPU, but not in a graph that is traced, whose memory is planned as a whole."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or exporting()
-    return not traced and x.device.type == "cpu"
+    return not _traced() and x.device.type == "cpu"
+
+
+def _traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or exporting()
 
 
 def block_tokens(x: torch.Tensor, columns: int) -> int | None:
@@ -29,6 +33,12 @@ def block_tokens(x: torch.Tensor, columns: int) -> int | None:
     if not takes_blocks(x):
         return None
     return max(FEWEST, BLOCK // (x.shape[0] * x.shape[1] * columns) // FEWEST * FEWEST)
+
+
+def causal_tokens(x: torch.Tensor, columns: int) -> int | None:
+    """The same for causal attention, which hands its state from block to block on accelerators too."""
+    size = block_tokens(x, columns)
+    return LONGEST if size is None and not _traced() else size
 
 
 def split_tokens(size: int | None, *tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:

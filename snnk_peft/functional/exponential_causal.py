@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from snnk_peft.functional.backend import dispatched
-from snnk_peft.functional.blocks import block_count, block_tokens, exporting, joined, split_tokens
+from snnk_peft.functional.blocks import block_count, causal_tokens, exporting, joined, split_tokens, takes_blocks
 from snnk_peft.functional.exponential_attention import KeyMeans, attend_means, key_means, means_of
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
 from snnk_peft.functional.precision import full_precision
@@ -60,12 +60,12 @@ def causal_exponential_attention(
         (B, H, L, D) in the dtype of v, 0 where no key counts, and M and log Z behind the last key.
     """
     queries = queries._replace(offset=queries.offset + keys.offset, signs=keys.signs)
-    length, size = q.shape[-2], block_tokens(q, queries.rows.shape[-2])
+    length, size, careful = q.shape[-2], causal_tokens(q, queries.rows.shape[-2]), not takes_blocks(q)
 
     def blocks() -> Iterator[Tensor]:
         nonlocal state
         for tokens, own, values, counts in split_tokens(size, q, k, v, mask):
-            out, state = _causal_block(tokens, own, values, counts, queries, keys, state, careful=size is None)
+            out, state = _causal_block(tokens, own, values, counts, queries, keys, state, careful=careful)
             yield out.to(v.dtype)
 
     with full_precision(v):

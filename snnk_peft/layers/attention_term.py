@@ -21,7 +21,7 @@ from torch import nn
 from snnk_peft.components.base import Features
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import FeatureMap, check_finite
-from snnk_peft.functional.blocks import block_tokens, exporting, joined, split_tokens
+from snnk_peft.functional.blocks import block_tokens, causal_tokens, exporting, joined, split_tokens
 from snnk_peft.functional.causal_attention import CHUNK, causal_linear_attention
 from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention, key_means
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
@@ -135,7 +135,8 @@ class AttentionTerm(nn.Module):
         state: AttentionState | None,
     ) -> tuple[torch.Tensor, AttentionState]:
         """`forward` through the values of the features; rounded to half precision, small ones would vanish."""
-        size, length = block_tokens(q, self.pairs()[0][0].feature_dim), q.shape[-2]
+        columns, length = self.pairs()[0][0].feature_dim, q.shape[-2]
+        size = causal_tokens(q, columns) if causal else block_tokens(q, columns)
         before = k.shape[-2] - (length if causal else 0)
         if before:
             counts = None if mask is None else mask[:, :before]

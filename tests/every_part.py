@@ -1,0 +1,46 @@
+"""Every part in every form, and every component over every projection that fits: what tests of devices go through."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from snnk_peft import COMPONENTS, PROJECTIONS, AdapterPart, AttentionPart, FFNPart, PoolerPart, build_feature_map
+from snnk_peft.feature_map import FeatureMap
+
+PLACES = ("houlsby", "pfeiffer", "parallel", "query_value")
+PARTS: dict[str, dict[str, Any]] = {
+    **{place: {"adapter": AdapterPart(num_features=4, placement=place)} for place in PLACES},
+    **{f"{place}-paper": {"adapter": AdapterPart("cos", placement=place, init="paper")} for place in PLACES},
+    "free": {"adapter": AdapterPart(projection="free", num_features=4)},
+    "ffn": {"ffn": FFNPart(num_features=6)},
+    "ffn-drawn": {"ffn": FFNPart("relu", "orf", 6, linear_path=True, train_contraction=True)},
+    "pooler": {"pooler": PoolerPart(num_features=6)},
+    "attention": {"attention": AttentionPart(num_features=6, near_field=2)},
+    "attention-learned": {
+        "attention": AttentionPart("hrf", "gmm", 6, per_head=True, separate_maps=True, sum_of=[{"component": "elu"}])
+    },
+    "attention-adapting": {"attention": AttentionPart("saderf", num_features=6)},
+}
+PAIRS = [
+    (component, projection)
+    for component, projection in itertools.product(COMPONENTS.names(), PROJECTIONS.names())
+    if COMPONENTS[component].fits(PROJECTIONS[projection])
+    and not (component in ("urf", "cos") and not PROJECTIONS[projection].uniform)
+]
+
+
+def pair(component: str, projection: str) -> FeatureMap:
+    """A feature map of vectors of length 8, of as few rows as it can have from eight on."""
+    rows = max(8, COMPONENTS[component]().fewest_rows())
+    rows = PROJECTIONS[projection].nearest_size(8, -(-rows // 4) * 4)
+    layer = {}
+    if PROJECTIONS[projection].needs_layer:
+        generator = torch.Generator().manual_seed(7)
+        layer = {
+            "source_weight": torch.randn(rows + 3, 8, generator=generator),
+            "source_bias": torch.randn(rows + 3, generator=generator),
+        }
+    return build_feature_map(component, projection, 8, rows, projection_params=layer)
