@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shlex
 import time
@@ -148,8 +149,9 @@ def kept_bytes(model: Any, batch: dict[str, torch.Tensor]) -> int:
 def check(build_real: Callable[[], Any], config: SNNKConfig, length: int) -> None:
     """MACs against FlopCounterMode, which knows no fused kernel of a CPU: softmax is written out. What is kept for the
     backward pass against what autograd keeps with the kernels that torch takes."""
-    written_out, usual = build_real(), build_real()
-    written_out.set_attn_implementation("eager")
+    usual = build_real()
+    # Made so from the start: not every architecture can be switched.
+    written_out = type(usual)._from_config(copy.deepcopy(usual.config), attn_implementation="eager")
     make = builder_of(usual)
     inputs = inputs_for(usual, 2, length, torch.float32)
     labelled = {**inputs, **labels_for(usual, inputs)}

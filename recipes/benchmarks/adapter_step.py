@@ -12,7 +12,10 @@ over three steps, in one process, beyond weights and optimizer states; `--dtype 
 
 from __future__ import annotations
 
+import argparse
 import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
@@ -22,63 +25,82 @@ from transformers import AutoModelForSequenceClassification, logging
 
 from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
 
-CONFIGS = {
-    "snnk": lambda: SNNKConfig(adapter=AdapterPart(num_features=16), task_type="SEQ_CLS"),
-    "lora": lambda: LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"], task_type="SEQ_CLS"),
-}
+TARGETS = ["query", "value"]
 
 
-def prepare(method: str, batch_size: int, length: int, device: str = "cpu", dtype: str = "float32"):
-    """A function that makes one training step."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    base = AutoModelForSequenceClassification.from_pretrained(resolve_model("minilm"), num_labels=2)
-    config = CONFIGS[method]()
-    model = (get_snnk_model if method == "snnk" else get_peft_model)(base, config)
+def adapted(base: torch.nn.Module, method: str, targets: Sequence[str], **config: Any) -> torch.nn.Module:
+    """`base` with adapters of 16 features, or with LoRA of rank 8 on the modules of these names."""
+    if method == "snnk":
+        return get_snnk_model(base, SNNKConfig(adapter=AdapterPart(num_features=16), **config))
+    return get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=list(targets), **config))
+
+
+def step_of(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], device: str, dtype: str) -> Callable[[], None]:
+    """A function that makes one training step; its attribute `trainable` is the number of trained parameters."""
     model.to(device).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    ids = torch.randint(1000, 20000, (batch_size, length))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 2, (batch_size,))}
-    batch = {name: value.to(device) for name, value in batch.items()}
+    inputs = {name: value.to(device) for name, value in batch.items()}
 
     def step() -> None:
         with torch.autocast(device.split(":")[0], getattr(torch, dtype), enabled=dtype != "float32"):
-            loss = model(**batch).loss
+            loss = model(**inputs).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         synchronize(device)
 
-    step.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    step.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)  # type: ignore[attr-defined]
     return step
 
 
-def three_steps(*arguments):
-    """As `prepare`, three steps at once; for the memory measurement."""
-    step = prepare(*arguments)
+def prepare(method: str, device: str, dtype: str, batch_size: int, length: int) -> Callable[[], None]:
+    """A step on MiniLM."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    base = AutoModelForSequenceClassification.from_pretrained(resolve_model("minilm"), num_labels=2)
+    ids = torch.randint(1000, 20000, (batch_size, length))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 2, (batch_size,))}
+    return step_of(adapted(base, method, TARGETS, task_type="SEQ_CLS"), batch, device, dtype)
+
+
+def three_steps(preparing: Callable[..., Callable[[], None]], *arguments: Any) -> Callable[[], object]:
+    """As `preparing`, three steps at once; for the memory measurement."""
+    step = preparing(*arguments)
     return lambda: [step() for _ in range(3)]
 
 
-def main() -> None:
-    """Measure and write."""
-    options = parser(__doc__, "adapter_step")
+def add_options(options: argparse.ArgumentParser) -> None:
+    """What can be said of the machine and the number format."""
     add_device(options, "cpu, cuda or cuda:N")
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the forward pass")
-    options.add_argument("--batch-size", type=int, default=32, help="texts per step")
-    options.add_argument("--length", type=int, default=128, help="tokens per text")
+    options.add_argument("--batch-size", type=int, default=32, help="examples per step")
     options.add_argument("--processes", type=int, default=5, help="measurements of memory on a processor, 0 for none")
-    arguments = options.parse_args()
-    device, size = arguments.device, (arguments.batch_size, arguments.length)
-    made = {method: prepare(method, *size, device, arguments.dtype) for method in CONFIGS}
-    peaks: dict[str, list[int]] = {method: [] for method in CONFIGS}
+
+
+def compare(
+    preparing: Callable[..., Callable[[], None]], arguments: argparse.Namespace, *given: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Figures and the rows of the table: time and peak memory of both methods, in turn.
+
+    Args:
+        preparing: (method, device, dtype, *given) -> a step.
+        arguments: of the command line, see `add_options`.
+        *given: what else it needs.
+    """
+    device, methods = arguments.device, ("snnk", "lora")
+    known = (device, arguments.dtype, *given)
+    made: dict[str, Any] = {method: preparing(method, *known) for method in methods}
+    peaks: dict[str, list[int]] = {method: [] for method in methods}
     for _ in range(arguments.processes if device == "cpu" else 1):
         for method, found in peaks.items():
             if device == "cpu":
-                found.append(peak_growth(three_steps, method, *size, device, arguments.dtype))
+                found.append(peak_growth(three_steps, preparing, method, *known))
             else:
                 made[method]()  # the states of the optimizer are made in the first step
-                found.append(allocated_growth(lambda step=made[method]: [step() for _ in range(3)], device))
+                grown = allocated_growth(lambda step=made[method]: [step() for _ in range(3)], device)
+                assert grown is not None
+                found.append(grown)
     memory = {method: statistics.median(found) for method, found in peaks.items() if found}
     seconds = alternate(made, arguments.repetitions)
     rows = [
@@ -88,7 +110,7 @@ def main() -> None:
             "seconds per step": statistics.median(seconds[method]),
             "peak memory MB": memory[method] / 2**20 if memory else None,
         }
-        for method in CONFIGS
+        for method in methods
     ]
     figures = {
         "step_time_ratio": ratio(seconds["snnk"], seconds["lora"]),
@@ -98,9 +120,27 @@ def main() -> None:
         "device": device,
         "dtype": arguments.dtype,
     }
-    report(figures, rows, arguments.output, f"Training step, MiniLM, {size[0]} x {size[1]} tokens, {device}")
+    return figures, rows
+
+
+def say_ratios(figures: Mapping[str, Any], what: str = "") -> None:
+    """Print the two ratios."""
     ratios = {"time": figures["step_time_ratio"], "peak memory": figures["peak_memory_ratio"]}
-    print("SNNK / LoRA:", ", ".join(f"{name} {value:.3f}" for name, value in ratios.items() if value is not None))
+    text = ", ".join(f"{name} {value:.3f}" for name, value in ratios.items() if value is not None)
+    print(f"SNNK / LoRA{what}: {text}")
+
+
+def main() -> None:
+    """Measure and write."""
+    options = parser(__doc__ or "", "adapter_step")
+    add_options(options)
+    options.add_argument("--length", type=int, default=128, help="tokens per text")
+    arguments = options.parse_args()
+    size = arguments.batch_size, arguments.length
+    figures, rows = compare(prepare, arguments, *size)
+    title = f"Training step, MiniLM, {size[0]} x {size[1]} tokens, {arguments.device}"
+    report(figures, rows, arguments.output, title)
+    say_ratios(figures)
 
 
 if __name__ == "__main__":
