@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "recipes/benchmarks"
 
 def test_step(tmp_path: Path) -> None:
     output = tmp_path / "metrics.json"
-    given = ["--repetitions", "2", "--processes", "0", "--batch-size", "4", "--output", str(output)]
+    given = ["--repetitions", "1", "--processes", "0", "--batch-size", "1", "--output", str(output)]
     done = run_python([str(BENCHMARKS / "vision_step.py"), *given])
     assert done.returncode == 0, done.stderr
     figures = json.loads(output.read_text())
@@ -32,7 +32,19 @@ def test_step(tmp_path: Path) -> None:
 
 def test_loader(tmp_path: Path) -> None:
     output = tmp_path / "metrics.json"
-    given = ["--repetitions", "1", "--batches", "1", "--workers", "0", "1", "--output", str(output)]
+    given = [
+        "--repetitions",
+        "1",
+        "--batches",
+        "2",
+        "--batch-size",
+        "1",
+        "--workers",
+        "0",
+        "1",
+        "--output",
+        str(output),
+    ]
     done = run_python([str(BENCHMARKS / "data_loading.py"), *given])
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text())["rows"]

@@ -28,7 +28,6 @@ from vision_step import config_of, prepare
 
 from snnk_peft.tasks import TASKS
 
-BATCH = 32
 # Model: number of files, and their (width, height).
 FILES = {"vit_cifar": (2048, (32, 32)), "vit_small": (256, (500, 375))}
 
@@ -57,16 +56,18 @@ def main() -> None:
     add_device(options, "of the training step")
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the forward pass")
     options.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="processes that make batches")
+    options.add_argument("--batch-size", type=int, default=32, help="pictures of a batch")
     options.add_argument("--batches", type=int, help="at most so many of each model")
     arguments = options.parse_args()
+    batch = arguments.batch_size
     rows: list[dict[str, Any]] = []
     for name, (most, size) in FILES.items():
-        count = most if arguments.batches is None else min(most, BATCH * arguments.batches)
+        count = most if arguments.batches is None else min(most, batch * arguments.batches)
         with tempfile.TemporaryDirectory() as folder:
             write_pictures(Path(folder), count, size)
-            step = prepare("snnk", arguments.device, arguments.dtype, name, BATCH)
+            step = prepare("snnk", arguments.device, arguments.dtype, name, batch)
             step()
-            plan = [list(range(start, start + BATCH)) for start in range(0, count, BATCH)]
+            plan = [list(range(start, start + batch)) for start in range(0, count, batch)]
             for workers in arguments.workers:
                 examples = loader(Path(folder), config_of(name).image_size, workers)
                 read, trained = [], []
@@ -78,12 +79,12 @@ def main() -> None:
                     started = time.perf_counter()
                     for _ in range(3):
                         step()
-                    trained.append(3 * BATCH / (time.perf_counter() - started))
+                    trained.append(3 * batch / (time.perf_counter() - started))
                 row = {"model": name, "workers": workers, "loader_per_second": statistics.median(read)}
                 row |= {"step_per_second": statistics.median(trained)}
                 ratio = statistics.median(a / b for a, b in zip(read, trained, strict=True))
                 rows.append({**row, "loader_over_step": ratio})
-    figures = {"device": arguments.device, "dtype": arguments.dtype, "batch": BATCH}
+    figures = {"device": arguments.device, "dtype": arguments.dtype, "batch": batch}
     report(figures, rows, arguments.output, f"Pictures per second, {arguments.device}")
 
 
