@@ -16,13 +16,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from _lib.config import option
 from _lib.experiment import Data, Finished
 from _lib.launch import launch
-from _lib.settings import FinetuneConfig
+from _lib.settings import FinetuneConfig, RunOutput
 from finetune import Finetuning
 
 if TYPE_CHECKING:
@@ -38,18 +38,10 @@ class HeadSection:
 
 
 @dataclass
-class HeadOutput:
-    """Where the run folder goes."""
-
-    dir: str = option(MISSING, "the run folder")
-    tensorboard: bool = option(False, "write TensorBoard events to tensorboard/")
-
-
-@dataclass
 class ClosedFormConfig(FinetuneConfig):
     """Everything this recipe reads."""
 
-    output: HeadOutput
+    output: RunOutput
     method: HeadSection = field(default_factory=HeadSection)
 
 

@@ -41,8 +41,9 @@ import write_listops as write_listops_recipe
 from _lib import checkpoint as checkpoints
 from _lib.config import load_config
 from _lib.lra_model import build_classifier
-from _lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, LongRangeOutput, LongRangeTrain
+from _lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, LongRangeTrain
 from _lib.sequences import SequenceExamples
+from _lib.settings import RunOutput
 from accelerate.state import AcceleratorState
 
 EASY = {"min_length": 4, "max_length": 24, "max_depth": 3, "max_args": 4}
@@ -456,7 +457,7 @@ def test_a_budget_of_processor_time_ends_the_run(easy: Path, tmp_path: Path) -> 
 def test_schedules() -> None:
     def rate(schedule: str, step: int, fraction: float | None = None) -> float:
         train = LongRangeTrain(steps=100, warmup_steps=10, schedule=schedule, learning_rate=1.0)
-        config = LongRangeConfig(output=LongRangeOutput(dir="x"), task="listops", train=train)
+        config = LongRangeConfig(output=RunOutput(dir="x"), task="listops", train=train)
         return (
             train_lra.LongRange(config).schedule(per_epoch=1).rate(step, step if fraction is None else 100 * fraction)
         )

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from _lib.config import option
-from _lib.settings import RECIPE_OF, StepSettings, modality_fault
+from _lib.settings import RECIPE_OF, RunOutput, StepSettings, modality_fault
 
 if TYPE_CHECKING:
     from snnk_peft import SNNKConfig
@@ -120,18 +120,10 @@ class LongRangeTrain(StepSettings):
 
 
 @dataclass
-class LongRangeOutput:
-    """Where the run folder goes and what is put there."""
-
-    dir: str = option(MISSING, "the run folder")
-    tensorboard: bool = option(False, "write TensorBoard events to tensorboard/")
-
-
-@dataclass
 class LongRangeConfig:
     """Everything recipes/train_lra.py reads."""
 
-    output: LongRangeOutput
+    output: RunOutput
     task: str = option(MISSING, "a name of snnk_peft.tasks: listops or lra_...")
     data: LongRangeData = field(default_factory=LongRangeData)
     model: LongRangeModel = field(default_factory=LongRangeModel)

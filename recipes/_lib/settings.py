@@ -187,6 +187,14 @@ class TrainSection(StepSettings):
 
 
 @dataclass
+class RunOutput:
+    """Where the run folder goes."""
+
+    dir: str = option(MISSING, "the run folder")
+    tensorboard: bool = option(False, "write TensorBoard events to tensorboard/")
+
+
+@dataclass
 class OutputSection:
     """Where the run folder goes and what is put there."""
 
