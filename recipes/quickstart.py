@@ -10,7 +10,7 @@ Where that fails, the quickstart says so and takes sentences of Python's docstri
 2. LoRA of rank 8, merged: as many trained parameters as the next one, the same data and schedule
 3. SNNK adapters: 16 ReLU features after every attention and every feed-forward block
 4. converted + bundled: the feed-forward blocks themselves become feature layers, fitted in closed form without labels;
-   the adapters are trained for one more epoch; then everything is multiplied together into a plain, smaller and faster
+   the adapters are trained for two more epochs; then everything is multiplied together into a plain, smaller and faster
    transformers model
 
 `--out` receives metrics.json, comparison.png, adapter/ (the trained parameters alone), bundle/ (to be shared) and
@@ -221,7 +221,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-sentences", type=int, default=5000, help="at most this many (%(default)s)")
     parser.add_argument("--test-sentences", type=int, default=1600, help="at most this many (%(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (%(default)s)")
-    parser.add_argument("--recovery-epochs", type=int, default=1, help="more passes once converted (%(default)s)")
+    parser.add_argument("--recovery-epochs", type=int, default=2, help="more passes once converted (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak of the schedule (%(default)s)")
     parser.add_argument("--features", type=int, default=256, help="features of a converted block (%(default)s)")
     parser.add_argument("--layers", default="all", help="blocks to convert: all, top-K or bottom-K (%(default)s)")
