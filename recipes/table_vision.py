@@ -1,6 +1,6 @@
 """Render the page of image tasks from the runs' metrics.json files, and keep those files next to it.
 
-    python recipes/table_vision.py                                  (runs/digits -> model_cards/vision)
+    python recipes/table_vision.py                                  (runs/vision -> model_cards/vision)
     python recipes/table_vision.py --runs path/to/sweep --out path/to/folder
 
 Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and a
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str] | None = None) -> int:
     """Read the command line; 0 done, 2 nothing to render."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/digits", help="folder of recipes/sweep_digits.py")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/vision", help="folder of recipes/sweep_vision.py")
     parser.add_argument("--out", type=Path, default=ROOT / "model_cards/vision", help="where files and page go")
     arguments = parser.parse_args(argv)
     from _lib.guard import guarded
@@ -36,7 +36,7 @@ def write(runs: Path, out: Path) -> None:
     from _lib.plots import score_points
 
     copied = collect(runs, out)
-    table = read_reports(out, "recipes/sweep_digits.py")
+    table = read_reports(out, "recipes/sweep_vision.py")
     write_text(out / "README.md", render(table))
     for task, row in table.items():
         points = {name: (cell[0]["trainable_parameters"], *spread(cell, "score")) for name, cell in row.items()}

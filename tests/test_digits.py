@@ -20,7 +20,7 @@ pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
 datasets = pytest.importorskip("sklearn.datasets", reason="pip install snnk-peft[recipes]")
 
 sys.path.append(str(RECIPES))
-finetune, sweep_digits, table_vision = recipe("finetune"), recipe("sweep_digits"), recipe("table_vision")
+finetune, sweep_vision, table_vision = recipe("finetune"), recipe("sweep_vision"), recipe("table_vision")
 
 from _lib.config import load_config  # noqa: E402
 from _lib.models import build_model, parameter_counts  # noqa: E402
@@ -123,7 +123,7 @@ def test_a_new_pooler_is_not_counted_as_classifier(scratch: Path) -> None:
 
 
 def test_real_weights_are_adapted(tmp_path: Path, shared_dir: Path) -> None:
-    """The lines that sweep_digits.py tells, on a ViT that was trained on MNIST."""
+    """The lines that sweep_vision.py tells, on a ViT that was trained on MNIST."""
     encoder, folder = shared_dir / "weights/vit_mnist", tmp_path / "vit"
     if not encoder.is_dir():
         pytest.skip(f"no weights in {encoder}")
@@ -170,7 +170,11 @@ def test_the_page_shows_what_is_stored(tmp_path: Path, root: Path) -> None:
 
 def test_the_committed_page_is_that_of_the_committed_reports(root: Path) -> None:
     folder = root / "model_cards/vision"
-    table = table_vision.read_reports(folder, "recipes/sweep_digits.py")
+    table = table_vision.read_reports(folder, "recipes/sweep_vision.py")
     assert (folder / "README.md").read_text() == table_vision.render(table), "run recipes/table_vision.py"
-    assert table["digits"].keys() <= sweep_digits.METHODS.keys()
-    assert torch.tensor([report["score"] for cell in table["digits"].values() for report in cell]).isfinite().all()
+    assert all(row.keys() <= sweep_vision.METHODS.keys() for row in table.values())
+    assert (
+        torch.tensor([report["score"] for row in table.values() for cell in row.values() for report in cell])
+        .isfinite()
+        .all()
+    )

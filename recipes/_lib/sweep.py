@@ -62,6 +62,7 @@ def main(
     tasks: Sequence[str],
     methods: Mapping[str, Sequence[str]],
     argv: list[str] | None,
+    configs_in: str | None = None,
 ) -> int:
     """Read the command line of a sweep and run what is missing.
 
@@ -73,11 +74,12 @@ def main(
         tasks: run unless `--tasks` says otherwise.
         methods: settings of each method.
         argv: the arguments, or None for those of this process.
+        configs_in: the name below recipes/configs, where it is not `folder`.
 
     Returns:
         0 if everything is finished, 1 if something failed, 130 or 143 if stopped by Ctrl-C or SIGTERM.
     """
-    configs, out = RECIPES / "configs" / folder, Path("runs") / folder
+    configs, out = RECIPES / "configs" / (folder if configs_in is None else configs_in), Path("runs") / folder
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for every run")
     parser.add_argument("--out", type=Path, default=out, help=f"folder of all runs ({out})")

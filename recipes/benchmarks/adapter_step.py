@@ -28,10 +28,14 @@ from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
 TARGETS = ["query", "value"]
 
 
+# As many trained numbers as LoRA of rank 8 on queries and values.
+ADAPTERS = {"snnk": {"num_features": 16}, "snnk_pfeiffer": {"num_features": 32, "placement": "pfeiffer"}}
+
+
 def adapted(base: torch.nn.Module, method: str, targets: Sequence[str], **config: Any) -> torch.nn.Module:
-    """`base` with adapters of 16 features, or with LoRA of rank 8 on the modules of these names."""
-    if method == "snnk":
-        return get_snnk_model(base, SNNKConfig(adapter=AdapterPart(num_features=16), **config))
+    """`base` with one of `ADAPTERS`, or with LoRA of rank 8 on the modules of these names."""
+    if method in ADAPTERS:
+        return get_snnk_model(base, SNNKConfig(adapter=AdapterPart(**ADAPTERS[method]), **config))
     return get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=list(targets), **config))
 
 
@@ -79,16 +83,20 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 
 def compare(
-    preparing: Callable[..., Callable[[], None]], arguments: argparse.Namespace, *given: Any
+    preparing: Callable[..., Callable[[], None]],
+    arguments: argparse.Namespace,
+    *given: Any,
+    methods: Sequence[str] = ("snnk", "lora"),
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Figures and the rows of the table: time and peak memory of both methods, in turn.
+    """Figures and the rows of the table: time and peak memory of all methods, in turn.
 
     Args:
         preparing: (method, device, dtype, *given) -> a step.
         arguments: of the command line, see `add_options`.
         *given: what else it needs.
+        methods: "snnk", the one that the ratios are about, "lora", and others.
     """
-    device, methods = arguments.device, ("snnk", "lora")
+    device = arguments.device
     known = (device, arguments.dtype, *given)
     made: dict[str, Any] = {method: preparing(method, *known) for method in methods}
     peaks: dict[str, list[int]] = {method: [] for method in methods}
@@ -109,6 +117,7 @@ def compare(
             "trainable parameters": made[method].trainable,
             "seconds per step": statistics.median(seconds[method]),
             "peak memory MB": memory[method] / 2**20 if memory else None,
+            "time / LoRA": ratio(seconds[method], seconds["lora"]),
         }
         for method in methods
     ]

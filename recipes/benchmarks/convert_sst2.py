@@ -9,17 +9,14 @@ is the teacher's time over the bundle's for 32 x 64 tokens, taken in turn in one
 
 from __future__ import annotations
 
-import copy
-import statistics
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from _bench import alternate, parser, ratio, report
+from _bench import parser
+from _conversion import compare_conversions
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
 
-from snnk_peft import FFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.tasks import TASKS
 
 CONVERSIONS = {
@@ -58,7 +55,7 @@ def accuracy(model, tokenizer, sentences: list[str], labels: list[int], max_leng
 def main() -> None:
     """Measure and write."""
     options = parser(__doc__, "convert_sst2")
-    options.add_argument("--model", required=True, help="folder of the fine-tuned classifier")
+    options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned classifier")
     options.add_argument("--data", required=True, help="folder that holds SST-2/{train,dev}.tsv")
     options.add_argument("--sentences", type=int, default=2500, help="unlabelled training sentences (default 2500)")
     options.add_argument("--landmarks", default="greedy", help="greedy or importance")
@@ -74,50 +71,18 @@ def main() -> None:
     teacher = AutoModelForSequenceClassification.from_pretrained(arguments.model, dtype=torch.float32).eval()
     calibration = batches(tokenizer, unlabelled)
 
-    models, rows = {"teacher": teacher}, []
-    for name, part in CONVERSIONS.items():
-        start = time.perf_counter()
-        config = SNNKConfig(ffn=FFNPart(**part), modules_to_save=[])
-        patched = get_snnk_model(copy.deepcopy(teacher), config)
-        fitted = calibrate(patched, calibration, landmarks=arguments.landmarks)
-        models[name] = bundle(patched).eval()
-        rows.append({"model": name, "conversion seconds": time.perf_counter() - start, "calibration": fitted.to_dict()})
-
     ids = torch.randint(1000, 20000, (32, 64), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    def forward(model):
-        def run() -> None:
-            with torch.inference_mode():
-                model(**inputs)
-
-        return run
-
-    seconds = alternate({name: forward(model) for name, model in models.items()}, arguments.repetitions)
-    table = [
-        {
-            "model": "teacher",
-            "accuracy": accuracy(teacher, tokenizer, sentences, labels),
-            "speed-up": 1.0,
-            "ms per 32x64 tokens": 1000 * statistics.median(seconds["teacher"]),
-            "conversion seconds": 0.0,
-            "parameters": sum(p.numel() for p in teacher.parameters()),
-        }
-    ]
-    for row in rows:
-        model = models[row["model"]]
-        table.append(
-            {
-                "model": row["model"],
-                "accuracy": accuracy(model, tokenizer, sentences, labels),
-                "speed-up": ratio(seconds["teacher"], seconds[row["model"]]),
-                "ms per 32x64 tokens": 1000 * statistics.median(seconds[row["model"]]),
-                "conversion seconds": row["conversion seconds"],
-                "parameters": sum(p.numel() for p in model.parameters()),
-            }
-        )
-    figures = {"calibration": {row["model"]: row["calibration"] for row in rows}, "teacher": Path(arguments.model).name}
-    report(figures, table, arguments.output, "SST-2 conversion without labels")
+    compare_conversions(
+        teacher,
+        CONVERSIONS,
+        calibration,
+        lambda model: accuracy(model, tokenizer, sentences, labels),
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        arguments,
+        title="SST-2 conversion without labels",
+        timed="32x64 tokens",
+        landmarks=arguments.landmarks,
+    )
 
 
 if __name__ == "__main__":
