@@ -16,7 +16,7 @@ from snnk_peft.low_rank.directions import directions, unit_scale
 from snnk_peft.low_rank.minimize import minimize
 from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem, Solution, rebalanced
 from snnk_peft.low_rank.risk import row_energies, row_risks
-from snnk_peft.low_rank.unit_fit import best_rows, profile_risks, risk_profiles
+from snnk_peft.low_rank.unit_fit import best_rows, fit_units, profile_risks, risk_profiles
 
 
 @LOW_RANK_INITS.register("function")
@@ -49,6 +49,6 @@ def search(problem: Problem, start: Tensor) -> Solution:
         return risks.sum() / energy.clamp_min(1e-150)
 
     rho, along, V = correlations(*minimize(loss, [start]))
-    norms, means = best_rows(f, target, rho, bias)
+    norms, means = best_rows(f, target, rho, bias) if profiles is None else fit_units(f, target, rho, bias)
     risk = row_risks(f, norms, target, rho, means, bias).sum()
     return Solution(*rebalanced(along * norms.unsqueeze(1), V), means, risk, energy)
