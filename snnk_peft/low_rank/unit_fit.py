@@ -159,10 +159,18 @@ def best_rows(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None)
         return target * rho, bias
     if bias is None and f.homogeneous and f.kernel is not None:
         one = torch.ones_like(rho)
-        return target * f.kernel(one, one, rho) / f.kernel(one, one, one), None
+        return target * f.kernel(one, one, rho) / _energy(f), None
     if bias is None and f.known:
         return _from_table(f, target, rho), None
     return fit_units(f, target, rho, bias)
+
+
+@functools.lru_cache(maxsize=32)
+def _energy(f: Nonlinearity) -> float:
+    """E[f(u)²]."""
+    assert f.kernel is not None
+    one = torch.ones((), dtype=torch.float64)
+    return float(f.kernel(one, one, one))
 
 
 @functools.lru_cache(maxsize=32)
