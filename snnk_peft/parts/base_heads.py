@@ -253,21 +253,26 @@ class HeadsFitter(Fitter):
         left, right, before = self._products(data)
         slot.keep_products(query, key, *narrow_products(left, right, slot.size))
         train, test = self._outputs(data)
-        kept = narrow_values(*train.normal_equations(), slot.heads, slot.size)
-        slot.keep_values(value, kept)
-        columns = torch.block_diag(*kept)
-        train, test = train.mapped(columns), test.mapped(columns)
-        fit, fitted = fit_ridge(train, test, self.options.ridges), train.count
+        kept, columns = self._keep(train)
+        fit, fitted = fit_ridge(train.mapped(columns), test.mapped(columns), self.options.ridges), train.count
         weight, bias = fit.weight, fit.bias
         if self.options.refit:
             train.merge(test)
-            weight, bias, _ = train.solve(fit.ridge * train.ridge_scale)
+            kept, columns = self._keep(train)
+            final = train.mapped(columns)
+            weight, bias, _ = final.solve(fit.ridge * final.ridge_scale)
+        slot.keep_values(value, kept)
         assert bias is not None
         # It was fitted to values with their bias.
         slot.four[3].take(weight, bias + weight @ columns @ value.full_bias().to(weight))
         for each in slot.four:  # they stand elsewhere than the slot that `calibrate` fits
             same_everywhere(each)
         return Fit(slot.size, fitted, test.count, fit.ridge, before.value(), fit.error)
+
+    def _keep(self, outputs: GramAccumulator) -> tuple[torch.Tensor, torch.Tensor]:
+        """The directions kept of each head, (heads, r, d), and as one matrix (heads·r, heads·d)."""
+        kept = narrow_values(*outputs.normal_equations(), self.slot.heads, self.slot.size)
+        return kept, torch.block_diag(*kept)
 
     def _products(self, data: Tokens) -> tuple[torch.Tensor, torch.Tensor, ErrorMeter]:
         """Second moments of queries and keys, both (heads, d, d), and the error of the slot as it is."""
