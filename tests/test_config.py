@@ -93,8 +93,10 @@ def refused(model: nn.Module, config: SNNKConfig, error: type[Exception]) -> str
 def test_bad_fields(name, field, value, message):
     if field not in {f.name for f in dataclasses.fields(PARTS[name])}:
         pytest.skip(f"{name} has no {field}")
-    with pytest.raises(ConfigError, match=f"^{name}.*{message}") as caught:
-        SNNKConfig(**{name: PARTS[name](**{field: value})})
+    part = PARTS[name](**{field: value})
+    where, given = (name, {name: part}) if name in SHORTCUTS else (r"parts\[0\]", {"parts": [part]})
+    with pytest.raises(ConfigError, match=f"^{where}.*{message}") as caught:
+        SNNKConfig(**given)
     assert len(caught.value.faults) == 1
 
 
