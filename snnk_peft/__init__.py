@@ -19,6 +19,7 @@ from snnk_peft.parts import PARTS, FeaturePart, Part, Patch, PatchContext
 from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
 from snnk_peft.parts.ffn import FFNPart
+from snnk_peft.parts.low_rank import LowRankPart
 from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.calibrate import calibrate
@@ -38,6 +39,7 @@ __all__ = [
     "FFNPart",
     "FamilyReport",
     "FeaturePart",
+    "LowRankPart",
     "ModelFamily",
     "Part",
     "Patch",
