@@ -23,7 +23,7 @@ from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.layers.low_rank import SPLITS, low_rank_class
 from snnk_peft.layers.slots import Slot
 from snnk_peft.low_rank import LOW_RANK_INITS
-from snnk_peft.options import documented, option
+from snnk_peft.options import closest, documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
 from snnk_peft.parts.base_low_rank import LowRankSlot
@@ -101,8 +101,11 @@ class LowRankPart(Part):
                 f"{part}.init is 'data', and a part starts before it has seen any; choose another start "
                 "('spectral') and call calibrate(model, batches), which fits the factors to real inputs"
             )
-        elif (fault := LOW_RANK_INITS.fault(self.init)) is not None:
-            found.append(f"{part}.init: {fault}")
+        elif self.init not in LOW_RANK_INITS:
+            names = [name for name in LOW_RANK_INITS if name != "data"]
+            close = closest(self.init, names)
+            hint = f". Did you mean {close!r}?" if close else ""
+            found.append(f"{part}.init is {self.init!r}; expected {', '.join(map(repr, names))}{hint}")
         role = isinstance(self.targets, str) and self.targets in ROLES
         if self.layers != "all" and (not role or self.targets == "pooler"):
             found.append(
