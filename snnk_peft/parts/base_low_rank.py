@@ -49,10 +49,15 @@ class LowRankSlot(Slot):
         return LowRankFitter(self.layer, place.original, options)
 
     def fold(self, place: FoldPlace) -> None:
-        """Two plain modules where they are cheaper, else one."""
+        """Two plain modules where they are cheaper, else one; one where an adapter is multiplied into it."""
         if not place.original:
             raise no_folded_form(place, self)
-        place.put(self.layer.fold())
+        # What goes behind any module (a sequential adapter) may stand here several times; the others want a matrix.
+        if any(slot.alone for slot in place.slots if slot is not self):
+            place.put(self.layer.dense())
+            place.remark(f"{place.path}: its factors are multiplied out, because an adapter is added to the product")
+        else:
+            place.put(self.layer.fold())
 
 
 class LowRankFitter(Fitter):
