@@ -9,9 +9,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from snnk_peft.calibration.low_rank_fit import principal_factors, separable_factors
+from snnk_peft.calibration.low_rank_fit import principal_factors
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.nonlinearity import nonlinearity
 from snnk_peft.layers.low_rank import SPLITS, LowRankConv1d, LowRankConv2d, LowRankLinear, low_rank_class
+from snnk_peft.low_rank import InputMoments
+from snnk_peft.low_rank.rearranged import rearranged_factors
+from snnk_peft.low_rank.risk import gaussian_risk
 
 # Kernel, stride, padding, dilation, padding mode; for sequences the first of each pair.
 SETTINGS = [
@@ -140,9 +144,11 @@ def test_what_cannot_be_is_refused():
         LowRankConv2d(4, 9, 3, 2, split="rows")
     with pytest.raises(ConfigError, match="has 2 groups of 2 channels; expected one group"):
         LowRankConv2d.from_dense(nn.Conv2d(4, 8, 3, groups=2), 2)
-    with pytest.raises(ConfigError, match=r"init is 'function' for the activation 'relu'.*expected split='channel'"):
-        LowRankConv2d.from_dense(nn.Conv2d(4, 8, 3), 2, "function", activation="relu")
-    assert LowRankConv2d.from_dense(nn.Conv2d(4, 8, 3), 2, "function").rank == 2  # no activation: nothing to ask
+    with pytest.raises(
+        ConfigError, match=r"init is 'spectral_gnorm' for the activation 'relu'.*expected split='channel'"
+    ):
+        LowRankConv2d.from_dense(nn.Conv2d(4, 8, 3), 2, "spectral_gnorm", activation="relu")
+    assert LowRankConv2d.from_dense(nn.Conv2d(4, 8, 3), 2, "spectral_gnorm").rank == 2  # no activation: nothing to ask
 
 
 # --- the best factors for a second moment -----------------------------------------------------------------------------
@@ -178,13 +184,30 @@ def test_a_kernel_of_two_factors_is_found_again():
     """The start is spoilt; where the kernel is a product, L-BFGS comes back; else it improves on the weights' best."""
     conv = convolution(2, ((3, 3), 1, 1, 1, "zeros"))
     thin = LowRankConv2d.from_dense(conv, 3)
-    product = lambda U, V: thin.kernel_from(U @ V.T).flatten(1)  # noqa: E731
     U, V = thin.U.data, thin.V.data
-    weight, moment = product(U, V), moments(36)
+    weight, inputs = thin.product(U, V), InputMoments(torch.arange(36.0).double() / 36, moments(36))
     generator = torch.Generator().manual_seed(5)
     start = tuple(f + 0.1 * torch.randn(f.shape, generator=generator).double() for f in (U, V))
-    found = separable_factors(weight, moment, start, product)
-    assert lost(product(*found) - weight, moment) < 1e-4 * lost(product(*start) - weight, moment)
+    *found, _ = rearranged_factors(weight, start, thin.product, bias=conv.bias, inputs=inputs)
+    assert lost(thin.product(*found) - weight, moments(36)) < 1e-4 * lost(thin.product(*start) - weight, moments(36))
     dense = conv.weight.detach().flatten(1)
-    best = separable_factors(dense, moment, (U, V), product)
-    assert lost(product(*best) - dense, moment) < 0.9 * lost(weight - dense, moment)
+    *best, bias = rearranged_factors(dense, (U, V), thin.product, bias=conv.bias, inputs=inputs)
+    assert lost(thin.product(*best) - dense, moments(36)) < 0.9 * lost(weight - dense, moments(36))
+    torch.testing.assert_close(bias + thin.product(*best) @ inputs.mean, conv.bias + dense @ inputs.mean)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_split_kernel_starts_from_the_function_of_whole_outputs(bias):
+    """Real Gaussian images through ReLU, where rows of the split matrix are parts of outputs."""
+    conv = convolution(2, ((3, 3), 1, 0, 1, "zeros"), bias=bias)
+    x = torch.randn(64, 4, 12, 12, generator=torch.Generator().manual_seed(7)).double()
+    error = {}
+    for init in ("spectral", "function"):
+        thin = LowRankConv2d.from_dense(conv, 2, init, activation="relu")
+        with torch.no_grad():
+            error[init] = float((thin(x).relu() - conv(x).relu()).square().sum() / conv(x).relu().square().sum())
+    assert error["function"] < 0.985 * error["spectral"]
+    found, energy = gaussian_risk(
+        nonlinearity("relu"), conv.weight.flatten(1), thin.product(thin.U, thin.V), conv.bias, thin.bias
+    )
+    assert error["function"] == pytest.approx(float((found / energy).detach()), rel=0.02)  # 6400 · 7 outputs, dependent

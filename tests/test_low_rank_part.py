@@ -167,7 +167,12 @@ def test_faults_of_the_options():
     with pytest.raises(ConfigError) as caught:
         SNNKConfig(
             low_rank=LowRankPart(rank=3, energy=0.5, init="spectrum", layers="top-1", targets="*.dense"),
-            parts=[LowRankPart(rank_scale=1.5), LowRankPart(init="data"), LowRankPart([])],
+            parts=[
+                LowRankPart(rank_scale=1.5),
+                LowRankPart(init="data"),
+                LowRankPart([]),
+                LowRankPart(activation="gelo"),
+            ],
         )
     for fault, text in zip(caught.value.faults, (
         "low_rank has rank=3 and energy=0.5; expected one of them",
@@ -176,6 +181,7 @@ def test_faults_of_the_options():
         "parts[0].rank_scale is 1.5; expected a number > 0 and <= 1",
         "parts[1].init is 'data', and a part starts before it has seen any; choose another start",
         "parts[2].targets is empty",
+        "parts[3].activation is 'gelo'; expected 'identity', 'relu', ",
     ), strict=True):  # fmt: skip
         assert fault.startswith(text), fault
     with pytest.raises(UnsupportedError, match="has no pooler"):
