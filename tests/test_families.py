@@ -35,7 +35,7 @@ from tests.tiny_families import CONFIGS, build, heads, main_head
 from tests.tiny_models import trained
 
 # Of check_family.
-PARTS = {"houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "low_rank", "narrow_heads"}
+PARTS = {"houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads"}
 CONFIG = {
     "houlsby": {"adapter": AdapterPart(num_features=4)},
     "ffn": {"ffn": FFNPart(num_features=6)},

@@ -32,7 +32,7 @@ from snnk_peft.errors import UnsupportedError
 from tests.tiny_families import build
 from tests.tiny_models import CLASSIFIERS, TEXT, TOKENS, tiny
 
-ALL = ["houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "low_rank", "narrow_heads"]
+ALL = ["houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads"]
 SPECIAL = {key: TOKENS[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 

@@ -144,6 +144,11 @@ class LowRankPart(Part):
         present = dict(plain_modules(context.model))
         if isinstance(self.targets, str) and self.targets in ROLES:
             found = dict(self._by_role(context, present))
+            if not found:
+                raise UnsupportedError(
+                    f"{context.where}: the layers of {type(context.model).__name__} (family {context.family.name!r}) "
+                    f"have no Linear in what the family describes as {self.targets!r}; name modules by a pattern"
+                )
         else:
             patterns = [self.targets] if isinstance(self.targets, str) else list(self.targets)
             wanted = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
