@@ -20,6 +20,7 @@ from snnk_peft.parts import PARTS, FeaturePart, Part, Patch, PatchContext
 from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
 from snnk_peft.parts.ffn import FFNPart
+from snnk_peft.parts.low_rank import LowRankPart
 from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.projections import PROJECTIONS
@@ -43,6 +44,7 @@ __all__ = [
     "FamilyReport",
     "FeaturePart",
     "InputMoments",
+    "LowRankPart",
     "ModelFamily",
     "NarrowHeadsPart",
     "Part",

@@ -47,7 +47,7 @@ def calibrate(
     refit: bool = True,
     progress: bool = True,
 ) -> CalibrationReport:
-    """Fit the replaced FFN blocks, pooler and narrower heads of a patched model to the originals.
+    """Fit the replaced FFN blocks, pooler, narrower heads and low-rank layers of a patched model to the originals.
 
     Adapters and linear attention hold no readout that stands for a module's output. They stay as they are, and what
     is fitted sees their effect in its inputs.
@@ -98,8 +98,8 @@ def calibrate(
     if not slots:
         faults.append(
             "the model has no active part that can be calibrated; expected a model from get_snnk_model with ffn=, "
-            "pooler= or a part such as NarrowHeadsPart, with that adapter active (adapters and linear attention are "
-            "trained, not calibrated)"
+            "pooler=, low_rank= or a part such as NarrowHeadsPart, with that adapter active (adapters and linear "
+            "attention are trained, not calibrated)"
         )
     if away := [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]:
         faults.append(
@@ -142,8 +142,7 @@ def calibrate(
         with tqdm(total=passes * total, desc="calibrate", unit="batch", disable=not progress or process() > 0) as bar:
             reports = []
             for name, runs in order.items():
-                together = fitters[name].together
-                data = _Pass(model, slots[name], together, runs, batches, held_out, bar, fitters[name].calls)
+                data = _Pass(model, slots[name], fitters[name], runs, batches, held_out, bar)
                 reports.append(_fit_slot(name, fitters[name], data))
                 same_everywhere(slots[name].snnk_slots)
     finally:
@@ -234,7 +233,7 @@ def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: 
 
 
 def _slot_calls(
-    model: nn.Module, layer: SlotLayer, together: Sequence[str], runs: int, batches: Batches, bar: Any
+    model: nn.Module, layer: SlotLayer, fitter: Fitter, runs: int, batches: Batches, bar: Any
 ) -> Iterator[tuple[int, list[Call]]]:
     """(batch index, the calls of a slot), from the stack as it is now; stops each pass there.
 
@@ -252,7 +251,7 @@ def _slot_calls(
     try:
         for index, batch in enumerate(_read(batches)):
             inputs = _inputs(model, batch)
-            with torch.no_grad(), _as_it_was(model, layer, together, runs), contextlib.suppress(_Reached):
+            with torch.no_grad(), _as_it_was(model, layer, fitter.together, runs), contextlib.suppress(_Reached):
                 model(**inputs)
             mask = inputs.get("attention_mask")
             yield index, [Call(*each, mask) for each in caught]
@@ -285,22 +284,20 @@ class _Pass:
         self,
         model: nn.Module,
         layer: SlotLayer,
-        together: Sequence[str],
+        fitter: Fitter,
         runs: int,
         batches: Batches,
         held_out: float,
         bar: Any,
-        whole: bool,
     ):
-        self.inputs = (model, layer, together, runs, batches, bar)
-        self.held_out, self.whole = held_out, whole
+        self.inputs = (model, layer, fitter, runs, batches, bar)
+        self.fitter, self.held_out = fitter, held_out
 
     def __iter__(self) -> Iterator[tuple[bool, Any]]:
         for index, calls in _slot_calls(*self.inputs):
-            yield (
-                _is_held_out(index, self.held_out),
-                calls if self.whole else torch.cat([call.real(call.args[0]) for call in calls]),
-            )
+            rows = self.fitter.rows
+            given = calls if self.fitter.calls else torch.cat([rows(call.args[0], call.mask) for call in calls])
+            yield _is_held_out(index, self.held_out), given
 
 
 @torch.no_grad()
