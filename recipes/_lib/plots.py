@@ -44,15 +44,13 @@ def error_curves(
     labels: tuple[str, str],
     bottom: float,
 ) -> None:
-    """Errors over a size, both logarithmic: a line of (size, mean, standard error) per name, from `bottom` upwards."""
+    """Errors over a size, both logarithmic: a line of (size, mean, standard error) per name, at least `bottom`."""
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for name, points in curves.items():
         sizes, means, deviations = zip(*points, strict=True)
-        axes.errorbar(
-            sizes, [max(mean, bottom / 10) for mean in means], yerr=deviations, fmt=".-", capsize=3, label=name
-        )
+        axes.errorbar(sizes, [max(mean, bottom) for mean in means], yerr=deviations, fmt=".-", capsize=3, label=name)
     axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1], title=title)
-    axes.set_ylim(bottom=bottom)
+    axes.set_ylim(bottom=bottom / 1.5)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     _store(figure, file)
 
