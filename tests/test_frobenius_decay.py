@@ -249,8 +249,6 @@ def test_factors_are_found_by_what_they_are():
     assert [(pair.path, pair.strength) for pair in find_factors(model)] == [("a", 0.5), ("b.1", None)]
     assert [(pair.path, pair.strength) for pair in FrobeniusDecay(model).pairs] == [("a", 0.5)]
     assert [pair.strength for pair in FrobeniusDecay(model, 2).pairs] == [2, 2]
-    model["b"].frobenius_decay = 0.1  # a slot says it for the layer that it holds; what a layer says itself wins
-    assert [(pair.path, pair.strength) for pair in FrobeniusDecay(model).pairs] == [("a", 0.5), ("b.1", 0.1)]
 
 
 def test_groups_hold_every_trained_parameter_once():

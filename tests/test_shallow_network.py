@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.low_rank.factorize import factorize
-from snnk_peft.low_rank.shallow_network import (
-    ShallowNetwork,
-    kernel_projection,
-    learn_shallow_network,
-    recover_weight,
-    relu_kernel,
-)
-from tests.fresh_process import run_python
+from snnk_peft.functional.nonlinearity import nonlinearity
+from snnk_peft.low_rank import factorize, kernel_projection, risk
+from snnk_peft.low_rank.kernel_projection import nonlinearity_kernel
+from snnk_peft.low_rank.shallow_network import learn_shallow_network, recover_weight
 
 HAND = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)  # the paper's layout, transposed
 
@@ -41,18 +37,6 @@ def test_the_weight_is_recovered(recovery, samples):
     torch.testing.assert_close(found, weight, rtol=0, atol=1e-9)
 
 
-def test_risk_and_kernel_are_those_of_samples():
-    weight, count = he_normal(5, 4), 200_000
-    x, y = sample(weight, count)
-    products = y[:, :, None] * y[:, None]
-    error = products.std(0) / math.sqrt(count)
-    assert ((products.mean(0) - relu_kernel(weight)).abs() < 5 * error).all()
-    U, V = kernel_projection(weight, relu_kernel(weight), 2)
-    squared = (torch.relu(x @ V @ U.T) - y).square().sum(1) / (weight.square().sum() / 2)
-    found = ShallowNetwork(weight, U, V, 0.0).relative_risk(weight)
-    assert abs(squared.mean() - found) < 5 * squared.std() / math.sqrt(count)
-
-
 def test_algorithm_2_ends_above_the_svd_however_many_samples():
     """Against Theorems 2.8 and 2.10: risks 1.0249, .5 and .4414 of the hand example, whose E‖ReLU(Wx)‖² is 3/2."""
     x, y = sample(HAND, 100_000)
@@ -60,7 +44,7 @@ def test_algorithm_2_ends_above_the_svd_however_many_samples():
         init: learn_shallow_network(x, y, 1, init=init).relative_risk(HAND) * 1.5
         for init in ("kernel_projection", "spectral", "function")
     }
-    exact = ShallowNetwork(HAND, *kernel_projection(HAND, relu_kernel(HAND), 1), 0.0).relative_risk(HAND) * 1.5
+    exact = risk(HAND, *kernel_projection(HAND, 1), "relu")
     assert exact == pytest.approx(1.0249, abs=1e-4)
     assert found["kernel_projection"] == pytest.approx(exact, abs=0.01)
     assert found["spectral"] == pytest.approx(0.5, abs=1e-6)
@@ -75,8 +59,8 @@ def test_compressing_what_was_recovered_is_compressing_the_truth():
     assert learned.relative_risk(weight) == pytest.approx(direct.relative_risk, abs=1e-6)
     # Algorithm 2 with the same samples is far from it, and with the exact kernel still behind.
     printed = learn_shallow_network(*sample(weight, 80), 4, init="kernel_projection", recovery="gradient_descent")
-    exact = ShallowNetwork(weight, *kernel_projection(weight, relu_kernel(weight), 4), 0.0)
-    assert printed.relative_risk(weight) > exact.relative_risk(weight) > direct.relative_risk + 0.01
+    exact = risk(weight, *kernel_projection(weight, 4), "relu", relative=True)
+    assert printed.relative_risk(weight) > exact > direct.relative_risk + 0.01
 
 
 @pytest.mark.parametrize("error", [1e-1, 1e-3, 1e-5])
@@ -86,7 +70,8 @@ def test_the_kernel_of_an_estimate_has_an_additive_bound(error):
     estimate = weight + error * he_normal(10, 6, seed=1)
     moved, norm, own = (torch.linalg.vector_norm(w, dim=1) for w in (weight - estimate, weight, estimate))
     bound = (moved[:, None] * norm[None] + own[:, None] * moved[None]) / 2
-    assert ((relu_kernel(weight) - relu_kernel(estimate)).abs() <= bound).all()
+    exact, found = (nonlinearity_kernel(nonlinearity("relu"), w) for w in (weight, estimate))
+    assert ((exact - found).abs() <= bound).all()
 
 
 def test_faults():
@@ -99,8 +84,8 @@ def test_faults():
         recover_weight(x, y[:19], recovery="newton")
     with pytest.raises(ConfigError, match="y is negative somewhere"):
         recover_weight(x, -y)
-    with pytest.raises(ConfigError, match="rank is 7; expected 1 to 6"):
-        kernel_projection(he_normal(6, 16), torch.eye(6, dtype=torch.float64), 7)
+    with pytest.raises(ConfigError, match="rank is 7; expected 1 to 4"):
+        learn_shallow_network(*sample(he_normal(6, 4), 40), 7, init="kernel_projection")
     with pytest.raises(ConfigError, match="functio"):
         learn_shallow_network(*sample(he_normal(6, 4), 40), 2, init="functio")
 
@@ -108,16 +93,14 @@ def test_faults():
 def test_the_experiment(tmp_path: Path, root: Path):
     for package in ("matplotlib", "rich"):
         pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-    program = str(root / "recipes/experiments/low_rank_samples.py")
+    main = runpy.run_path(str(root / "recipes/experiments/low_rank_samples.py"))["main"]
     given = ["--inputs", "8", "--outputs", "16", "--rank", "2", "--teachers", "2", "--samples", "10", "400"]
-    done = run_python([program, *given, "--output", str(tmp_path)])
-    assert done.returncode == 0, done.stderr
+    main([*given, "--output", str(tmp_path)])
     rows = {(row["method"], row["samples"]): row for row in json.loads((tmp_path / "metrics.json").read_text())["rows"]}
     assert ("function, least squares", 10) not in rows  # units are active in fewer samples than there are inputs
     assert rows["function", 400]["excess"] < 1e-6 < rows["spectral", 400]["excess"]
     assert rows["Algorithm 2", 400]["excess"] > rows["spectral", 400]["excess"]
     assert rows["function, least squares", 400]["weight_error"] < 1e-12
     assert (tmp_path / "risk.png").stat().st_size > 10_000
-    done = run_python([program, "--rank", "99", "--teachers", "0"])
-    assert done.returncode == 1
-    assert "2 faults:\n  - --rank is 99; expected 1 to 32" in done.stderr
+    with pytest.raises(SystemExit, match="2 faults:\n  - --rank is 99; expected 1 to 32"):
+        main(["--rank", "99", "--teachers", "0"])

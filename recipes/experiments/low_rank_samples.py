@@ -30,8 +30,8 @@ from rich.progress import track
 from rich.table import Table
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.low_rank.factorize import factorize
-from snnk_peft.low_rank.shallow_network import ShallowNetwork, kernel_projection, recover_weight, relu_kernel
+from snnk_peft.low_rank import factorize, kernel_projection, risk
+from snnk_peft.low_rank.shallow_network import recover_weight
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results" / "low_rank_samples"
@@ -89,8 +89,8 @@ def learned(x: torch.Tensor, weight: torch.Tensor, rank: int) -> list[dict[str, 
     y = torch.relu(x @ weight.T)
     found = recover_weight(x, y, recovery="gradient_descent")
     methods = {
-        "Algorithm 2": (found, *kernel_projection(found, y.T @ y / len(y), rank)),
-        "kernel of the recovered W": (found, *kernel_projection(found, relu_kernel(found), rank)),
+        "Algorithm 2": (found, *kernel_projection(found, rank, kernel=y.T @ y / len(y))),
+        "kernel of the recovered W": (found, *kernel_projection(found, rank)),
         "spectral": (found, *compressed(found, rank, "spectral")),
         "function": (found, *compressed(found, rank, "function")),
     }
@@ -100,7 +100,7 @@ def learned(x: torch.Tensor, weight: torch.Tensor, rank: int) -> list[dict[str, 
     return [
         {
             "method": method,
-            "risk": ShallowNetwork(own, U, V, 0.0).relative_risk(weight),
+            "risk": risk(weight, U, V, "relu", relative=True),
             "weight_error": float((own - weight).norm() / weight.norm()),
         }
         for method, (own, U, V) in methods.items()

@@ -34,7 +34,7 @@ class FactorPair(NamedTuple):
         path: of the module that holds them, for messages.
         U: (out, rank).
         V: (in, rank).
-        strength: the λ that the module or the nearest one around it asks for (attribute `frobenius_decay`), or None.
+        strength: the λ that the module asks for (its attribute `frobenius_decay`, which LowRankPart sets), or None.
     """
 
     path: str
@@ -50,21 +50,12 @@ def find_factors(model: nn.Module) -> list[FactorPair]:
         model: any module; low-rank layers, slots of a patched model, or a user's own layers in it.
     """
     found: dict[tuple[int, int], FactorPair] = {}
-    modules = dict(model.named_modules())
-    for path, module in modules.items():
+    for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         U, V = own.get("U"), own.get("V")
         if U is not None and V is not None and U.ndim == V.ndim == 2 and U.shape[1] == V.shape[1]:
-            found.setdefault((id(U), id(V)), FactorPair(path, U, V, _asked(modules, path)))
+            found.setdefault((id(U), id(V)), FactorPair(path, U, V, getattr(module, "frobenius_decay", None)))
     return list(found.values())
-
-
-def _asked(modules: dict[str, nn.Module], path: str) -> float | None:
-    """The strength that a module asks for, or the slot that holds it."""
-    names = path.split(".")
-    around = [".".join(names[:count]) for count in range(len(names), 0, -1)] + [""]
-    asked = (getattr(modules[each], "frobenius_decay", None) for each in around)
-    return next((strength for strength in asked if strength is not None), None)
 
 
 def frobenius_penalty(U: torch.Tensor, V: torch.Tensor) -> torch.Tensor:
@@ -99,8 +90,8 @@ class FrobeniusDecay:
     Args:
         factors: a model, whose modules with parameters U (out, rank) and V (in, rank) are found (also inside DDP or a
             PeftModel), or pairs (U, V).
-        strength: λ >= 0. None: what each module, or a LowRankPart around it, says in its attribute `frobenius_decay`;
-            modules without are left out.
+        strength: λ >= 0. None: what each module says in its attribute `frobenius_decay`, as LowRankPart was told;
+            modules that say nothing are left out.
 
     Attributes:
         pairs: the factors that decay, each with its λ.
@@ -145,8 +136,8 @@ class FrobeniusDecay:
             )
         elif not self.pairs:
             faults.append(
-                f"strength is None and none of the {len(found)} low-rank layers of {what} has an attribute "
-                "frobenius_decay; expected one or the other. Pass strength=, such as 1e-3"
+                f"strength is None and none of the {len(found)} low-rank layers of {what} says a frobenius_decay; "
+                "expected one or the other. Pass strength=, such as 1e-3, or LowRankPart(frobenius_decay=...)"
             )
         if faults:
             raise ConfigError(faults)

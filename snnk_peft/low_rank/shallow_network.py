@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.arccos import arccos_from_cosine
 from snnk_peft.low_rank.factorize import factorize
+from snnk_peft.low_rank.kernel_projection import kernel_projection
+from snnk_peft.low_rank.risk import risk
 
 RECOVERIES = ("least_squares", "gradient_descent")
 KERNEL_PROJECTION = "kernel_projection"
@@ -56,10 +57,7 @@ class ShallowNetwork:
         Args:
             weight: the true W (out, in).
         """
-        W = weight.double()
-        Y = self.U.double() @ self.V.double().T
-        own, norm, target = _kernel(Y, W), Y.square().sum(1) / 2, W.square().sum(1) / 2
-        return float((norm - 2 * own + target).sum().clamp_min(0) / target.sum())
+        return risk(weight, self.U, self.V, "relu", relative=True)
 
 
 def learn_shallow_network(
@@ -80,9 +78,10 @@ def learn_shallow_network(
     weight = recover_weight(x, y, recovery=recovery)
     residual = float((torch.relu(x @ weight.T) - y).square().sum() / y.square().sum().clamp_min(1e-300))
     if init == KERNEL_PROJECTION:
-        return ShallowNetwork(weight, *kernel_projection(weight, y.T @ y / len(y), rank), residual)
-    factors = factorize(weight, rank, init, activation="relu")
-    return ShallowNetwork(weight, factors.U, factors.V, residual)
+        factors = kernel_projection(weight, rank, "relu", kernel=y.T @ y / len(y))
+        return ShallowNetwork(weight, *factors, residual)
+    made = factorize(weight, rank, init, activation="relu")
+    return ShallowNetwork(weight, made.U, made.V, residual)
 
 
 def recover_weight(x: Tensor, y: Tensor, *, recovery: str = "least_squares", steps: int = 500) -> Tensor:
@@ -130,38 +129,3 @@ def recover_weight(x: Tensor, y: Tensor, *, recovery: str = "least_squares", ste
         )
     rows = [torch.linalg.lstsq(x[on], y[on, i : i + 1]).solution[:, 0] for i, on in enumerate((y > 0).T)]
     return torch.stack(rows)
-
-
-def kernel_projection(weight: Tensor, kernel: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: U = E (out, rank) and V = WᵀE (in, rank), with E the top eigenvectors of the kernel; UVᵀ = EEᵀW.
-
-    Best for the kernel's feature space, not for the network (see the top of this file).
-
-    Args:
-        weight: W (out, in).
-        kernel: K (out, out), estimated or `relu_kernel(weight)`.
-        rank: r, 1 to min(out, in).
-
-    Raises:
-        ConfigError: a rank outside of that.
-    """
-    if not 1 <= rank <= min(weight.shape):
-        raise ConfigError(f"rank is {rank}; expected 1 to {min(weight.shape)}, full rank of {tuple(weight.shape)}")
-    top = torch.linalg.eigh(kernel).eigenvectors[:, -rank:]
-    return top, weight.T @ top
-
-
-def relu_kernel(weight: Tensor) -> Tensor:
-    """K_ij = E[ReLU(w_i·x) ReLU(w_j·x)] for x ~ N(0, I), (out, out); Definition 2.5 in closed form.
-
-    Args:
-        weight: (out, in).
-    """
-    return _kernel(weight[:, None], weight[None])
-
-
-def _kernel(one: Tensor, other: Tensor) -> Tensor:
-    """E[ReLU(y·x) ReLU(w·x)] over the last dimension of (..., in) vectors."""
-    scale = torch.linalg.vector_norm(one, dim=-1) * torch.linalg.vector_norm(other, dim=-1)
-    cosine = ((one * other).sum(-1) / torch.where(scale > 0, scale, 1.0)).clamp(-1, 1)
-    return scale * arccos_from_cosine(cosine, 1) / 2
