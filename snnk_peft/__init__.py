@@ -15,7 +15,7 @@ from snnk_peft.config import SNNKConfig
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.family_check import FamilyReport, check_family
 from snnk_peft.feature_map import build_feature_map
-from snnk_peft.low_rank import LOW_RANK_INITS, Factors, factorize
+from snnk_peft.low_rank import LOW_RANK_INITS, Factors, InputMoments, factorize, factorize_many
 from snnk_peft.low_rank.frobenius_decay import FrobeniusDecay
 from snnk_peft.parts import PARTS, FeaturePart, Part, Patch, PatchContext
 from snnk_peft.parts.adapter import AdapterPart
@@ -46,6 +46,7 @@ __all__ = [
     "FamilyReport",
     "FeaturePart",
     "FrobeniusDecay",
+    "InputMoments",
     "LowRankPart",
     "ModelFamily",
     "NarrowHeadsPart",
@@ -59,6 +60,7 @@ __all__ = [
     "calibrate",
     "check_family",
     "factorize",
+    "factorize_many",
     "fit_attention",
     "fit_closed_form",
     "get_snnk_model",

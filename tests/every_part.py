@@ -13,6 +13,7 @@ from snnk_peft import (
     AdapterPart,
     AttentionPart,
     FFNPart,
+    LowRankPart,
     NarrowHeadsPart,
     PoolerPart,
     build_feature_map,
@@ -26,6 +27,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "free": {"adapter": AdapterPart(projection="free", num_features=4)},
     "ffn": {"ffn": FFNPart(num_features=6)},
     "ffn-drawn": {"ffn": FFNPart("relu", "orf", 6, linear_path=True, train_contraction=True)},
+    "low-rank": {"parts": [LowRankPart("ffn", rank=3), LowRankPart("attention", rank_scale=0.9)]},
     "pooler": {"pooler": PoolerPart(num_features=6)},
     "attention": {"attention": AttentionPart(num_features=6, near_field=2)},
     "attention-learned": {

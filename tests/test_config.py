@@ -27,6 +27,7 @@ from snnk_peft import (
     AdapterPart,
     AttentionPart,
     FFNPart,
+    LowRankPart,
     PoolerPart,
     SNNKConfig,
     get_snnk_model,
@@ -93,8 +94,10 @@ def refused(model: nn.Module, config: SNNKConfig, error: type[Exception]) -> str
 def test_bad_fields(name, field, value, message):
     if field not in {f.name for f in dataclasses.fields(PARTS[name])}:
         pytest.skip(f"{name} has no {field}")
-    with pytest.raises(ConfigError, match=f"^{name}.*{message}") as caught:
-        SNNKConfig(**{name: PARTS[name](**{field: value})})
+    part = PARTS[name](**{field: value})
+    where = name if name in SHORTCUTS else r"parts\[0\]"
+    with pytest.raises(ConfigError, match=f"^{where}.*{message}") as caught:
+        SNNKConfig(**({name: part} if name in SHORTCUTS else {"parts": [part]}))
     assert len(caught.value.faults) == 1
 
 
@@ -326,6 +329,7 @@ FULL = {
     "pooler": PoolerPart("arccos", num_features=4, component_params={"order": 2}),
     "ffn": FFNPart(layers="top-1", num_features=4, linear_path=True),
     "attention": AttentionPart(layers=[0], num_features=4, per_head=True, near_field=2),
+    "low_rank": LowRankPart(["*.ffn.*", "!*.out"], kind="linear", energy=0.9, init="function", activation="gelu"),
     "seed": 3,
     "modules_to_save": ["classifier"],
     "task_type": "SEQ_CLS",
@@ -344,7 +348,7 @@ def test_json_round_trip(tmp_path):
     config.save_pretrained(tmp_path)
     for loaded in (SNNKConfig.from_pretrained(tmp_path), peft.PeftConfig.from_pretrained(tmp_path)):
         assert type(loaded) is SNNKConfig
-        for name in ("adapter", "pooler", "ffn", "seed", "save_projection", "modules_to_save", "task_type"):
+        for name in ("adapter", "pooler", "ffn", "low_rank", "seed", "save_projection", "modules_to_save", "task_type"):
             assert getattr(loaded, name) == getattr(config, name), name
         assert loaded.peft_type == "SNNK" == loaded.peft_type.value
     again = tmp_path / "again"

@@ -144,6 +144,11 @@ class LowRankPart(Part):
         present = dict(plain_modules(context.model))
         if isinstance(self.targets, str) and self.targets in ROLES:
             found = dict(self._by_role(context, present))
+            if not found:
+                raise UnsupportedError(
+                    f"{context.where}: the layers of {type(context.model).__name__} (family {context.family.name!r}) "
+                    f"have no Linear in what the family describes as {self.targets!r}; name modules by a pattern"
+                )
         else:
             patterns = [self.targets] if isinstance(self.targets, str) else list(self.targets)
             wanted = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
@@ -212,9 +217,9 @@ class LowRankPart(Part):
             return max(1, round((self.rank_scale or DEFAULT_SCALE) * full)), None
         if self.ranks is not None and path in self.ranks:
             return self.ranks[path], None
-        if cast(torch.Tensor, dense.weight).is_meta:
-            return 1, "has no weights yet (meta device), of which energy takes a fraction; use rank or rank_scale"
         with at_hand(dense), torch.no_grad():
+            if cast(torch.Tensor, dense.weight).is_meta:
+                return 1, "has no weights yet (meta device), of which energy takes a fraction; use rank or rank_scale"
             values = torch.linalg.svdvals(thin.matrix_of(cast(torch.Tensor, dense.weight).detach().float())).double()
         share = values.square().cumsum(0) / values.square().sum().clamp_min(1e-300)
         return min(full, int((share < self.energy * (1 - 1e-9)).sum()) + 1), None
