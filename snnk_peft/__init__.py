@@ -16,6 +16,7 @@ from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.family_check import FamilyReport, check_family
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.low_rank import LOW_RANK_INITS, Factors, InputMoments, factorize, factorize_many
+from snnk_peft.low_rank.frobenius_decay import FrobeniusDecay
 from snnk_peft.parts import PARTS, FeaturePart, Part, Patch, PatchContext
 from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
@@ -26,6 +27,7 @@ from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.calibrate import calibrate
 from snnk_peft.tuner.calibration_report import CalibrationReport
+from snnk_peft.tuner.fit_attention import fit_attention
 from snnk_peft.tuner.get_model import get_snnk_model
 
 __version__ = "0.1.0"
@@ -43,6 +45,7 @@ __all__ = [
     "Factors",
     "FamilyReport",
     "FeaturePart",
+    "FrobeniusDecay",
     "InputMoments",
     "LowRankPart",
     "ModelFamily",
@@ -58,6 +61,7 @@ __all__ = [
     "check_family",
     "factorize",
     "factorize_many",
+    "fit_attention",
     "fit_closed_form",
     "get_snnk_model",
     "register_family",

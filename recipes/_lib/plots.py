@@ -37,6 +37,24 @@ def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], file: Path, t
     _store(figure, file)
 
 
+def error_curves(
+    curves: Mapping[str, Sequence[tuple[float, float, float]]],
+    file: Path,
+    title: str,
+    labels: tuple[str, str],
+    bottom: float,
+) -> None:
+    """Errors over a size, both logarithmic: a line of (size, mean, standard error) per name, at least `bottom`."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, points in curves.items():
+        sizes, means, deviations = zip(*points, strict=True)
+        axes.errorbar(sizes, [max(mean, bottom) for mean in means], yerr=deviations, fmt=".-", capsize=3, label=name)
+    axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1], title=title)
+    axes.set_ylim(bottom=bottom / 1.5)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    _store(figure, file)
+
+
 def score_bars(
     table: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, title: str, ylabel: str = "dev score"
 ) -> None:

@@ -1,0 +1,131 @@
+"""A shallow low-rank ReLU network from samples of a full-rank one: (x, ReLU(Wx)), x ~ N(0, I), to UVᵀ of rank r.
+
+Algorithm 2 of "Efficiently learning low-rank networks" is init="kernel_projection" with recovery="gradient_descent":
+recover Ŵ, estimate the nonlinearity kernel K_ij = E[ReLU(w_i·x) ReLU(w_j·x)] by the samples, project Ŵ on the top r
+eigenvectors of K̂. The default compresses Ŵ by `factorize` instead, because what the paper proves does not hold:
+
+- Theorem 2.8 (it reaches the best rank-r risk up to any ε) rests on Theorem 2.10, which is false: the projection by the
+  exact kernel does not minimise the ReLU risk. For W = [[1, 0], [−1, 0], [0, 1]] and r = 1 its risk is 1.0249, that of
+  the plain SVD .5 and the least .4414, so no number of samples gets Algorithm 2 below 1.0249. Its Lemma 8.20 writes
+  risks by Theorem 4.2, which holds for rows of the best norm only; those of a projection have others.
+- The eigenvalue gap λ_r − λ_{r−1} in the bounds is never positive; λ_r − λ_{r+1} is meant. In step 2, σ(xᵀW)σ(xᵀW)ᵀ is
+  a number, the outer product σ(Wᵀx)σ(Wᵀx)ᵀ is meant; Definition 2.5 needs z ~ N(0, I).
+- Remark 8.17 (the kernel must be learned apart from W) is wrong: by Cauchy-Schwarz |k(w, v) − k(ŵ, v̂)| is at most
+  (‖w − ŵ‖‖v‖ + ‖ŵ‖‖v − v̂‖)/2, an additive bound, so K̂ may be k(Ŵ, Ŵ) in closed form. The d²m²/ε_K² samples
+  that dominate Theorem 2.8 are not needed.
+- Nor is gradient descent: without noise y_i > 0 says y_i = w_i·x, linear equations, which give W exactly as soon as
+  each unit is active in `in` samples (`recover_weight`).
+
+Layout as in torch: W is (out, in), the transpose of the paper's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.low_rank.factorize import factorize
+from snnk_peft.low_rank.kernel_projection import kernel_projection
+from snnk_peft.low_rank.risk import risk
+
+RECOVERIES = ("least_squares", "gradient_descent")
+KERNEL_PROJECTION = "kernel_projection"
+
+
+@dataclass(frozen=True)
+class ShallowNetwork:
+    """What was learned.
+
+    Attributes:
+        weight: Ŵ (out, in), the recovered full-rank weight.
+        U: (out, rank).
+        V: (in, rank); the low-rank network is ReLU(UVᵀx).
+        residual: ‖ReLU(Ŵx) − y‖²/‖y‖² over the samples; 0 up to rounding where Ŵ was recovered.
+    """
+
+    weight: Tensor
+    U: Tensor
+    V: Tensor
+    residual: float
+
+    def relative_risk(self, weight: Tensor) -> float:
+        """E‖ReLU(UVᵀx) − ReLU(Wx)‖²/E‖ReLU(Wx)‖² for x ~ N(0, I), exactly.
+
+        Args:
+            weight: the true W (out, in).
+        """
+        return risk(weight, self.U, self.V, "relu", relative=True)
+
+
+def learn_shallow_network(
+    x: Tensor, y: Tensor, rank: int, *, init: str = "function", recovery: str = "least_squares"
+) -> ShallowNetwork:
+    """A rank-r ReLU network from noiseless samples of a full-rank one.
+
+    Args:
+        x: (n, in), from N(0, I) for `rank` columns that suit such inputs.
+        y: (n, out), ReLU(Wx) of an unknown W, without noise.
+        rank: r, 1 to min(out, in).
+        init: how Ŵ is compressed: an init of `factorize` for ReLU, or "kernel_projection", Algorithm 2 as printed.
+        recovery: see `recover_weight`.
+
+    Raises:
+        ConfigError: samples that do not fit together, a rank above full, too few samples, an unknown name.
+    """
+    weight = recover_weight(x, y, recovery=recovery)
+    residual = float((torch.relu(x @ weight.T) - y).square().sum() / y.square().sum().clamp_min(1e-300))
+    if init == KERNEL_PROJECTION:
+        factors = kernel_projection(weight, rank, "relu", kernel=y.T @ y / len(y))
+        return ShallowNetwork(weight, *factors, residual)
+    made = factorize(weight, rank, init, activation="relu")
+    return ShallowNetwork(weight, made.U, made.V, residual)
+
+
+def recover_weight(x: Tensor, y: Tensor, *, recovery: str = "least_squares", steps: int = 500) -> Tensor:
+    """Ŵ (out, in) from samples of ReLU(Wx).
+
+    Args:
+        x: (n, in).
+        y: (n, out), without noise.
+        recovery: "least_squares" solves, unit by unit, the linear equations of the samples in which it is active; exact
+            from two to three times `in` samples on. "gradient_descent" is step 1 of Algorithm 2 (Soltanolkotabi 2017):
+            from zero, ŵ ← ŵ − (1/n) Σ (ReLU(ŵ·x) − y)(1 + sgn(ŵ·x)) x, for n of several times `in`.
+        steps: of gradient descent, at most; it stops once Ŵ moves by no more than rounding.
+
+    Raises:
+        ConfigError: samples that do not fit together; for least squares, units active in fewer samples than inputs.
+    """
+    faults = []
+    if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or len(x) == 0:
+        faults.append(
+            f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; expected (n, in) and (n, out) with the same n >= 1"
+        )
+    elif not (x.isfinite().all() and y.isfinite().all()) or y.min() < 0:
+        faults.append("x or y holds NaN or infinity, or y is negative somewhere; expected y = ReLU(Wx) of finite x")
+    if recovery not in RECOVERIES:
+        faults.append(f"recovery is {recovery!r}; expected one of {', '.join(RECOVERIES)}")
+    if faults:
+        raise ConfigError(faults)
+    if recovery == "gradient_descent":
+        weight = x.new_zeros(y.shape[1], x.shape[1])
+        for _ in range(steps):
+            z = x @ weight.T
+            step = ((torch.relu(z) - y) * (1 + z.sign())).T @ x / len(x)
+            weight = weight - step
+            if step.norm() <= 4 * torch.finfo(x.dtype).eps * weight.norm():
+                break
+        return weight
+    active = (y > 0).sum(0)
+    # A unit that is never active is either zero or has seen too little as well.
+    if few := (active < x.shape[1]).nonzero().flatten().tolist():
+        some = f"{few[:5]}{' and more' if len(few) > 5 else ''}"
+        raise ConfigError(
+            f"units {some} are active in {[int(active[i]) for i in few[:5]]} of {len(x)} samples; expected at "
+            f"least {x.shape[1]} each, the number of inputs. Give about {3 * x.shape[1]} samples, or use "
+            "recovery='gradient_descent' for an estimate"
+        )
+    rows = [torch.linalg.lstsq(x[on], y[on, i : i + 1]).solution[:, 0] for i, on in enumerate((y > 0).T)]
+    return torch.stack(rows)

@@ -1,0 +1,330 @@
+"""fit_attention: learned linear attention starts at the softmax that it replaces, on the layer's own queries and keys.
+
+Function approximation at initialisation for linear attention (Definition 10.2 of "Efficiently learning low-rank
+networks"), with what the definition leaves open or gets wrong decided as follows. What is fitted are the parameters of
+the feature maps (and of the blend, if there are several fields), not new queries and keys: those of a pretrained model
+are known. Its Gaussian values V, drawn apart from Q and K, cannot come out of a layer, which makes both of the same
+tokens; so queries, keys and values are real ones here. Its squared error for such V has a closed form all the same,
+‖Â − A‖²_F of the attention weights: loss="weights".
+
+All layers are fitted at once: in each forward pass every layer computes softmax, which keeps the inputs of the next one
+what they were, and beside it the loss of its linear attention, whose gradient ends at the queries and keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from snnk_peft.attention.softmax import pairwise_mask, softmax_weights
+from snnk_peft.calibration.reduce import processes
+from snnk_peft.errors import ConfigError, NumericalError
+from snnk_peft.families.base import unwrap
+from snnk_peft.functional.at_hand import offloaded
+from snnk_peft.functional.precision import wide
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.attention import Attend
+from snnk_peft.tuner.calibrate import Batches, _count_batches, _inputs, _is_held_out, _read
+from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
+from snnk_peft.tuner.held_out import warn_of_repeated_rows
+from snnk_peft.tuner.slot_layer import SlotLayer
+
+LOSSES = ("cross_entropy", "output", "weights")
+
+
+def fit_attention(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    steps: int = 200,
+    learning_rate: float = 1e-2,
+    loss: str = "cross_entropy",
+    held_out: float = 0.2,
+    progress: bool = True,
+) -> CalibrationReport:
+    """Fit learned feature maps of linear attention to the softmax attention that they replace, without labels.
+
+    Layers that attend to a band keep their maps: what these do beyond the band, no softmax did. So do layers whose maps
+    have nothing to learn. Everything else of the model stays as it is. Call it before training, after `calibrate`.
+
+    Args:
+        model: a model from `get_snnk_model` whose active adapter has an AttentionPart with a learned projection
+            ("free", "gmm" and so on), not yet wrapped by DDP or FSDP.
+        batches: model-input dicts, as for `calibrate`: a list, a DataLoader or a function that returns an iterator,
+            always in the same order. Labels are ignored. Read again and again until all steps are done.
+        steps: of Adam, one batch each; its learning rate falls linearly to zero.
+        learning_rate: of the first step.
+        loss: per query and head, "cross_entropy" of the attention weights (as Kullback-Leibler divergence; for positive
+            features), "output", the squared error of what the layer's heads give, or "weights", that of the weights.
+            The first and the last form them, O(L²) memory, for at most 2048 keys.
+        held_out: fraction of the batches that is not fitted, in (0, 1); the reported errors are theirs.
+        progress: show a progress bar with an estimate.
+
+    Returns:
+        A CalibrationReport with a row per layer; errors are squared errors of the heads' outputs relative to their
+        variance on held-out tokens, whatever the loss, and seconds the layer's share.
+
+    Raises:
+        ConfigError: nothing to fit, too few batches, bad arguments, several processes; all faults at once.
+        NumericalError: the loss is no longer finite; the maps are as they were before that step.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from snnk_peft import AttentionPart, SNNKConfig, get_snnk_model
+        >>> from snnk_peft.tuner.fit_attention import fit_attention
+        >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+        >>> part = AttentionPart(component="softmax_pm", projection="free", num_features=8)
+        >>> model = get_snnk_model(BertForSequenceClassification(tiny), SNNKConfig(attention=part))
+        >>> batches = [{"input_ids": torch.randint(0, 1000, (8, 16))} for _ in range(5)]
+        >>> report = fit_attention(model, batches, steps=20, progress=False)
+        >>> report.slots[0].error_after < report.slots[0].error_before
+        True
+    """
+    observers = _observers(model, loss)
+    faults = _faults(model, observers, steps, learning_rate, loss, held_out)
+    if not faults:
+        total, fitted = _count_batches(batches, held_out)
+        if not 0 < fitted < total:
+            faults.append(
+                f"batches holds {total}, of which held_out={held_out} leaves {fitted} to fit; expected at least one to "
+                "fit and one to hold out. Give more, or smaller batches"
+            )
+    if faults:
+        raise ConfigError(faults)
+    warn_of_repeated_rows((_is_held_out(index, held_out), batch) for index, batch in enumerate(_read(batches)))
+    start = time.perf_counter()
+    with _observed(model, observers):
+        before = _errors(model, observers, batches, held_out)
+        _descend(model, observers, batches, held_out, steps, learning_rate, progress)
+        fitted_tokens = [observer.tokens for observer in observers]
+        after = _errors(model, observers, batches, held_out)
+        tokens = [observer.tokens for observer in observers]
+    seconds = (time.perf_counter() - start) / len(observers)
+    slots = []
+    for observer, *counts, first, last in zip(observers, fitted_tokens, tokens, before, after, strict=True):
+        path, size = observer.path.removeprefix("base_model.model."), observer.kernel.maps()[0].projection.num_features
+        slots.append(SlotReport(path, size, counts[0], counts[1], None, first, last, seconds))
+    return CalibrationReport(slots)
+
+
+class Observer:
+    """Stands where an attention module asks for its kernel: gives softmax, and keeps the loss of the kernel beside it.
+
+    Args:
+        path: of the attention module.
+        module: the attention module.
+        kernel: its linear attention.
+        loss: see `fit_attention`.
+
+    Attributes:
+        losses: of the calls since `clear`, scalars with a gradient; empty without gradients.
+        tokens: queries seen since `clear`, padding left out.
+    """
+
+    def __init__(self, path: str, module: nn.Module, kernel: KernelAttention, loss: str):
+        self.path, self.module, self.kernel, self.loss = path, module, kernel, loss
+        self.near_field = kernel.near_field  # the attention function asks for it
+        self.fitting = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self.losses: list[torch.Tensor] = []
+        self.tokens = 0
+        self._sums: Any = [0.0, 0.0, 0.0]  # of squared errors, of outputs, of their squares
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        scaling: float | None = None,
+    ) -> torch.Tensor:
+        """Softmax attention (B, H, L, D); arguments as in `KernelAttention.forward`."""
+        factor = q.shape[-1] ** -0.5 if scaling is None else scaling
+        pairs = pairwise_mask(mask, q, k, causal)
+        target = softmax_weights(wide(q), wide(k), pairs, factor)
+        out = target @ repeat_kv(wide(v), q.shape[1] // v.shape[1])
+        counted = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
+        if mask is not None:
+            counted = mask[:, -q.shape[2] :]
+        options: dict[str, Any] = {"causal": causal, "scaling": scaling}
+        if self.fitting:
+            with torch.enable_grad():
+                self.losses.append(self._loss(q, k, v, mask, options, target, out).transpose(1, 2)[counted].mean())
+        else:
+            self._measure(wide(self.kernel(q, k, v, mask, **options)) - out, out, counted)
+        self.tokens += int(counted.sum())
+        return out.to(q.dtype)
+
+    def _loss(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+        target: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """(B, H, L), per query."""
+        if self.loss == "output":
+            return (wide(self.kernel(q, k, v, mask, **options)) - out).square().mean(-1)
+        own = wide(self.kernel.weights(q, k, mask, **options))
+        if self.loss == "weights":
+            return (own - target).square().sum(-1)
+        tiny = torch.finfo(own.dtype).tiny
+        own = own / own.sum(-1, keepdim=True).clamp_min(tiny)
+        return (torch.xlogy(target, target) - target * own.clamp_min(tiny).log()).sum(-1)
+
+    def _measure(self, difference: torch.Tensor, out: torch.Tensor, counted: torch.Tensor) -> None:
+        error, rows = (x.transpose(1, 2)[counted].flatten(1).double() for x in (difference, out))
+        for index, value in enumerate((error.square().sum(), rows.sum(0), rows.square().sum())):
+            self._sums[index] = self._sums[index] + value
+
+    def error(self) -> float:
+        """Squared error of the outputs since `clear`, relative to their variance."""
+        wrong, total, squares = self._sums
+        variance = squares - total.square().sum() / max(self.tokens, 1)
+        return float(wrong / variance.clamp_min(torch.finfo(variance.dtype).tiny))
+
+
+def _observers(model: nn.Module, loss: str) -> list[Observer]:
+    """One per attention module whose active linear attention stands for softmax over all tokens and can learn."""
+    found = []
+    for path, layer in model.named_modules():
+        if not isinstance(layer, SlotLayer):
+            continue
+        kernels = [slot.kernel for slot in layer.active_slots() if isinstance(slot, Attend)]
+        module = unwrap(layer.base_layer)
+        if kernels and getattr(module, "sliding_window", None) is None and _learned(kernels[-1]):
+            found.append(Observer(path, module, kernels[-1], loss))
+    return found
+
+
+def _learned(kernel: KernelAttention) -> list[nn.Parameter]:
+    return [parameter for parameter in kernel.parameters() if parameter.requires_grad]
+
+
+def _faults(
+    model: nn.Module, observers: list[Observer], steps: object, learning_rate: object, loss: str, held_out: float
+) -> list[str]:
+    faults = []
+    if type(steps) is not int or steps < 1:
+        faults.append(f"steps is {steps!r}; expected an integer >= 1")
+    if not isinstance(learning_rate, (int, float)) or not 0 < learning_rate < math.inf:
+        faults.append(f"learning_rate is {learning_rate!r}; expected a number above 0")
+    if loss not in LOSSES:
+        faults.append(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}")
+    if not 0 < held_out < 1:
+        faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
+    if not observers:
+        faults.append(
+            "the model has no active linear attention over all tokens with something to learn; expected a model from "
+            "get_snnk_model with an AttentionPart whose projection is learned, such as AttentionPart(component="
+            "'softmax_pm', projection='free', separate_maps=True), with that adapter active and trainable"
+        )
+    components = [one.component for observer in observers for one in observer.kernel.maps()]
+    signed = sorted({type(component).__name__ for component in components if not component.positive})
+    if loss == "cross_entropy" and signed:
+        faults.append(
+            f"loss is 'cross_entropy' with {', '.join(signed)}, whose features can be negative, and so can attention "
+            "weights be; expected positive features. Use loss='output'"
+        )
+    if away := [observer.path for observer in observers if offloaded(observer.kernel)]:
+        faults.append(
+            f"the feature maps of {', '.join(away)} are offloaded to memory or disk, where a fit would not last; "
+            "expected them beside the model. Fit before dispatching the model"
+        )
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        faults.append("the model is sharded (FSDP2), so that no process has its weights; fit it before")
+    if processes() > 1:
+        faults.append(
+            f"there are {processes()} processes, each with its own share of the data, and the fit is not shared; "
+            "expected one. Fit in one process, save the adapter and load it in all"
+        )
+    return faults
+
+
+@contextlib.contextmanager
+def _observed(model: nn.Module, observers: list[Observer]) -> Iterator[None]:
+    """The observers in place of the kernels, and the model in eval mode."""
+    was_training = {module: module.training for module in model.modules()}
+    owners = [vars(observer.module)["snnk_owner"] for observer in observers]
+    model.eval()
+    try:
+        for observer in observers:
+            observer.module.snnk_owner = lambda observer=observer: observer  # type: ignore[assignment]
+        yield
+    finally:
+        for observer, owner in zip(observers, owners, strict=True):
+            observer.module.snnk_owner = owner
+            observer.clear()
+        for module, training in was_training.items():
+            module.training = training
+
+
+@torch.no_grad()
+def _errors(model: nn.Module, observers: list[Observer], batches: Batches, held_out: float) -> list[float]:
+    """Relative error of each layer's outputs on the held-out batches."""
+    for observer in observers:
+        observer.clear()
+        observer.fitting = False
+    for index, batch in enumerate(_read(batches)):
+        if _is_held_out(index, held_out):
+            model(**_inputs(model, batch))
+    return [observer.error() for observer in observers]
+
+
+def _descend(
+    model: nn.Module,
+    observers: list[Observer],
+    batches: Batches,
+    held_out: float,
+    steps: int,
+    learning_rate: float,
+    progress: bool,
+) -> None:
+    """Adam on the loss of all layers together; each has parameters of its own, so each gets what it would get alone."""
+    parameters = list(dict.fromkeys(p for observer in observers for p in _learned(observer.kernel)))
+    before = [parameter.grad for parameter in parameters]
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    for observer in observers:
+        observer.clear()
+        observer.fitting = True
+    epochs = (batch for _ in itertools.count() for batch in enumerate(_read(batches)))
+    feed = (batch for index, batch in epochs if not _is_held_out(index, held_out))
+    try:
+        for step, batch in enumerate(itertools.islice(tqdm(feed, "fit_attention", steps, disable=not progress), steps)):
+            with torch.no_grad():
+                model(**_inputs(model, batch))
+            loss = torch.stack([torch.stack(observer.losses).mean() for observer in observers]).sum()
+            if not loss.isfinite():
+                worst = [observer.path for observer in observers if not torch.stack(observer.losses).isfinite().all()]
+                raise NumericalError(
+                    f"the loss of {', '.join(worst)} is {loss.item()} at step {step} of {steps}; expected a finite "
+                    f"number. Use a learning_rate below {learning_rate}, or look for NaN in the inputs"
+                )
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * (1 - step / steps)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            for observer in observers:
+                observer.losses.clear()
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
