@@ -1,0 +1,42 @@
+"""Train low-rank networks by every initialisation, with and without Frobenius decay, one run after another.
+
+    python recipes/sweep_lowrank.py data.dir=path/to/cifar10 --seeds 0 1 2
+    python recipes/sweep_lowrank.py data.dir=path/to/cifar10 --seeds 0 1 2 data.max_train_samples=3000 train.epochs=6
+
+Rank scales .05 and .1; `baseline` draws the factors, the other starts come from a dense network that is drawn the same
+way. Runs of one seed see the same pictures in the same order. Where there is no Frobenius decay, the factors have weight
+decay; of SGD with momentum .9 and weight decay 1e-4, the decoupled strength 1e-3 is the counterpart.
+
+Each run goes to OUT/<task>/<method>/seed<k>. Finished runs (metrics.json) are skipped, interrupted ones resumed: start
+it again to continue. table_lowrank.py makes a page of them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from _lib import sweep
+
+INITS = ("baseline", "spectral", "function", "ws_nkp")
+SCALES = (0.05, 0.1)
+DECAYS = {"": 0.0, "_frobenius": 1e-3}
+METHODS = {
+    f"{init}_{scale:g}{name}": [
+        f"method.low_rank.init={init}",
+        f"method.low_rank.rank_scale={scale:g}",
+        f"method.low_rank.frobenius_decay={decay:g}",
+    ]
+    for scale in SCALES
+    for name, decay in DECAYS.items()
+    for init in INITS
+}
+METHODS["dense"] = ["method.low_rank=null"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped."""
+    return sweep.main(__doc__, "train_lowrank.py", "{task}_resnet20.yaml", "lowrank", ("cifar10",), METHODS, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
