@@ -15,10 +15,12 @@ from snnk_peft.config import SNNKConfig
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.family_check import FamilyReport, check_family
 from snnk_peft.feature_map import build_feature_map
+from snnk_peft.low_rank import LOW_RANK_INITS, Factors, factorize
 from snnk_peft.parts import PARTS, FeaturePart, Part, Patch, PatchContext
 from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
 from snnk_peft.parts.ffn import FFNPart
+from snnk_peft.parts.low_rank import LowRankPart
 from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.calibrate import calibrate
@@ -30,14 +32,17 @@ __version__ = "0.1.0"
 __all__ = [
     "COMPONENTS",
     "FAMILIES",
+    "LOW_RANK_INITS",
     "PARTS",
     "PROJECTIONS",
     "AdapterPart",
     "AttentionPart",
     "CalibrationReport",
     "FFNPart",
+    "Factors",
     "FamilyReport",
     "FeaturePart",
+    "LowRankPart",
     "ModelFamily",
     "Part",
     "Patch",
@@ -48,6 +53,7 @@ __all__ = [
     "bundle",
     "calibrate",
     "check_family",
+    "factorize",
     "fit_closed_form",
     "get_snnk_model",
     "register_family",

@@ -19,6 +19,7 @@ LAYERS: list[set[str]] = [
     {"registry", "digests"},
     {"model_card"},  # text from plain data
     {"functional"},
+    {"low_rank"},
     {"projections"},
     {"components"},
     {"feature_map"},

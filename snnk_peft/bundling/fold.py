@@ -212,6 +212,9 @@ def describe(module: nn.Module) -> str:
     """One short phrase, e.g. "Linear 384→1536" or "64 relu features"."""
     if isinstance(module, nn.Linear):
         return f"Linear {module.in_features}→{module.out_features}"
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
+        kernel = "×".join(map(str, module.kernel_size))
+        return f"{type(module).__name__} {module.in_channels}→{module.out_channels} ({kernel})"
     if isinstance(module, FeatureStage):
         return module.in_words()
     if isinstance(module, SNNKAdapter):

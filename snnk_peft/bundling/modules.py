@@ -6,6 +6,7 @@ plan, {module path: spec}, stored in the config; a spec says what stands at that
     keep                    the module that is there                       x -> original(x)
     identity                nothing (an activation that a feature map contains)
     linear                  one matrix, several of the original ones multiplied together
+    convolution             one kernel, of one or two dimensions; one of the two of a low-rank layer
     features                a FeatureStage                                 x -> Φ(x)
     adapter                 a residual block                               x -> x + Φ(x) Mᵀ
     sequence                one after the other
@@ -49,7 +50,7 @@ def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:
     """The spec from which `build_module` makes a module of this structure.
 
     Args:
-        module: made of the classes above, FeatureStage, nn.Linear, nn.Identity and nn.Sequential.
+        module: made of the classes above, FeatureStage, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Identity, nn.Sequential.
         kept: the original module at this place; where it occurs inside, the spec says "keep".
     """
     if module is kept:
@@ -66,6 +67,18 @@ def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:
         return {"kind": "sequence", "modules": [spec_of(part, kept) for part in module]}
     if isinstance(module, nn.Linear):
         return {"kind": "linear", "in": module.in_features, "out": module.out_features, "bias": module.bias is not None}
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)) and module.groups == 1:
+        return {
+            "kind": "convolution",
+            "in": module.in_channels,
+            "out": module.out_channels,
+            "kernel": list(module.kernel_size),
+            "stride": list(module.stride),
+            "padding": module.padding if isinstance(module.padding, str) else list(module.padding),
+            "dilation": list(module.dilation),
+            "padding_mode": module.padding_mode,
+            "bias": module.bias is not None,
+        }
     if isinstance(module, nn.Identity):
         return {"kind": "identity"}
     raise TypeError(f"a bundle cannot hold a {type(module).__name__}")
@@ -76,10 +89,20 @@ def _adapter(spec: Spec, present: nn.Module) -> nn.Module:
     return SNNKAdapter(stage, nn.Linear(stage.out_dim, stage.dim, bias=False))
 
 
+def _convolution(spec: Spec, present: nn.Module) -> nn.Module:
+    kind: Any = nn.Conv1d if len(spec["kernel"]) == 1 else nn.Conv2d
+    padding = spec["padding"] if isinstance(spec["padding"], str) else tuple(spec["padding"])
+    sizes = {"stride": tuple(spec["stride"]), "dilation": tuple(spec["dilation"]), "padding": padding}
+    return kind(
+        spec["in"], spec["out"], tuple(spec["kernel"]), **sizes, bias=spec["bias"], padding_mode=spec["padding_mode"]
+    )
+
+
 BUILDERS: dict[str, Callable[[Spec, nn.Module], nn.Module]] = {
     "keep": lambda spec, present: present,
     "identity": lambda spec, present: nn.Identity(),
     "linear": lambda spec, present: nn.Linear(spec["in"], spec["out"], bias=spec["bias"]),
+    "convolution": _convolution,
     "features": lambda spec, present: FeatureStage.from_spec(spec["stage"]),
     "adapter": _adapter,
     "sequence": lambda spec, present: nn.Sequential(*[build_module(part, present) for part in spec["modules"]]),

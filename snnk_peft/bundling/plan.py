@@ -34,6 +34,14 @@ def _is_number(value: Any) -> bool:
 
 
 SIZE = expects("an integer >= 1", lambda value: _is_whole(value, 1))
+SIZES = expects(
+    "a list of integers >= 1", lambda value: isinstance(value, list) and all(_is_whole(item, 1) for item in value)
+)
+PADDING = expects(
+    "'same', 'valid' or a list of integers >= 0",
+    lambda value: value in ("same", "valid") or (isinstance(value, list) and all(_is_whole(item, 0) for item in value)),
+)
+PADDING_MODE = expects("a padding mode of torch", lambda value: value in ("zeros", "reflect", "replicate", "circular"))
 YES_OR_NO = expects("true or false", lambda value: isinstance(value, bool))
 
 STAGE: dict[str, Check] = {
@@ -78,6 +86,16 @@ FIELDS: dict[str, dict[str, Check]] = {
     "keep": {},
     "identity": {},
     "linear": {"in": SIZE, "out": SIZE, "bias": YES_OR_NO},
+    "convolution": {
+        "in": SIZE,
+        "out": SIZE,
+        "kernel": SIZES,
+        "stride": SIZES,
+        "padding": PADDING,
+        "dilation": SIZES,
+        "padding_mode": PADDING_MODE,
+        "bias": YES_OR_NO,
+    },
     "features": {"stage": stage_faults},
     "adapter": {"stage": stage_faults},
     "sequence": {"modules": _sequence_faults},

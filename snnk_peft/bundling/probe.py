@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from snnk_peft.errors import UnsupportedError
 
 EXAMPLES, TOKENS = 4, 16
+ANY_SIZE = 64  # of pictures for models whose config names no size (ResNet): convolutions read any
 
 
 def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -27,7 +28,7 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         return {"input_features": mel.to(model.device, model.dtype)}
     if model.main_input_name == "pixel_values":
         config = getattr(config, "vision_config", config)
-        size = config.image_size
+        size = getattr(config, "image_size", ANY_SIZE)
         height, width = (size, size) if isinstance(size, int) else size
         pixels = torch.randn(EXAMPLES, config.num_channels, height, width, generator=generator, device="cpu")
         return {"pixel_values": pixels.to(model.device, model.dtype)}

@@ -139,9 +139,27 @@ class Fitter:
     reduces = False
     together: Sequence[str] = ()
 
+    def rows(self, x: torch.Tensor, mask: Any) -> torch.Tensor:
+        """What `fit` is given of one input.
+
+        Args:
+            x: the first argument of the place, (..., dim) unless the original reads something else.
+            mask: the model's attention mask, or None.
+
+        Returns:
+            (n, dim), here all vectors that are no padding.
+        """
+        return real_tokens(x, mask)
+
     def fit(self, data: Tokens) -> Fit:
         """Fit, in place, without gradients; `data` is read `reads` times."""
         raise TypeError(f"{type(self).__name__} does not define fit()")
+
+
+def real_tokens(x: torch.Tensor, mask: Any) -> torch.Tensor:
+    """(..., dim) -> (n, dim) without padding, where x has as many rows as the mask has entries."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows[mask.bool().flatten()] if isinstance(mask, torch.Tensor) and mask.numel() == len(rows) else rows
 
 
 class Slot(nn.Module):

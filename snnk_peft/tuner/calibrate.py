@@ -141,8 +141,7 @@ def calibrate(
         with tqdm(total=passes * total, desc="calibrate", unit="batch", disable=not progress or process() > 0) as bar:
             reports = []
             for name, runs in order.items():
-                together = fitters[name].together
-                data = _Pass(model, slots[name], together, runs, batches, held_out, bar)
+                data = _Pass(model, slots[name], fitters[name], runs, batches, held_out, bar)
                 reports.append(_fit_slot(name, fitters[name], data))
                 same_everywhere(slots[name].snnk_slots)
     finally:
@@ -233,7 +232,7 @@ def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: 
 
 
 def _slot_inputs(
-    model: nn.Module, layer: SlotLayer, together: Sequence[str], runs: int, batches: Batches, bar: Any
+    model: nn.Module, layer: SlotLayer, fitter: Fitter, runs: int, batches: Batches, bar: Any
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(batch index, real-token inputs (n, dim)) of a slot, from the stack as it is now; stops each pass there.
 
@@ -251,10 +250,10 @@ def _slot_inputs(
     try:
         for index, batch in enumerate(_read(batches)):
             inputs = _inputs(model, batch)
-            with torch.no_grad(), _as_it_was(model, layer, together, runs), contextlib.suppress(_Reached):
+            with torch.no_grad(), _as_it_was(model, layer, fitter.together, runs), contextlib.suppress(_Reached):
                 model(**inputs)
             mask = inputs.get("attention_mask")
-            yield index, torch.cat([_real_tokens(x, mask) for x in caught])
+            yield index, torch.cat([fitter.rows(x, mask) for x in caught])
             caught.clear()
             bar.update()
     finally:
@@ -277,12 +276,6 @@ def _as_it_was(model: nn.Module, layer: SlotLayer, together: Sequence[str], runs
             place._disable_adapters = False
 
 
-def _real_tokens(x: torch.Tensor, mask: Any) -> torch.Tensor:
-    """(..., dim) -> (n, dim) without padding, where x has as many rows as the mask has entries."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows[mask.bool().flatten()] if isinstance(mask, torch.Tensor) and mask.numel() == len(rows) else rows
-
-
 class _Pass:
     """One streaming pass per iteration: (is it held out?, inputs of the slot)."""
 
@@ -290,13 +283,13 @@ class _Pass:
         self,
         model: nn.Module,
         layer: SlotLayer,
-        together: Sequence[str],
+        fitter: Fitter,
         runs: int,
         batches: Batches,
         held_out: float,
         bar: Any,
     ):
-        self.inputs = (model, layer, together, runs, batches, bar)
+        self.inputs = (model, layer, fitter, runs, batches, bar)
         self.held_out = held_out
 
     def __iter__(self) -> Iterator[tuple[bool, torch.Tensor]]:

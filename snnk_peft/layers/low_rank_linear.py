@@ -1,0 +1,211 @@
+"""What low-rank layers have in common, and the linear one: x -> U (Vᵀ x) + b. See low_rank.py."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.functional.random_numbers import normal_numbers
+
+
+class LowRank(nn.Module):
+    """What the layers have in common: the factors.
+
+    Attributes:
+        U: (rows, rank).
+        V: (columns, rank).
+        bias: (out,) or None.
+    """
+
+    U: nn.Parameter
+    V: nn.Parameter
+    bias: nn.Parameter | None
+
+    def _make(self, rows: int, columns: int, rank: int, out: int, bias: bool, seed: int | None) -> None:
+        if not 1 <= rank <= min(rows, columns):
+            raise ConfigError(
+                f"rank is {rank}; expected an integer from 1 to {min(rows, columns)}, the full rank of a "
+                f"{rows} × {columns} matrix"
+            )
+        self.U = nn.Parameter(torch.empty(rows, rank))
+        self.V = nn.Parameter(torch.empty(columns, rank))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
+        if seed is not None and not self.U.is_meta:
+            self.draw(seed)
+
+    @torch.no_grad()
+    def draw(self, seed: int = 0) -> None:
+        """Independent normal factors; entries of U Vᵀ have variance 1/columns, the bias is zero."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        self.U.copy_(normal_numbers(*self.U.shape, generator=generator) * self.rank**-0.5)
+        self.V.copy_(normal_numbers(*self.V.shape, generator=generator) * len(self.V) ** -0.5)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    @torch.no_grad()
+    def set_factors(self, U: Tensor, V: Tensor, bias: Tensor | None = None) -> None:
+        """Copy factors, and a bias where the layer has one and one is given, of any dtype and device."""
+        self.U.copy_(U)
+        self.V.copy_(V)
+        if bias is not None and self.bias is not None:
+            self.bias.copy_(bias)
+
+    @property
+    def rank(self) -> int:
+        """Columns of U and V."""
+        return self.U.shape[1]
+
+    def weight_matrix(self) -> Tensor:
+        """U Vᵀ, (rows, columns)."""
+        return self.U @ self.V.T
+
+    def kernel_from(self, matrix: Tensor) -> Tensor:
+        """The dense weight that a matrix (rows, columns) stands for; the other way round than `matrix_of`."""
+        return matrix
+
+    def macs(self) -> tuple[int, int]:
+        """Multiply-adds per output vector (pixel): of the two factors, and of the dense layer."""
+        raise TypeError(f"{type(self).__name__} does not define macs()")
+
+    def factored(self) -> nn.Module:
+        """Two plain layers, one after the other."""
+        raise TypeError(f"{type(self).__name__} does not define factored()")
+
+    def dense(self) -> nn.Module:
+        """One plain layer, the factors multiplied."""
+        raise TypeError(f"{type(self).__name__} does not define dense()")
+
+    def fold(self) -> nn.Module:
+        """The cheaper of the two, by multiply-adds."""
+        factored, dense = self.macs()
+        return self.factored() if factored < dense else self.dense()
+
+    def _filled(self, dense: Any, init: str, activation: Any, inputs: Tensor | None, seed: int) -> Any:
+        """This layer with the factors of `dense`, on its device and in its dtype; empty where it has no numbers."""
+        if self.U.is_meta:
+            return self
+        with at_hand(dense):
+            weight = dense.weight.detach()
+            if weight.is_meta:
+                return self.to("meta")
+            bias = None if dense.bias is None else dense.bias.detach()
+            U, V, fitted = start(self.matrix_of(weight), self.rank, init, activation, bias, inputs, seed)
+            self.to(weight.device, weight.dtype)
+            self.set_factors(U, V, fitted)
+            return self
+
+    def matrix_of(self, weight: Tensor) -> Tensor:
+        """A dense weight of this layer as the matrix that is factorised."""
+        return weight
+
+
+class LowRankLinear(LowRank):
+    """x -> U (Vᵀ x) + b: (..., in_features) -> (..., out_features), in the dtype of x.
+
+    Args:
+        in_features: columns of the dense weight.
+        out_features: its rows.
+        rank: 1 to min(in_features, out_features).
+        bias: whether there is b.
+        seed: of the random start, in which entries of U Vᵀ have variance 1/in_features; None leaves memory as it is.
+
+    Attributes:
+        U: (out_features, rank).
+        V: (in_features, rank).
+
+    Raises:
+        ConfigError: rank beyond full rank.
+
+    Example:
+        >>> dense = torch.nn.Linear(6, 4)
+        >>> thin = LowRankLinear.from_dense(dense, rank=4)
+        >>> bool(torch.allclose(thin.weight_matrix(), dense.weight, atol=1e-6))
+        True
+    """
+
+    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True, *, seed: int | None = 0):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self._make(out_features, in_features, rank, out_features, bias, seed)
+
+    @classmethod
+    def from_dense(
+        cls,
+        linear: nn.Linear,
+        rank: int,
+        init: str = "spectral",
+        *,
+        activation: Any = "identity",
+        inputs: Tensor | None = None,
+        seed: int = 0,
+    ) -> LowRankLinear:
+        """The low-rank layer that starts from a dense one, on its device and in its dtype.
+
+        Args:
+            linear: weight (out, in).
+            rank: of the new layer.
+            init: how U and V start, a name of `LOW_RANK_INITS`.
+            activation: what follows the layer, for the starts that ask.
+            inputs: (n, in) real inputs, for init="data".
+            seed: of random starts.
+
+        Raises:
+            ConfigError: rank beyond full rank, unknown init.
+        """
+        layer = cls(linear.in_features, linear.out_features, rank, linear.bias is not None, seed=None)
+        return cast(LowRankLinear, layer._filled(linear, init, activation, inputs, seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        hidden = nn.functional.linear(x.to(self.U.dtype), self.V.T)
+        return nn.functional.linear(hidden, self.U, self.bias).to(x.dtype)
+
+    def macs(self) -> tuple[int, int]:
+        """See `LowRank.macs`."""
+        return self.U.numel() + self.V.numel(), self.in_features * self.out_features
+
+    @torch.no_grad()
+    def factored(self) -> nn.Sequential:
+        """Linear in → rank without bias, Linear rank → out."""
+        return nn.Sequential(
+            with_tensors(nn.Linear(self.in_features, self.rank, False, "meta"), self.V.T, None),
+            with_tensors(nn.Linear(self.rank, self.out_features, self.bias is not None, "meta"), self.U, self.bias),
+        )
+
+    @torch.no_grad()
+    def dense(self) -> nn.Linear:
+        """One Linear in → out."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
+        return with_tensors(linear, product(self.U, self.V), self.bias)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"{self.in_features} → {self.rank} → {self.out_features}, bias={self.bias is not None}"
+
+
+def start(
+    matrix: Tensor, rank: int, init: str, activation: Any, bias: Tensor | None, inputs: Tensor | None, seed: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """U (rows, rank), V (columns, rank) and the bias to use, from a matrix (rows, columns)."""
+    if init != "spectral":
+        raise ConfigError(f"init is {init!r}; expected 'spectral'")
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    root = values[:rank].sqrt()
+    return left[:, :rank] * root, right[:rank].T * root, bias
+
+
+def product(U: Tensor, V: Tensor) -> Tensor:
+    """U Vᵀ in fp64, rounded once."""
+    return (U.double() @ V.double().T).to(U.dtype)
+
+
+def with_tensors(module: Any, weight: Tensor, bias: Tensor | None) -> Any:
+    """A plain layer with copies of these tensors."""
+    module.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+    if bias is not None:
+        module.bias = nn.Parameter(bias.detach().clone())
+    return module
