@@ -117,7 +117,7 @@ def digits(file: Path, models: Path, out: Path) -> list[str]:
 TINY = {
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
     "mobilenet_v2": {"depth_multiplier": 0.1, "image_size": 32},
-    "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 16, "image_size": 32},
+    "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128, "image_size": 32},
     "vit": {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2},
 }
 
