@@ -1,12 +1,13 @@
 """Train low-rank networks by every initialisation, with and without Frobenius decay, one run after another.
 
     python recipes/sweep_lowrank.py data.dir=path/to/cifar10 --seeds 0 1 2
-    python recipes/sweep_lowrank.py data.dir=path/to/cifar10 data.max_train_samples=3000 train.epochs=6 --seeds 0 1 2
+    python recipes/sweep_lowrank.py data.dir=path/to/cifar10 train.epochs=4 train.batch_size=50 \\
+        data.max_train_samples=2000 data.max_eval_samples=2000 --seeds 0 1 2                (an hour or less on a core)
 
 Rank scales .05 and .1; `baseline` draws the factors, the other starts come from a dense network of random weights. Runs
 of one seed start from the same dense network and see the same pictures in the same order. Without Frobenius decay the
-factors have weight decay: 1e-4 in SGD with momentum .9 shrinks as fast as a decoupled 1e-3, which is the strength of
-the Frobenius decay here.
+factors have weight decay: 1e-4 in SGD with momentum .9 shrinks a singular value of 1 as fast as a decoupled 1e-3, which
+is the strength of the Frobenius decay here.
 
 Each run goes to OUT/<task>/<method>/seed<k>. Finished runs (metrics.json) are skipped, interrupted ones resumed: start
 it again to continue. table_lowrank.py makes a page of them.

@@ -86,16 +86,19 @@ def score_panels(
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(4 * len(panels) + 2, 4), sharey=True, squeeze=False, layout="constrained"
     )
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    drawn: dict[str, Any] = {}  # one entry of the legend per name, whatever the panel
     for panel, (name, lines) in zip(axes[0], panels.items(), strict=True):
         for label, points in lines.items():
             x, means, errors = zip(*sorted(points), strict=True)
-            panel.errorbar(x, means, yerr=errors, marker="o", capsize=3, label=label)
+            colour = f"C{labels.index(label)}"
+            drawn[label] = panel.errorbar(x, means, yerr=errors, marker="o", capsize=3, color=colour)
         if level is not None:
-            panel.axhline(level[0], color="tab:gray", linestyle="--", label="dense")
+            drawn["dense"] = panel.axhline(level[0], color="tab:gray", linestyle="--")
             panel.axhspan(level[0] - level[1], level[0] + level[1], color="tab:gray", alpha=0.2)
         panel.set(xlabel=xlabel, title=name)
     axes[0, 0].set_ylabel(ylabel)
-    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.suptitle(title)
     _store(figure, file)
 
