@@ -111,6 +111,7 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "sklearn", "accelerate")
     [
         *("finetune", "train_lra", "tiny_llama", "closed_form", "evaluate"),
         *("bundle", "sweep_glue", "sweep_lra", "write_listops", "table_glue", "table_lra", "table_results"),
+        *("train_lowrank", "sweep_lowrank", "table_lowrank", "convert_efficientnet_lite"),
     ],
 )
 def test_help_answers_before_the_large_libraries_are_loaded(name: str) -> None:

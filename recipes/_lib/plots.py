@@ -83,6 +83,44 @@ def score_points(points: Mapping[str, tuple[int, float, float]], file: Path, tit
     _store(figure, file)
 
 
+def score_panels(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float]]]],
+    file: Path,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    level: tuple[float, float] | None = None,
+) -> None:
+    """Side by side, one line per name: points (x, mean, standard error).
+
+    Args:
+        panels: title of a panel -> name -> points.
+        file: PNG.
+        title: of the figure.
+        xlabel: of all panels.
+        ylabel: of the first.
+        level: mean and standard error of what does not depend on x, drawn as "dense"; None for nothing.
+    """
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(4 * len(panels) + 2, 4), sharey=True, squeeze=False, layout="constrained"
+    )
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    drawn: dict[str, Any] = {}  # one entry of the legend per name, whatever the panel
+    for panel, (name, lines) in zip(axes[0], panels.items(), strict=True):
+        for label, points in lines.items():
+            x, means, errors = zip(*sorted(points), strict=True)
+            colour = f"C{labels.index(label)}"
+            drawn[label] = panel.errorbar(x, means, yerr=errors, marker="o", capsize=3, color=colour)
+        if level is not None:
+            drawn["dense"] = panel.axhline(level[0], color="tab:gray", linestyle="--")
+            panel.axhspan(level[0] - level[1], level[0] + level[1], color="tab:gray", alpha=0.2)
+        panel.set(xlabel=xlabel, title=name)
+    axes[0, 0].set_ylabel(ylabel)
+    axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.suptitle(title)
+    _store(figure, file)
+
+
 def _marker(points: Sequence[Any]) -> str | None:
     """Few points are marked: a line through a single one, all that a short run has, cannot be seen."""
     return "o" if len(points) < 30 else None
