@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from snnk_peft.parts.adapter import AdapterPart
     from snnk_peft.parts.attention import AttentionPart
     from snnk_peft.parts.ffn import FFNPart
+    from snnk_peft.parts.low_rank import LowRankPart
     from snnk_peft.parts.pooler import PoolerPart
 
 WEIGHTS = "adapter_model.safetensors"
-SHORTCUTS = ("adapter", "pooler", "ffn", "attention")  # parts that have a field of their own
+SHORTCUTS = ("adapter", "pooler", "ffn", "attention", "low_rank")  # parts that have a field of their own
 # Entries of adapter_config.json that do not decide what the adapter computes.
 FREE = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
 
@@ -48,6 +49,7 @@ class SNNKConfig(PeftConfig):
         pooler: replacement of the pooler, or None.
         ffn: replacement of feed-forward blocks, or None.
         attention: linear attention, or None.
+        low_rank: Linears and convolutions as products of thin ones, or None.
         parts: further parts, any number of every kind, for instance of one kind on other layers with other sizes; parts
             without a field above stand here. In files, dicts with the name of the part as "part".
         seed: decides every random draw, together with the name of each place.
@@ -75,6 +77,7 @@ class SNNKConfig(PeftConfig):
     pooler: PoolerPart | None = None
     ffn: FFNPart | None = None
     attention: AttentionPart | None = None
+    low_rank: LowRankPart | None = None
     parts: list[Part] = field(default_factory=list)
     seed: int = 0
     save_projection: bool = True
