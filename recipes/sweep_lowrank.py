@@ -3,9 +3,10 @@
     python recipes/sweep_lowrank.py data.dir=path/to/cifar10 --seeds 0 1 2
     python recipes/sweep_lowrank.py data.dir=path/to/cifar10 --seeds 0 1 2 data.max_train_samples=3000 train.epochs=6
 
-Rank scales .05 and .1; `baseline` draws the factors, the other starts come from a dense network that is drawn the same
-way. Runs of one seed see the same pictures in the same order. Where there is no Frobenius decay, the factors have weight
-decay; of SGD with momentum .9 and weight decay 1e-4, the decoupled strength 1e-3 is the counterpart.
+Rank scales .05 and .1; `baseline` draws the factors, the other starts come from a dense network of random weights. Runs
+of one seed start from the same dense network and see the same pictures in the same order. Without Frobenius decay the
+factors have weight decay: 1e-4 in SGD with momentum .9 shrinks as fast as a decoupled 1e-3, which is the strength of
+the Frobenius decay here.
 
 Each run goes to OUT/<task>/<method>/seed<k>. Finished runs (metrics.json) are skipped, interrupted ones resumed: start
 it again to continue. table_lowrank.py makes a page of them.

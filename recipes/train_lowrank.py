@@ -2,7 +2,7 @@
 
     python recipes/train_lowrank.py recipes/configs/lowrank/cifar10_resnet20.yaml data.dir=path/to/cifar10
     python recipes/train_lowrank.py recipes/configs/lowrank/cifar10_resnet20.yaml data.dir=path/to/cifar10 \\
-        method.low_rank.init=spectral method.low_rank.rank_scale=0.05 method.low_rank.frobenius_decay=1e-3
+        method.low_rank.init=spectral method.low_rank.rank_scale=0.05 method.low_rank.frobenius_decay=0.001
     python recipes/train_lowrank.py recipes/configs/lowrank/cifar10_resnet20.yaml data.dir=path/to/cifar10 \\
         method.low_rank=null                                                        (the dense network)
 

@@ -106,17 +106,5 @@ def load_cifar_resnet(file: str | Path, depth: int = 20) -> CifarResNet:
         ) from error
     bias = tensors.get("linear.bias")
     model = CifarResNet(depth, 10 if bias is None else len(bias))
-    # Counters of batches seen, which no published file has; nothing depends on them.
-    wanted = {name: value for name, value in model.state_dict().items() if not name.endswith("num_batches_tracked")}
-    faults = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
-    faults += [f"{name} is unknown" for name in tensors.keys() - model.state_dict().keys()]
-    faults += [
-        f"{name} is {tuple(tensors[name].shape)}, expected {tuple(value.shape)}"
-        for name, value in wanted.items()
-        if name in tensors and tensors[name].shape != value.shape
-    ]
-    if faults:
-        shown = "; ".join(sorted(faults)[:4])
-        raise ConfigError(f"{file} is not of a CIFAR ResNet-{depth}: {shown} ({len(faults)} in all); check the depth")
-    model.load_state_dict(tensors, strict=False)
+    fill(model, tensors, f"{file} (of a ResNet-{depth})")
     return model

@@ -83,7 +83,7 @@ def make_optimizer(model: nn.Module, train: Any, frobenius_decay: float) -> torc
         train: the settings (`LowRankTrain`).
         frobenius_decay: its strength; 0 for none.
     """
-    from snnk_peft.low_rank import FrobeniusDecay, decay_groups
+    from snnk_peft.low_rank.frobenius_decay import FrobeniusDecay, decay_groups
 
     groups = decay_groups(model, train.weight_decay, factor_decay=0.0 if frobenius_decay else None)
     optimizer: torch.optim.Optimizer

@@ -103,12 +103,17 @@ class LowRankConv(LowRank):
         Raises:
             ConfigError: several groups, rank beyond full rank, unknown split or init.
         """
+        return cls.like(conv, rank, split=split).fill(conv, init, activation, inputs, seed)
+
+    @classmethod
+    def like(cls, conv: Any, rank: int, *, split: str = "spatial") -> Any:
+        """A layer of the same sizes, whose factors are not filled in yet."""
         if conv.groups != 1:
             raise ConfigError(
                 f"the convolution has {conv.groups} groups of {conv.in_channels // conv.groups} channels; expected one "
                 "group, whose kernel is one matrix. Leave it dense: what groups save is what low rank would save"
             )
-        layer = cls(
+        return cls(
             conv.in_channels,
             conv.out_channels,
             conv.kernel_size,
@@ -121,7 +126,6 @@ class LowRankConv(LowRank):
             padding_mode=conv.padding_mode,
             seed=None,
         )
-        return layer._filled(conv, init, activation, inputs, seed)
 
     def matrix_of(self, weight: Tensor) -> Tensor:
         """A kernel (out, in, *sizes) as the matrix that is factorised, (rows, columns)."""

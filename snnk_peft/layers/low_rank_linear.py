@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.random_numbers import normal_numbers
+from snnk_peft.low_rank import factorize
+
+LINEAR_INITS = ("spectral", "baseline")  # those that do not ask what follows the layer
 
 
 class LowRank(nn.Module):
@@ -84,7 +87,7 @@ class LowRank(nn.Module):
         factored, dense = self.macs()
         return self.factored() if factored < dense else self.dense()
 
-    def _filled(self, dense: Any, init: str, activation: Any, inputs: Tensor | None, seed: int) -> Any:
+    def fill(self, dense: Any, init: str, activation: Any, inputs: Tensor | None, seed: int) -> Any:
         """This layer with the factors of `dense`, on its device and in its dtype; empty where it has no numbers."""
         if self.U.is_meta:
             return self
@@ -92,10 +95,19 @@ class LowRank(nn.Module):
             weight = dense.weight.detach()
             if weight.is_meta:
                 return self.to("meta")
-            bias = None if dense.bias is None else dense.bias.detach()
-            U, V, fitted = start(self.matrix_of(weight), self.rank, init, activation, bias, inputs, seed)
             self.to(weight.device, weight.dtype)
-            self.set_factors(U, V, fitted)
+            bias = None if dense.bias is None else dense.bias.detach()
+            matrix = self.matrix_of(weight)
+            asked = "identity" if init in LINEAR_INITS else activation
+            if len(matrix) != len(weight) and asked != "identity":
+                raise ConfigError(
+                    f"init is {init!r} for the activation {activation!r}, which acts on whole outputs, and rows of a "
+                    f"kernel split as {matrix.shape[0]} × {matrix.shape[1]} are parts of them; expected "
+                    f"split='channel', or init {' or '.join(map(repr, LINEAR_INITS))}"
+                )
+            behind = None if asked == "identity" else bias  # the best bias of a linear layer is its own
+            found = factorize(matrix, self.rank, init, activation=asked, bias=behind, inputs=inputs, seed=seed)
+            self.set_factors(found.U, found.V, bias if found.bias is None else found.bias)
             return self
 
     def matrix_of(self, weight: Tensor) -> Tensor:
@@ -156,8 +168,12 @@ class LowRankLinear(LowRank):
         Raises:
             ConfigError: rank beyond full rank, unknown init.
         """
-        layer = cls(linear.in_features, linear.out_features, rank, linear.bias is not None, seed=None)
-        return cast(LowRankLinear, layer._filled(linear, init, activation, inputs, seed))
+        return cast(LowRankLinear, cls.like(linear, rank).fill(linear, init, activation, inputs, seed))
+
+    @classmethod
+    def like(cls, linear: nn.Linear, rank: int) -> LowRankLinear:
+        """A layer of the same sizes, whose factors are not filled in yet."""
+        return cls(linear.in_features, linear.out_features, rank, linear.bias is not None, seed=None)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
@@ -185,17 +201,6 @@ class LowRankLinear(LowRank):
     def extra_repr(self) -> str:
         """Sizes."""
         return f"{self.in_features} → {self.rank} → {self.out_features}, bias={self.bias is not None}"
-
-
-def start(
-    matrix: Tensor, rank: int, init: str, activation: Any, bias: Tensor | None, inputs: Tensor | None, seed: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """U (rows, rank), V (columns, rank) and the bias to use, from a matrix (rows, columns)."""
-    if init != "spectral":
-        raise ConfigError(f"init is {init!r}; expected 'spectral'")
-    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-    root = values[:rank].sqrt()
-    return left[:, :rank] * root, right[:rank].T * root, bias
 
 
 def product(U: Tensor, V: Tensor) -> Tensor:

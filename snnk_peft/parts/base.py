@@ -135,12 +135,14 @@ class PatchContext:
         seed: seed of all draws.
         save_projection: whether matrices W are saved.
         where: what the part that is planned is called in messages.
+        filled: whether a file brings all values, so that no start need be computed.
     """
 
     model: nn.Module
     seed: int
     save_projection: bool
     where: str = "part"
+    filled: bool = False
 
     @property
     def family(self) -> ModelFamily:

@@ -22,7 +22,8 @@ from snnk_peft.families.base import as_linear, plain_modules
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.layers.low_rank import SPLITS, low_rank_class
 from snnk_peft.layers.slots import Slot
-from snnk_peft.options import documented, option
+from snnk_peft.low_rank import LOW_RANK_INITS
+from snnk_peft.options import closest, documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
 from snnk_peft.parts.base_low_rank import LowRankSlot
@@ -65,7 +66,9 @@ class LowRankPart(Part):
     energy: float | None = option(
         None, "the least rank that keeps this fraction of the squared singular values.", above=0, high=1
     )
-    init: str = option("spectral", "how U and V start from the dense weights, a name of `LOW_RANK_INITS`.")
+    init: str = option(
+        "spectral", "how U and V start from the dense weights, a name of `LOW_RANK_INITS`.", checked=False
+    )
     split: str = option(
         "spatial",
         'how kernels are matrices: "spatial" (k × 1, then 1 × k) or "channel" (k × k to rank channels, then 1 × 1).',
@@ -93,6 +96,16 @@ class LowRankPart(Part):
             found.append(f"{part} has {both}; expected one of them")
         if self.targets in ([], ()):
             found.append(f"{part}.targets is empty; expected a role ({', '.join(ROLES)}) or patterns of paths")
+        if self.init == "data":
+            found.append(
+                f"{part}.init is 'data', and a part starts before it has seen any; choose another start "
+                "('spectral') and call calibrate(model, batches), which fits the factors to real inputs"
+            )
+        elif self.init not in LOW_RANK_INITS:
+            names = [name for name in LOW_RANK_INITS if name != "data"]
+            close = closest(self.init, names)
+            hint = f". Did you mean {close!r}?" if close else ""
+            found.append(f"{part}.init is {self.init!r}; expected {', '.join(map(repr, names))}{hint}")
         role = isinstance(self.targets, str) and self.targets in ROLES
         if self.layers != "all" and (not role or self.targets == "pooler"):
             found.append(
@@ -115,7 +128,7 @@ class LowRankPart(Part):
             if fault is not None:
                 faults.append(f"{context.where}: {path!r}, which targets={self.targets!r} matches, {fault}")
                 continue
-            build = partial(_build, self, dense, ranks[path], activation, context.seed)
+            build = partial(_build, self, dense, ranks[path], activation, context)
             patches.append(Patch(path, build, replaces=True))
         if faults:
             raise ConfigError(faults)
@@ -185,8 +198,8 @@ class LowRankPart(Part):
 
     def _rank(self, path: str, dense: nn.Module) -> tuple[int, str | None]:
         """The rank for a module, and what is wrong with it."""
-        weight, cls = cast(torch.Tensor, dense.weight), low_rank_class(dense)
-        thin = _thin(cls, dense, 1, self.split, "meta")
+        with torch.device("meta"):
+            thin = _like(dense, 1, self.split)
         rows, columns = len(thin.U), len(thin.V)
         full = min(rows, columns)
         if self.rank is not None:
@@ -196,7 +209,7 @@ class LowRankPart(Part):
             return max(1, round((self.rank_scale or DEFAULT_SCALE) * full)), None
         if self.ranks is not None and path in self.ranks:
             return self.ranks[path], None
-        if weight.is_meta:
+        if cast(torch.Tensor, dense.weight).is_meta:
             return 1, "has no weights yet (meta device), of which energy takes a fraction; use rank or rank_scale"
         with at_hand(dense), torch.no_grad():
             values = torch.linalg.svdvals(thin.matrix_of(cast(torch.Tensor, dense.weight).detach().float())).double()
@@ -239,16 +252,14 @@ def _unfit(module: nn.Module, parent: nn.Module | None, uses: Counter[int]) -> s
     return None
 
 
-def _thin(cls: Any, dense: nn.Module, rank: int, split: str, device: str) -> Any:
-    """An empty layer for the sizes of `dense`."""
-    with torch.device(device):
-        if isinstance(dense, nn.Linear):
-            return cls(dense.in_features, dense.out_features, rank, seed=None)
-        return cls(dense.in_channels, dense.out_channels, dense.kernel_size, rank, split=split, seed=None)
-
-
-def _build(part: LowRankPart, dense: nn.Module, rank: int, activation: Any, seed: int) -> Slot:
+def _like(dense: nn.Module, rank: int, split: str) -> Any:
+    """An empty layer of the sizes of `dense`."""
     cls: Any = low_rank_class(dense)
-    split = {} if isinstance(dense, nn.Linear) else {"split": part.split}
-    layer = cls.from_dense(dense, rank, part.init, activation=activation, seed=seed, **split)
+    return cls.like(dense, rank) if isinstance(dense, nn.Linear) else cls.like(dense, rank, split=split)
+
+
+def _build(part: LowRankPart, dense: nn.Module, rank: int, activation: Any, context: PatchContext) -> Slot:
+    layer = _like(dense, rank, part.split)
+    if not context.filled:
+        layer.fill(dense, part.init, activation, None, context.seed)
     return LowRankSlot(layer, part.frobenius_decay)

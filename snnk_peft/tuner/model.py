@@ -78,8 +78,13 @@ def refuse_prepared(model: nn.Module) -> None:
         )
 
 
-def plan_patches(model: nn.Module, config: SNNKConfig) -> list[Patch]:
+def plan_patches(model: nn.Module, config: SNNKConfig, filled: bool = False) -> list[Patch]:
     """All patches of all parts. Nothing is changed.
+
+    Args:
+        model: a plain one, or one with other adapters in it.
+        config: the parts.
+        filled: see `PatchContext`.
 
     Raises:
         ConfigError, UnsupportedError: every fault of every part in one error.
@@ -92,7 +97,7 @@ def plan_patches(model: nn.Module, config: SNNKConfig) -> list[Patch]:
         try:
             if hasattr(model, "config"):
                 part.check_model(model)  # says more about an architecture than that it is unknown
-            planned = part.plan(PatchContext(model, config.seed, config.save_projection, where=name))
+            planned = part.plan(PatchContext(model, config.seed, config.save_projection, where=name, filled=filled))
         except ConfigError as error:
             faults += error.faults
         except UnsupportedError as error:
@@ -171,6 +176,7 @@ class SNNKModel(BaseTuner):
         if incoming is not None:
             with torch.device("meta"):
                 check_size(build_slots(plan_patches(model, plain_start(peft_config))), incoming)
+            patches = plan_patches(model, peft_config, filled=True)
         with self._making():
             slots = build_slots(patches)
         for name in copied:

@@ -1,0 +1,260 @@
+"""Frobenius decay: ½λ‖UVᵀ‖²_F of low-rank layers, as a hook on any optimizer.
+
+Weight decay of the factors shrinks U and V; this shrinks the matrix that the layer multiplies with (section 5 of
+"Efficiently learning low-rank networks", after Khodak et al. 2021). It is decoupled from the loss, as in AdamW: right
+before an optimizer step
+
+    U ← U − ηλ·U(VᵀV),    V ← V − ηλ·V(UᵀU),    η the learning rate of the parameter group,
+
+both from the values before. So under plain SGD it is the gradient of loss + ½λ‖UVᵀ‖²_F exactly, adaptive optimizers do
+not rescale it, and it acts once per optimizer step: whatever number of batches was accumulated, not at all in a step
+that a GradScaler skips, and with the same bits in every DDP process. UVᵀ itself is never formed.
+
+An update overshoots once ηλ·‖V‖²₂ (or ‖U‖²₂) passes 2, and diverges soon after: choose λ below 2/(η·‖UVᵀ‖₂), for
+balanced factors. The paper gives up tuning λ for EfficientNet because training diverged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.precision import full_precision, wide
+
+
+class FactorPair(NamedTuple):
+    """The factors of one layer, W = UVᵀ.
+
+    Attributes:
+        path: of the module that holds them, for messages.
+        U: (out, rank).
+        V: (in, rank).
+        strength: the λ that the module asks for (its attribute `frobenius_decay`), or None.
+    """
+
+    path: str
+    U: torch.Tensor
+    V: torch.Tensor
+    strength: float | None
+
+
+def find_factors(model: nn.Module) -> list[FactorPair]:
+    """Every module that has matrices U (out, rank) and V (in, rank) as parameters of its own; shared ones once.
+
+    Args:
+        model: any module; low-rank layers, slots of a patched model, or a user's own layers in it.
+    """
+    found: dict[tuple[int, int], FactorPair] = {}
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        U, V = own.get("U"), own.get("V")
+        if U is not None and V is not None and U.ndim == V.ndim == 2 and U.shape[1] == V.shape[1]:
+            pair = FactorPair(path, U, V, getattr(module, "frobenius_decay", None))
+            found.setdefault((id(U), id(V)), pair)
+    return list(found.values())
+
+
+def frobenius_penalty(U: torch.Tensor, V: torch.Tensor) -> torch.Tensor:
+    """½‖UVᵀ‖²_F = ½ Σ (UᵀU)∘(VᵀV), a scalar in at least fp32; differentiable, O((out + in)·rank²).
+
+    Args:
+        U: (out, rank).
+        V: (in, rank).
+    """
+    with full_precision(U):
+        U, V = wide(U), wide(V)
+        return ((U.mT @ U) * (V.mT @ V)).sum() / 2
+
+
+def frobenius_gradients(U: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(U(VᵀV), V(UᵀU)), the gradients of `frobenius_penalty`; (out, rank) and (in, rank), in at least fp32.
+
+    Args:
+        U: (out, rank).
+        V: (in, rank).
+    """
+    with full_precision(U):
+        U, V = wide(U), wide(V)
+        return U @ (V.mT @ V), V @ (U.mT @ U)
+
+
+class FrobeniusDecay:
+    """Decoupled Frobenius decay of the low-rank layers of a model.
+
+    Give the factors no weight decay of the optimizer beside it (`decay_groups` makes such parameter groups).
+
+    Args:
+        factors: a model, whose modules with parameters U (out, rank) and V (in, rank) are found (also inside DDP or a
+            PeftModel), or pairs (U, V).
+        strength: λ >= 0. None: what each module says in its attribute `frobenius_decay`; modules without are left out.
+
+    Attributes:
+        pairs: the factors that decay, each with its λ.
+
+    Raises:
+        ConfigError: no low-rank module, none that says its strength, a strength that is no number >= 0, or pairs that
+            do not fit together; all faults at once.
+
+    Example:
+        >>> import torch
+        >>> U, V = (torch.nn.Parameter(torch.ones(3, 1)) for _ in range(2))
+        >>> optimizer = torch.optim.SGD([U, V], lr=0.1)
+        >>> decay = FrobeniusDecay([(U, V)], strength=0.5).attach(optimizer)
+        >>> (U + V).sum().backward(); optimizer.step()
+        >>> U.detach().flatten()  # 1 - 0.1 * 0.5 * 1 * 3, and then the step of 0.1
+        tensor([0.7500, 0.7500, 0.7500])
+    """
+
+    def __init__(self, factors: nn.Module | Iterable[tuple[torch.Tensor, torch.Tensor]], strength: float | None = None):
+        if isinstance(factors, nn.Module):
+            found, what = find_factors(factors), type(factors).__name__
+        else:
+            found = [FactorPair(f"pair {i}", U, V, None) for i, (U, V) in enumerate(factors)]
+            what = "the list of factors"
+        faults = [
+            f"{pair.path}: U has shape {tuple(pair.U.shape)} and V {tuple(pair.V.shape)}; expected (out, rank) and "
+            "(in, rank)"
+            for pair in found
+            if pair.U.ndim != 2 or pair.V.ndim != 2 or pair.U.shape[1] != pair.V.shape[1]
+        ]
+        self.pairs = [pair._replace(strength=strength) for pair in found] if strength is not None else found
+        self.pairs = [pair for pair in self.pairs if pair.strength is not None]
+        faults += [
+            f"{place} is {value!r}; expected a number >= 0"
+            for place, value in {"strength": strength, **{p.path: p.strength for p in self.pairs}}.items()
+            if value is not None and not _is_strength(value)
+        ]
+        if not found:
+            faults.append(
+                f"{what} has no module with parameters U (out, rank) and V (in, rank); expected a model with low-rank "
+                "layers. Make it low-rank first (LowRankLinear, or LowRankPart with get_snnk_model)"
+            )
+        elif not self.pairs:
+            faults.append(
+                f"strength is None and none of the {len(found)} low-rank layers of {what} has an attribute "
+                "frobenius_decay; expected one or the other. Pass strength=, such as 1e-3"
+            )
+        if faults:
+            raise ConfigError(faults)
+        self._handles: dict[torch.optim.Optimizer, Any] = {}
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> FrobeniusDecay:
+        """Let the factors decay whenever this optimizer steps; a second call for the same one changes nothing.
+
+        Args:
+            optimizer: holds the factors, or some of them (the others stay as they are); may be wrapped by accelerate.
+
+        Returns:
+            This object.
+
+        Raises:
+            ConfigError: it holds no factor, or its parameter groups have no learning rate.
+        """
+        optimizer = _unwrapped(optimizer)
+        factors = {id(factor): pair.path for pair in self.pairs for factor in (pair.U, pair.V)}
+        groups = [group for group in optimizer.param_groups if any(id(p) in factors for p in group["params"])]
+        name, faults = type(optimizer).__name__, []
+        if not groups:
+            some = ", ".join(sorted(set(factors.values()))[:3])
+            faults.append(
+                f"{name} holds no factor of {some}; expected the optimizer that trains them. Make the "
+                "optimizer from the parameters as they are now, after .to(), copies and sharding, and attach that one"
+            )
+        if any(group.get("lr") is None for group in groups):
+            faults.append(
+                f"{name} has parameter groups without a learning rate (lr), which the decay is scaled by; expected a "
+                "number. Set lr, for Adafactor with relative_step=False"
+            )
+        if faults:
+            raise ConfigError(faults)
+        if optimizer not in self._handles:
+            # Before the step as in AdamW; what the step reads are the gradients alone.
+            self._handles[optimizer] = optimizer.register_step_pre_hook(self._decay)
+        return self
+
+    def detach(self) -> None:
+        """Leave all optimizers as they were."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
+    def penalty(self) -> torch.Tensor:
+        """Σ ½λ‖UVᵀ‖²_F, a scalar; differentiable, so it can be logged or (instead of `attach`) added to a loss."""
+        return torch.stack([(pair.strength or 0.0) * frobenius_penalty(pair.U, pair.V) for pair in self.pairs]).sum()
+
+    def trainer_callback(self) -> Any:
+        """A transformers.TrainerCallback that attaches to the Trainer's optimizer, and detaches when training ends."""
+        from transformers import TrainerCallback
+
+        decay = self
+
+        class AttachDecay(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                decay.attach(kwargs["optimizer"])
+
+            def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                decay.detach()
+
+        return AttachDecay()
+
+    @torch.no_grad()
+    def _decay(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        # A GradScaler does not call an optimizer whose step it skips, but leaves the skipping to a fused one.
+        overflow = getattr(optimizer, "found_inf", None)
+        for _, U, V, strength in self.pairs:
+            # As in optimizers, what has no gradient was not used and stays as it is.
+            used = [factor.grad is not None and id(factor) in rates for factor in (U, V)]
+            if not strength or not any(used):
+                continue
+            for factor, gradient, moves in zip((U, V), frobenius_gradients(U, V), used, strict=True):
+                if moves:
+                    step = gradient * (rates[id(factor)] * strength)
+                    if overflow is not None:
+                        step = step * (overflow == 0).to(step.device)
+                    factor.sub_(step.to(factor.dtype))
+
+
+def decay_groups(model: nn.Module, weight_decay: float, *, factor_decay: float | None = None) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: weight decay of its own for the factors U and V of low-rank layers.
+
+    Args:
+        model: its trainable parameters are grouped, each in one group.
+        weight_decay: of all other matrices (and kernels of convolutions). Vectors, biases and norms have none.
+        factor_decay: of the factors: ½·factor_decay·(‖U‖² + ‖V‖²), the paper's "weight decay". None: `weight_decay`;
+            0 beside a `FrobeniusDecay`.
+
+    Raises:
+        ConfigError: a decay that is no number >= 0.
+
+    Example:
+        >>> groups = decay_groups(torch.nn.Linear(3, 2), 0.1)
+        >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
+        [(1, 0.1), (1, 0.0)]
+    """
+    given = {"weight_decay": weight_decay, "factor_decay": weight_decay if factor_decay is None else factor_decay}
+    faults = [f"{k} is {v!r}; expected a number >= 0" for k, v in given.items() if not _is_strength(v)]
+    if faults:
+        raise ConfigError(faults)
+    factors = {id(factor) for pair in find_factors(model) for factor in (pair.U, pair.V)}
+    groups: dict[str, list[nn.Parameter]] = {"factors": [], "matrices": [], "vectors": []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            kind = "vectors" if parameter.ndim < 2 else "factors" if id(parameter) in factors else "matrices"
+            groups[kind].append(parameter)
+    decays = {"factors": given["factor_decay"], "matrices": weight_decay, "vectors": 0.0}
+    return [{"params": found, "weight_decay": decays[kind]} for kind, found in groups.items() if found]
+
+
+def _is_strength(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
