@@ -85,8 +85,9 @@ def render(table: Table) -> str:
         "# Low-rank networks, trained from scratch",
         "",
         "Rendered by `recipes/table_lowrank.py` from the JSON files beside this page, each of which holds the settings",
-        "and the environment of its run. Accuracy on the test pictures in percent after the last epoch: mean ± standard",
-        "error over seeds. `baseline` draws the factors; the other starts come from a dense network of random weights.",
+        "and the environment of its run. Accuracy on the test pictures in percent after the last epoch: mean ±",
+        "standard error over seeds. `baseline` draws the factors; the other starts come from a dense network of random",
+        "weights.",
     ]
     for task, row in table.items():
         lines += ["", *section(task, row)]
@@ -147,9 +148,9 @@ def _size(reports: list[Report]) -> list[str]:
     few = 100 * math.sqrt(mean * (1 - mean) / test)
     return [
         f"Model {values('model')}; {values('train')} pictures to train on for {values('epochs')} epochs,",
-        f"{values('test')} to test; {len(reports)} runs with {len(seeds)} seeds on {values('device')}. All runs are scored",
-        f"on the same test pictures, whose choice alone moves an accuracy by {few:.1f} points (one standard error);",
-        "differences below two standard errors of the seeds say nothing.",
+        f"{values('test')} to test; {len(reports)} runs with {len(seeds)} seeds on {values('device')}. All runs are",
+        f"scored on the same test pictures, whose choice alone moves an accuracy by {few:.1f} points (one standard",
+        "error); differences below two standard errors of the seeds say nothing.",
     ]
 
 

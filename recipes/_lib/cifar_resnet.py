@@ -8,12 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
+from _lib.weights import fill, read_tensors
 from snnk_peft.errors import ConfigError
 
 SIDE, WIDTHS = 32, (16, 32, 64)
@@ -98,13 +97,8 @@ def load_cifar_resnet(file: str | Path, depth: int = 20) -> CifarResNet:
     Raises:
         ConfigError: no such file, none of safetensors, or one of another network.
     """
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{file}: cannot be read ({error}); expected a safetensors file of a ResNet-{depth}"
-        ) from error
+    tensors = read_tensors(file, f"a safetensors file of a ResNet-{depth}")
     bias = tensors.get("linear.bias")
     model = CifarResNet(depth, 10 if bias is None else len(bias))
-    fill(model, tensors, f"{file} (of a ResNet-{depth})")
+    fill(model, tensors, f"{file}, read as ResNet-{depth},")
     return model

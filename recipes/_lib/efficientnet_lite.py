@@ -9,12 +9,10 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
-from snnk_peft.errors import ConfigError
+from _lib.weights import fill, read_tensors
 
 SIDE, CLASSES = 224, 1000
 MEAN, STD = 127 / 255, 128 / 255  # of every channel
@@ -115,31 +113,6 @@ def load_efficientnet_lite(file: str | Path) -> EfficientNetLite:
     Raises:
         ConfigError: no such file, none of safetensors, or one of another network.
     """
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{file}: cannot be read ({error}); expected what recipes/convert_efficientnet_lite.py writes"
-        ) from error
     model = EfficientNetLite()
-    fill(model, tensors, str(file))
+    fill(model, read_tensors(file, "what recipes/convert_efficientnet_lite.py writes"), str(file))
     return model.eval()
-
-
-def fill(model: nn.Module, tensors: dict[str, torch.Tensor], source: str) -> None:
-    """Copy all tensors, which must be those of the model; a ConfigError says what is not."""
-    # Counters of batches seen are not always published; nothing depends on them.
-    wanted = model.state_dict()
-    needed = {name for name in wanted if not name.endswith("num_batches_tracked")}
-    faults = [f"{name} is missing" for name in needed - tensors.keys()]
-    faults += [f"{name} is unknown" for name in tensors.keys() - wanted.keys()]
-    faults += [
-        f"{name} is {tuple(value.shape)}, expected {tuple(wanted[name].shape)}"
-        for name, value in tensors.items()
-        if name in wanted and value.shape != wanted[name].shape
-    ]
-    if faults:
-        raise ConfigError(
-            f"{source} is not of a {type(model).__name__}: {'; '.join(sorted(faults)[:4])} ({len(faults)} in all)"
-        )
-    model.load_state_dict(tensors, strict=False)
