@@ -21,6 +21,7 @@ from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
 from snnk_peft.parts.ffn import FFNPart
 from snnk_peft.parts.low_rank import LowRankPart
+from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.calibrate import calibrate
@@ -44,6 +45,7 @@ __all__ = [
     "FeaturePart",
     "LowRankPart",
     "ModelFamily",
+    "NarrowHeadsPart",
     "Part",
     "Patch",
     "PatchContext",

@@ -44,7 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
     "attention": {"attention": AttentionPart(projection="free", num_features=16)},
 }
 # Paths inside one layer, which exist in every model of a family; the others belong to heads that a model may lack.
-IN_LAYERS = ("attention", "query", "value", "attention_adapter", "ffn_in", "activation", "ffn_out", "ffn_adapter")
+IN_LAYERS = (
+    *("attention", "query", "key", "value", "attention_out", "attention_adapter"),
+    *("ffn_in", "activation", "ffn_out", "ffn_adapter"),
+)
 SHOWN = 6  # places named in a message
 
 

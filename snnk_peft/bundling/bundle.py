@@ -167,6 +167,7 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
         "modules": {
             **{path: spec_of(module, table[path].module) for path, module in plan.modules.items()},
             **{path: attention_spec(kernel) for path, kernel in plan.additions.items()},
+            **{path: {"kind": "heads", "size": size} for path, size in plan.heads.items()},
         },
         "head": plan.head,
         "pooler": plan.pooler,

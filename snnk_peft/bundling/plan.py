@@ -101,6 +101,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "sequence": {"modules": _sequence_faults},
     "beside": {"module": spec_faults, "stage": stage_faults},
     "leading": {"module": spec_faults, "width": SIZE},
+    "heads": {"size": SIZE},
 }
 
 

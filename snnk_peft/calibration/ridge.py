@@ -194,6 +194,15 @@ class GramAccumulator:
         if other.count:
             self._add(other.count, other._feature_mean, other._target_mean, other._gram, other._cross, other._spread)
 
+    def mapped(self, matrix: Tensor) -> GramAccumulator:
+        """The moments of features Mφ, for M (k, m), from those of φ."""
+        found = GramAccumulator(len(matrix), self.out_dim, self.intercept, self.dtype, self.output_weight)
+        matrix = matrix.to(self._gram)
+        found.count, found._target_mean, found._spread = self.count, self._target_mean.clone(), self._spread.clone()
+        found._feature_mean = matrix @ self._feature_mean
+        found._gram, found._cross = matrix @ self._gram @ matrix.T, self._cross @ matrix.T
+        return found
+
     def reduce(self) -> None:
         """Add the tokens of all other processes; every process calls this, also one without any."""
         total, feature_mean = pooled_mean(self.count, self._feature_mean)
@@ -227,8 +236,8 @@ class GramAccumulator:
         self._target_mean += target_step * (count / total)
         self.count = total
 
-    def _system(self) -> tuple[Tensor, Tensor]:
-        """(gram, cross) of the normal equations: centred with intercept, raw moments without."""
+    def normal_equations(self) -> tuple[Tensor, Tensor]:
+        """Gram matrix (m, m) and cross moments (l, m), sums over tokens: centred with intercept, raw without."""
         self._require_tokens()
         if self.intercept:
             return self._gram, self._cross
@@ -249,7 +258,7 @@ class GramAccumulator:
     @property
     def ridge_scale(self) -> float:
         """The mean diagonal entry of the Gram matrix: multiply a relative ridge by it to get an absolute one."""
-        return float(self._system()[0].diagonal().mean())
+        return float(self.normal_equations()[0].diagonal().mean())
 
     def solve(self, ridge: float = 0.0) -> Readout:
         """The readout for one ridge; `relative_error` is on the accumulated tokens themselves.
@@ -261,14 +270,14 @@ class GramAccumulator:
             Readout with weight (l, m) and bias (l,) (None without intercept), in the accumulator's dtype.
         """
         _check_ridges([ridge])
-        gram, cross = self._system()
+        gram, cross = self.normal_equations()
         return self._readout(solve_symmetric(gram, cross, ridge))
 
     def solve_path(self, ridges: Iterable[float]) -> list[Readout]:
         """`solve` for several absolute ridges at the price of one eigendecomposition."""
         ridges = list(ridges)
         _check_ridges(ridges)
-        gram, cross = self._system()
+        gram, cross = self.normal_equations()
         values, vectors = torch.linalg.eigh(gram)
         rotated = cross @ vectors
         return [self._readout(_spectral_solve(values, vectors, rotated, ridge)) for ridge in ridges]

@@ -14,6 +14,8 @@ register_family(
         attention="attention",
         query="attention.query",
         value="attention.value",
+        key="attention.key",
+        attention_out="attention.dense",
         attention_adapter="attention.output_dropout",
         ffn_in="ffn",
         activation="activation",

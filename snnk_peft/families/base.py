@@ -29,6 +29,9 @@ class ModelFamily:
         attention: in a layer, the module that holds query, key and value projections.
         query: in a layer, the projection that makes the queries, an nn.Linear of its own, or None.
         value: likewise for the values.
+        key: likewise for the keys, where attention multiplies what query and key make as it is; None where something
+            stands between (rotary positions, a norm), or the scale is computed from the size of a head at every call.
+        attention_out: in a layer, the Linear that reads the outputs of the heads, side by side.
         attention_adapter: in a layer, the module behind which a sequential adapter of the attention block goes: the
             last one before the residual sum.
         ffn_in: in a layer, the expansion, an nn.Linear or transformers' Conv1D.
@@ -73,6 +76,8 @@ class ModelFamily:
     last_norm: str | None = None
     query: str | None = None
     value: str | None = None
+    key: str | None = None
+    attention_out: str | None = None
     pooler: str | None = None
     pooler_activation: str | None = None
     pooled_heads: tuple[str, ...] = ()

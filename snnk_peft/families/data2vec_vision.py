@@ -12,6 +12,8 @@ register_family(
         attention="attention.attention",
         query="attention.attention.query",
         value="attention.attention.value",
+        key=None,
+        attention_out="attention.output.dense",
         ffn_norm="layernorm_after",
         last_norm="{base}.pooler.layernorm",
         pooler=None,

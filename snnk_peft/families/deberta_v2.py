@@ -14,6 +14,7 @@ register_family(
         name="deberta-v2",
         query="attention.self.query_proj",
         value="attention.self.value_proj",
+        key=None,
         pooler="pooler.dense",
         pooler_activation=None,
         classifier_of_pooler=None,

@@ -10,6 +10,8 @@ register_family(
         attention="attention",
         query="attention.q_lin",
         value="attention.v_lin",
+        key="attention.k_lin",
+        attention_out="attention.out_lin",
         attention_adapter="attention.out_lin",
         ffn_in="ffn.lin1",
         activation="ffn.activation",

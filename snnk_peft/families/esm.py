@@ -5,4 +5,4 @@ import dataclasses
 from snnk_peft.families import register_family
 from snnk_peft.families.base_layouts import ROBERTA
 
-register_family(dataclasses.replace(ROBERTA, name="esm", activation=None, ffn_norm=None, last_norm=None))
+register_family(dataclasses.replace(ROBERTA, name="esm", key=None, activation=None, ffn_norm=None, last_norm=None))

@@ -12,6 +12,8 @@ register_family(
         attention="attention.attn",
         query="attention.attn.q",
         value="attention.attn.v",
+        key=None,
+        attention_out="attention.attn.o",
         attention_adapter="attention.dropout",
         ffn_norm="attention.LayerNorm",
     )

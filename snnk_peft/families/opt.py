@@ -10,6 +10,8 @@ register_family(
         attention="self_attn",
         query="self_attn.q_proj",
         value="self_attn.v_proj",
+        key="self_attn.k_proj",
+        attention_out="self_attn.out_proj",
         attention_adapter="self_attn.out_proj",
         ffn_in="fc1",
         activation="activation_fn",

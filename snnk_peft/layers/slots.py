@@ -13,7 +13,7 @@ hold the new parameters; the original stays where it is. The slots themselves st
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,33 @@ from snnk_peft.errors import UnsupportedError
 from snnk_peft.functional.at_hand import at_hand
 
 Base = Callable[..., torch.Tensor]
-Tokens = Iterable[tuple[bool, torch.Tensor]]  # (is it held out?, inputs (n, dim)), batch by batch; can be read again
+# (is it held out?, inputs (n, dim)), batch by batch; can be read again. With `Fitter.calls`, calls instead of inputs.
+Tokens = Iterable[tuple[bool, Any]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module, for fitters that need more than its tokens.
+
+    Args:
+        args: as the module got them.
+        kwargs: likewise.
+        mask: (batch, tokens) of the batch, nonzero at real tokens, or None.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mask: Any
+
+    def real(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens, dim) -> (n, dim) without padding."""
+        return real_tokens(x, self.mask)
+
+
+def real_tokens(x: torch.Tensor, mask: Any) -> torch.Tensor:
+    """(..., dim) -> (n, dim) without padding, where x has as many rows as the mask has entries."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows[mask.bool().flatten()] if isinstance(mask, torch.Tensor) and mask.numel() == len(rows) else rows
 
 
 class FoldPlace(Protocol):
@@ -61,6 +87,9 @@ class FoldPlace(Protocol):
 
     def add(self, name: str, module: nn.Module, before: str, after: str) -> None:
         """Put `module` inside the one that stands here, under a new name; `before` and `after` say what that means."""
+
+    def resize_heads(self, size: int) -> None:
+        """Let the attention module that stands here split into heads of this size; its Linears have that width."""
 
     def remark(self, text: str) -> None:
         """Tell the reader of the report."""
@@ -128,6 +157,7 @@ class Fitter:
 
     Attributes:
         reads: how often `fit` reads the data.
+        calls: whether `fit` gets the calls of the module (a list of `Call`, one per run) instead of their tokens.
         together: paths of further modules whose original stands in beside this one's, where the layer runs several
             times and the inputs of all runs are wanted before anything is fitted.
         reduces: whether `fit` sums its statistics over the processes of torch.distributed, each of which reads its own
@@ -136,6 +166,7 @@ class Fitter:
     """
 
     reads = 1
+    calls = False
     reduces = False
     together: Sequence[str] = ()
 

@@ -24,7 +24,7 @@ from snnk_peft.calibration.ridge import DEFAULT_RIDGES
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import unwrap
 from snnk_peft.functional.at_hand import offloaded, place_of
-from snnk_peft.layers.slots import FitOptions, Fitter, Slot
+from snnk_peft.layers.slots import Call, FitOptions, Fitter, Slot
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
 from snnk_peft.tuner.held_out import warn_of_repeated_rows
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
@@ -231,29 +231,29 @@ def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: 
     return Counter(order)
 
 
-def _slot_inputs(
+def _slot_calls(
     model: nn.Module, layer: SlotLayer, fitter: Fitter, runs: int, batches: Batches, bar: Any
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(batch index, real-token inputs (n, dim)) of a slot, from the stack as it is now; stops each pass there.
+) -> Iterator[tuple[int, list[Call]]]:
+    """(batch index, the calls of a slot), from the stack as it is now; stops each pass there.
 
     A layer that runs several times gives the inputs of all runs, with the original in its place: what the stand-in
     would make of the earlier ones is not known before it is fitted.
     """
-    caught: list[torch.Tensor] = []
+    caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def catch(module: nn.Module, args: tuple[Any, ...]) -> None:
-        caught.append(args[0])
+    def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append((args, kwargs))
         if len(caught) == runs:
             raise _Reached
 
-    hook = layer.register_forward_pre_hook(catch)
+    hook = layer.register_forward_pre_hook(catch, with_kwargs=True)
     try:
         for index, batch in enumerate(_read(batches)):
             inputs = _inputs(model, batch)
             with torch.no_grad(), _as_it_was(model, layer, fitter.together, runs), contextlib.suppress(_Reached):
                 model(**inputs)
             mask = inputs.get("attention_mask")
-            yield index, torch.cat([fitter.rows(x, mask) for x in caught])
+            yield index, [Call(*each, mask) for each in caught]
             caught.clear()
             bar.update()
     finally:
@@ -277,7 +277,7 @@ def _as_it_was(model: nn.Module, layer: SlotLayer, together: Sequence[str], runs
 
 
 class _Pass:
-    """One streaming pass per iteration: (is it held out?, inputs of the slot)."""
+    """One streaming pass per iteration: (is it held out?, inputs of the slot, or its calls)."""
 
     def __init__(
         self,
@@ -290,11 +290,13 @@ class _Pass:
         bar: Any,
     ):
         self.inputs = (model, layer, fitter, runs, batches, bar)
-        self.held_out = held_out
+        self.fitter, self.held_out = fitter, held_out
 
-    def __iter__(self) -> Iterator[tuple[bool, torch.Tensor]]:
-        for index, x in _slot_inputs(*self.inputs):
-            yield _is_held_out(index, self.held_out), x
+    def __iter__(self) -> Iterator[tuple[bool, Any]]:
+        for index, calls in _slot_calls(*self.inputs):
+            rows = self.fitter.rows
+            given = calls if self.fitter.calls else torch.cat([rows(call.args[0], call.mask) for call in calls])
+            yield _is_held_out(index, self.held_out), given
 
 
 @torch.no_grad()

@@ -1,0 +1,299 @@
+"""Narrower attention heads: exact where rank allows, best otherwise, plain Linears in a bundle."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
+
+from snnk_peft import (
+    FAMILIES,
+    AdapterPart,
+    AttentionPart,
+    NarrowHeadsPart,
+    SNNKConfig,
+    bundle,
+    calibrate,
+    get_snnk_model,
+)
+from snnk_peft.calibration.heads import narrow_products, narrow_values, power_of
+from snnk_peft.errors import ConfigError, UnsupportedError
+from tests.fresh_process import run_python
+from tests.tiny_families import CONFIGS, build, main_head
+from tests.tiny_models import inputs_for, tiny, trained
+
+BLOCK = "import sys; sys.modules['snnk_peft'] = None\n"  # as if the package were not installed
+
+
+def narrow(model: nn.Module, **options) -> peft.PeftModel:
+    part = NarrowHeadsPart(**{"head_dim": 6, **options})
+    return get_snnk_model(model, SNNKConfig(parts=[part], modules_to_save=[])).eval()
+
+
+def with_low_rank(family: str, rank: int):
+    """A model whose keys and values have this rank in every head, with biases everywhere."""
+    model = tiny(family)
+    generator = torch.Generator().manual_seed(3)
+    spec, layers = FAMILIES[family], FAMILIES[family].layer_paths(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+        for path in [f"{layer}.{name}" for layer in layers for name in (spec.key, spec.value)]:
+            weight = model.get_submodule(path).weight
+            for head in weight.view(2, 16, -1):
+                left, values, right = torch.linalg.svd(head)
+                head.copy_((left[:, :rank] * values[:rank]) @ right[:rank])
+    return model
+
+
+def batches(model: nn.Module, count: int = 8) -> list[dict[str, torch.Tensor]]:
+    """Batches with padding of sentences (or pictures) that lie in few directions, as real ones do."""
+    found = []
+    for number in range(count):
+        generator, batch = torch.Generator().manual_seed(number), inputs_for(model, 8, 12)
+        if "input_ids" in batch:
+            batch["input_ids"] = torch.randint(3, 100, batch["input_ids"].shape, generator=generator)
+        else:
+            base = torch.randn(5, 3 * 64, generator=torch.Generator().manual_seed(9))
+            batch["pixel_values"] = (torch.randn(8, 5, generator=generator) @ base).view(8, 3, 8, 8)
+        found.append(batch)
+    return found
+
+
+def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**batch).logits
+
+
+@pytest.mark.parametrize("white", [True, False])
+def test_products_are_cut_as_eckart_and_young_say(white):
+    """The error of the product of two narrowed projections is that of the best matrix of this rank."""
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    query, key, mix = randn(8, 20), randn(8, 20), randn(20, 20)
+    moment = torch.eye(20, dtype=torch.float64) if white else mix @ mix.T
+    P, R = narrow_products((query @ moment @ query.T)[None], (key @ moment @ key.T)[None], 3)
+    root = power_of(moment, 0.5)
+    exact = root @ query.T @ key @ root
+    found = root @ (P[0] @ query).T @ (R[0] @ key) @ root
+    tail = torch.linalg.svdvals(exact)[3:].square().sum()
+    torch.testing.assert_close((exact - found).square().sum(), tail)
+
+
+def test_values_of_one_head_are_cut_as_reduced_rank_regression_does():
+    generator = torch.Generator().manual_seed(0)
+    z, w = torch.randn(400, 8, generator=generator), torch.randn(8, 30, generator=generator)
+    z = (z @ torch.randn(8, 8, generator=generator)).double()
+    y = z @ w.double()
+    kept = narrow_values(z.T @ z, y.T @ z, 1, 3)[0]
+    hidden = z @ kept.T
+    error = (y - hidden @ torch.linalg.lstsq(hidden, y).solution).square().sum()
+    assert error < 1.001 * torch.linalg.svdvals(y)[3:].square().sum()
+
+
+def test_values_of_all_heads_are_better_together():
+    """Two heads that say the same: together they keep twice the directions that either could."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(400, 4, generator=generator, dtype=torch.float64)
+    both, y = torch.cat((z, z), -1), z @ torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    hidden = both @ torch.block_diag(*narrow_values(both.T @ both, y.T @ both, 2, 2)).T
+    error = (y - hidden @ torch.linalg.lstsq(hidden, y).solution).square().sum() / y.square().sum()
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize("init", ["spectral", "data"])
+@pytest.mark.parametrize("family", ["bert", "vit", "distilbert"])
+def test_nothing_changes_where_the_rank_is_enough(family, init):
+    """Biases of queries, keys, values and outputs, the scale and padding are all as they were."""
+    model = with_low_rank(family, 6)
+    batch = batches(model, 1)[0]
+    expected = logits(model, batch)
+    patched = narrow(model, init=init)
+    torch.testing.assert_close(logits(patched, batch), expected, rtol=1e-4, atol=1e-4)
+    if init == "data":
+        report = calibrate(patched, batches(model), progress=False, ridges=[1e-10])
+        assert len(report.slots) == 2
+        assert all(slot.num_features == 6 and slot.error_after < 1e-6 for slot in report.slots)
+        torch.testing.assert_close(logits(patched, batch), expected, rtol=1e-3, atol=1e-3)
+    folded = bundle(patched)
+    torch.testing.assert_close(logits(folded, batch), logits(patched, batch), rtol=1e-5, atol=1e-5)
+    with patched.disable_adapter():
+        assert torch.equal(logits(patched, batch), expected)
+
+
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_data_is_better_than_the_weights_alone(family):
+    model = with_low_rank(family, 16)
+    given = batches(model, 24)
+    patched = narrow(model)
+    report = calibrate(patched, given, progress=False)
+    assert all(slot.error_after < 0.7 * slot.error_before for slot in report.slots), str(report)
+    spectral = narrow(with_low_rank(family, 16), init="spectral")
+    with pytest.raises(ConfigError, match="no active part that can be calibrated"):
+        calibrate(spectral, given, progress=False)
+
+
+def test_a_bundle_has_narrow_linears_and_no_more(tmp_path):
+    model = tiny("bert")
+    before = model.num_parameters()
+    patched = trained(narrow(model, layers=[1]), 0.2)
+    folded = bundle(patched)
+    first, second = (layer.attention for layer in folded.bert.encoder.layer)
+    assert (first.self.attention_head_size, second.self.attention_head_size) == (16, 6)
+    assert first.self.query.out_features == 32
+    assert [tuple(m.weight.shape) for m in (second.self.query, second.self.key, second.self.value)] == [(12, 32)] * 3
+    assert tuple(second.output.dense.weight.shape) == (32, 12)
+    assert second.self.scaling == first.self.scaling
+    assert folded.num_parameters() == before - 4 * 20 * 32 - 20 - 2 * 32
+    assert all(type(m) is nn.Linear for m in (second.self.query, second.output.dense))
+
+
+def test_every_number_is_trained():
+    patched = narrow(tiny("bert"))
+    patched.train()(**batches(patched, 1)[0]).logits.square().sum().backward()
+    own = [p for name, p in patched.named_parameters() if "snnk_slots" in name]
+    assert len(own) == 2 * 6  # four matrices, the biases of queries and outputs
+    assert all(p.grad is not None and p.grad.any() for p in own)
+
+
+@pytest.mark.parametrize("family", sorted(name for name in CONFIGS if FAMILIES[name].key is not None))
+def test_every_family_that_names_its_keys(family):
+    model = build(family, main_head(family))
+    folded = bundle(trained(narrow(model, head_dim=3), 0.2))  # compares the outputs
+    assert folded.num_parameters() < model.num_parameters()
+
+
+def test_adapter_folder_and_a_fresh_process(root, tmp_path):
+    """Bundles of texts and pictures load without the package; the adapter loads onto the base model."""
+    for family in ("bert", "vit"):
+        model = tiny(family)
+        model.save_pretrained(tmp_path / family / "base")
+        patched = trained(narrow(model), 0.2)
+        batch = batches(model, 1)[0]
+        expected = logits(patched, batch)
+        patched.save_pretrained(tmp_path / family / "adapter")
+        config = SNNKConfig.from_pretrained(tmp_path / family / "adapter")
+        assert config.parts == [NarrowHeadsPart(head_dim=6)]
+        again = peft.PeftModel.from_pretrained(copy.deepcopy(tiny(family)), tmp_path / family / "adapter")
+        assert torch.equal(logits(again, batch), expected)
+        bundle(patched).save_pretrained(tmp_path / family / "bundle")
+        save_file({**batch, "expected": expected}, tmp_path / family / "batch.safetensors")
+    program = """
+import sys, torch
+from pathlib import Path
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
+for family, auto in (("bert", AutoModelForSequenceClassification), ("vit", AutoModelForImageClassification)):
+    top = Path(sys.argv[1]) / family
+    batch = load_file(top / "batch.safetensors")
+    expected = batch.pop("expected")
+    model = auto.from_pretrained(top / "bundle", trust_remote_code=True).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+    print(sum(type(m) is torch.nn.Linear and 12 in m.weight.shape for m in model.modules()), family)
+"""
+    for prefix in ("", BLOCK):
+        done = run_python(["-c", prefix + program, str(tmp_path)], cwd=root)
+        assert done.stdout.split() == ["8", "bert", "8", "vit"], done.stderr[-3000:]
+
+
+def test_export():
+    model = bundle(narrow(tiny("bert")))
+    sample, other = inputs_for(model, 2, 12), inputs_for(model, 3, 7)
+    program = DynamoExporter().export(model, dict(sample), config=DynamoConfig(dynamic=True))
+    torch.testing.assert_close(program(**other).logits, logits(model, other), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_onnx(family):
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install snnk-peft[onnx]")
+    model = bundle(narrow(tiny(family)))
+    sample, other = inputs_for(model, 2, 12), inputs_for(model, 3, 7)
+    program = OnnxExporter().export(model, dict(sample), config=OnnxConfig(dynamic=True))
+    torch.testing.assert_close(program(**other).logits, logits(model, other), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "match"),
+    [
+        ("llama", "multiplies queries and keys only after changing them"),
+        ("esm", "multiplies queries and keys only after changing them"),
+        ("mpnet", "multiplies queries and keys only after changing them"),
+        ("gpt2", "has one matrix for queries, keys and values; expected projections of their own"),
+    ],
+)
+def test_what_has_no_plain_product_is_refused(family, match):
+    model = build(family, main_head(family))
+    before = list(model.state_dict())
+    with pytest.raises(UnsupportedError, match=match):
+        narrow(model)
+    assert list(model.state_dict()) == before
+
+
+def test_a_wrong_description_is_refused():
+    """A family of one's own that names the keys of an attention with rotary positions and shared key heads."""
+    import dataclasses
+
+    model = build("llama", "LlamaForSequenceClassification")
+    named = {"key": "self_attn.k_proj", "attention_out": "self_attn.o_proj"}
+    FAMILIES._members = {**FAMILIES._members, "llama": dataclasses.replace(FAMILIES["llama"], **named)}
+    with pytest.raises(UnsupportedError) as caught:
+        narrow(model)
+    for reason in ("turns queries and keys by their positions", "several query heads share a key head"):
+        assert reason in str(caught.value)
+
+
+def test_sizes_that_do_not_fit():
+    with pytest.raises(ConfigError) as caught:
+        narrow(tiny("bert"), head_dim=16, layers=[0, 2])
+    assert len(caught.value.faults) == 2
+    assert "has [2]; the model has 2 layers" in caught.value.faults[0]
+    assert "head_dim is 16; BertForSequenceClassification has heads of 16 dimensions" in caught.value.faults[1]
+    with pytest.raises(ConfigError) as caught:
+        SNNKConfig(parts=[{"part": "narrow_heads", "head_dim": 0, "init": "dta", "layers": "some"}])
+    assert len(caught.value.faults) == 3
+
+
+@pytest.mark.parametrize(
+    "other", [AttentionPart(num_features=8), AdapterPart(num_features=4, placement="query_value")], ids=["linear", "qv"]
+)
+def test_what_cannot_be_folded_together_says_so(other):
+    parts = [NarrowHeadsPart(head_dim=6), other]
+    model = get_snnk_model(tiny("bert"), SNNKConfig(parts=parts, modules_to_save=[])).eval()
+    with pytest.raises(UnsupportedError, match="has no folded form in this place"):
+        bundle(model)
+
+
+def test_beside_other_parts():
+    """An adapter behind the output projection folds around the narrower Linear."""
+    parts = [NarrowHeadsPart(head_dim=6), AdapterPart(num_features=4)]
+    for family in ("bert", "vit"):
+        bundle(trained(get_snnk_model(tiny(family), SNNKConfig(parts=parts, modules_to_save=[])).eval(), 0.2))
+
+
+@pytest.mark.slow
+def test_real_weights(shared_dir):
+    """MiniLM on SST-2, heads of 32 dimensions at 16: what real sentences say helps in every layer."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = shared_dir / "weights" / "minilm-l6-sst2"
+    lines = (shared_dir / "data" / "glue" / "SST-2" / "train.tsv").read_text().splitlines()[1:161]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [line.split("\t")[0] for line in lines]
+    given = [
+        dict(tokenizer(texts[i : i + 16], padding=True, truncation=True, max_length=64, return_tensors="pt"))
+        for i in range(0, len(texts), 16)
+    ]
+    patched = narrow(AutoModelForSequenceClassification.from_pretrained(folder), head_dim=16)
+    report = calibrate(patched, given, progress=False)
+    assert len(report.slots) == 6
+    assert all(slot.error_after < 0.85 * slot.error_before for slot in report.slots), str(report)
