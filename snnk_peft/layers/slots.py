@@ -187,12 +187,6 @@ class Fitter:
         raise TypeError(f"{type(self).__name__} does not define fit()")
 
 
-def real_tokens(x: torch.Tensor, mask: Any) -> torch.Tensor:
-    """(..., dim) -> (n, dim) without padding, where x has as many rows as the mask has entries."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows[mask.bool().flatten()] if isinstance(mask, torch.Tensor) and mask.numel() == len(rows) else rows
-
-
 class Slot(nn.Module):
     """Base class: changes what one module of the model computes.
 
