@@ -11,13 +11,12 @@ learns from 4,096 tokens that reach this layer, and `held_out` is the relative r
 others, of other modules' docstrings.
 
 `function` runs twice, which must give the same bits, and is compared with the best of `--restarts` runs of the same
-optimizer from random factors; spectral and spectral_gnorm are timed in turn. What is measured is written at once, and
+optimizer from random subspaces; spectral and spectral_gnorm are timed in turn. What is measured is written at once, and
 with `--resume` what the file has is not measured again. `--quick` takes the two small shapes at two rank scales.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import statistics
@@ -35,6 +34,7 @@ from rich.progress import track
 from torch import nn
 
 from snnk_peft.low_rank import LOW_RANK_INITS, Factors, factorize
+from snnk_peft.low_rank.inits.function import search
 from snnk_peft.low_rank.problem import Problem, Solution
 from snnk_peft.tasks.stdlib_docs import load_sentences
 
@@ -47,22 +47,12 @@ INITS, RESTART = LOW_RANK_INITS.names(), "function_from_random"
 Layer = dict[str, torch.Tensor | None]
 
 
-class RandomStart(Problem):
-    """The layer, with the singular vectors of a random matrix, from which `function` then starts."""
-
-    @functools.cached_property
-    def svd(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `Problem.svd`."""
-        random = torch.randn(self.weight.shape, generator=torch.Generator().manual_seed(self.seed)).to(self.weight)
-        left, values, right = torch.linalg.svd(random, full_matrices=False)
-        return left, values, right.T
-
-
 @LOW_RANK_INITS.register(RESTART)
 def from_random(problem: Problem) -> Solution:
-    """`function` from random factors."""
-    given = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
-    return LOW_RANK_INITS["function"](RandomStart(**given))
+    """`function` from a random subspace."""
+    generator = torch.Generator().manual_seed(problem.seed)
+    start = torch.randn(problem.weight.shape[1], problem.rank, generator=generator)
+    return search(problem, start.to(problem.weight))
 
 
 def he_normal(inputs: int, outputs: int) -> Layer:
@@ -113,7 +103,7 @@ def measure(
         row: of one layer at one rank, see `new_row`.
         layer: weights and inputs.
         inits: names of initialisations.
-        restarts: runs from random factors.
+        restarts: runs from random subspaces.
         repetitions: timings of spectral and spectral_gnorm.
         keep: called after each measurement.
     """
@@ -211,7 +201,7 @@ def main() -> None:
     options.add_argument("--activations", nargs="+", default=list(ACTIVATIONS), choices=list(ACTIVATIONS))
     options.add_argument("--inits", nargs="+", default=INITS, choices=INITS)
     options.add_argument("--layer", type=int, default=3, help="of MiniLM, 0 to 5 (default 3)")
-    options.add_argument("--restarts", type=int, default=10, help="runs from random factors (default 10)")
+    options.add_argument("--restarts", type=int, default=10, help="runs from random subspaces (default 10)")
     options.add_argument("--resume", action="store_true", help="keep what --output has")
     options.add_argument("--quick", action="store_true", help="64x256 and 128x128, rank scales 0.1 and 0.5")
     arguments = options.parse_args()
