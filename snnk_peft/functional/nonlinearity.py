@@ -1,11 +1,17 @@
-"""Activations under Gaussian inputs: the dual kernel E[f(m₁ + s₁u) f(m₂ + s₂v)] of correlated normal u and v.
+"""Activations under Gaussian inputs: the dual kernel E[f(m₁ + s₁u) f(m₂ + s₂v)] for normal u, v with correlation ρ.
 
-    relu          s₁s₂ κ(ρ)/2,  κ(ρ) = (√(1−ρ²) + (π − arccos ρ)ρ)/π            (half the arc-cosine kernel of order 1)
-    leaky_relu    a·s₁s₂ρ + (1−a)² s₁s₂ κ(ρ)/2, with slope a below zero
-    identity      s₁s₂ρ + m₁m₂
+Closed forms, with c = ρs₁s₂:
 
-Source: Definition 2.5 of "Algorithms for Efficiently Learning Low-Rank Neural Networks"; its Definition 4.1 is twice
-that. All shapes broadcast; gradients are finite everywhere, also at |ρ| = 1.
+    identity      c + m₁m₂
+    relu          s₁s₂ κ(ρ)/2,  κ(ρ) = (√(1−ρ²) + (π − arccos ρ)ρ)/π;  with means as in `shifted_relu.py`
+    leaky_relu    those two, mixed: f(z) = a z + (1−a) relu(z)
+    gelu          as in `gelu_kernel.py`, without means
+    erf           (2/π) arcsin(2c/√((1 + 2s₁²)(1 + 2s₂²))), without means
+
+All others, and gelu and erf with means, by their Hermite series: see `dual_moment`.
+
+Source: Definition 2.5 of "Algorithms for Efficiently Learning Low-Rank Neural Networks"; the kernel of its Definition
+4.1 is twice that. Everything broadcasts, is differentiable in all arguments, and expects fp64.
 """
 
 from __future__ import annotations
@@ -19,10 +25,14 @@ from torch import Tensor
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.arccos import arccos_from_cosine
+from snnk_peft.functional.gauss_hermite import gaussian_nodes, hermite_polynomials
+from snnk_peft.functional.gelu_kernel import gelu_kernel_from_moments
+from snnk_peft.functional.shifted_relu import relu_mean, shifted_relu_moment
 from snnk_peft.options import closest
 
-Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]
 LEAKY_SLOPE = 0.01
+DEGREE = 64
 
 
 class _Arccosine(torch.autograd.Function):
@@ -40,20 +50,41 @@ class _Arccosine(torch.autograd.Function):
 
 
 def relu_similarity(rho: Tensor) -> Tensor:
-    """κ(ρ) = (√(1−ρ²) + (π − arccos ρ)ρ)/π of correlations in [−1, 1]; 2 E[relu(u) relu(v)]."""
+    """κ(ρ) = (√(1−ρ²) + (π − arccos ρ)ρ)/π of correlations in [−1, 1]: 2 E[relu(u) relu(v)]."""
     return _Arccosine.apply(rho)
+
+
+def _identity(s1: Tensor, s2: Tensor, rho: Tensor) -> Tensor:
+    return s1 * s2 * rho
 
 
 def _relu(s1: Tensor, s2: Tensor, rho: Tensor) -> Tensor:
     return s1 * s2 * relu_similarity(rho) / 2
 
 
-def _leaky_relu(s1: Tensor, s2: Tensor, rho: Tensor) -> Tensor:
+def _leaky(s1: Tensor, s2: Tensor, rho: Tensor) -> Tensor:
     return s1 * s2 * (LEAKY_SLOPE * rho + (1 - LEAKY_SLOPE) ** 2 * relu_similarity(rho) / 2)
 
 
-def _identity(s1: Tensor, s2: Tensor, rho: Tensor) -> Tensor:
-    return s1 * s2 * rho
+def _gelu(s1: Tensor, s2: Tensor, rho: Tensor) -> Tensor:
+    return gelu_kernel_from_moments(s1.square(), s2.square(), s1 * s2 * rho)
+
+
+def _erf(s1: Tensor, s2: Tensor, rho: Tensor) -> Tensor:
+    spread = (1 + 2 * s1.square()) * (1 + 2 * s2.square())
+    return 2 / math.pi * torch.asin(2 * s1 * s2 * rho / spread.sqrt())
+
+
+def _shifted_identity(s1: Tensor, s2: Tensor, rho: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
+    return s1 * s2 * rho + m1 * m2
+
+
+def _shifted_leaky(s1: Tensor, s2: Tensor, rho: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
+    a, c = LEAKY_SLOPE, s1 * s2 * rho
+    # E[u relu(v)] = E[u] E[relu(v)] + Cov(u, v) P(v > 0)
+    mixed = m1 * relu_mean(s2, m2) + c * torch.special.ndtr(m2 / s2.clamp_min(1e-150))
+    mixed = mixed + m2 * relu_mean(s1, m1) + c * torch.special.ndtr(m1 / s1.clamp_min(1e-150))
+    return a**2 * (c + m1 * m2) + a * (1 - a) * mixed + (1 - a) ** 2 * shifted_relu_moment(s1, s2, rho, m1, m2)
 
 
 class Nonlinearity(NamedTuple):
@@ -62,33 +93,136 @@ class Nonlinearity(NamedTuple):
     Attributes:
         function: tensor -> tensor of the same shape.
         kernel: closed form (s₁, s₂, ρ) -> E[f(s₁u) f(s₂v)], or None.
+        shifted_kernel: closed form (s₁, s₂, ρ, m₁, m₂) -> E[f(m₁ + s₁u) f(m₂ + s₂v)], or None.
         homogeneous: f(cz) = c f(z) for c > 0.
+        smooth: analytic near the real line, so that few quadrature nodes are exact.
+        known: of this package, so that what is derived from it may be kept.
     """
 
-    function: Callable[[Tensor], Tensor]
-    kernel: Kernel | None = None
+    function: Function
+    kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    shifted_kernel: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     homogeneous: bool = False
+    smooth: bool = False
+    known: bool = False
+
+
+def _identity_function(z: Tensor) -> Tensor:
+    return z
+
+
+def _leaky_function(z: Tensor) -> Tensor:
+    return torch.nn.functional.leaky_relu(z, LEAKY_SLOPE)
 
 
 NONLINEARITIES: dict[str, Nonlinearity] = {
-    "identity": Nonlinearity(lambda z: z, _identity, True),
-    "relu": Nonlinearity(torch.relu, _relu, True),
-    "leaky_relu": Nonlinearity(lambda z: torch.nn.functional.leaky_relu(z, LEAKY_SLOPE), _leaky_relu, True),
+    "identity": Nonlinearity(_identity_function, _identity, _shifted_identity, True, True, True),
+    "relu": Nonlinearity(torch.relu, _relu, shifted_relu_moment, True, False, True),
+    "leaky_relu": Nonlinearity(_leaky_function, _leaky, _shifted_leaky, True, False, True),
+    "erf": Nonlinearity(torch.erf, _erf, None, False, True, True),
+    "gelu": Nonlinearity(torch.nn.functional.gelu, _gelu, None, False, True, True),
+    "silu": Nonlinearity(torch.nn.functional.silu, smooth=True, known=True),
+    "tanh": Nonlinearity(torch.tanh, smooth=True, known=True),
+    "sigmoid": Nonlinearity(torch.sigmoid, smooth=True, known=True),
+    "softplus": Nonlinearity(torch.nn.functional.softplus, smooth=True, known=True),
 }
 
 
-def nonlinearity(activation: str | Callable[[Tensor], Tensor]) -> Nonlinearity:
-    """The nonlinearity of a name, or of any elementwise function.
+def nonlinearity(activation: str | Function) -> Nonlinearity:
+    """What is known of an activation: by its name, or, of an elementwise function, by its values.
+
+    Args:
+        activation: a key of NONLINEARITIES, or any elementwise function (nn.GELU(), torch.tanh, your own).
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a function that is not elementwise.
     """
-    if callable(activation):
-        return Nonlinearity(activation)
-    if activation not in NONLINEARITIES:
-        close = closest(activation, list(NONLINEARITIES))
-        hint = f"; did you mean {close!r}?" if close else "."
-        raise ConfigError(
-            f"unknown activation {activation!r}{hint} Available: {', '.join(NONLINEARITIES)} (or any function)"
-        )
-    return NONLINEARITIES[activation]
+    if isinstance(activation, str):
+        if activation not in NONLINEARITIES:
+            close = closest(activation, list(NONLINEARITIES))
+            hint = f"; did you mean {close!r}?" if close else "."
+            names = ", ".join(NONLINEARITIES)
+            raise ConfigError(
+                f"unknown activation {activation!r}{hint} Available: {names}, or any elementwise function"
+            )
+        return NONLINEARITIES[activation]
+    if not callable(activation):
+        names = ", ".join(NONLINEARITIES)
+        raise ConfigError(f"activation is {activation!r}; expected one of {names}, or an elementwise function")
+    grid = torch.linspace(-30, 30, 601, dtype=torch.float64)
+    with torch.no_grad():
+        values = activation(grid)
+        if not isinstance(values, Tensor) or values.shape != grid.shape or not values.isfinite().all():
+            raise ConfigError(
+                f"activation {activation!r} is not finite and elementwise on 601 numbers in [-30, 30]; expected a "
+                "function that maps every tensor to one of its shape"
+            )
+        for known in NONLINEARITIES.values():
+            if torch.allclose(values.double(), known.function(grid), rtol=1e-13, atol=1e-13):
+                return known
+    return Nonlinearity(activation)
+
+
+def quadrature_nodes(f: Nonlinearity, std: Tensor, kinked: int = 2048) -> int:
+    """How many equally spaced nodes the units f(m + std·u) need; `kinked` for those that are not smooth."""
+    steepest = float(std.detach().max())
+    # A steep unit has its poles close to the real line.
+    return 128 if f.smooth and steepest <= 2 else 256 if f.smooth and steepest <= 4 else kinked
+
+
+def unit_coefficients(f: Nonlinearity, std: Tensor, mean: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+    """Hermite coefficients and energies of the units f(mean_i + std_i u), differentiable.
+
+    Args:
+        f: the nonlinearity.
+        std: (n,) >= 0.
+        mean: (n,).
+        nodes: equally spaced quadrature nodes, as in `gaussian_nodes`.
+
+    Returns:
+        c_k (n, DEGREE + 1), E[f²] (n,).
+    """
+    points, weights = gaussian_nodes(nodes, std.device)
+    polynomials = (hermite_polynomials(points, DEGREE) * weights).T
+    values = f.function(mean.unsqueeze(1) + std.unsqueeze(1) * points)
+    return values @ polynomials, values.square() @ weights
+
+
+def dual_moment(
+    f: Nonlinearity, s1: Tensor, s2: Tensor, rho: Tensor, m1: Tensor | None = None, m2: Tensor | None = None
+) -> Tensor:
+    """E[f(m₁ + s₁u) f(m₂ + s₂v)], elementwise.
+
+    Without a closed form it is Σ_k c_k(m₁, s₁) c_k(m₂, s₂) ρ^k (Mehler's formula) up to degree 64, plus
+    √(e₁e₂) ρ^65 with e the energy E[f²] beyond that degree: exact at ρ = 1 for equal units, and elsewhere wrong by less
+    than √(e₁e₂) |ρ|^65, where e is 0 to rounding for smooth f and some 1e-4 of the variance for f with a kink.
+
+    Args:
+        f: from `nonlinearity`.
+        s1: standard deviations >= 0, fp64; all arguments broadcast.
+        s2: standard deviations >= 0.
+        rho: correlations in [−1, 1].
+        m1: means; None is 0 for both.
+        m2: means.
+    """
+    if m1 is None or m2 is None:
+        if f.kernel is not None:
+            return f.kernel(s1, s2, rho)
+        m1 = m2 = torch.zeros_like(rho)
+    if f.shifted_kernel is not None:
+        return f.shifted_kernel(s1, s2, rho, m1, m2)
+    s1, s2, rho, m1, m2 = torch.broadcast_tensors(s1, s2, rho, m1, m2)
+    flat = [tensor.reshape(-1) for tensor in (s1, s2, rho, m1, m2)]
+    nodes = max(quadrature_nodes(f, s1), quadrature_nodes(f, s2))
+    first, energy_first = unit_coefficients(f, flat[0], flat[3], nodes)
+    second, energy_second = unit_coefficients(f, flat[1], flat[4], nodes)
+    powers = flat[2].unsqueeze(1) ** torch.arange(DEGREE + 2, device=rho.device)
+    rest = _beyond(first, energy_first) * _beyond(second, energy_second)
+    return ((first * second * powers[:, :-1]).sum(1) + rest * powers[:, -1]).reshape(rho.shape)
+
+
+def _beyond(coefficients: Tensor, energy: Tensor) -> Tensor:
+    """The root of the energy beyond the last degree; the square root has no gradient at 0."""
+    rest = energy - coefficients.square().sum(1)
+    present = rest > 1e-13 * energy
+    return torch.where(present, torch.where(present, rest, 1.0).sqrt(), 0.0)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snnk_peft.errors import ConfigError
-from snnk_peft.functional.nonlinearity import nonlinearity
-from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem
-from snnk_peft.low_rank.risk import energy, gaussian_risk
+from snnk_peft.low_rank.inputs import InputMoments
+from snnk_peft.low_rank.problem import LOW_RANK_INITS, check
+from snnk_peft.low_rank.risk import problem_risk, ratio
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class Factors:
     Attributes:
         U: (out, rank).
         V: (in, rank).
-        bias: (out,) or None.
-        relative_risk: E‖f(UVᵀx + bias) − f(Wx + b)‖² / E‖f(Wx + b)‖².
+        bias: b' (out,); None if the layer has none.
+        relative_risk: E‖f(UVᵀx + b') − f(Wx + b)‖² / E‖f(Wx + b)‖², for x ~ N(0, I) or over the given inputs.
         seconds: wall time of `factorize`.
     """
 
@@ -45,18 +44,45 @@ def factorize(
     *,
     activation: str | Callable[[Tensor], Tensor] = "identity",
     bias: Tensor | None = None,
-    inputs: Tensor | None = None,
+    inputs: Tensor | InputMoments | None = None,
     seed: int = 0,
 ) -> Factors:
-    """Low-rank factors of the layer f(Wx + b)."""
+    """Factors U, V and a bias b' such that f(UVᵀx + b') is near f(Wx + b).
+
+    Computed in fp64 where the weight is, without touching the global random state.
+
+    Args:
+        weight: W (out, in), as nn.Linear stores it.
+        rank: columns of U and V, 1 to min(out, in).
+        init: a name in LOW_RANK_INITS. "function" minimises the exact risk over x ~ N(0, I); "data" that over
+            `inputs`; "spectral" is the SVD, and "spectral_gnorm" the SVD with rows of the right norms. References to
+            compare with: "baseline", "kernel_projection", "nkp", "ws_nkp".
+        activation: f, a name (relu, leaky_relu, erf, gelu, silu, tanh, sigmoid, softplus, identity) or an elementwise
+            function, whose risk is found by quadrature.
+        bias: b (out,) or None. A layer without bias gets none.
+        inputs: real inputs of the layer (n, in), or InputMoments of them; "data" fits to them, and relative_risk is
+            taken over them. None: N(0, I).
+        seed: of the inits that draw (baseline, nkp, ws_nkp).
+
+    Returns:
+        Factors, in the dtype and on the device of the weight.
+
+    Raises:
+        ConfigError: a rank above full rank, shapes that do not fit, unknown names, "data" without inputs: all at once.
+        NumericalError: a NaN or infinity among the tensors.
+
+    Example:
+        >>> factors = factorize(linear.weight, 19, activation="relu", bias=linear.bias)
+        >>> factors.relative_risk, factors.weight().shape
+    """
     began = time.perf_counter()
-    f = nonlinearity(activation)
-    if bias is not None or inputs is not None or f.kernel is None:
-        raise ConfigError("bias, inputs and activations without closed form are not there yet")
-    if not 1 <= rank <= min(weight.shape):
-        raise ConfigError(f"rank is {rank}; expected 1 to {min(weight.shape)}, the full rank of {tuple(weight.shape)}")
     with torch.no_grad():
-        problem = Problem(weight.detach().double(), rank, f, None, None, seed)
-        U, V, _ = LOW_RANK_INITS[init](problem)
-        risk = float(gaussian_risk(f, problem.weight, U, V) / energy(f, problem.weight))
-    return Factors(U.to(weight), V.to(weight), None, max(risk, 0.0), time.perf_counter() - began)
+        problem = check(weight, rank, activation, bias, inputs, seed, init=init)
+        solution = LOW_RANK_INITS[init](problem)
+        if solution.risk is not None and solution.energy is not None and inputs is None:
+            found, energy = max(float(solution.risk), 0.0), float(solution.energy)
+        else:
+            found, energy = problem_risk(problem, solution.U, solution.V, solution.bias)
+    new_bias = None if solution.bias is None or bias is None else solution.bias.to(bias)
+    U, V = solution.U.to(weight), solution.V.to(weight)
+    return Factors(U, V, new_bias, ratio(found, energy), time.perf_counter() - began)

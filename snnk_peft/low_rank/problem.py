@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,16 +11,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.nonlinearity import Nonlinearity
+from snnk_peft.errors import ConfigError, NumericalError
+from snnk_peft.functional.nonlinearity import Nonlinearity, nonlinearity
+from snnk_peft.low_rank.inputs import InputMoments
 from snnk_peft.registry import Registry
 
 
 class Solution(NamedTuple):
-    """U (out, rank), V (in, rank), bias (out,) or None, in fp64."""
+    """Factors in fp64.
+
+    Attributes:
+        U: (out, rank).
+        V: (in, rank).
+        bias: (out,); None if the layer has none.
+        risk: E‖f(UVᵀx + bias) − f(Wx + b)‖² over N(0, I), where the init knows it.
+        energy: E‖f(Wx + b)‖² over N(0, I), then too.
+    """
 
     U: Tensor
     V: Tensor
     bias: Tensor | None
+    risk: Tensor | None = None
+    energy: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -31,16 +44,16 @@ class Problem:
         rank: columns of U and V.
         nonlinearity: f.
         bias: b (out,) or None.
-        inputs: (n, in), or None for N(0, I).
+        inputs: (n, in), their moments, or None for N(0, I).
         seed: of what is drawn.
     """
 
     weight: Tensor
     rank: int
     nonlinearity: Nonlinearity
-    bias: Tensor | None
-    inputs: Tensor | None
-    seed: int
+    bias: Tensor | None = None
+    inputs: Tensor | InputMoments | None = None
+    seed: int = 0
 
     @functools.cached_property
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,8 +61,85 @@ class Problem:
         left, values, right = torch.linalg.svd(self.weight, full_matrices=False)
         return left, values, right.T
 
+    @functools.cached_property
+    def norms(self) -> Tensor:
+        """‖w_i‖, (out,)."""
+        return torch.linalg.vector_norm(self.weight, dim=1)
+
+    def with_bias(self, bias: Tensor | None) -> Problem:
+        """The same layer with another bias."""
+        return dataclasses.replace(self, bias=bias)
+
 
 LOW_RANK_INITS: Registry[Callable[[Problem], Solution]] = Registry("low-rank init", "snnk_peft.low_rank.inits")
+
+
+def check(
+    weight: Tensor,
+    rank: object,
+    activation: str | Callable[[Tensor], Tensor],
+    bias: Tensor | None,
+    inputs: Tensor | InputMoments | None,
+    seed: int,
+    *,
+    init: str | None = None,
+    factors: tuple[Tensor, Tensor, Tensor | None] | None = None,
+) -> Problem:
+    """The problem, if all of it fits together.
+
+    Raises:
+        ConfigError: all faults at once.
+        NumericalError: a NaN or infinity.
+    """
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or 0 in weight.shape:
+        given = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ConfigError(f"weight is {given}; expected a matrix (out, in), as nn.Linear stores it")
+    out, width = weight.shape
+    faults = []
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= min(out, width):
+        faults.append(f"rank is {rank!r}; expected 1 to {min(out, width)}, the full rank of a weight ({out}, {width})")
+    if init is not None and (fault := LOW_RANK_INITS.fault(init)) is not None:
+        faults.append(fault)
+    try:
+        f = nonlinearity(activation)
+    except ConfigError as error:
+        faults += error.faults
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {"bias": (bias, (out,))}
+    if factors is not None and isinstance(rank, int):
+        U, V, new_bias = factors
+        expected |= {"U": (U, (out, rank)), "V": (V, (width, rank)), "new_bias": (new_bias, (out,))}
+    if isinstance(inputs, InputMoments):
+        expected |= {"inputs.mean": (inputs.mean, (width,)), "inputs.covariance": (inputs.covariance, (width, width))}
+    elif inputs is not None and (inputs.ndim != 2 or inputs.shape[1] != width or len(inputs) == 0):
+        faults.append(f"inputs is {tuple(inputs.shape)}; expected (n, {width}), one row for each input of the layer")
+    if init == "data" and inputs is None:
+        faults.append("init 'data' needs inputs, (n, in) or InputMoments; 'function' is the same for x ~ N(0, I)")
+    faults += [
+        f"{name} is {tuple(given.shape)}; expected {shape}"
+        for name, (given, shape) in expected.items()
+        if given is not None and given.shape != shape
+    ]
+    tensors = {"weight": weight} | {name: given for name, (given, _) in expected.items() if given is not None}
+    if isinstance(inputs, Tensor):
+        tensors["inputs"] = inputs
+    faults += [
+        f"{name} is on the meta device; expected numbers, so load the weights first"
+        for name, given in tensors.items()
+        if given.is_meta
+    ]
+    if faults:
+        raise ConfigError(faults)
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            where = (~tensor.isfinite()).nonzero()[0].tolist()
+            raise NumericalError(f"{name} holds NaN or infinite entries, the first at {where}; expected finite numbers")
+    wide = weight.detach().double()
+    if isinstance(inputs, InputMoments):
+        inputs = InputMoments(inputs.mean.detach().to(wide), inputs.covariance.detach().to(wide))
+    elif inputs is not None:
+        inputs = inputs.detach().to(wide)
+    assert isinstance(rank, int)
+    return Problem(wide, rank, f, None if bias is None else bias.detach().to(wide), inputs, seed)
 
 
 def balanced(left: Tensor, values: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The factors whose outputs are nearest to those of the layer: the exact risk, minimised by L-BFGS over the subspace.
 
-Definition 3.3 without samples. Norms and directions of the rows of UVᵀ are the best ones for each subspace
-(`subspace.py`), so the search is over V alone. It starts from the SVD, hence from `spectral_gnorm`, and is
+Definition 3.3 without samples. With V orthonormal, row i of UVᵀ is best along the projection of w_i (k(ρ) grows with
+ρ), and its norm and bias follow from ρ_i = ‖Vᵀw_i‖/‖w_i‖ (`unit_fit.py`). So the risk is a sum of functions of one ρ_i
+each, and only the subspace has to be searched. It starts from that of the SVD, hence from `spectral_gnorm`, and is
 deterministic.
 """
 
@@ -10,47 +11,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.nonlinearity import NONLINEARITIES
+from snnk_peft.low_rank.directions import directions, unit_scale
+from snnk_peft.low_rank.minimize import minimize
 from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem, Solution, rebalanced
-from snnk_peft.low_rank.risk import row_risks
-from snnk_peft.low_rank.subspace import best_norms, directions
+from snnk_peft.low_rank.risk import row_energies, row_risks
+from snnk_peft.low_rank.unit_fit import best_rows, profile_risks, risk_profiles
 
 
 @LOW_RANK_INITS.register("function")
 def function(problem: Problem) -> Solution:
-    """Minimises E‖f(UVᵀx) − f(Wx)‖²."""
-    weight, f = problem.weight, problem.nonlinearity
-    target = torch.linalg.vector_norm(weight, dim=1)
-    scale = torch.where(target > 0, target, 1.0)
-    start = problem.svd[2][:, : problem.rank].contiguous()
-    total = row_risks(f, torch.zeros_like(target), target, torch.zeros_like(target)).sum().clamp_min(1e-300)
-    parameter = start.clone().requires_grad_()
+    """Minimises E‖f(UVᵀx + b') − f(Wx + b)‖² over U, V and b'."""
+    return search(problem, problem.svd[2][:, : problem.rank])
 
-    def risks(V: Tensor) -> Tensor:
+
+def search(problem: Problem, start: Tensor) -> Solution:
+    """`function` from the subspace of the columns of `start` (in, rank)."""
+    f, weight, target, bias = problem.nonlinearity, problem.weight, problem.norms, problem.bias
+    if f is NONLINEARITIES["identity"]:
+        return LOW_RANK_INITS["spectral"](problem)
+    energy = row_energies(f, target, bias).sum()
+    profiles = None if f.homogeneous and bias is None else risk_profiles(f, target, bias)
+
+    def correlations(basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        V = torch.linalg.qr(basis)[0]
         coordinates = weight @ V
-        rho = ((coordinates * directions(coordinates).detach()).sum(1) / scale).clamp(-1, 1)
-        # At the best norm the risk is stationary in it, so only ρ carries a gradient.
-        return row_risks(f, best_norms(f, target, rho.detach()), target, rho).sum() / total
+        along = directions(coordinates.detach())
+        return ((coordinates * along).sum(1) / unit_scale(target)).clamp(-1, 1), along, V
 
-    optimizer = torch.optim.LBFGS(
-        [parameter],
-        max_iter=200,
-        history_size=20,
-        tolerance_grad=1e-9,
-        tolerance_change=1e-10,
-        line_search_fn="strong_wolfe",
-    )
+    def loss(basis: Tensor) -> Tensor:
+        rho, _, _ = correlations(basis)
+        if profiles is None:
+            # The best norm is stationary, so that only ρ carries a gradient.
+            risks = row_risks(f, best_rows(f, target, rho.detach(), None)[0], target, rho)
+        else:
+            risks = profile_risks(profiles, rho)
+        return risks.sum() / energy.clamp_min(1e-150)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = risks(torch.linalg.qr(parameter)[0])
-        loss.backward()
-        return loss
-
-    with torch.enable_grad():
-        optimizer.step(closure)
-    with torch.no_grad():
-        V = torch.linalg.qr(parameter)[0]
-        coordinates = weight @ V
-        rho = torch.linalg.vector_norm(coordinates, dim=1) / scale
-        U = directions(coordinates) * best_norms(f, target, rho.clamp(max=1))[:, None]
-        return Solution(*rebalanced(U, V), problem.bias)
+    rho, along, V = correlations(*minimize(loss, [start]))
+    norms, means = best_rows(f, target, rho, bias)
+    risk = row_risks(f, norms, target, rho, means, bias).sum()
+    return Solution(*rebalanced(along * norms.unsqueeze(1), V), means, risk, energy)

@@ -1,0 +1,43 @@
+"""L-BFGS over several tensors: deterministic, with a line search, and never above its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def minimize(loss: Callable[..., Tensor], start: Sequence[Tensor], *, steps: int = 300) -> list[Tensor]:
+    """The arguments of the least loss seen.
+
+    Args:
+        loss: of as many tensors as `start` has; a scalar of order 1, differentiable. Arguments that it does not use
+            stay as they are.
+        start: where to begin; not changed.
+        steps: at most so many.
+    """
+    current = [tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for tensor in start]
+    best = [tensor.detach().clone() for tensor in start]
+    lowest = float("inf")
+    optimizer = torch.optim.LBFGS(
+        current,
+        max_iter=steps,
+        history_size=20,
+        tolerance_grad=1e-8,
+        tolerance_change=1e-9,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        nonlocal lowest, best
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            value = loss(*current)
+        value.backward()
+        if (found := float(value.detach())) < lowest:
+            lowest, best = found, [tensor.detach().clone() for tensor in current]
+        return value
+
+    optimizer.step(closure)
+    return best

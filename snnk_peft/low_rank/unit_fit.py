@@ -1,0 +1,161 @@
+"""The best norm and mean of a single output, given how well it may correlate with the one it stands for.
+
+With t = ‖w‖, bias b and correlation ρ, the best f(m + s u) for f(b + t v) is a least-squares fit in one dimension:
+
+    E[(f(m + su) − f(b + tv))²] = E[(f(m + su) − T(u))²] + E[f(b + tv)²] − E[T(u)²]
+    T(u) = E[f(b + tv) | u] = Σ_k c_k ρ^k h_k(u)
+
+Gauss-Newton steps on quadrature nodes fit s and m of many outputs at once. What remains is the least risk of an output
+as a function of ρ alone (`risk_profiles`): a subspace can be searched without looking at f again.
+
+For positively homogeneous f without biases s = t k(ρ)/k(1), for ReLU t κ(ρ). For other activations by name, without
+biases, s/t is read off a table of (t, ρ) that is made once per process, and costs next to nothing beside an SVD.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from snnk_peft.functional.gauss_hermite import gaussian_nodes, hermite_polynomials
+from snnk_peft.functional.nonlinearity import DEGREE, NONLINEARITIES, Nonlinearity, quadrature_nodes, unit_coefficients
+from snnk_peft.low_rank.directions import unit_scale
+
+_CHUNK = 1 << 17  # values of f held at once: they should stay in the cache
+_STEPS = 30
+_PROFILE = 13
+_TABLE = (65, 65)  # log t in [log _SMALLEST, log _LARGEST], θ = arccos ρ in [0, π/2]
+_SMALLEST, _LARGEST = 0.02, 50.0
+
+
+class _Units:
+    """Outputs f(b + t v) of norms t (n,) and biases b (n,), to be fitted by f(m + s u)."""
+
+    def __init__(self, f: Nonlinearity, target: Tensor, bias: Tensor, fit_mean: bool, nodes: int):
+        self.f, self.fit_mean = f, fit_mean
+        self.points, self.weights = gaussian_nodes(nodes, target.device)
+        self.polynomials = hermite_polynomials(self.points, DEGREE)
+        self.coefficients, self.energy = unit_coefficients(f, target, bias, nodes)
+
+    def _evaluate(self, wanted: Tensor, scale: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            z = (mean.unsqueeze(1) + scale.unsqueeze(1) * self.points).requires_grad_()
+            values = self.f.function(z)
+            (slope,) = torch.autograd.grad(values.sum(), z)
+        residual = wanted - values.detach()
+        return residual, slope, residual.square() @ self.weights
+
+    def fit(self, rho: Tensor, scale: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Damped Gauss-Newton steps from (scale, mean), never to a worse place: s, m and the risk, each (n,)."""
+        wanted = (
+            self.coefficients * rho.unsqueeze(1) ** torch.arange(DEGREE + 1, device=rho.device)
+        ) @ self.polynomials
+        residual, slope, error = self._evaluate(wanted, scale, mean)
+        damping, stalled = torch.full_like(scale, 1e-3), torch.zeros_like(scale)
+        for _ in range(_STEPS):
+            along = slope * self.points
+            a = (along.square() @ self.weights) * (1 + damping)
+            d = (slope.square() @ self.weights) * (1 + damping)
+            b = (along * slope) @ self.weights
+            p, q = (residual * along) @ self.weights, (residual * slope) @ self.weights
+            if self.fit_mean:
+                determinant = unit_scale(a * d - b.square())
+                step, shift = (d * p - b * q) / determinant, (a * q - b * p) / determinant
+            else:
+                step, shift = p / unit_scale(a), torch.zeros_like(q)
+            trial_residual, trial_slope, trial_error = self._evaluate(wanted, scale + step, mean + shift)
+            better = trial_error < error
+            # Rounding of the error is about 1e-16 of the energy; a gain of 1e-10 of it is worth another step.
+            stalled = torch.where(error - trial_error > 1e-10 * self.energy, 0, stalled + 1)
+            scale, mean = torch.where(better, scale + step, scale), torch.where(better, mean + shift, mean)
+            residual = torch.where(better.unsqueeze(1), trial_residual, residual)
+            slope = torch.where(better.unsqueeze(1), trial_slope, slope)
+            error = torch.where(better, trial_error, error)
+            damping = torch.where(better, damping / 10, damping * 10)
+            if stalled.min() >= 2:
+                break
+        return scale, mean, (self.energy - wanted.square() @ self.weights + error).clamp_min(0)
+
+
+def _blocks(f: Nonlinearity, target: Tensor, bias: Tensor | None) -> list[tuple[slice, _Units]]:
+    """The outputs in blocks of rows that fit the cache."""
+    nodes = quadrature_nodes(f, target, kinked=512)
+    rows = max(1, _CHUNK // nodes)
+    slices = [slice(at, at + rows) for at in range(0, len(target), rows)]
+    centre = torch.zeros_like(target) if bias is None else bias
+    return [(rows, _Units(f, target[rows], centre[rows], bias is not None, nodes)) for rows in slices]
+
+
+def fit_units(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """`best_rows` by Gauss-Newton steps from s = tρ, m = b."""
+    norms = target * rho
+    means = torch.zeros_like(target) if bias is None else bias.clone()
+    for rows, units in _blocks(f, target, bias):
+        norms[rows], means[rows], _ = units.fit(rho[rows], norms[rows], means[rows])
+    return norms, None if bias is None else means
+
+
+def risk_profiles(f: Nonlinearity, target: Tensor, bias: Tensor | None) -> Tensor:
+    """The least risk of each output for every ρ in [0, 1]: coefficients (n, k) of a polynomial, see `profile_risks`."""
+    x = -torch.cos(torch.arange(_PROFILE, dtype=torch.float64) * (math.pi / (_PROFILE - 1))).to(target.device)
+    risks = target.new_empty(len(target), _PROFILE)
+    for rows, units in _blocks(f, target, bias):
+        norms = target[rows]
+        means = torch.zeros_like(norms) if bias is None else bias[rows]
+        for place, rho in enumerate(torch.cos((x + 1) * (math.pi / 4)).tolist()):  # from ρ = 1, where s = t, m = b
+            norms, means, risks[rows, place] = units.fit(torch.full_like(norms, rho), norms, means)
+    return torch.linalg.solve(torch.linalg.vander(x), risks.T).T
+
+
+def profile_risks(profiles: Tensor, rho: Tensor) -> Tensor:
+    """What `risk_profiles` found, for ρ (n,); a polynomial in arccos ρ."""
+    x = torch.acos(rho.clamp(0, 1 - 1e-12)) * (4 / math.pi) - 1
+    return (profiles * x.unsqueeze(1) ** torch.arange(_PROFILE, device=rho.device)).sum(1)
+
+
+def best_rows(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The best s and m for outputs of norm t and bias b.
+
+    Args:
+        f: the nonlinearity.
+        target: t (n,), fp64.
+        rho: ρ (n,), in [0, 1].
+        bias: b (n,); None if there are no biases, and m is then 0.
+
+    Returns:
+        s (n,) and m (n,) or None.
+    """
+    if f is NONLINEARITIES["identity"]:
+        return target * rho, bias
+    if bias is None and f.homogeneous and f.kernel is not None:
+        one = torch.ones_like(rho)
+        return target * f.kernel(one, one, rho) / f.kernel(one, one, one), None
+    if bias is None and f.known:
+        return _from_table(f, target, rho), None
+    return fit_units(f, target, rho, bias)
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _table(f: Nonlinearity) -> Tensor:
+    """(s/t − cos θ)/sin²θ over (log t, θ): smooth, and what is read from it is exact at ρ = 1."""
+    t = torch.logspace(math.log10(_SMALLEST), math.log10(_LARGEST), _TABLE[0], dtype=torch.float64)
+    # Slightly off 0, where the quotient is a limit.
+    theta = torch.linspace(0, math.pi / 2, _TABLE[1], dtype=torch.float64).clamp_min(0.02)
+    rho = torch.cos(theta)
+    norms = torch.stack([fit_units(f, norm.expand(len(rho)), rho, None)[0] for norm in t])
+    return (norms / t.unsqueeze(1) - rho) / torch.sin(theta).square()
+
+
+def _from_table(f: Nonlinearity, target: Tensor, rho: Tensor) -> Tensor:
+    table = _table(f).to(target.device)
+    across = torch.acos(rho) * (4 / math.pi) - 1
+    down = target.clamp(_SMALLEST, _LARGEST).log() - math.log(_SMALLEST)
+    place = torch.stack((across, down * (2 / math.log(_LARGEST / _SMALLEST)) - 1), -1)
+    read = torch.nn.functional.grid_sample(
+        table[None, None], place[None, None], padding_mode="border", align_corners=True
+    )
+    return target * (rho + (1 - rho.square()) * read[0, 0, 0])
