@@ -1,7 +1,7 @@
 """Train low-rank networks by every initialisation, with and without Frobenius decay, one run after another.
 
     python recipes/sweep_lowrank.py data.dir=path/to/cifar10 --seeds 0 1 2
-    python recipes/sweep_lowrank.py data.dir=path/to/cifar10 --seeds 0 1 2 data.max_train_samples=3000 train.epochs=6
+    python recipes/sweep_lowrank.py data.dir=path/to/cifar10 data.max_train_samples=3000 train.epochs=6 --seeds 0 1 2
 
 Rank scales .05 and .1; `baseline` draws the factors, the other starts come from a dense network of random weights. Runs
 of one seed start from the same dense network and see the same pictures in the same order. Without Frobenius decay the

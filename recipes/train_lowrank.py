@@ -62,8 +62,11 @@ class LowRankTraining(Experiment[LowRankConfig]):
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """Made dense, then low-rank; everything in use is trained."""
         from _lib.lowrank_model import dense_model, low_rank_model
+        from _lib.modality import modality_of
 
-        base = dense_model(self.config.model, self.task)
+        base: Any = dense_model(self.config.model, self.task)
+        if hasattr(base, "config"):
+            modality_of(self.task).check(base, self.reader, self.config.data)
         self.dense_parameters = sum(value.numel() for value in base.parameters())
         model, self.init_seconds = low_rank_model(base, self.config.method, self.config.train.seed, resumed)
         return model

@@ -8,6 +8,7 @@ A file in a folder that `STAND_INS` does not know fails.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
@@ -23,13 +25,16 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from glue_files import write_task
 from recipe_world import RECIPES, recipe, write_world
+from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 sys.path.append(str(RECIPES))
 
 import closed_form
 import finetune
+import train_lowrank
 import train_lra
+from _lib.cifar_resnet import CifarResNet
 from _lib.config import load_config
 from _lib.data import steps_per_epoch
 from _lib.loop import mean_loss
@@ -108,11 +113,42 @@ def digits(file: Path, models: Path, out: Path) -> list[str]:
     return [f"model.name_or_path={model}", "data.max_train_samples=24"]
 
 
+# Sizes at which a network of recipes/models is built in a moment; its module paths are the same.
+TINY = {
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
+    "mobilenet_v2": {"depth_multiplier": 0.1, "image_size": 32},
+    "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 16, "image_size": 32},
+    "vit": {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2},
+}
+
+
+def low_rank(file: Path, models: Path, out: Path) -> list[str]:
+    settings = yaml.safe_load(file.read_text())
+    data, name = settings["task"].removesuffix("1k"), settings["model"]["name_or_path"]
+    writer = pictures("class_folders", 2) if data == "imagenet" else pictures(f"{data}_binary", int(data[5:]))
+    given = [text for text in writer(file, models, out) if not text.startswith("model.")]
+    if settings["model"].get("weights"):
+        save_file(CifarResNet(56).state_dict(), out / "weights.safetensors")
+        given.append(f"model.weights={out / 'weights.safetensors'}")
+    if (folder := RECIPES.parent / name).is_dir():
+        (out / "model").mkdir()
+        config = json.loads((folder / "config.json").read_text())
+        (out / "model/config.json").write_text(json.dumps({**config, **TINY[config["model_type"]]}))
+        reader = json.loads((folder / "preprocessor_config.json").read_text())
+        reader |= (
+            {"size": {"shortest_edge": 36}, "crop_size": {"height": 32, "width": 32}} if data == "imagenet" else {}
+        )
+        (out / "model/preprocessor_config.json").write_text(json.dumps(reader))
+        given.append(f"model.name_or_path={out / 'model'}")
+    return given
+
+
 # Folder or file in recipes/configs -> the recipe, and what writes the data and names the settings that point there.
 STAND_INS = {
     "glue": (finetune.Finetuning, glue),
     "table.yaml": (finetune.Finetuning, table),
     "closed_form.yaml": (closed_form.ClosedForm, head),
+    "lowrank": (train_lowrank.LowRankTraining, low_rank),
     "lra": (train_lra.LongRange, long_range),
     "cifar10": (finetune.Finetuning, pictures("cifar10_binary", 10)),
     "cifar100": (finetune.Finetuning, pictures("cifar100_binary", 100)),
