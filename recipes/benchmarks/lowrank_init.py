@@ -7,7 +7,7 @@
 A layer f(Wx + b) with d inputs and m outputs ("d x m") becomes f(UVᵀx + b). Relative risk is
 E‖f(UVᵀx + b) − f(Wx + b)‖² / E‖f(Wx + b)‖² for x ~ N(0, I), in closed form. W is He-normal without a bias or, where
 the shape is MiniLM's (384 x 1536), also the expansion of FFN `--layer` of its six, with its bias. For that one `data`
-learns from 4,096 tokens that reach this layer, and `held_out` is the relative risk of all initialisations on 4,096
+learns from 2,048 tokens that reach this layer, and `held_out` is the relative risk of all initialisations on 2,048
 others, of other modules' docstrings.
 
 `function` runs twice, which must give the same bits, and is compared with the best of `--restarts` runs of the same
@@ -41,7 +41,7 @@ from snnk_peft.tasks.stdlib_docs import load_sentences
 SHAPES = ((64, 256), (128, 128), (384, 1536), (768, 3072))
 SCALES = (0.05, 0.1, 0.2, 0.5)
 ACTIVATIONS = {"relu": nn.functional.relu, "gelu": nn.functional.gelu}
-MINILM, TOKENS = (384, 1536), 4096
+MINILM, TOKENS = (384, 1536), 2048
 TIMED, GNORM = ("spectral", "spectral_gnorm"), "gnorm_over_spectral"
 INITS, RESTART = LOW_RANK_INITS.names(), "function_from_random"
 Layer = dict[str, torch.Tensor | None]
