@@ -31,6 +31,7 @@ from snnk_peft.families.base import ModelFamily
 from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
 from snnk_peft.parts.ffn import FFNPart
+from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.model import plan_patches, refuse_prepared
@@ -42,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ffn": {"ffn": FFNPart("relu", "orf", 16)},
     "pooler": {"pooler": PoolerPart("relu", "orf", 16)},
     "attention": {"attention": AttentionPart(projection="free", num_features=16)},
+    "narrow_heads": {"parts": [NarrowHeadsPart(head_dim=1)]},
 }
 # Paths inside one layer, which exist in every model of a family; the others belong to heads that a model may lack.
 IN_LAYERS = (
@@ -96,7 +98,7 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
         >>> tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
         >>> report = check_family(ViTModel(ViTConfig(image_size=8, patch_size=4, **tiny)))
         >>> report.checked
-        ['houlsby', 'pfeiffer', 'parallel', 'query_value', 'ffn', 'pooler', 'attention']
+        ['houlsby', 'pfeiffer', 'parallel', 'query_value', 'ffn', 'pooler', 'attention', 'narrow_heads']
         >>> report.left_out
         {}
     """

@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from snnk_peft import COMPONENTS, PROJECTIONS, AdapterPart, AttentionPart, FFNPart, PoolerPart, build_feature_map
+from snnk_peft import (
+    COMPONENTS,
+    PROJECTIONS,
+    AdapterPart,
+    AttentionPart,
+    FFNPart,
+    NarrowHeadsPart,
+    PoolerPart,
+    build_feature_map,
+)
 from snnk_peft.feature_map import FeatureMap
 
 PLACES = ("houlsby", "pfeiffer", "parallel", "query_value")
@@ -22,6 +31,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "attention-learned": {
         "attention": AttentionPart("hrf", "gmm", 6, per_head=True, separate_maps=True, sum_of=[{"component": "elu"}])
     },
+    "narrow_heads": {"parts": [NarrowHeadsPart(head_dim=6)]},
     "attention-adapting": {"attention": AttentionPart("saderf", num_features=6)},
 }
 PAIRS = [

@@ -13,18 +13,30 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, calibrate, fit_closed_form, get_snnk_model
+from snnk_peft import (
+    AdapterPart,
+    FFNPart,
+    NarrowHeadsPart,
+    Part,
+    PoolerPart,
+    SNNKConfig,
+    bundle,
+    calibrate,
+    fit_closed_form,
+    get_snnk_model,
+)
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import advance
 from snnk_peft.projections.base import Projection
 from tests.tiny_models import tiny
 from tests.two_linears_part import TwoLinearsPart
 
-# Features of their own; hidden units, chosen from one pass; rows that are chosen in a pass of their own.
-PARTS = {
+# Features of their own; hidden units, chosen from one pass; rows that are chosen in a pass of their own; whole calls.
+PARTS: dict[str, Part] = {
     "features": FFNPart(num_features=12, projection="orf"),
     "units": FFNPart(num_features=6, component="gelu", projection="landmark"),
     "rows": FFNPart(num_features=6, component="relu", projection="landmark"),
+    "heads": NarrowHeadsPart(head_dim=6),
 }
 EXAMPLES = 8
 
@@ -43,7 +55,8 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
 
 def calibrated(name: str, share: slice, count: int = 11) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Tensors and report of a model that was calibrated on a share of the batches."""
-    model = get_snnk_model(tiny("bert", num_labels=3), SNNKConfig(ffn=PARTS[name], pooler=PoolerPart(num_features=10)))
+    config = SNNKConfig(parts=[PARTS[name]], pooler=PoolerPart(num_features=10))
+    model = get_snnk_model(tiny("bert", num_labels=3), config)
     report = calibrate(model, batches(count)[share], progress=False)
     slots = {key: value for key, value in model.state_dict().items() if "snnk" in key}
     return slots, [{**slot, "seconds": 0} for slot in report.to_dict()["slots"]]

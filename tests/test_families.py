@@ -29,12 +29,13 @@ from snnk_peft.bundling.code_file import FILE_NAME
 from snnk_peft.bundling.modules import BundledModel
 from snnk_peft.bundling.probe import probe_inputs
 from snnk_peft.errors import UnsupportedError
-from snnk_peft.tuner.calibrate import _slot_inputs
+from snnk_peft.tuner.calibrate import _slot_calls
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_families import CONFIGS, build, heads, main_head
 from tests.tiny_models import trained
 
-PARTS = {"houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention"}  # of check_family
+# Of check_family.
+PARTS = {"houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads"}
 CONFIG = {
     "houlsby": {"adapter": AdapterPart(num_features=4)},
     "ffn": {"ffn": FFNPart(num_features=6)},
@@ -42,22 +43,26 @@ CONFIG = {
     "attention": {"attention": AttentionPart(num_features=6)},
 }
 GATED = {"parallel": "is gated", "ffn": "is gated"}
-FUSED = {"query_value": "no Linear that makes the query alone"}
+FUSED = {
+    "query_value": "no Linear that makes the query alone",
+    "narrow_heads": "has one matrix for queries, keys and values",
+}
 POOLER = {"pooler": "has no pooler"}
+CHANGED = {"narrow_heads": "multiplies queries and keys only after changing them"}
 # What a family cannot take, and how it is refused; all else it takes.
 REFUSED: dict[str, dict[str, str]] = {
-    **{name: {**GATED, **POOLER} for name in ("gemma", "llama", "mistral", "olmo2", "qwen2", "qwen3")},
+    **{name: {**GATED, **POOLER, **CHANGED} for name in ("gemma", "llama", "mistral", "olmo2", "qwen2", "qwen3")},
     **dict.fromkeys(("opt", "whisper"), POOLER),
     **{f"{tower}_{side}_model": POOLER for tower in ("clip", "siglip") for side in ("text", "vision")},
     "phi3": {**GATED, **FUSED, **POOLER},
     "modernbert": {**GATED, **FUSED},
     "gpt2": {**FUSED, **POOLER},
     "gpt_neox": {**FUSED, **POOLER},
-    "esm": {"parallel": "calls its activation as a function", "ffn": "calls its activation as a function"},
-    "mpnet": {"attention": "bias per pair of positions"},
+    "esm": {**dict.fromkeys(("parallel", "ffn"), "calls its activation as a function"), **CHANGED},
+    "mpnet": {"attention": "bias per pair of positions", **CHANGED},
     "beit": {"attention": "bias per pair of positions"},
-    "data2vec-vision": {"attention": "does not call its attention through AttentionInterface"},
-    "deberta-v2": {"attention": "bias per pair of positions"},
+    "data2vec-vision": {"attention": "does not call its attention through AttentionInterface", **CHANGED},
+    "deberta-v2": {"attention": "bias per pair of positions", **CHANGED},
 }
 # Models that hold more than a family describes.
 TWO_SIDED = {
@@ -300,7 +305,8 @@ def test_inputs_of_later_runs_are_those_of_the_original():
     changed = get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4, init="random"), modules_to_save=[])).eval()
     layer = next(m for path, m in changed.named_modules() if path.endswith("albert_layers.0.ffn"))
     together = ["encoder.albert_layer_groups.0.albert_layers.0.activation"]
-    (_, rows), *_ = _slot_inputs(changed, layer, together, 3, [inputs], Bar())
+    (_, calls), *_ = _slot_calls(changed, layer, together, 3, [inputs], Bar())
+    rows = torch.cat([call.real(call.args[0]) for call in calls])
     keep = inputs["attention_mask"].bool()
     torch.testing.assert_close(rows, torch.cat([x[keep] for x in wanted]))
     assert len(wanted) == 3

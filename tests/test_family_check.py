@@ -32,7 +32,7 @@ from snnk_peft.errors import UnsupportedError
 from tests.tiny_families import build
 from tests.tiny_models import CLASSIFIERS, TEXT, TOKENS, tiny
 
-ALL = ["houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention"]
+ALL = ["houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads"]
 SPECIAL = {key: TOKENS[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 
@@ -70,6 +70,7 @@ def test_every_classifier_is_as_described(family):
     assert {"houlsby", "pfeiffer", "attention"} <= set(report.checked)
     gated = {"parallel", "ffn"} if FAMILIES[family].gated else set()
     fused = {"query_value"} if FAMILIES[family].query is None else set()
+    fused |= {"narrow_heads"} if FAMILIES[family].key is None else set()
     assert set(report.left_out) == gated | fused
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert str(report).count("\n") == len(ALL)

@@ -16,7 +16,17 @@ from peft import LoraConfig, PeftModel, inject_adapter_in_model, set_peft_model_
 from torch import nn
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from snnk_peft import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig, bundle, calibrate, get_snnk_model
+from snnk_peft import (
+    AdapterPart,
+    AttentionPart,
+    FFNPart,
+    NarrowHeadsPart,
+    PoolerPart,
+    SNNKConfig,
+    bundle,
+    calibrate,
+    get_snnk_model,
+)
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.adapter import SNNKAdapter
 from tests.tiny_models import TEXT, TOKENS, inputs_for, tiny, trained
@@ -39,6 +49,7 @@ PARTS = {
     "attention-learned": {
         "attention": AttentionPart("hrf", "gmm", 6, separate_maps=True, sum_of=[{"component": "elu"}])
     },
+    "narrow_heads": {"parts": [NarrowHeadsPart(head_dim=6)]},
     "seed-only": {"adapter": AdapterPart(num_features=4), "save_projection": False},
 }
 cases = pytest.mark.parametrize("part", PARTS)

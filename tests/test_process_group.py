@@ -38,7 +38,7 @@ def test_every_process_has_the_same_bits(group) -> None:
 def test_shares_are_calibrated_as_the_whole_is(group, name: str) -> None:
     tensors, reports = group[0]
     expected, report = group_job.calibrated(name, slice(None))
-    assert len(report) == 3  # two FFNs and the pooler
+    assert len(report) == 3  # two layers and the pooler
     for mine, whole in zip(reports[name], report, strict=True):
         for exact in ("path", "num_features", "tokens", "held_out_tokens", "ridge"):
             assert mine[exact] == whole[exact], exact

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.layers.low_rank_linear import LowRank, product, with_tensors
+from snnk_peft.layers.low_rank_linear import LowRank, rounded_product, with_tensors
 
 SPLITS = ("spatial", "channel")
 
@@ -216,7 +216,7 @@ class LowRankConv(LowRank):
         settings: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
         settings |= {"padding_mode": self.padding_mode, "bias": self.bias is not None, "device": "meta"}
         conv = cls(self.in_channels, self.out_channels, self.kernel_size, **settings)
-        return with_tensors(conv, self.kernel_from(product(self.U, self.V)), self.bias)
+        return with_tensors(conv, self.kernel_from(rounded_product(self.U, self.V)), self.bias)
 
     def extra_repr(self) -> str:
         """Sizes."""

@@ -11,6 +11,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.low_rank import factorize
+from snnk_peft.low_rank.rearranged import rearranged_factors
 
 LINEAR_INITS = ("spectral", "baseline")  # those that do not ask what follows the layer
 
@@ -22,8 +23,10 @@ class LowRank(nn.Module):
         U: (rows, rank).
         V: (columns, rank).
         bias: (out,) or None.
+        frobenius_decay: strength that `FrobeniusDecay` finds here, or None.
     """
 
+    frobenius_decay: float | None = None
     U: nn.Parameter
     V: nn.Parameter
     bias: nn.Parameter | None
@@ -70,6 +73,10 @@ class LowRank(nn.Module):
         """The dense weight that a matrix (rows, columns) stands for; the other way round than `matrix_of`."""
         return matrix
 
+    def product(self, U: Tensor, V: Tensor) -> Tensor:
+        """The weight (out, in·Πkernel) that factors stand for."""
+        return self.kernel_from(U @ V.T).flatten(1)
+
     def macs(self) -> tuple[int, int]:
         """Multiply-adds per output vector (pixel): of the two factors, and of the dense layer."""
         raise TypeError(f"{type(self).__name__} does not define macs()")
@@ -99,15 +106,22 @@ class LowRank(nn.Module):
             bias = None if dense.bias is None else dense.bias.detach()
             matrix = self.matrix_of(weight)
             asked = "identity" if init in LINEAR_INITS else activation
-            if len(matrix) != len(weight) and asked != "identity":
+            behind = None if asked == "identity" else bias  # the best bias of a linear layer is its own
+            if len(matrix) == len(weight) or asked == "identity":
+                found = factorize(matrix, self.rank, init, activation=asked, bias=behind, inputs=inputs, seed=seed)
+                self.set_factors(found.U, found.V, bias if found.bias is None else found.bias)
+            elif init == "function":
+                first = factorize(matrix, self.rank, "spectral")
+                U, V, moved = rearranged_factors(
+                    weight.flatten(1), (first.U, first.V), self.product, activation=asked, bias=bias
+                )
+                self.set_factors(U, V, moved)
+            else:
                 raise ConfigError(
                     f"init is {init!r} for the activation {activation!r}, which acts on whole outputs, and rows of a "
                     f"kernel split as {matrix.shape[0]} × {matrix.shape[1]} are parts of them; expected "
-                    f"split='channel', or init {' or '.join(map(repr, LINEAR_INITS))}"
+                    f"split='channel', or init 'function' or {' or '.join(map(repr, LINEAR_INITS))}"
                 )
-            behind = None if asked == "identity" else bias  # the best bias of a linear layer is its own
-            found = factorize(matrix, self.rank, init, activation=asked, bias=behind, inputs=inputs, seed=seed)
-            self.set_factors(found.U, found.V, bias if found.bias is None else found.bias)
             return self
 
     def matrix_of(self, weight: Tensor) -> Tensor:
@@ -196,14 +210,14 @@ class LowRankLinear(LowRank):
     def dense(self) -> nn.Linear:
         """One Linear in → out."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
-        return with_tensors(linear, product(self.U, self.V), self.bias)
+        return with_tensors(linear, rounded_product(self.U, self.V), self.bias)
 
     def extra_repr(self) -> str:
         """Sizes."""
         return f"{self.in_features} → {self.rank} → {self.out_features}, bias={self.bias is not None}"
 
 
-def product(U: Tensor, V: Tensor) -> Tensor:
+def rounded_product(U: Tensor, V: Tensor) -> Tensor:
     """U Vᵀ in fp64, rounded once."""
     return (U.double() @ V.double().T).to(U.dtype)
 

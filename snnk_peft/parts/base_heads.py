@@ -6,6 +6,7 @@ dimensions is followed by d − r zeros, which change neither q·k nor the value
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import nn
 
 from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.calibration.heads import narrow_products, narrow_values
-from snnk_peft.calibration.reduce import summed
+from snnk_peft.calibration.reduce import same_everywhere, summed
 from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
+from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear
-from snnk_peft.functional.at_hand import at_hand, wide_on_cpu
+from snnk_peft.functional.at_hand import at_hand, offloaded, wide_on_cpu
 from snnk_peft.layers.slots import (
     Base,
     Call,
@@ -51,28 +53,26 @@ class NarrowLinear(Slot):
     def __init__(self, in_features: int, out_features: int, bias: bool, heads: int):
         super().__init__()
         self.heads = heads
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        # A module of its own: accelerate moves what a module with tensors is called with, here the original.
+        self.linear = nn.Linear(in_features, out_features, bias, device="meta")  # which draws no random numbers
+        self.linear.weight = nn.Parameter(torch.empty(out_features, in_features))
+        if bias:
+            self.linear.bias = nn.Parameter(torch.empty(out_features))
 
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """The product; PEFT keeps what is trained in fp32, also in a model of half precision."""
-        return nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The Linear; PEFT keeps what is trained in fp32, also in a model of half precision."""
+        return self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Other numbers, of any dtype; without a bias that there is, zeros."""
+        """Other numbers, of any dtype; without a bias, zeros where there is one."""
         with torch.no_grad():
-            self.weight.copy_(weight)
-            if self.bias is not None:
-                self.bias.zero_() if bias is None else self.bias.copy_(bias)
+            self.linear.weight.copy_(weight)
+            if self.linear.bias is not None:
+                self.linear.bias.copy_(torch.zeros_like(self.linear.bias) if bias is None else bias)
 
     def folded(self) -> nn.Linear:
         """A plain Linear of this size."""
-        out_features, in_features = self.weight.shape
-        linear = nn.Linear(in_features, out_features, bias=self.bias is not None, device="meta")
-        linear.weight = nn.Parameter(self.weight.detach().clone())
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().clone())
-        return linear
+        return copy.deepcopy(self.linear)
 
 
 class NarrowProjection(NarrowLinear):
@@ -94,7 +94,7 @@ class NarrowProjection(NarrowLinear):
         """x (..., in) -> (..., heads·d)."""
         if self.original:
             return base(x)
-        return nn.functional.pad(self.linear(x).unflatten(-1, (self.heads, -1)), (0, self.zeros)).flatten(-2)
+        return nn.functional.pad(self.product(x).unflatten(-1, (self.heads, -1)), (0, self.zeros)).flatten(-2)
 
     def fold(self, place: FoldPlace) -> None:
         """A narrower Linear."""
@@ -120,7 +120,7 @@ class NarrowReader(NarrowLinear):
         """x (..., heads·d) -> (..., out)."""
         if self.original:
             return base(x)
-        return self.linear(x.unflatten(-1, (self.heads, -1))[..., : self.size].flatten(-2))
+        return self.product(x.unflatten(-1, (self.heads, -1))[..., : self.size].flatten(-2))
 
     def fold(self, place: FoldPlace) -> None:
         """A Linear of fewer inputs."""
@@ -154,9 +154,11 @@ class NarrowHeads(Slot):
             NarrowReader(out.out_features, heads, size),
         )
         self.paths, self.attention, self.heads, self.size = paths, attention, heads, size
-        # Else sizes alone are wanted.
-        if not any(linear.weight.is_meta for linear in (*sources, self.four[0])):
-            self._start(*map(OneMatrix, sources))
+        if self.four[0].linear.weight.is_meta:
+            return  # sizes alone are wanted
+        matrices = [OneMatrix(linear) for linear in sources]
+        if not any(matrix.weight.is_meta for matrix in matrices):
+            self._start(*matrices)
 
     def _start(self, query: OneMatrix, key: OneMatrix, value: OneMatrix, out: OneMatrix) -> None:
         """The singular vectors of W_qᵀ W_k and W_o W_v, a bias of the queries counted as one more input."""
@@ -238,6 +240,11 @@ class HeadsFitter(Fitter):
 
     def __init__(self, slot: FittedHeads, place: FitPlace, options: FitOptions):
         self.slot, self.block, self.options, self.together = slot, place.original, options, slot.paths
+        if any(offloaded(each) for each in slot.four):
+            raise ConfigError(
+                f"the narrower projections {', '.join(slot.paths)} are offloaded to memory or disk, where a fit would "
+                "not last; expected them beside the model. Calibrate before dispatching the model"
+            )
         self.sources = [OneMatrix(place.original_at(path)) for path in slot.paths]
 
     def fit(self, data: Tokens) -> Fit:
@@ -258,6 +265,8 @@ class HeadsFitter(Fitter):
         assert bias is not None
         # It was fitted to values with their bias.
         slot.four[3].take(weight, bias + weight @ columns @ value.full_bias().to(weight))
+        for each in slot.four:  # they stand elsewhere than the slot that `calibrate` fits
+            same_everywhere(each)
         return Fit(slot.size, fitted, test.count, fit.ridge, before.value(), fit.error)
 
     def _products(self, data: Tokens) -> tuple[torch.Tensor, torch.Tensor, ErrorMeter]:

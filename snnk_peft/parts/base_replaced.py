@@ -88,7 +88,8 @@ class Replace(Slot):
         between = (place.path,) if self.activation is None else (place.path, self.activation)
         check_passing(place.at(path) for path in between)
         reader = None if self.following is None else place.at(self.following)
-        following = None if reader is None else as_linear(reader.module)
+        taken = reader is not None and any(slot.replaces for slot in reader.slots)
+        following = None if reader is None or taken else as_linear(reader.module)
         if reader is not None and isinstance(following, nn.Linear):
             stage, linear = self.layer.fold(following=following)
             place.put(stage)
@@ -96,11 +97,11 @@ class Replace(Slot):
             self.read_by(place, reader)
             return
         place.put(nn.Sequential(*self.layer.fold()))
-        reason = (
-            "the activation behind it is called inside the model's forward()"
-            if self.activation is None
-            else "no Linear reads its output"
-        )
+        reason = "no Linear reads its output"
+        if taken:
+            reason = "another part replaces the Linear that reads its output"
+        elif self.activation is None:
+            reason = "the activation behind it is called inside the model's forward()"
         place.remark(f"{place.path}: its readout stays a Linear of its own, because {reason}")
 
     def read_by(self, place: FoldPlace, reader: FoldPlace) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import as_linear, plain_modules
 from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.functional.nonlinearity import NONLINEARITIES
 from snnk_peft.layers.low_rank import SPLITS, low_rank_class
 from snnk_peft.layers.slots import Slot
 from snnk_peft.low_rank import LOW_RANK_INITS
@@ -36,11 +37,6 @@ KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "all": (nn.Linear, *CONVOLUTIONS),
 }
 DEFAULT_SCALE = 0.25
-# What activation modules of torch and transformers compute, by the names of their classes.
-ACTIVATIONS = {
-    "ReLU": "relu", "LeakyReLU": "leaky_relu", "GELU": "gelu", "GELUActivation": "gelu", "SiLU": "silu",
-    "SiLUActivation": "silu", "Tanh": "tanh", "Sigmoid": "sigmoid", "Softplus": "softplus", "Identity": "identity",
-}  # fmt: skip
 
 
 @PARTS.register("low_rank")
@@ -81,9 +77,13 @@ class LowRankPart(Part):
     )
     activation: str | None = option(
         None,
-        "what follows the modules, for the starts that ask; None is what the family says, else nothing (identity).",
+        "what follows the modules, for the starts that ask and for calibrate; None is what the family says, else "
+        "nothing (identity).",
+        checked=False,
     )
-    frobenius_decay: float = option(0.0, "strength of Frobenius decay, which `FrobeniusDecay` reads here.", low=0)
+    frobenius_decay: float = option(
+        0.0, "strength that `FrobeniusDecay(model)` finds in the layers; the part itself adds no decay.", low=0
+    )
     ranks: dict[str, int] | None = option(None, "filled in when a model is patched by energy: the ranks.")
 
     def faults(self, part: str) -> list[str]:
@@ -102,10 +102,13 @@ class LowRankPart(Part):
                 "('spectral') and call calibrate(model, batches), which fits the factors to real inputs"
             )
         elif self.init not in LOW_RANK_INITS:
-            names = [name for name in LOW_RANK_INITS if name != "data"]
-            close = closest(self.init, names)
+            starts = [name for name in LOW_RANK_INITS if name != "data"]
+            close = closest(self.init, starts)
             hint = f". Did you mean {close!r}?" if close else ""
-            found.append(f"{part}.init is {self.init!r}; expected {', '.join(map(repr, names))}{hint}")
+            found.append(f"{part}.init is {self.init!r}; expected {', '.join(map(repr, starts))}{hint}")
+        if self.activation is not None and self.activation not in list(NONLINEARITIES):
+            known = ", ".join(map(repr, NONLINEARITIES))
+            found.append(f"{part}.activation is {self.activation!r}; expected {known}, or None")
         role = isinstance(self.targets, str) and self.targets in ROLES
         if self.layers != "all" and (not role or self.targets == "pooler"):
             found.append(
@@ -165,7 +168,7 @@ class LowRankPart(Part):
         return {path: (m, activation or behind or "identity") for path, (m, behind) in chosen.items()}
 
     def _by_role(self, context: PatchContext, present: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-        """Paths of Linears, and the activation module behind each, or None."""
+        """Paths of Linears, and the function behind each, or None."""
         family, model = context.family, context.model
         if self.targets == "pooler":
             path = None if family.pooler is None else family.path(model, family.pooler)
@@ -174,8 +177,8 @@ class LowRankPart(Part):
                     f"{context.where}: {type(model).__name__} (family {family.name!r}) has no pooler; leave this part "
                     "out, or name modules by a pattern"
                 )
-            behind = family.pooler_activation
-            yield path, None if behind is None else _activation(present[family.path(model, behind)])
+            pooled = family.pooler_activation
+            yield path, None if pooled is None else present[family.path(model, pooled)].forward
             return
         layers = family.layer_paths(model)
         chosen, faults = resolve_layers(f"{context.where}.layers", self.layers, len(layers))
@@ -188,7 +191,7 @@ class LowRankPart(Part):
                     within = f"{layer}.{family.ffn_in.rpartition('.')[0]}."
                     ffn |= {path for path, m in present.items() if path.startswith(within) and _is_linear(m)}
                 plain = family.activation is not None and not family.gated
-                behind = _activation(present[f"{layer}.{family.activation}"]) if plain else None
+                behind = present[f"{layer}.{family.activation}"].forward if plain else None
                 yield from ((p, behind if p == f"{layer}.{family.ffn_in}" else None) for p in present if p in ffn)
                 continue
             within = f"{layer}.{family.attention.partition('.')[0]}."
@@ -219,11 +222,6 @@ class LowRankPart(Part):
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(as_linear(module), nn.Linear)
-
-
-def _activation(module: nn.Module) -> Any:
-    """The name of an activation, or the module itself, which is one more elementwise function."""
-    return ACTIVATIONS.get(type(module).__name__, module)
 
 
 def _unfit(module: nn.Module, parent: nn.Module | None, uses: Counter[int]) -> str | None:
@@ -262,4 +260,5 @@ def _build(part: LowRankPart, dense: nn.Module, rank: int, activation: Any, cont
     layer = _like(dense, rank, part.split)
     if not context.filled:
         layer.fill(dense, part.init, activation, None, context.seed)
-    return LowRankSlot(layer, part.frobenius_decay)
+    layer.frobenius_decay = part.frobenius_decay or None
+    return LowRankSlot(layer, activation)

@@ -47,7 +47,7 @@ def calibrate(
     refit: bool = True,
     progress: bool = True,
 ) -> CalibrationReport:
-    """Fit the replaced FFN blocks and pooler of a patched model to the originals.
+    """Fit the replaced FFN blocks, pooler, narrower heads and low-rank layers of a patched model to the originals.
 
     Adapters and linear attention hold no readout that stands for a module's output. They stay as they are, and what
     is fitted sees their effect in its inputs.
@@ -97,8 +97,9 @@ def calibrate(
     options = FitOptions(landmarks, ridges, refit)
     if not slots:
         faults.append(
-            "the model has no active part that can be calibrated; expected a model from get_snnk_model with ffn= or "
-            "pooler=, with that adapter active (adapters and linear attention are trained, not calibrated)"
+            "the model has no active part that can be calibrated; expected a model from get_snnk_model with ffn=, "
+            "pooler=, low_rank= or a part such as NarrowHeadsPart, with that adapter active (adapters and linear "
+            "attention are trained, not calibrated)"
         )
     if away := [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]:
         faults.append(
