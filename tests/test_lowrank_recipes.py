@@ -61,8 +61,8 @@ def _fresh_accelerate_state() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CIFAR-10's binary layout: forty pictures of noise to train on, ten to test."""
-    drawn = image_layouts.draw(("train", "test"), 10, per_class=4)
+    """CIFAR-10's binary layout: twenty pictures of noise to train on, ten to test."""
+    drawn = image_layouts.draw(("train", "test"), 10, per_class=2)
     return image_layouts.cifar10_binary(tmp_path_factory.mktemp("cifar"), drawn)
 
 
@@ -97,14 +97,14 @@ def test_real_weights_have_their_accuracy(shared_dir: Path) -> None:
     reader = image_processor(LowRankModel("resnet20"), task)
     for (name, file), split in zip(files.items(), ("train", "test"), strict=True):
         rows = task.load(file, splits=[split])[split]
-        rows = rows.select(range(0, len(rows), len(rows) // 400))
+        rows = rows.select(range(0, len(rows), len(rows) // 250))
         pixels = reader([rows.picture(index) for index in range(len(rows))], return_tensors="pt")["pixel_values"]
         with torch.no_grad():
             right = model(pixels).logits.argmax(1).numpy() == rows.labels
         found[name] = right.mean()
     assert found["cifar-10-python-first4000"] > 0.98
-    # .810 of all 10,000; of 400 the standard deviation is .02.
-    assert abs(found["cifar10-jpeg-q75"] - 0.81) < 0.08
+    # .810 of all 10,000; of 250 the standard deviation is .025.
+    assert abs(found["cifar10-jpeg-q75"] - 0.81) < 0.1
 
 
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
@@ -161,10 +161,10 @@ def test_frobenius_decay_takes_the_place_of_weight_decay_on_the_factors(name: st
 
 
 def arguments(data: Path, output: Path, *changes: str) -> list[str]:
-    """Two epochs of four steps."""
+    """Two epochs of three steps."""
     given = [
         *("task=cifar10", f"data.dir={data}", "augment.shift=2", "augment.flip=0.5", f"output.dir={output}"),
-        *("train.epochs=2", "train.batch_size=10", "train.learning_rate=0.02", "train.device=cpu"),
+        *("train.epochs=2", "train.batch_size=8", "train.learning_rate=0.02", "train.device=cpu"),
         *("method.low_rank={targets: layer*, kind: conv, init: baseline, frobenius_decay: 0.01}", *changes),
     ]
     file = output.parent / "settings.yaml"
@@ -195,7 +195,7 @@ def test_a_stopped_run_resumes_bit_for_bit(data: Path, tmp_path: Path, monkeypat
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     report = json.loads((tmp_path / "run/metrics.json").read_text())
     assert report["method"] == "spectral-rank_scale-default-frobenius"
-    assert report["examples"] == {"train": 40, "test": 10}
+    assert report["examples"] == {"train": 20, "test": 10}
     assert report["total_parameters"] == report["trainable_parameters"] < report["dense_parameters"] == 269_722
 
 
@@ -323,6 +323,6 @@ def test_a_file_that_is_not_the_package_is_refused(tmp_path: Path, capsys: pytes
 
     refused("x.pth: cannot be read")
     torch.save(Path, file)  # code, which is not run
-    refused("x.pth: cannot be read")
+    refused("x.pth: holds more than tensors, which is not read")
     torch.save({"_fc.weight": torch.zeros(2)}, file)
     refused("does not fit EfficientNetLite: blocks.0.depthwise.conv.weight is missing")
