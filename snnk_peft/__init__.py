@@ -15,7 +15,7 @@ from snnk_peft.config import SNNKConfig
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.family_check import FamilyReport, check_family
 from snnk_peft.feature_map import build_feature_map
-from snnk_peft.low_rank import LOW_RANK_INITS, Factors, factorize
+from snnk_peft.low_rank import LOW_RANK_INITS, Factors, InputMoments, factorize, factorize_many
 from snnk_peft.parts import PARTS, FeaturePart, Part, Patch, PatchContext
 from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
@@ -43,6 +43,7 @@ __all__ = [
     "Factors",
     "FamilyReport",
     "FeaturePart",
+    "InputMoments",
     "LowRankPart",
     "ModelFamily",
     "NarrowHeadsPart",
@@ -56,6 +57,7 @@ __all__ = [
     "calibrate",
     "check_family",
     "factorize",
+    "factorize_many",
     "fit_closed_form",
     "get_snnk_model",
     "register_family",

@@ -25,8 +25,8 @@ _CHUNK = 1 << 22  # outputs held at once
 
 def row_risks(
     f: Nonlinearity, norm: Tensor, target: Tensor, rho: Tensor, mean: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
-    """E[(f(mean + norm·u) − f(bias + target·v))²] for correlation ρ, elementwise."""
+) -> tuple[Tensor, Tensor]:
+    """E[(f(mean + norm·u) − f(bias + target·v))²] for correlation ρ, and E[f(bias + target·v)²], elementwise."""
     # One call for all three: they are short vectors, whose price is the number of operations.
     norm, target, rho = torch.broadcast_tensors(norm, target, rho)
     first, second = torch.stack((norm, norm, target)), torch.stack((norm, target, target))
@@ -39,12 +39,7 @@ def row_risks(
         own, cross, energy = dual_moment(
             f, first, second, correlation, torch.stack((mean, mean, bias)), torch.stack((mean, bias, bias))
         )
-    return own - 2 * cross + energy
-
-
-def row_energies(f: Nonlinearity, target: Tensor, bias: Tensor | None) -> Tensor:
-    """E[f(bias + target·u)²], elementwise."""
-    return dual_moment(f, target, target, torch.ones_like(target), bias, bias)
+    return own - 2 * cross + energy, energy
 
 
 def gaussian_risk(
@@ -54,7 +49,8 @@ def gaussian_risk(
     norm, target = torch.linalg.vector_norm(product, dim=1), torch.linalg.vector_norm(weight, dim=1)
     scale = norm * target
     rho = ((product * weight).sum(1) / torch.where(scale > 0, scale, 1.0)).clamp(-1, 1)
-    return row_risks(f, norm, target, rho, new_bias, bias).sum(), row_energies(f, target, bias).sum()
+    risks, energies = row_risks(f, norm, target, rho, new_bias, bias)
+    return risks.sum(), energies.sum()
 
 
 def sample_risk(

@@ -17,28 +17,57 @@ from __future__ import annotations
 import functools
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from snnk_peft.functional.gauss_hermite import gaussian_nodes, hermite_polynomials
-from snnk_peft.functional.nonlinearity import DEGREE, NONLINEARITIES, Nonlinearity, quadrature_nodes, unit_coefficients
+from snnk_peft.functional.nonlinearity import (
+    DEGREE,
+    NONLINEARITIES,
+    Nonlinearity,
+    quadrature_nodes,
+    relu_similarity,
+    unit_coefficients,
+)
 from snnk_peft.low_rank.directions import unit_scale
 
 _CHUNK = 1 << 17  # values of f held at once: they should stay in the cache
 _STEPS = 30
 _PROFILE = 13
-_TABLE = (65, 65)  # log t in [log _SMALLEST, log _LARGEST], θ = arccos ρ in [0, π/2]
-_SMALLEST, _LARGEST = 0.02, 50.0
+_TABLE = 33  # log t in [log _SMALLEST, log _LARGEST] and θ = arccos ρ in [0, π/2], so many of each
+_SMALLEST, _LARGEST = 0.05, 20.0
+
+
+@functools.lru_cache
+def _gauss_hermite() -> tuple[list[float], list[float]]:
+    points, weights = np.polynomial.hermite_e.hermegauss(24)
+    return points.tolist(), (weights / weights.sum()).tolist()
 
 
 class _Units:
     """Outputs f(b + t v) of norms t (n,) and biases b (n,), to be fitted by f(m + s u)."""
 
     def __init__(self, f: Nonlinearity, target: Tensor, bias: Tensor, fit_mean: bool, nodes: int):
-        self.f, self.fit_mean = f, fit_mean
+        self.f, self.target, self.bias, self.fit_mean = f, target, bias, fit_mean
         self.points, self.weights = gaussian_nodes(nodes, target.device)
         self.polynomials = hermite_polynomials(self.points, DEGREE)
         self.coefficients, self.energy = unit_coefficients(f, target, bias, nodes)
+
+    def _wanted(self, rho: Tensor) -> Tensor:
+        """T on the nodes, (n, nodes). The series is cut, which a steep unit shows near ρ = 1: there by smoothing."""
+        powers = rho.unsqueeze(1) ** torch.arange(DEGREE + 1, device=rho.device)
+        wanted = (self.coefficients * powers) @ self.polynomials
+        near = rho > 0.9
+        if near.any():
+            target, bias, close = (column[near].unsqueeze(1) for column in (self.target, self.bias, rho))
+            centre, spread = bias + target * close * self.points, target * (1 - close.square()).clamp_min(0).sqrt()
+            points, weights = _gauss_hermite()
+            smoothed = torch.zeros_like(centre)
+            for point, weight in zip(points, weights, strict=True):
+                smoothed += weight * self.f.function(centre + spread * point)
+            wanted[near] = smoothed
+        return wanted
 
     def _evaluate(self, wanted: Tensor, scale: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():
@@ -50,9 +79,7 @@ class _Units:
 
     def fit(self, rho: Tensor, scale: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Damped Gauss-Newton steps from (scale, mean), never to a worse place: s, m and the risk, each (n,)."""
-        wanted = (
-            self.coefficients * rho.unsqueeze(1) ** torch.arange(DEGREE + 1, device=rho.device)
-        ) @ self.polynomials
+        wanted = self._wanted(rho)
         residual, slope, error = self._evaluate(wanted, scale, mean)
         damping, stalled = torch.full_like(scale, 1e-3), torch.zeros_like(scale)
         for _ in range(_STEPS):
@@ -90,8 +117,8 @@ def _blocks(f: Nonlinearity, target: Tensor, bias: Tensor | None) -> list[tuple[
 
 
 def fit_units(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """`best_rows` by Gauss-Newton steps from s = tρ, m = b."""
-    norms = target * rho
+    """`best_rows` by Gauss-Newton steps from m = b and the norm that suits ReLU: at s = 0 even functions are stuck."""
+    norms = target * relu_similarity(rho)
     means = torch.zeros_like(target) if bias is None else bias.clone()
     for rows, units in _blocks(f, target, bias):
         norms[rows], means[rows], _ = units.fit(rho[rows], norms[rows], means[rows])
@@ -132,22 +159,32 @@ def best_rows(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None)
         return target * rho, bias
     if bias is None and f.homogeneous and f.kernel is not None:
         one = torch.ones_like(rho)
-        return target * f.kernel(one, one, rho) / f.kernel(one, one, one), None
+        return target * f.kernel(one, one, rho) / _energy(f), None
     if bias is None and f.known:
         return _from_table(f, target, rho), None
     return fit_units(f, target, rho, bias)
 
 
 @functools.lru_cache(maxsize=32)
+def _energy(f: Nonlinearity) -> float:
+    """E[f(u)²]."""
+    assert f.kernel is not None
+    one = torch.ones((), dtype=torch.float64)
+    return float(f.kernel(one, one, one))
+
+
+@functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)
 def _table(f: Nonlinearity) -> Tensor:
     """(s/t − cos θ)/sin²θ over (log t, θ): smooth, and what is read from it is exact at ρ = 1."""
-    t = torch.logspace(math.log10(_SMALLEST), math.log10(_LARGEST), _TABLE[0], dtype=torch.float64)
+    t = torch.logspace(math.log10(_SMALLEST), math.log10(_LARGEST), _TABLE, dtype=torch.float64)
     # Slightly off 0, where the quotient is a limit.
-    theta = torch.linspace(0, math.pi / 2, _TABLE[1], dtype=torch.float64).clamp_min(0.02)
-    rho = torch.cos(theta)
-    norms = torch.stack([fit_units(f, norm.expand(len(rho)), rho, None)[0] for norm in t])
-    return (norms / t.unsqueeze(1) - rho) / torch.sin(theta).square()
+    theta = torch.linspace(0, math.pi / 2, _TABLE, dtype=torch.float64).clamp_min(0.02)
+    rows = [
+        fit_units(f, some.repeat_interleave(_TABLE), torch.cos(theta).repeat(len(some)), None)[0].reshape(-1, _TABLE)
+        for some in t.split(_TABLE // 3)  # steep ones need more nodes
+    ]
+    return (torch.cat(rows) / t.unsqueeze(1) - torch.cos(theta)) / torch.sin(theta).square()
 
 
 def _from_table(f: Nonlinearity, target: Tensor, rho: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from snnk_peft.functional.nonlinearity import NONLINEARITIES
 from snnk_peft.low_rank.directions import directions, unit_scale
 from snnk_peft.low_rank.minimize import minimize
 from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem, Solution, rebalanced
-from snnk_peft.low_rank.risk import row_energies, row_risks
-from snnk_peft.low_rank.unit_fit import best_rows, profile_risks, risk_profiles
+from snnk_peft.low_rank.risk import row_risks
+from snnk_peft.low_rank.unit_fit import best_rows, fit_units, profile_risks, risk_profiles
 
 
 @LOW_RANK_INITS.register("function")
@@ -30,8 +30,10 @@ def search(problem: Problem, start: Tensor) -> Solution:
     f, weight, target, bias = problem.nonlinearity, problem.weight, problem.norms, problem.bias
     if f is NONLINEARITIES["identity"]:
         return LOW_RANK_INITS["spectral"](problem)
-    energy = row_energies(f, target, bias).sum()
     profiles = None if f.homogeneous and bias is None else risk_profiles(f, target, bias)
+
+    zero = torch.zeros_like(target)
+    total = row_risks(f, zero, target, zero, bias, bias)[1].sum().clamp_min(1e-150)
 
     def correlations(basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         V = torch.linalg.qr(basis)[0]
@@ -43,12 +45,12 @@ def search(problem: Problem, start: Tensor) -> Solution:
         rho, _, _ = correlations(basis)
         if profiles is None:
             # The best norm is stationary, so that only ρ carries a gradient.
-            risks = row_risks(f, best_rows(f, target, rho.detach(), None)[0], target, rho)
+            risks, _ = row_risks(f, best_rows(f, target, rho.detach(), None)[0], target, rho)
         else:
             risks = profile_risks(profiles, rho)
-        return risks.sum() / energy.clamp_min(1e-150)
+        return risks.sum() / total
 
     rho, along, V = correlations(*minimize(loss, [start]))
-    norms, means = best_rows(f, target, rho, bias)
-    risk = row_risks(f, norms, target, rho, means, bias).sum()
-    return Solution(*rebalanced(along * norms.unsqueeze(1), V), means, risk, energy)
+    norms, means = best_rows(f, target, rho, bias) if profiles is None else fit_units(f, target, rho, bias)
+    risks, energies = row_risks(f, norms, target, rho, means, bias)
+    return Solution(*rebalanced(along * norms.unsqueeze(1), V), means, risks.sum(), energies.sum())

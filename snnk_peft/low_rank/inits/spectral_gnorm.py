@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import torch
 
-from snnk_peft.low_rank.directions import directions, unit_scale
+from snnk_peft.low_rank.directions import directions
 from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem, Solution
-from snnk_peft.low_rank.risk import row_energies, row_risks
+from snnk_peft.low_rank.risk import row_risks
 from snnk_peft.low_rank.unit_fit import best_rows
 
 
 @LOW_RANK_INITS.register("spectral_gnorm")
 def spectral_gnorm(problem: Problem) -> Solution:
-    """U rescaled row by row; V is that of the SVD."""
-    f, r = problem.nonlinearity, problem.rank
+    """U rescaled row by row; V is that of the SVD. Few operations: it should cost no more than the SVD."""
+    f, target, r = problem.nonlinearity, problem.norms, problem.rank
     left, values, right = problem.svd
     coordinates = left[:, :r] * values[:r]
-    rho = (torch.linalg.vector_norm(coordinates, dim=1) / unit_scale(problem.norms)).clamp(max=1)
-    norms, bias = best_rows(f, problem.norms, rho, problem.bias)
-    # σ may be 0, where W has a lower rank.
+    lengths = torch.linalg.vector_norm(coordinates, dim=1)
+    rho = (lengths / target.clamp_min(1e-150)).clamp(max=1)
+    norms, bias = best_rows(f, target, rho, problem.bias)
+    # σ may be 0, where W has a lower rank, and so may be a row.
     root = values[:r].sqrt().clamp_min(1e-100)
-    U = directions(coordinates) * norms.unsqueeze(1) / root
-    risk = row_risks(f, norms, problem.norms, rho, bias, problem.bias).sum()
-    energy = row_energies(f, problem.norms, problem.bias).sum()
-    return Solution(U, right[:, :r] * root, bias, risk, energy)
+    along = coordinates / lengths.unsqueeze(1) if lengths.all() else directions(coordinates)
+    risks, energies = row_risks(f, norms, target, rho, bias, problem.bias)
+    return Solution(along * norms.unsqueeze(1) / root, right[:, :r] * root, bias, risks.sum(), energies.sum())
