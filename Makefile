@@ -17,8 +17,9 @@ ARGS ?=
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-# convert_sst2.py needs a fine-tuned model and GLUE data: run it by hand, with --model and --data.
-BENCHMARKS := $(filter-out %/convert_sst2.py,$(wildcard recipes/benchmarks/[a-z]*.py))
+# These need trained models and data: run them by hand, with the options that they name.
+BY_HAND := %/convert_sst2.py %/lowrank_compress.py
+BENCHMARKS := $(filter-out $(BY_HAND),$(wildcard recipes/benchmarks/[a-z]*.py))
 
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false

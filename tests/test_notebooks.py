@@ -19,6 +19,7 @@ CONCLUSIONS = {
     "02_feature_maps": "Every pair was measured.",
     "03_long_sequences": "Every length was measured.",
     "04_vision": "The reloaded model predicts the same.",
+    "05_low_rank": "The reloaded model gives the same embeddings.",
 }
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
