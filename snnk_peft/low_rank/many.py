@@ -43,8 +43,10 @@ def factorize_many(
         NumericalError: a NaN or infinity in a layer, which is named.
 
     Example:
-        >>> layers = {n: {"weight": m.weight, "bias": m.bias, "rank": 8} for n, m in linears.items()}
-        >>> factors = factorize_many(layers, processes=2, progress=True)
+        >>> weights = {"first": torch.eye(4), "second": torch.ones(3, 5)}
+        >>> layers = {name: {"weight": weight, "rank": 2} for name, weight in weights.items()}
+        >>> {name: round(found.relative_risk, 4) for name, found in factorize_many(layers, processes=1).items()}
+        {'first': 0.5, 'second': 0.0}
     """
     if processes is not None and (isinstance(processes, bool) or not isinstance(processes, int) or processes < 1):
         raise ConfigError(f"processes is {processes!r}; expected an integer >= 1, or None for one per processor")
