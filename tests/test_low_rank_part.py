@@ -283,6 +283,26 @@ def test_calibrate_finds_inputs_of_low_rank():
     assert measured < 1e-8 * net[0].base_layer(x).square().sum()
 
 
+@pytest.mark.parametrize("split", ["channel", "spatial"])
+def test_calibrate_looks_behind_the_activation(split):
+    """What a ReLU lets through counts, also where rows of the factors are parts of outputs."""
+    torch.manual_seed(0)
+    net, lost = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), {}
+    batches = [{"input": torch.randn(16, 3, 12, 12) * torch.tensor([1, 2, 0.5]).view(3, 1, 1)} for _ in range(5)]
+    with torch.no_grad():
+        expected = net(batches[0]["input"])
+    for activation in (None, "relu"):
+        model = low_rank(net, LowRankPart("0", rank=2, split=split, activation=activation, frobenius_decay=0.1))
+        assert slots(model)["0"].layer.frobenius_decay == 0.1  # where FrobeniusDecay looks
+        report = calibrate(model, batches, progress=False)
+        with torch.no_grad():
+            lost[activation] = float((model(batches[0]["input"]) - expected).square().sum())
+        model.unload()
+    assert lost["relu"] < 0.98 * lost[None]
+    spread = float((expected - expected.mean((0, 2, 3), keepdim=True)).square().sum())
+    assert report.slots[0].error_after == pytest.approx(lost["relu"] / spread, rel=0.1)  # errors behind it are told
+
+
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
