@@ -88,6 +88,7 @@ def minilm(layer: int) -> Layer:
     return {"weight": expansion.weight, "bias": expansion.bias, "inputs": found[0], "held out": found[1]}
 
 
+@torch.no_grad()
 def empirical(factors: Factors, layer: Layer, activation: str) -> float:
     """Relative risk on the inputs that were held out."""
     function, x = ACTIVATIONS[activation], layer["held out"]
