@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 import torch
 from _bench import add_device, alternate, parser, ratio, report, synchronize
-from snnk_peft.layers.low_rank import LowRankLinear
 from torch import nn
+
+from snnk_peft.layers.low_rank import LowRankLinear
 
 
 def both_ways(layer: nn.Module, x: torch.Tensor, device: str) -> Callable[[], None]:
