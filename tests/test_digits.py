@@ -161,8 +161,8 @@ def test_the_page_shows_what_is_stored(tmp_path: Path, root: Path) -> None:
     lines = (tmp_path / "out/README.md").read_text().splitlines()
     rows = [line for line in lines if line.startswith(("| full", "| lora"))]
     assert rows == [
-        "| full | 95.0 | 95.0 | 7 | 5 | 3 | at end | 2.0 |",
-        "| lora_r4 | 85.0 ± 7.1 (2) | 80.0, 90.0 | 7 | 5 | 3 | at end | 1.0 |",
+        "| full | 95.0 | 95.0 | 7 | 5 | 10 | 3 | at end | 2.0 |",
+        "| lora_r4 | 85.0 ± 7.1 (2) | 80.0, 90.0 | 7 | 5 | 10 | 3 | at end | 1.0 |",
     ]
     assert (tmp_path / "out/digits.png").stat().st_size > 1000
     assert table_vision.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
