@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -304,8 +305,8 @@ def test_inputs_of_later_runs_are_those_of_the_original():
     hook.remove()
     changed = get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4, init="random"), modules_to_save=[])).eval()
     layer = next(m for path, m in changed.named_modules() if path.endswith("albert_layers.0.ffn"))
-    together = ["encoder.albert_layer_groups.0.albert_layers.0.activation"]
-    (_, calls), *_ = _slot_calls(changed, layer, together, 3, [inputs], Bar())
+    fitter = SimpleNamespace(together=["encoder.albert_layer_groups.0.albert_layers.0.activation"])
+    (_, calls), *_ = _slot_calls(changed, layer, fitter, 3, [inputs], Bar())
     rows = torch.cat([call.real(call.args[0]) for call in calls])
     keep = inputs["attention_mask"].bool()
     torch.testing.assert_close(rows, torch.cat([x[keep] for x in wanted]))
