@@ -61,8 +61,8 @@ def render(root: Path) -> str:
     def benchmark(name: str) -> dict[str, Any]:
         return read_json(root / f"recipes/benchmarks/results/{name}/metrics.json")
 
-    step, attention = benchmark("adapter_step"), benchmark("attention")
-    teacher, *converted = benchmark("convert_sst2")["rows"]
+    step, pictures, attention = benchmark("adapter_step"), benchmark("vision_step"), benchmark("attention")
+    texts, cifar = benchmark("convert_sst2")["rows"], benchmark("convert_cifar10")["rows"]
     speed = {
         kind: {row["length"]: row["speed_up"] for row in attention[kind]} for kind in ("forward", "training", "causal")
     }
@@ -72,14 +72,24 @@ def render(root: Path) -> str:
         f"{step['step_time_ratio']:.2f} × the time and {step['peak_memory_ratio']:.2f} × the memory of LoRA "
         "with as many parameters"
     )
+    places = {row["method"]: row["time / LoRA"] for row in pictures["rows"] if row["model"] == "vit_small"}
+    vision = (
+        f"{places['snnk']:.2f} × the time and {pictures['vit_small']['peak_memory_ratio']:.2f} × the memory of LoRA; "
+        f"as many parameters in one place of a layer {places['snnk_pfeiffer']:.2f} × the time, and "
+        f"{places['least']:.2f} × is the least that a step through the whole model takes"
+    )
     conversions = [
         [
-            f"SST-2 classifier converted without labels ({row['model']})",
+            f"{what} converted without labels ({row['model']})",
             f"accuracy {100 * row['accuracy']:.1f} (original {100 * teacher['accuracy']:.1f}) at "
             f"{row['speed-up']:.2f} × the speed, after {row['conversion seconds']:.0f} s",
-            "`benchmarks/convert_sst2.py`",
+            f"`benchmarks/{program}.py`",
         ]
-        for row in (converted[0], converted[-1])
+        for what, program, (teacher, *rows) in (
+            ("SST-2 classifier", "convert_sst2", texts),
+            ("small ViT for CIFAR-10 (JPEG)", "convert_cifar10", cifar),
+        )
+        for row in (rows[0], rows[-1])
     ]
     faster = (
         f"{speed['forward'][4096]:.1f} × faster at 4,096 tokens, {speed['forward'][8192]:.1f} × at 8,192; with "
@@ -92,6 +102,7 @@ def render(root: Path) -> str:
     heads = "linear attention against torch's fused softmax attention, 12 heads of 64, 64 features"
     rows = [
         ["training step of adapters, MiniLM, 32 × 128 tokens", adapters, "`benchmarks/adapter_step.py`"],
+        ["the same, ViT-S/16, 8 pictures of 224 × 224", vision, "`benchmarks/vision_step.py`"],
         ["GLUE dev average, MiniLM, 3 epochs, 1 to 3 seeds", glue(root), "`table_glue.py`"],
         *conversions,
         [heads, faster, "`benchmarks/attention.py`"],
