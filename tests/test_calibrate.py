@@ -13,7 +13,7 @@ from snnk_peft import FFNPart, PoolerPart, SNNKConfig, calibrate, get_snnk_model
 from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.calibration.landmarks import SecondMoments, choose_landmarks, fit_landmarks
 from snnk_peft.errors import ConfigError
-from snnk_peft.tuner.calibrate import _is_held_out
+from snnk_peft.tuner.batches import is_held_out
 
 
 def hidden_units(count: int, units: int, seed: int = 0, rank: int = 5) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_reported_errors_are_those_of_the_model(name):
         assert len(report.slots) == 3
     else:
         assert len(report.slots) == expected[next(iter(PARTS[name]))]
-    held_out = [batch for index, batch in enumerate(data) if _is_held_out(index, 0.2)]
+    held_out = [batch for index, batch in enumerate(data) if is_held_out(index, 0.2)]
     assert len(held_out) == 2
     bert = model.get_base_model()
     for slot in report.slots:

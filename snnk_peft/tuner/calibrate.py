@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,16 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from snnk_peft.calibration.landmarks import RULES
-from snnk_peft.calibration.reduce import gathered, global_index, process, processes, same_everywhere
+from snnk_peft.calibration.reduce import gathered, process, processes, same_everywhere
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import unwrap
-from snnk_peft.functional.at_hand import offloaded, place_of
+from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.slots import Call, FitOptions, Fitter, Slot
+from snnk_peft.tuner.batches import Batches, count_batches, is_held_out, model_inputs, read
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
 from snnk_peft.tuner.held_out import warn_of_repeated_rows
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
-
-Batch = Mapping[str, Any]
-Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
 
 class _Reached(Exception):  # noqa: N818 - control flow, not an error
@@ -109,7 +107,7 @@ def calibrate(
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         faults.append("the model is sharded (FSDP2), so that no process has its weights; calibrate it before")
     if not faults:
-        shares = gathered(_count_batches(batches, held_out))
+        shares = gathered(count_batches(batches, held_out))
         total, fitted = (sum(column) for column in zip(*shares, strict=True))
         if empty := [number for number, (share, _) in enumerate(shares) if share == 0]:
             who = f" in processes {empty} of {len(shares)}" if len(shares) > 1 else ""
@@ -124,7 +122,7 @@ def calibrate(
             )
     if faults:
         raise ConfigError(faults)
-    warn_of_repeated_rows((_is_held_out(index, held_out), batch) for index, batch in enumerate(_read(batches)))
+    warn_of_repeated_rows((is_held_out(index, held_out), batch) for index, batch in enumerate(read(batches)))
     total = shares[process()][0]
 
     was_training = {module: module.training for module in model.modules()}
@@ -184,38 +182,6 @@ def _root(model: nn.Module) -> Any:
     return model.get_base_model() if isinstance(model, peft.PeftModel) else model
 
 
-def _read(batches: Batches) -> Iterator[Batch]:
-    return iter(batches() if callable(batches) else batches)
-
-
-def _is_held_out(index: int, fraction: float) -> bool:
-    """Spread the held-out batches evenly: whenever the running count of index·fraction passes a half.
-
-    Counted over all processes, which take turns: the choice does not depend on how many there are.
-    """
-    index = global_index(index)
-    return int((index + 1) * fraction + 0.5) > int(index * fraction + 0.5)
-
-
-def _count_batches(batches: Batches, held_out: float) -> tuple[int, int]:
-    if not callable(batches) and iter(batches) is batches:
-        raise ConfigError(
-            f"batches is a {type(batches).__name__}, which can be read only once; expected a list, a DataLoader, or a "
-            "function that returns a fresh iterator"
-        )
-    total = sum(1 for _ in _read(batches))
-    return total, sum(not _is_held_out(index, held_out) for index in range(total))
-
-
-def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    device = place_of(model)
-    return {
-        key: value.to(device) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-        if key not in ("label", "labels")
-    }
-
-
 def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: Batches) -> dict[str, int]:
     """Slot names in the order in which a forward pass reaches them, and how often it does (shared layers: several)."""
     order: list[str] = []
@@ -225,7 +191,7 @@ def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: 
     ]
     try:
         with torch.no_grad():
-            model(**_inputs(model, next(_read(batches))))
+            model(**model_inputs(model, next(read(batches))))
     finally:
         for hook in hooks:
             hook.remove()
@@ -249,8 +215,8 @@ def _slot_calls(
 
     hook = layer.register_forward_pre_hook(catch, with_kwargs=True)
     try:
-        for index, batch in enumerate(_read(batches)):
-            inputs = _inputs(model, batch)
+        for index, batch in enumerate(read(batches)):
+            inputs = model_inputs(model, batch)
             with torch.no_grad(), _as_it_was(model, layer, fitter.together, runs), contextlib.suppress(_Reached):
                 model(**inputs)
             mask = inputs.get("attention_mask")
@@ -297,7 +263,7 @@ class _Pass:
         for index, calls in _slot_calls(*self.inputs):
             rows = self.fitter.rows
             given = calls if self.fitter.calls else torch.cat([rows(call.args[0], call.mask) for call in calls])
-            yield _is_held_out(index, self.held_out), given
+            yield is_held_out(index, self.held_out), given
 
 
 @torch.no_grad()

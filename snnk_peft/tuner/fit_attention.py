@@ -33,7 +33,7 @@ from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention import Attend
-from snnk_peft.tuner.calibrate import Batches, _count_batches, _inputs, _is_held_out, _read
+from snnk_peft.tuner.batches import Batches, count_batches, is_held_out, model_inputs, read
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
 from snnk_peft.tuner.held_out import warn_of_repeated_rows
 from snnk_peft.tuner.slot_layer import SlotLayer
@@ -93,7 +93,7 @@ def fit_attention(
     observers = _observers(model, loss)
     faults = _faults(model, observers, steps, learning_rate, loss, held_out)
     if not faults:
-        total, fitted = _count_batches(batches, held_out)
+        total, fitted = count_batches(batches, held_out)
         if not 0 < fitted < total:
             faults.append(
                 f"batches holds {total}, of which held_out={held_out} leaves {fitted} to fit; expected at least one to "
@@ -101,7 +101,7 @@ def fit_attention(
             )
     if faults:
         raise ConfigError(faults)
-    warn_of_repeated_rows((_is_held_out(index, held_out), batch) for index, batch in enumerate(_read(batches)))
+    warn_of_repeated_rows((is_held_out(index, held_out), batch) for index, batch in enumerate(read(batches)))
     start = time.perf_counter()
     with _observed(model, observers):
         before = _errors(model, observers, batches, held_out)
@@ -283,9 +283,9 @@ def _errors(model: nn.Module, observers: list[Observer], batches: Batches, held_
     for observer in observers:
         observer.clear()
         observer.fitting = False
-    for index, batch in enumerate(_read(batches)):
-        if _is_held_out(index, held_out):
-            model(**_inputs(model, batch))
+    for index, batch in enumerate(read(batches)):
+        if is_held_out(index, held_out):
+            model(**model_inputs(model, batch))
     return [observer.error() for observer in observers]
 
 
@@ -305,12 +305,12 @@ def _descend(
     for observer in observers:
         observer.clear()
         observer.fitting = True
-    epochs = (batch for _ in itertools.count() for batch in enumerate(_read(batches)))
-    feed = (batch for index, batch in epochs if not _is_held_out(index, held_out))
+    epochs = (batch for _ in itertools.count() for batch in enumerate(read(batches)))
+    feed = (batch for index, batch in epochs if not is_held_out(index, held_out))
     try:
         for step, batch in enumerate(itertools.islice(tqdm(feed, "fit_attention", steps, disable=not progress), steps)):
             with torch.no_grad():
-                model(**_inputs(model, batch))
+                model(**model_inputs(model, batch))
             loss = torch.stack([torch.stack(observer.losses).mean() for observer in observers]).sum()
             if not loss.isfinite():
                 worst = [observer.path for observer in observers if not torch.stack(observer.losses).isfinite().all()]
