@@ -40,6 +40,7 @@ from _lib.guard import guarded
 from _lib.heads import Head, Vectors
 from _lib.launch import ROOT, Request, perform, resume_command
 from _lib.models import build_model
+from _lib.processes import unwrapped
 from _lib.quickstart_data import Corpus, Rows, load_corpus
 from _lib.quickstart_report import Row, comparison, draw, predictions
 from _lib.quickstart_tools import (
@@ -104,7 +105,7 @@ class Stage(Finetuning):
 
     def score(self, model: nn.Module, splits: Any, accelerator: Any, stopped: Any) -> dict[str, float] | None:
         """Accuracy; in float32, whatever the training computes in, as the bundle's."""
-        plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # the last step is done
+        plain = unwrapped(accelerator, model)  # the last step is done
         correct = count_correct(plain, splits["test"], accelerator, stopped)
         return None if correct is None else {"score": correct / len(splits["test"]), "correct": correct}
 

@@ -39,8 +39,10 @@ from _lib.data import ExampleSet
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import launch
 from _lib.loop import train_step
+from _lib.processes import prepare, unwrapped
 from _lib.schedule import learning_rate
 from _lib.settings import StepSettings
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from recipe_world import write_world
 from transformers import LlamaConfig
@@ -294,3 +296,16 @@ def test_a_run_that_cannot_be_continued_is_refused_with_its_version(
     assert "it was written by version 0.0.7, git commit abc: continue it with that one, or start again with" in error
     assert fault in error
     assert not (folder / "metrics.json").exists()
+
+
+def test_a_model_that_was_trained_before_computes_in_the_asked_precision() -> None:
+    """The quickstart's recovery trains what an earlier stage has trained; it did so in float32, at half the speed."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    for _ in range(2):
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        prepared, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters()))
+        prepared(torch.ones(2, 4))
+        unwrapped(accelerator, prepared)(torch.ones(2, 4))
+    assert seen == [torch.bfloat16, torch.float32] * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -206,8 +205,8 @@ def fresh_imports(root) -> list[tuple[float, list[str]]]:
 
 
 def test_importing_the_package_costs_little_over_peft(fresh_imports):
-    # Processor time: the wall clock of a shared machine says more about its other users.
-    seconds = statistics.median(seconds for seconds, _ in fresh_imports[:3])
+    # Processor time, and the least of three: what else runs on a machine only ever adds to it.
+    seconds = min(seconds for seconds, _ in fresh_imports[:3])
     assert seconds <= 0.3, f"import snnk_peft takes {seconds:.2f} s over importing peft"
 
 

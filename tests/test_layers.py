@@ -377,3 +377,14 @@ class TestSlots:
 
 def wrap(slot, base):
     return lambda x: slot(base, x)
+
+
+def test_under_autocast_a_replaced_layer_gives_what_the_linear_gave():
+    """In bf16: a wide fp32 output would be written, and rounded again by the Linear that reads it."""
+    linear, x = torch.nn.Linear(8, 32), torch.randn(4, 8)
+    stage = FeatureStage(build_feature_map("gelu", "gaussian", dim=8, num_features=4))
+    layer = SNNKLinear.from_linear(linear, torch.nn.GELU(), stage)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == linear(x).dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float32
+    assert layer(x.bfloat16()).dtype == torch.bfloat16

@@ -91,6 +91,16 @@ def prepare(
     return prepared, wrapped
 
 
+def unwrapped(accelerator: Accelerator, model: torch.nn.Module) -> Any:
+    """The model as it was before `prepare`, in float32 again; it can be prepared once more.
+
+    accelerate leaves its mark on what it unwraps, and would hand a marked model back as it is, without autocast.
+    """
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    vars(plain).pop("_is_accelerate_prepared", None)
+    return plain
+
+
 def _choose_units(accelerator: Accelerator, model: torch.nn.Module) -> None:
     """Where the profile names no classes that FSDP2 gathers at a time, take the model's own ones.
 

@@ -19,7 +19,7 @@ from _lib.files import write_json
 from _lib.launch import ROOT, Request
 from _lib.loop import RunState
 from _lib.models import parameter_counts
-from _lib.processes import is_sharded, make_accelerator, prepare, seed_continuation
+from _lib.processes import is_sharded, make_accelerator, prepare, seed_continuation, unwrapped
 from _lib.run_folder import StopSignal, check_folder, choose_checkpoint, claim_folder, environment, peak_memory, refusal
 from _lib.settings import PATHS
 from _lib.tracking import Tracker, read_log
@@ -110,7 +110,7 @@ def run(experiment: Experiment[Any], request: Request) -> int:
         best = experiment.model(data, accelerator, resumed=True).to(accelerator.device).eval()
         load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", best)
     else:
-        best = accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
+        best = unwrapped(accelerator, model).eval()
     if accelerator.is_main_process:
         done = Finished(
             folder, best, data, state, state.best, test, per_epoch, memory_before, counts, accelerator.device

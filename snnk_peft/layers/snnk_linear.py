@@ -110,9 +110,9 @@ class SNNKLinear(nn.Module):
         return readout.weight, offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., dim) -> (..., out_features), in the dtype of x."""
-        features = self.stage(x.to(self.A.dtype))
-        return nn.functional.linear(features, self.A, self.bias).to(x.dtype)
+        """x (..., dim) -> (..., out_features), in the dtype of x, or in that which autocast gives a Linear."""
+        out = nn.functional.linear(self.stage(x.to(self.A.dtype)), self.A, self.bias)
+        return out if torch.is_autocast_enabled(x.device.type) else out.to(x.dtype)
 
     @torch.no_grad()
     def fold(self, following: nn.Linear | None = None) -> tuple[FeatureStage, nn.Linear]:
