@@ -52,6 +52,17 @@ class Exponential(Component):
         return a if projection.sampled_lengths else a * 0
 
 
+def rows_and_bias(projection: Projection, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """W (num_features, dim) and what is added to Wx, (num_features,), on the device and in the dtype of `like`."""
+    # The images of unit vectors, and not `materialize`: a module that is called may have its tensors brought to it.
+    units = torch.eye(projection.dim, dtype=like.dtype, device=like.device)
+    if projection.bias is None:
+        rows = projection(units).mT
+        return rows, torch.zeros_like(rows[:, 0])
+    images = projection(torch.cat((units, torch.zeros_like(units[:1]))))
+    return (images[:-1] - images[-1:]).mT, images[-1]
+
+
 def exponential_logarithms(
     projection: Projection,
     kernel: str,
@@ -77,13 +88,7 @@ def exponential_logarithms(
         basis: (..., d, d).
         both_signs: whether each row serves as ω and as −ω.
     """
-    # The images of unit vectors, and not `materialize`: a module that is called may have its tensors brought to it.
-    rows, bias = torch.eye(projection.dim, dtype=like.dtype, device=like.device), 0.0
-    if projection.bias is None:
-        rows = projection(rows).mT
-    else:
-        images = projection(torch.cat((rows, torch.zeros_like(rows[:1]))))
-        rows, bias = (images[:-1] - images[-1:]).mT, images[-1]
+    rows, bias = rows_and_bias(projection, like)
     more = 0.5 if kernel == "gaussian" else 0.0
     square: float | torch.Tensor = 0.5 + more
     offset = torch.zeros_like(rows[:, 0])

@@ -124,11 +124,13 @@ class FitOptions:
         landmarks: rule by which rows are chosen.
         ridges: candidates for the regularisation.
         refit: whether the held-out rows are fitted as well in the end.
+        steps: of gradient descent behind a closed form, where a fitter takes any.
     """
 
     landmarks: str
     ridges: Sequence[float]
     refit: bool
+    steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from snnk_peft.families.base import module_at, unwrap
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.slots import FoldPlace, Slot
+from snnk_peft.layers.slots import FitOptions, FitPlace, Fitter, FoldPlace, Slot
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import FeaturePart, Patch, PatchContext, resolve_layers
+from snnk_peft.parts.base_attention_fit import AttentionFitter, ReadHeads
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import did_you_mean
 
@@ -68,11 +69,18 @@ class AttentionPart(FeaturePart):
         'linear attention with component "elu", the dimension of a head).',
         checked=False,
     )
-    per_head: bool = option(False, "a matrix W for every key head instead of one per layer.")
+    per_head: bool = option(
+        False, 'a matrix W for every key head instead of one per layer; projection "centroids" always has that.'
+    )
     separate_maps: bool = option(
         False,
         "queries and keys have a matrix each. Both start as the same draw, hence at the kernel of a shared one, and "
-        "learn apart: for learned projections only.",
+        'learn apart: for learned projections only. "centroids" always has them.',
+    )
+    refit_output: bool = option(
+        True,
+        'let `calibrate` fit the projection behind the heads as well; for projection "centroids", others leave it as '
+        "it is. It is then part of the adapter.",
     )
     near_field: int | None = option(
         None,
@@ -98,7 +106,7 @@ class AttentionPart(FeaturePart):
             found.append(
                 f"{part}.projection is {self.projection!r}; attention replaces no pretrained weight to take rows from"
             )
-        found += self._separation_faults(part)
+        found += self._separation_faults(part) + self._fit_faults(part)
         if not isinstance(self.sum_of, (list, tuple)):
             return [*found, f"{part}.sum_of is {self.sum_of!r}; expected a list of dicts, one for each further map"]
         wrong = self._sum_faults(part)
@@ -114,6 +122,28 @@ class AttentionPart(FeaturePart):
             f"{part}.separate_maps is True with projection {self.projection!r}, which is not learned: two copies of a "
             "draw would stay equal, and two independent draws estimate no kernel; use separate_maps=False or one of "
             f"the learned projections, {learned}"
+        ]
+
+    @property
+    def fitted(self) -> bool:
+        """Whether `calibrate` makes the rows, from the layer's queries and keys."""
+        return self.component == "mixture" and self.needs_fit
+
+    @property
+    def needs_fit(self) -> bool:
+        """Whether the projection is one whose rows are made so."""
+        return self.projection in PROJECTIONS and PROJECTIONS[self.projection].of_attention
+
+    def _fit_faults(self, part: str) -> list[str]:
+        """`calibrate` fits one map to softmax, and nothing beside it."""
+        entries = [entry for entry in self.sum_of if isinstance(entry, Mapping)] if self.sum_of else []
+        named = [entry for entry in entries if entry.get("projection") == self.projection or "projection" not in entry]
+        if not self.needs_fit or (self.near_field is None and not named):
+            return []
+        beside = "near_field" if self.near_field is not None else "sum_of"
+        return [
+            f"{part}.{beside} is given with projection {self.projection!r}, which `calibrate` fits to all of softmax, "
+            "as if nothing stood beside it; expected that map alone. Leave it out, or learn the rows: projection='free'"
         ]
 
     def _sum_faults(self, part: str) -> list[str]:
@@ -153,7 +183,25 @@ class AttentionPart(FeaturePart):
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return [Patch(paths[index], partial(_attend, context, self, index, dim, heads, key_heads)) for index in chosen]
+        patches = []
+        for index in chosen:
+            readout = self._readout(context, index) if self.fitted and self.refit_output else None
+            build = partial(_attend, context, self, index, (dim, heads, key_heads), readout)
+            patches.append(Patch(paths[index], build))
+            if readout is not None:
+                patches.append(Patch(readout.path, readout.slot, replaces=True))
+        return patches
+
+    def _readout(self, context: PatchContext, index: int) -> _Readout:
+        """The projection behind the heads of a layer."""
+        family = context.family
+        if family.attention_out is None:
+            raise UnsupportedError(
+                f"{context.where}.refit_output is True; family {family.name!r} does not say which Linear reads the "
+                "heads (attention_out). Use refit_output=False"
+            )
+        path = f"{family.layer_paths(context.model)[index]}.{family.attention_out}"
+        return _Readout(path, context.linear(path, "the projection behind the heads"))
 
     @classmethod
     def taken_out(cls, model: Any) -> None:
@@ -203,6 +251,46 @@ class Attend(Slot):
         place.add("snnk_kernel", self.kernel, kept, f"linear attention, {terms}")
 
 
+class FittedAttend(Attend):
+    """The same over rows that `calibrate` makes.
+
+    Args:
+        kernel: the linear attention.
+        readout: takes the place of the projection behind the heads, or None.
+    """
+
+    def __init__(self, kernel: KernelAttention, readout: _Readout | None):
+        super().__init__(kernel)
+        self.readout = readout
+
+    def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
+        """The rows in closed form, and steps from there if asked for; then the projection behind the heads."""
+        if self.readout is None:
+            return AttentionFitter(self.kernel, None, None, place, options)
+        return AttentionFitter(self.kernel, self.readout.slot(), self.readout.path, place, options)
+
+
+class _Readout:
+    """The projection behind the heads of a layer: where it is, and its slot, which stands there.
+
+    Args:
+        path: in the model.
+        source: the original.
+    """
+
+    def __init__(self, path: str, source: nn.Linear):
+        self.path = path
+        self._source: nn.Linear | None = source
+        self._slot: ReadHeads | None = None
+
+    def slot(self) -> ReadHeads:
+        """Made once."""
+        if self._slot is None:
+            assert self._source is not None
+            self._slot, self._source = ReadHeads(self._source), None  # a copy of the model copies no original
+        return self._slot
+
+
 def _in_words(term: AttentionTerm) -> str:
     features = FeatureStage(term.pairs()[0][0]).in_words()
     apart = "" if term.key_maps is None else ", queries and keys apart"
@@ -225,16 +313,20 @@ class ActiveKernel:
         return kernels[-1] if kernels else None
 
 
-def _attend(context: PatchContext, part: AttentionPart, index: int, dim: int, heads: int, key_heads: int) -> Slot:
+def _attend(
+    context: PatchContext, part: AttentionPart, index: int, sizes: tuple[int, int, int], readout: _Readout | None
+) -> Slot:
+    dim, heads, key_heads = sizes
     terms = []
     for number, own in enumerate(part.terms()):
         site = f"layer.{index}.attention" + (f".term.{number}" if number else "")
-        names = [f"{site}.{head}" for head in range(key_heads)] if own.per_head else [site]
+        names = [f"{site}.{head}" for head in range(key_heads)] if own.per_head or own.needs_fit else [site]
         sized = dataclasses.replace(own, num_features=_rows(own, dim))
         # Keys of their own start as the same draw, and what is redrawn stays the same for both: same site names.
         queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
-        terms.append(AttentionTerm(queries, keys if own.separate_maps else None))
-    return Attend(KernelAttention(terms, heads, near_field=part.near_field))
+        terms.append(AttentionTerm(queries, keys if own.separate_maps or own.needs_fit else None))
+    kernel = KernelAttention(terms, heads, near_field=part.near_field)
+    return FittedAttend(kernel, readout) if part.fitted else Attend(kernel)
 
 
 def _rows(part: AttentionPart, dim: int) -> int:

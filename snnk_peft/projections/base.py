@@ -39,6 +39,7 @@ class Projection(Drawn):
         needs_layer: whether the rows are taken from a pretrained layer, by `from_layer`; there are at most as many as
             the layer has, and they are made for its inputs as they are.
         selects_rows: whether the rows are chosen among those of that layer, by `select`, whichever these are.
+        of_attention: whether it is for attention only, with rows of queries and of keys for every head.
         layer_arguments: those of the member's arguments that are tensors of that layer, hence in no config.
         formula: the rows in a line, for tables.
         source: where they come from.
@@ -54,7 +55,7 @@ class Projection(Drawn):
     sampled_lengths = True
     fast = False
     trainable = False
-    needs_layer = selects_rows = False
+    needs_layer = selects_rows = of_attention = False
     layer_arguments: tuple[str, ...] = ()
 
     params: Mapping[str, Any] = MappingProxyType({})

@@ -43,12 +43,13 @@ def calibrate(
     held_out: float = 0.2,
     ridges: Sequence[float] = DEFAULT_RIDGES,
     refit: bool = True,
+    steps: int = 0,
     progress: bool = True,
 ) -> CalibrationReport:
-    """Fit the replaced FFN blocks, pooler, narrower heads and low-rank layers of a patched model to the originals.
+    """Fit the replaced FFN blocks, pooler, attention, heads and low-rank layers of a patched model to the originals.
 
-    Adapters and linear attention hold no readout that stands for a module's output. They stay as they are, and what
-    is fitted sees their effect in its inputs.
+    Adapters, and linear attention over other rows than `centroids`, hold nothing that stands for a module's output.
+    They stay as they are, and what is fitted sees their effect in its inputs.
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
@@ -64,6 +65,8 @@ def calibrate(
         ridges: candidates for the regularisation, as fractions of the mean feature variance.
         refit: once the regularisation is chosen, fit to all batches, the held-out ones included. The reported error is
             the held-out one from before.
+        steps: of Adam behind the closed form of an attention part over `centroids`, per layer, on the divergence from
+            softmax: 200 take about ten seconds a layer. 0 for the closed form alone.
         progress: show a progress bar with an estimate.
 
     Returns:
@@ -92,12 +95,14 @@ def calibrate(
         faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
     slots = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}
     slots = {name: layer for name, layer in slots.items() if _slot_to_fit(layer) is not None}
-    options = FitOptions(landmarks, ridges, refit)
+    if type(steps) is not int or steps < 0:
+        faults.append(f"steps is {steps!r}; expected an integer >= 0")
+    options = FitOptions(landmarks, ridges, refit, steps)
     if not slots:
         faults.append(
             "the model has no active part that can be calibrated; expected a model from get_snnk_model with ffn=, "
-            "pooler=, low_rank= or a part such as NarrowHeadsPart, with that adapter active (adapters and linear "
-            "attention are trained, not calibrated)"
+            "pooler=, low_rank=, attention over projection 'centroids' or a part such as NarrowHeadsPart, with that "
+            "adapter active (adapters and other linear attention are trained, not calibrated)"
         )
     if away := [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]:
         faults.append(

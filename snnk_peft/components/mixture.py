@@ -1,0 +1,54 @@
+"""A query as a mixture of centres: φ(q) = softmax(Wq + b), ψ(k) = exp(W'k + b'), rows of their own for either.
+
+Attention to a key is then Σ_r φ_r(q) ψ_r(k): a query is told by how much it is like each of m others, c_r, and the
+weights of those, exp(c_r·k) up to a factor that evens them out, are kept as sums over the keys. No kernel is
+estimated: rows are made from the queries and keys of a layer (`centroids`, fitted by `calibrate`) or learned (`free`,
+with a bias). As a map of one vector alone it is softmax features.
+
+Cost: the projection and one exponential per row. There is no −‖x‖²/2: keys that differ in length are told apart by b'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from snnk_peft.components import COMPONENTS
+from snnk_peft.components.base import Component, Features
+from snnk_peft.components.base_exponential import rows_and_bias
+from snnk_peft.functional.exponential import stabilised
+from snnk_peft.functional.log_linear import LogLinear
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.projections.base import Projection
+
+
+@COMPONENTS.register("mixture")
+class Mixture(Component):
+    """softmax over the rows for queries, exponentials for keys. Unequal weights of the rows play no part in it."""
+
+    formula = "φ softmax(Wq + b), ψ exp(W'k + b')"
+    kernel_formula = "none; rows come from the layer's queries and keys"
+    source = "this package (conversion of attention)"
+    cost = "one exponential per row"
+
+    positive = True
+
+    @classmethod
+    def fits(cls, projection: Projection | type[Projection]) -> bool:
+        """Real rows of any origin."""
+        return projection.distribution in ("gaussian", "none")
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        """See `Component.tower`: a softmax for the first, exponentials for the second."""
+        with full_precision(x):
+            z = projection(wide(x))
+            return Features(*stabilised(z, 0.0, 1.0, x.dtype)) if second else Features(z.softmax(-1).to(x.dtype))
+
+    def log_linear(
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
+    ) -> LogLinear:
+        """See `Component.log_linear`; the sum of a query's softmax is common to its features."""
+        return LogLinear(*rows_and_bias(projection, like), 0.0)

@@ -1,0 +1,316 @@
+"""How attention over `centroids` is fitted by `calibrate`, and the projection behind the heads that is fitted with it.
+
+One pass over the data: of the queries, keys and values of a layer as many sequences are kept, chosen at random, as
+`TOKENS` allows. Everything else is computed from these (calibration/centroids.py), so memory does not depend on the
+number of tokens. What comes in is what the layers converted so far give; the target is the original attention on that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from snnk_peft.attention.softmax import pairwise_mask, softmax_attention
+from snnk_peft.calibration.centroids import CentroidMaps, Scores, centroids, descend, key_moments, sharpest
+from snnk_peft.calibration.error_meter import ErrorMeter
+from snnk_peft.calibration.reduce import same_everywhere
+from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
+from snnk_peft.errors import ConfigError
+from snnk_peft.families.base import as_linear
+from snnk_peft.functional.at_hand import at_hand, offloaded
+from snnk_peft.functional.precision import wide
+from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.slots import (
+    Base,
+    Call,
+    Fit,
+    FitOptions,
+    FitPlace,
+    Fitter,
+    FoldPlace,
+    Slot,
+    Tokens,
+    no_folded_form,
+)
+from snnk_peft.layers.snnk_linear import plain_linear
+from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.projections.centroids import Centroids
+
+TOKENS = 32_768  # kept of the fitted ones; of the held-out ones a quarter
+QUERIES = 6_000  # per key head, for the clusters
+TRIED = 6  # batches that choose τ
+MOST = 128  # queries of a sequence when weights are formed
+
+
+class ReadHeads(Slot):
+    """The projection behind the heads, with numbers of its own.
+
+    Args:
+        linear: the original.
+    """
+
+    replaces = True
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        with at_hand(linear):
+            self.linear = copy.deepcopy(linear)
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x (..., heads·d) -> (..., out); PEFT keeps what is trained in fp32, also in a model of half precision."""
+        out = nn.functional.linear(x.to(self.linear.weight.dtype), self.linear.weight, self.linear.bias)
+        return out if torch.is_autocast_enabled(x.device.type) else out.to(x.dtype)
+
+    def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Other numbers of any dtype."""
+        with torch.no_grad():
+            self.linear.weight.copy_(weight)
+            if self.linear.bias is not None and bias is not None:
+                self.linear.bias.copy_(bias)
+
+    def fold(self, place: FoldPlace) -> None:
+        """A plain Linear."""
+        if any(slot is not self for slot in place.slots):
+            raise no_folded_form(place, self)
+        place.put(plain_linear(self.linear.weight, self.linear.bias))
+
+
+class Heard(NamedTuple):
+    """What a layer's attention was given in one call, and which of it counts.
+
+    Attributes:
+        q: (B, H, L, d).
+        k: (B, G, N, d).
+        v: (B, G, N, D).
+        mask: (B, N) bool, or None.
+        causal: whether a query sees only keys at or before it.
+        scaling: factor on q·k.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool
+    scaling: float
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """(B, L), False at padding."""
+        if self.mask is None:
+            return torch.ones(self.q.shape[0], self.q.shape[2], dtype=torch.bool, device=self.q.device)
+        return self.mask[:, -self.q.shape[2] :]
+
+    def scores(self) -> Scores:
+        """Queries and keys in at least fp32, each times the root of the scaling, query heads by key heads."""
+        root = self.scaling**0.5
+        pairs = pairwise_mask(self.mask, self.q, self.k, self.causal)
+        q = wide(self.q).unflatten(1, (self.k.shape[1], -1)) * root
+        return Scores(q, wide(self.k) * root, None if pairs is None else pairs.unsqueeze(1), self.counted)
+
+    def rows(self, out: torch.Tensor) -> torch.Tensor:
+        """(B, H, L, D) -> (n, H·D) without padding."""
+        return out.transpose(1, 2).flatten(2)[self.counted]
+
+    def softmax(self) -> torch.Tensor:
+        """What the original gives, (n, H·D)."""
+        pairs = pairwise_mask(self.mask, self.q, self.k, self.causal)
+        repeats = self.q.shape[1] // self.k.shape[1]
+        k, v = repeat_kv(wide(self.k), repeats), repeat_kv(wide(self.v), repeats)
+        return self.rows(
+            nn.functional.scaled_dot_product_attention(wide(self.q), k, v, attn_mask=pairs, scale=self.scaling)
+        )
+
+    def linear(self, kernel: KernelAttention) -> torch.Tensor:
+        """What linear attention gives, (n, H·D)."""
+        out = kernel(self.q, self.k, wide(self.v), self.mask, causal=self.causal, scaling=self.scaling)
+        return self.rows(out)
+
+
+class Ear:
+    """Stands where an attention module asks for its kernel: gives softmax, and keeps what it was given."""
+
+    near_field = None
+
+    def __init__(self) -> None:
+        self.heard: list[Heard] = []
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        scaling: float | None = None,
+    ) -> torch.Tensor:
+        """Softmax attention (B, H, L, D); arguments as in `KernelAttention.forward`."""
+        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+        self.heard.append(Heard(q, k, v, mask, causal, scaling))
+        return softmax_attention(nn.Identity(), q, k, v, mask, causal=causal, scaling=scaling)[0].transpose(1, 2)
+
+
+class Sample:
+    """A random choice of what was heard, of so many tokens at most, however many come: reservoir sampling.
+
+    Args:
+        tokens: at most so many are kept, but at least one call.
+        generator: chooses.
+    """
+
+    def __init__(self, tokens: int, generator: torch.Generator):
+        self.most, self.generator = tokens, generator
+        self.kept: list[tuple[float, Heard]] = []
+
+    def add(self, heard: Heard) -> None:
+        """Each call has a random rank; those of the highest ranks stay."""
+        self.kept.append((float(torch.rand((), generator=self.generator)), heard))
+        self.kept.sort(key=lambda pair: pair[0])
+        while len(self.kept) > 1 and self.count > self.most:
+            self.kept.pop()
+
+    @property
+    def count(self) -> int:
+        """Tokens kept, padding included."""
+        return sum(heard.q.shape[0] * heard.q.shape[2] for _, heard in self.kept)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens kept, without padding."""
+        return sum(int(heard.counted.sum()) for _, heard in self.kept)
+
+    def __iter__(self) -> Iterator[Heard]:
+        return (heard for _, heard in self.kept)
+
+
+class AttentionFitter(Fitter):
+    """Fits the maps of one attention to its softmax, and then the projection behind the heads to what is left.
+
+    Args:
+        kernel: the linear attention, one term over `centroids`.
+        readout: what takes the place of that projection, or None where it stays.
+        readout_path: where, in the model.
+        place: where the attention stands.
+        options: of `calibrate`.
+    """
+
+    calls = True
+
+    def __init__(
+        self,
+        kernel: KernelAttention,
+        readout: ReadHeads | None,
+        readout_path: str | None,
+        place: FitPlace,
+        options: FitOptions,
+    ):
+        self.kernel, self.readout, self.options = kernel, readout, options
+        self.module: Any = place.original
+        if any(offloaded(each) for each in (kernel, readout) if each is not None):
+            raise ConfigError(
+                "the feature maps of an attention, or the projection behind its heads, are offloaded to memory or "
+                "disk, where a fit would not last; expected them beside the model. Calibrate before dispatching it"
+            )
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        if readout_path is not None:
+            found = as_linear(place.original_at(readout_path))
+            assert isinstance(found, nn.Linear)
+            with at_hand(found):
+                self.weight = wide(found.weight.detach())
+                self.bias = None if found.bias is None else wide(found.bias.detach())
+
+    def fit(self, data: Tokens) -> Fit:
+        """See `Fitter.fit`."""
+        first = self.kernel.maps()[0].projection
+        generator = site_generator(first.seed, f"{first.site}.fit")  # the same in every fit
+        train, test = self._listen(data, generator)
+        before = ErrorMeter(self.weight)
+        for heard in test:
+            before.update(heard.softmax(), heard.linear(self.kernel))
+        self._take(self._maps(train, generator))
+        after, ridge = ErrorMeter(self.weight), None
+        if self.readout is None:
+            for heard in test:
+                after.update(heard.softmax(), heard.linear(self.kernel))
+        else:
+            after, ridge = self._read(train, test)
+        for each in (self.kernel, self.readout):
+            if each is not None:
+                same_everywhere(each)
+        size = self.kernel.maps()[0].num_features
+        return Fit(size, train.tokens, before.count, ridge, before.value(), after.value())
+
+    def _listen(self, data: Tokens, generator: torch.Generator) -> tuple[Sample, Sample]:
+        """What is kept of the fitted and of the held-out calls."""
+        train, test = Sample(TOKENS, generator), Sample(TOKENS // 4, generator)
+        owner = vars(self.module)["snnk_owner"]
+        for is_test, calls in data:
+            ear = Ear()
+            self.module.snnk_owner = lambda ear=ear: ear
+            try:
+                for call in calls:
+                    self._run(call)
+            finally:
+                self.module.snnk_owner = owner
+            for heard in ear.heard:
+                if not (torch.isfinite(heard.q).all() and torch.isfinite(heard.k).all()):
+                    raise ValueError(
+                        "queries or keys hold NaN or infinity; expected finite numbers. Run the model in fp32 or bf16"
+                    )
+                (test if is_test else train).add(heard)
+        return train, test
+
+    def _run(self, call: Call) -> None:
+        # A cache would be filled by every call.
+        self.module(*call.args, **{key: None if key == "past_key_values" else v for key, v in call.kwargs.items()})
+
+    def _maps(self, train: Sample, generator: torch.Generator) -> CentroidMaps:
+        scores = [heard.scores() for heard in train]
+        mean, covariance = key_moments(scores)
+        queries = torch.cat([each.q.permute(1, 0, 3, 2, 4)[:, each.counted].flatten(1, 2) for each in scores], 1)
+        chosen = torch.randperm(queries.shape[1], generator=generator)[:QUERIES].to(queries.device)
+        rows = self.kernel.maps()[0].num_features
+        maps = centroids(queries[:, chosen], mean, covariance, rows, generator)
+        every = max(1, len(scores) // TRIED)
+        maps = sharpest(maps, [each.some(MOST, generator) for each in scores[::every]])
+        return descend(maps, scores, self.options.steps, generator, most=MOST) if self.options.steps else maps
+
+    @torch.no_grad()
+    def _take(self, maps: CentroidMaps) -> None:
+        """Put them into the feature maps, one pair per key head."""
+        for head, pair in enumerate(cast(AttentionTerm, self.kernel.terms[0]).pairs()):
+            for feature_map, rows, bias in zip(pair, maps[::2], maps[1::2], strict=True):
+                projection = cast(Centroids, feature_map.projection)
+                projection.weight.copy_(rows[head])
+                cast(torch.Tensor, projection.bias).copy_(bias[head])
+
+    def _read(self, train: Sample, test: Sample) -> tuple[ErrorMeter, float]:
+        """Refit the projection: ridge regression of what is missing, so that a large ridge leaves the old one."""
+        assert self.readout is not None
+        assert self.weight is not None
+        found = [GramAccumulator(self.weight.shape[1], len(self.weight)) for _ in range(2)]
+        for moments, sample in zip(found, (train, test), strict=True):
+            for heard in sample:
+                given = heard.linear(self.kernel)
+                moments.update(given, (heard.softmax() - given) @ self.weight.T)
+        fit = fit_ridge(found[0], found[1], self.options.ridges)
+        step, offset = fit.weight, fit.bias
+        if self.options.refit:
+            found[0].merge(found[1])
+            step, offset, _ = found[0].solve(fit.ridge * found[0].ridge_scale)
+        weight = self.weight.double() + step
+        bias = offset if self.bias is None or offset is None else self.bias.double() + offset
+        self.readout.take(weight, bias)
+        after, measured = ErrorMeter(), (self.weight + fit.weight.to(self.weight)).T
+        for heard in test:
+            estimate = heard.linear(self.kernel) @ measured
+            after.update(heard.softmax() @ self.weight.T, estimate if fit.bias is None else estimate + fit.bias)
+        return after, fit.ridge
