@@ -593,7 +593,7 @@ def test_incompatible_distributions_name_the_partners():
 
 def test_rows_that_are_no_sample_suit_functions_of_single_projections():
     fitting = {name for name in COMPONENTS if COMPONENTS[name].fits(PROJECTIONS["identity"])}
-    assert fitting == {"arccos", "cos", "elu", "gelu", "relu", "sin", "softmax_pm"}
+    assert fitting == {"arccos", "cos", "elu", "gelu", "mixture", "relu", "sin", "softmax_pm"}
     with pytest.raises(ConfigError, match=r"Identity's rows are no sample; valid projections: .*orf"):
         build_feature_map("posrf", "identity", 4, 4)
 

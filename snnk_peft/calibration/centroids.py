@@ -24,7 +24,7 @@ from torch import Tensor
 
 from snnk_peft.errors import NumericalError
 
-TEMPERATURES = (0.02, 0.04, 0.06, 0.1, 0.15, 0.25)
+TEMPERATURES = (0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0)
 SWEEPS = 8  # of Lloyd's iteration
 ABSENT = -1e9  # logarithm of a key that does not count
 

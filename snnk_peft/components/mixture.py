@@ -17,7 +17,6 @@ import torch
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
 from snnk_peft.components.base_exponential import rows_and_bias
-from snnk_peft.functional.exponential import stabilised
 from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
@@ -45,7 +44,10 @@ class Mixture(Component):
         """See `Component.tower`: a softmax for the first, exponentials for the second."""
         with full_precision(x):
             z = projection(wide(x))
-            return Features(*stabilised(z, 0.0, 1.0, x.dtype)) if second else Features(z.softmax(-1).to(x.dtype))
+            if not second:
+                return Features(z.softmax(-1).to(x.dtype))
+            top = z.detach().amax(-1, keepdim=True)
+            return Features((z - top).exp().to(x.dtype), top)
 
     def log_linear(
         self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor

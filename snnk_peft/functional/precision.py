@@ -18,3 +18,10 @@ def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
     if x.device.type == "meta":
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
+
+
+def as_a_linear(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What stands for a Linear's output for input x, in its dtype: that of x, or under autocast what this gives."""
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        return out
+    return out.to(x.dtype)

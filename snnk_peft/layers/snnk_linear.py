@@ -15,6 +15,7 @@ from snnk_peft.calibration.nystrom import nystrom_readout
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.folding import fold_linear
+from snnk_peft.functional.precision import as_a_linear
 from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.layers.feature_stage import FeatureStage
 
@@ -111,8 +112,7 @@ class SNNKLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., out_features), in the dtype of x, or in that which autocast gives a Linear."""
-        out = nn.functional.linear(self.stage(x.to(self.A.dtype)), self.A, self.bias)
-        return out if torch.is_autocast_enabled(x.device.type) else out.to(x.dtype)
+        return as_a_linear(nn.functional.linear(self.stage(x.to(self.A.dtype)), self.A, self.bias), x)
 
     @torch.no_grad()
     def fold(self, following: nn.Linear | None = None) -> tuple[FeatureStage, nn.Linear]:

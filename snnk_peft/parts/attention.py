@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -61,6 +61,8 @@ class AttentionPart(FeaturePart):
         >>> [(term.component, term.projection, term.num_features) for term in part.terms()]
         [('posrf', 'gmm', None), ('elu', 'gmm', 16)]
     """
+
+    attends: ClassVar[bool] = True
 
     component: str = option("posrf", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
     num_features: int | None = option(  # type: ignore[assignment]
@@ -127,18 +129,13 @@ class AttentionPart(FeaturePart):
     @property
     def fitted(self) -> bool:
         """Whether `calibrate` makes the rows, from the layer's queries and keys."""
-        return self.component == "mixture" and self.needs_fit
-
-    @property
-    def needs_fit(self) -> bool:
-        """Whether the projection is one whose rows are made so."""
-        return self.projection in PROJECTIONS and PROJECTIONS[self.projection].of_attention
+        return self.component == "mixture" and self.of_attention
 
     def _fit_faults(self, part: str) -> list[str]:
         """`calibrate` fits one map to softmax, and nothing beside it."""
         entries = [entry for entry in self.sum_of if isinstance(entry, Mapping)] if self.sum_of else []
         named = [entry for entry in entries if entry.get("projection") == self.projection or "projection" not in entry]
-        if not self.needs_fit or (self.near_field is None and not named):
+        if not self.of_attention or (self.near_field is None and not named):
             return []
         beside = "near_field" if self.near_field is not None else "sum_of"
         return [
@@ -320,11 +317,11 @@ def _attend(
     terms = []
     for number, own in enumerate(part.terms()):
         site = f"layer.{index}.attention" + (f".term.{number}" if number else "")
-        names = [f"{site}.{head}" for head in range(key_heads)] if own.per_head or own.needs_fit else [site]
+        names = [f"{site}.{head}" for head in range(key_heads)] if own.per_head or own.of_attention else [site]
         sized = dataclasses.replace(own, num_features=_rows(own, dim))
         # Keys of their own start as the same draw, and what is redrawn stays the same for both: same site names.
         queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
-        terms.append(AttentionTerm(queries, keys if own.separate_maps or own.needs_fit else None))
+        terms.append(AttentionTerm(queries, keys if own.separate_maps or own.of_attention else None))
     kernel = KernelAttention(terms, heads, near_field=part.near_field)
     return FittedAttend(kernel, readout) if part.fitted else Attend(kernel)
 

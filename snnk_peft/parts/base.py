@@ -23,6 +23,7 @@ from snnk_peft.functional.at_hand import at_hand, wide_on_cpu
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Slot
 from snnk_peft.options import option, option_faults
+from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_drawn import site_generator
 
 
@@ -67,7 +68,13 @@ class Part:
 
 @dataclass
 class FeaturePart(Part):
-    """A part that consists of feature maps; `FeatureMapSpec` checks what decides those."""
+    """A part that consists of feature maps; `FeatureMapSpec` checks what decides those.
+
+    Attributes:
+        attends: whether its feature maps are of queries and keys.
+    """
+
+    attends: ClassVar[bool] = False
 
     component: str = option("relu", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
     projection: str = option("orf", "the matrix W, a name of `PROJECTIONS`.", checked=False)
@@ -84,9 +91,13 @@ class FeaturePart(Part):
 
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
-        return (
-            super().faults(part) + self.feature_map_spec().faults(part) + layers_faults(f"{part}.layers", self.layers)
-        )
+        found = super().faults(part) + self.feature_map_spec().faults(part)
+        if self.of_attention and not self.attends:
+            found.append(
+                f"{part}.projection is {self.projection!r}, whose rows are made from the queries and keys of an "
+                "attention; expected it in an attention part only. Use 'free' for rows that are learned"
+            )
+        return found + layers_faults(f"{part}.layers", self.layers)
 
     def feature_map_spec(self, **known: Any) -> FeatureMapSpec:
         """The feature map of this part, as far as the config decides it.
@@ -101,6 +112,11 @@ class FeaturePart(Part):
     def needs_layer(self) -> bool:
         """Whether rows are taken from a pretrained layer."""
         return self.feature_map_spec().needs_layer
+
+    @property
+    def of_attention(self) -> bool:
+        """Whether rows are made from queries and keys."""
+        return self.projection in PROJECTIONS and PROJECTIONS[self.projection].of_attention
 
     def not_drawn(self) -> str | None:
         """See `Part.not_drawn`."""

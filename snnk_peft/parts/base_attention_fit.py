@@ -23,7 +23,7 @@ from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand, offloaded
-from snnk_peft.functional.precision import wide
+from snnk_peft.functional.precision import as_a_linear, wide
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import (
@@ -64,8 +64,7 @@ class ReadHeads(Slot):
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """x (..., heads·d) -> (..., out); PEFT keeps what is trained in fp32, also in a model of half precision."""
-        out = nn.functional.linear(x.to(self.linear.weight.dtype), self.linear.weight, self.linear.bias)
-        return out if torch.is_autocast_enabled(x.device.type) else out.to(x.dtype)
+        return as_a_linear(self.linear(x.to(self.linear.weight.dtype)), x)
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Other numbers of any dtype."""

@@ -1,0 +1,284 @@
+"""`calibrate` of attention: a mixture over centroids stands for softmax, by oracles that know nothing of its code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from snnk_peft import (
+    AdapterPart,
+    AttentionPart,
+    FFNPart,
+    SNNKConfig,
+    build_feature_map,
+    bundle,
+    calibrate,
+    get_snnk_model,
+)
+from snnk_peft.calibration.centroids import Scores, centroids, descend, divergence, key_moments, sharpest
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.parts.base_attention_fit import Heard, Sample
+from tests.fresh_process import run_python
+from tests.tiny_families import build, main_head
+
+PART = {"component": "mixture", "projection": "centroids"}
+
+
+def vivid(name: str = "bert", factor: float = 6.0) -> Any:
+    """A small random model whose attention is far from uniform."""
+    model = build(name, main_head(name))
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if any(
+                word in path
+                for word in (
+                    "query.weight",
+                    "key.weight",
+                    "q_lin.weight",
+                    "k_lin.weight",
+                    "q_proj.weight",
+                    "k_proj.weight",
+                )
+            ):
+                parameter *= factor
+    return model
+
+
+def sentences(model: Any, count: int = 24) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for length in range(count):
+        ids = torch.randint(5, model.config.vocab_size, (4, 8 + length % 5), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, -3:] = 0
+        found.append({"input_ids": ids, "attention_mask": mask})
+    return found
+
+
+def scores(heads: int = 2, length: int = 12, dim: int = 4, batches: int = 5, causal: bool = False) -> list[Scores]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(batches):
+        q = 1.5 * torch.randn(3, heads, 1, length, dim, generator=generator)
+        k = torch.randn(3, heads, length, dim, generator=generator) + 2
+        pairs = torch.ones(3, 1, 1, length, length, dtype=torch.bool)
+        pairs[0, ..., -4:] = False
+        if causal:
+            pairs = pairs & torch.ones(length, length, dtype=torch.bool).tril()
+        counted = torch.ones(3, length, dtype=torch.bool)
+        counted[0, -4:] = False
+        found.append(Scores(q, k, pairs, counted))
+    return found
+
+
+# --- the closed form ------------------------------------------------------------------------------------------------
+
+
+def test_moments_are_those_of_the_keys_that_count():
+    given = scores()
+    mean, covariance = key_moments(given)
+    rows, centred = [], []
+    for batch in given:
+        for i in range(3):
+            kept = batch.k[i, :, : 8 if i == 0 else 12].double()
+            rows.append(kept.mean(1))
+            centred.append(kept - kept.mean(1, keepdim=True))
+    torch.testing.assert_close(mean, torch.stack(rows).mean(0))
+    both = torch.cat(centred, 1)
+    torch.testing.assert_close(covariance, both.mT @ both / both.shape[1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_as_many_centres_as_queries_give_softmax(causal):
+    """Each query is a centre of its own; sharpened enough, its weights are its own: e^{c·k} / Σ e^{c·k}."""
+    batch = scores(length=6, batches=1, causal=causal)[0]
+    queries = batch.q.permute(1, 0, 2, 3, 4).flatten(1, 3)
+    maps = centroids(queries, *key_moments([batch]), queries.shape[1], torch.Generator().manual_seed(0))
+    exact = maps.sharpened(torch.full((2,), 1e-4))
+    assert divergence(exact, batch).max() < 1e-5
+    assert divergence(maps, batch).min() > 1e-2  # τ = 1 mixes the centres
+
+
+def test_the_divergence_is_that_of_the_weights():
+    """Against the weights written out."""
+    batch = scores(batches=1)[0]
+    queries = batch.q.permute(1, 0, 2, 3, 4).flatten(1, 3)
+    maps = centroids(queries, *key_moments([batch]), 3, torch.Generator().manual_seed(0))
+    total, count = torch.zeros(2), 0
+    for b in range(3):
+        keys = 8 if b == 0 else 12
+        for i in range(keys):
+            for g in range(2):
+                q, k = batch.q[b, g, 0, i], batch.k[b, g, :keys]
+                phi = (maps.query_rows[g] @ q + maps.query_bias[g]).softmax(-1)
+                psi = (k @ maps.key_rows[g].T + maps.key_bias[g]).exp()
+                found = psi @ phi / (psi @ phi).sum()
+                wanted = (k @ q).softmax(-1)
+                total[g] += (wanted * (wanted / found).log()).sum()
+            count += 1
+    torch.testing.assert_close(divergence(maps, batch), total / count, rtol=1e-4, atol=1e-5)
+
+
+def test_each_stage_lowers_the_divergence():
+    given = scores(batches=12)
+    queries = torch.cat([each.q.permute(1, 0, 2, 3, 4).flatten(1, 3) for each in given], 1)
+    maps = centroids(queries, *key_moments(given), 16, torch.Generator().manual_seed(0))
+    sharp = sharpest(maps, given)
+    fitted = descend(sharp, given, 60, torch.Generator().manual_seed(0))
+    first, second, third = (
+        torch.stack([divergence(each, batch) for batch in given]).mean(0) for each in (maps, sharp, fitted)
+    )
+    assert (second <= first).all()
+    assert (third < 0.95 * second).all()
+
+
+def test_a_sample_is_bounded_and_random():
+    def heard(number: int) -> Heard:
+        q = torch.full((2, 1, 5, 1), float(number))
+        return Heard(q, q, q, None, False, 1.0)
+
+    sample = Sample(30, torch.Generator().manual_seed(0))
+    for number in range(200):
+        sample.add(heard(number))
+    assert sample.count == sample.tokens == 30
+    kept = sorted(int(each.q[0, 0, 0, 0]) for each in sample)
+    assert kept[-1] > 60, "the first ones alone"
+    one = Sample(3, torch.Generator().manual_seed(0))
+    one.add(heard(0))
+    assert one.tokens == 10  # a call is not split
+
+
+# --- the feature map ------------------------------------------------------------------------------------------------
+
+
+def test_features():
+    feature_map = build_feature_map("mixture", "centroids", dim=3, num_features=5)
+    projection = feature_map.projection
+    with torch.no_grad():
+        projection.bias.normal_()
+    x = torch.randn(4, 3)
+    z = x @ projection.weight.T + projection.bias
+    torch.testing.assert_close(feature_map.phi(x).dense(), z.softmax(-1))
+    torch.testing.assert_close(feature_map.psi(x).dense(), z.exp())
+    huge = feature_map.psi(100 * x)
+    assert torch.isfinite(huge.values).all()
+    assert torch.isfinite(huge.log_scale).all()
+
+
+@pytest.mark.parametrize("given", [{"adapter": AdapterPart(**PART)}, {"ffn": FFNPart(**PART, init="random")}])
+def test_centroids_are_for_attention(given):
+    with pytest.raises(ConfigError, match="in an attention part only"):
+        SNNKConfig(**given)
+
+
+@pytest.mark.parametrize("beside", [{"near_field": 4}, {"sum_of": [{"num_features": 4}]}])
+def test_nothing_stands_beside_what_is_fitted_to_all_of_softmax(beside):
+    with pytest.raises(ConfigError, match="fits to all of softmax"):
+        SNNKConfig(attention=AttentionPart(**PART, **beside))
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def outputs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**batch)[0]
+
+
+@pytest.mark.parametrize("refit", [True, False])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "opt"])
+def test_calibrated_attention_is_nearer_to_softmax(name, refit, tmp_path: Path):
+    original = vivid(name)
+    batches = sentences(original)
+    wanted = outputs(original, batches[0])
+    model = get_snnk_model(original, SNNKConfig(attention=AttentionPart(**PART, num_features=12, refit_output=refit)))
+    before = outputs(model, batches[0])
+    report = calibrate(model, batches[2:], progress=False)
+    after = outputs(model, batches[0])
+    errors = [float((each - wanted).square().mean()) for each in (before, after)]
+    assert errors[1] < 0.7 * errors[0]
+    assert all(slot.error_after < slot.error_before for slot in report.slots)
+    assert [slot.num_features for slot in report.slots] == [12] * len(report.slots)
+    assert all((slot.ridge is not None) == refit for slot in report.slots)
+    with model.disable_adapter():
+        torch.testing.assert_close(outputs(model, batches[0]), wanted)
+    small = bundle(model)
+    torch.testing.assert_close(outputs(small, batches[0]), after, rtol=1e-4, atol=1e-5)
+    small.save_pretrained(tmp_path / "bundle")
+    torch.save(dict(batches[0]), tmp_path / "batch.pt")
+    program = (
+        "import sys, torch, snnk_peft, transformers\n"
+        "folder = sys.argv[1]\n"
+        "model = transformers.AutoModelForSequenceClassification.from_pretrained(folder + '/bundle').eval()\n"
+        "with torch.no_grad(): torch.save(model(**torch.load(folder + '/batch.pt'))[0], folder + '/out.pt')\n"
+    )
+    done = run_python(["-c", program, str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(torch.load(tmp_path / "out.pt"), after, rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_every_time_and_steps_help():
+    reports = []
+    for steps in (0, 0, 40):
+        original = vivid()
+        model = get_snnk_model(original, SNNKConfig(attention=AttentionPart(**PART, num_features=8)))
+        reports.append(calibrate(model, sentences(original), steps=steps, progress=False))
+    errors = [[slot.error_after for slot in report.slots] for report in reports]
+    assert errors[0] == errors[1]
+    assert sum(errors[2]) < sum(errors[0])
+
+
+def test_the_whole_of_a_model_with_its_ffn_blocks(tmp_path: Path):
+    original = vivid()
+    batches = sentences(original)
+    config = SNNKConfig(attention=AttentionPart(**PART, num_features=12), ffn=FFNPart(num_features=16))
+    model = get_snnk_model(original, config)
+    report = calibrate(model, batches[2:], progress=False)
+    assert len(report.slots) == 2 * original.config.num_hidden_layers
+    after = outputs(model, batches[0])
+    model.save_pretrained(tmp_path)
+    from peft import PeftModel
+
+    again = PeftModel.from_pretrained(vivid(), tmp_path)
+    torch.testing.assert_close(outputs(again, batches[0]), after)
+
+
+def test_padding_and_batching_do_not_change_what_is_fitted():
+    """The same sentences, padded more: the same moments, hence the same rows."""
+    original = vivid()
+    batches = sentences(original)
+    rows = []
+    for more in (0, 5):
+        model = get_snnk_model(vivid(), SNNKConfig(attention=AttentionPart(**PART, num_features=6, layers="bottom-1")))
+        padded = [{key: nn.functional.pad(value, (0, more)) for key, value in batch.items()} for batch in batches]
+        calibrate(model, padded, progress=False)
+        rows.append({name: p for name, p in model.named_parameters() if "term" in name and "bottom" not in name})
+    for name, row in rows[0].items():
+        torch.testing.assert_close(row, rows[1][name], rtol=1e-3, atol=1e-4)
+
+
+def test_faults():
+    model = get_snnk_model(vivid(), SNNKConfig(attention=AttentionPart(**PART, num_features=6)))
+    with pytest.raises(ConfigError, match="steps is -1; expected an integer >= 0"):
+        calibrate(model, sentences(vivid()), steps=-1, progress=False)
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "query.weight" in n).fill_(torch.nan)
+    with pytest.raises(ValueError, match="queries or keys hold NaN"):
+        calibrate(model, sentences(vivid()), progress=False)
+    with pytest.raises(UnsupportedError, match="does not say which Linear reads the heads"):
+        get_snnk_model(vivid("llama"), SNNKConfig(attention=AttentionPart(**PART)))
+
+
+def test_grouped_heads_and_rotary_positions():
+    original = vivid("llama")
+    batches = sentences(original)
+    wanted = outputs(original, batches[0])
+    model = get_snnk_model(original, SNNKConfig(attention=AttentionPart(**PART, num_features=12, refit_output=False)))
+    before = outputs(model, batches[0])
+    calibrate(model, batches[2:], progress=False)
+    errors = [float((each - wanted).square().mean()) for each in (before, outputs(model, batches[0]))]
+    assert errors[1] < 0.7 * errors[0]
