@@ -7,7 +7,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from _bench import alternate, ratio, report
@@ -16,9 +16,26 @@ from torch import nn
 from snnk_peft import FFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 
 
+class Conversion(NamedTuple):
+    """What is replaced, and how it is fitted.
+
+    Args:
+        config: fields of SNNKConfig.
+        calibrating: arguments of `calibrate`.
+    """
+
+    config: Mapping[str, Any]
+    calibrating: Mapping[str, Any] = {}
+
+
+def of_ffn(**options: Any) -> Conversion:
+    """FFN blocks alone, with these options of FFNPart."""
+    return Conversion({"ffn": FFNPart(**options)})
+
+
 def compare_conversions(
     teacher: nn.Module,
-    conversions: Mapping[str, Mapping[str, Any]],
+    conversions: Mapping[str, Conversion],
     calibration: Sequence[Mapping[str, torch.Tensor]],
     accuracy: Callable[[nn.Module], float],
     inputs: Mapping[str, torch.Tensor],
@@ -32,20 +49,20 @@ def compare_conversions(
 
     Args:
         teacher: the fine-tuned classifier.
-        conversions: options of FFNPart by what the conversion is called.
+        conversions: by what they are called.
         calibration: batches without labels.
         accuracy: the share of test examples that a model labels correctly.
         inputs: what a forward pass is timed on.
         arguments: of the command line: repetitions, output, model.
         title: of the table.
         timed: what `inputs` is called in it.
-        **calibrating: passed to `calibrate`.
+        **calibrating: passed to `calibrate` every time.
     """
     models, fitted, seconds = {"teacher": teacher}, {}, {"teacher": 0.0}
-    for name, part in conversions.items():
+    for name, conversion in conversions.items():
         start = time.perf_counter()
-        patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(ffn=FFNPart(**part), modules_to_save=[]))
-        fitted[name] = calibrate(patched, calibration, **calibrating).to_dict()
+        patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(**conversion.config, modules_to_save=[]))
+        fitted[name] = calibrate(patched, calibration, **calibrating, **conversion.calibrating).to_dict()
         models[name] = bundle(patched).eval()
         seconds[name] = time.perf_counter() - start
 

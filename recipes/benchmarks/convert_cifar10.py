@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from _bench import parser
-from _conversion import compare_conversions
+from _conversion import compare_conversions, of_ffn
 from _lib.images import ImageExamples
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification, logging
@@ -22,10 +22,10 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, lo
 from snnk_peft.tasks import TASKS
 
 CONVERSIONS = {
-    "3 of 6 FFNs, 64 features": {"layers": "top-3", "num_features": 64},
-    "6 of 6 FFNs, 64 features": {"layers": "all", "num_features": 64},
-    "6 of 6 FFNs, 128 features": {"layers": "all", "num_features": 128},
-    "6 of 6 FFNs, 256 features": {"layers": "all", "num_features": 256},
+    "3 of 6 FFNs, 64 features": of_ffn(layers="top-3", num_features=64),
+    "6 of 6 FFNs, 64 features": of_ffn(layers="all", num_features=64),
+    "6 of 6 FFNs, 128 features": of_ffn(layers="all", num_features=128),
+    "6 of 6 FFNs, 256 features": of_ffn(layers="all", num_features=256),
 }
 BATCH = 100
 

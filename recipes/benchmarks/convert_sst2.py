@@ -10,19 +10,20 @@ is the teacher's time over the bundle's for 32 x 64 tokens, taken in turn in one
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from _bench import parser
-from _conversion import compare_conversions
+from _conversion import compare_conversions, of_ffn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
 
 from snnk_peft.tasks import TASKS
 
 CONVERSIONS = {
-    "3 of 6 FFNs, 32 features": {"layers": "top-3", "num_features": 32},
-    "3 of 6 FFNs, 128 features": {"layers": "top-3", "num_features": 128},
-    "6 of 6 FFNs, 256 features": {"layers": "all", "num_features": 256},
+    "3 of 6 FFNs, 32 features": of_ffn(layers="top-3", num_features=32),
+    "3 of 6 FFNs, 128 features": of_ffn(layers="top-3", num_features=128),
+    "6 of 6 FFNs, 256 features": of_ffn(layers="all", num_features=256),
 }
 
 
@@ -52,6 +53,16 @@ def accuracy(model, tokenizer, sentences: list[str], labels: list[int], max_leng
     return right / len(order)
 
 
+def load(model: Path, data: str, count: int) -> tuple[Any, Any, list[str], list[str], list[int]]:
+    """Teacher, tokenizer, `count` unlabelled training sentences, the development sentences, their labels."""
+    rows = TASKS["sst2"].load(data)
+    chosen = np.random.default_rng(0).permutation(len(rows["train"]))[:count]
+    unlabelled = [rows["train"]["sentence1"][int(i)] for i in chosen]
+    sentences, labels = list(rows["validation"]["sentence1"]), list(rows["validation"]["label"])
+    teacher = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    return teacher, AutoTokenizer.from_pretrained(model), unlabelled, sentences, labels
+
+
 def main() -> None:
     """Measure and write."""
     options = parser(__doc__, "convert_sst2")
@@ -63,12 +74,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-    data = TASKS["sst2"].load(arguments.data)
-    chosen = np.random.default_rng(0).permutation(len(data["train"]))[: arguments.sentences]
-    unlabelled = [data["train"]["sentence1"][int(i)] for i in chosen]
-    sentences, labels = list(data["validation"]["sentence1"]), list(data["validation"]["label"])
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    teacher = AutoModelForSequenceClassification.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    teacher, tokenizer, unlabelled, sentences, labels = load(arguments.model, arguments.data, arguments.sentences)
     calibration = batches(tokenizer, unlabelled)
 
     ids = torch.randint(1000, 20000, (32, 64), generator=torch.Generator().manual_seed(0))
