@@ -108,6 +108,7 @@ def render(root: Path) -> str:
         [heads, faster, "`benchmarks/attention.py`"],
         ["a token behind 8,192 others, two-layer Llama", token, "`benchmarks/attention.py`"],
         ["Long Range Arena, test accuracy after 15 CPU minutes each", long_range(root), "`table_lra.py`"],
+        *low_rank(benchmark("lowrank_init"), benchmark("lowrank_speed"), benchmark("lowrank_compress")),
     ]
     return "\n".join(grid(["what", "result", "measured by recipes/"], rows)).replace("---:", "---")
 
@@ -141,6 +142,37 @@ def long_range(root: Path) -> str:
     if not parts:
         raise ConfigError("model_cards/lra has no task with softmax and a linear attention; run recipes/sweep_lra.py")
     return "; ".join(parts)
+
+
+def low_rank(init: dict[str, Any], speed: dict[str, Any], compress: dict[str, Any]) -> list[list[str]]:
+    """Rows of the three benchmarks of low rank: a start, a layer, and each study of compression at its middle size."""
+    wanted = {"weights": "he_normal", "inputs": 384, "outputs": 1536, "activation": "relu", "rank_scale": 0.05}
+    risks = next(row["relative_risk"] for row in init["rows"] if wanted.items() <= row.items())
+    starts = ", ".join(f"{name} {risks[name]:.3f}" for name in ("function", "spectral_gnorm", "spectral", "ws_nkp"))
+    thin = {row["width"]: row["speed-up"] for row in speed["rows"] if row["rank scale"] == 0.1}
+    rows = [
+        ["relative risk of a layer at its start, 384 × 1,536, ReLU, rank 19", starts, "`benchmarks/lowrank_init.py`"],
+        [
+            "low-rank layer at a tenth of full rank, forward and backward",
+            ", ".join(f"{thin[width]:.1f} × faster at {width:,}" for width in (min(thin), max(thin))),
+            "`benchmarks/lowrank_speed.py`",
+        ],
+    ]
+    for study in compress["studies"].values():
+        first, *others = study["rows"]
+        sizes = list(dict.fromkeys(row["size"] for row in others))
+        size = sizes[len(sizes) // 2]
+        scores = {row["init"]: row for row in others if row["size"] == size}
+        each = ", ".join(f"{name} {100 * row[study['score']]:.1f}" for name, row in scores.items())
+        share = next(iter(scores.values()))["parameters"] / first["parameters"]
+        rows.append(
+            [
+                f"compressed without training: {study['title']}, {size}",
+                f"{study['score']} {each} (original {100 * first[study['score']]:.1f}) with {share:.2f} × the numbers",
+                "`benchmarks/lowrank_compress.py`",
+            ]
+        )
+    return rows
 
 
 if __name__ == "__main__":
