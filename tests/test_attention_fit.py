@@ -32,9 +32,9 @@ from tests.tiny_families import build, main_head
 PART = {"component": "mixture", "projection": "centroids"}
 
 
-def vivid(name: str = "bert", factor: float = 6.0) -> Any:
+def vivid(name: str = "bert", factor: float = 6.0, **changes: Any) -> Any:
     """A small random model whose attention is far from uniform."""
-    model = build(name, main_head(name))
+    model = build(name, main_head(name), **changes)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if any(
@@ -143,7 +143,7 @@ def test_each_stage_lowers_the_divergence():
 def test_a_sample_is_bounded_and_random():
     def heard(number: int) -> Heard:
         q = torch.full((2, 1, 5, 1), float(number))
-        return Heard(q, q, q, None, False, 1.0)
+        return Heard(q, q, q, q, None, False, 1.0)
 
     sample = Sample(30, torch.Generator().manual_seed(0))
     for number in range(200):
@@ -277,8 +277,9 @@ def test_faults():
         get_snnk_model(vivid("llama"), SNNKConfig(attention=AttentionPart(**PART)))
 
 
-def test_grouped_heads_and_rotary_positions():
-    original = vivid("llama")
+@pytest.mark.parametrize(("heads", "groups"), [(2, 1), (4, 2)])
+def test_grouped_heads_and_rotary_positions(heads, groups):
+    original = vivid("llama", num_attention_heads=heads, num_key_value_heads=groups)
     batches = sentences(original)
     wanted = outputs(original, batches[0])
     model = get_snnk_model(original, SNNKConfig(attention=AttentionPart(**PART, num_features=12, refit_output=False)))

@@ -27,7 +27,7 @@ from snnk_peft.layers.slots import FitOptions, FitPlace, Fitter, FoldPlace, Slot
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import FeaturePart, Patch, PatchContext, resolve_layers
-from snnk_peft.parts.base_attention_fit import AttentionFitter, ReadHeads
+from snnk_peft.parts.base_attention_fit import AttentionFitter, HeadsReader
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import did_you_mean
 
@@ -189,7 +189,7 @@ class AttentionPart(FeaturePart):
                 patches.append(Patch(readout.path, readout.slot, replaces=True))
         return patches
 
-    def _readout(self, context: PatchContext, index: int) -> _Readout:
+    def _readout(self, context: PatchContext, index: int) -> HeadsReader:
         """The projection behind the heads of a layer."""
         family = context.family
         if family.attention_out is None:
@@ -198,7 +198,7 @@ class AttentionPart(FeaturePart):
                 "heads (attention_out). Use refit_output=False"
             )
         path = f"{family.layer_paths(context.model)[index]}.{family.attention_out}"
-        return _Readout(path, context.linear(path, "the projection behind the heads"))
+        return HeadsReader(path, context.linear(path, "the projection behind the heads"))
 
     @classmethod
     def taken_out(cls, model: Any) -> None:
@@ -256,7 +256,7 @@ class FittedAttend(Attend):
         readout: takes the place of the projection behind the heads, or None.
     """
 
-    def __init__(self, kernel: KernelAttention, readout: _Readout | None):
+    def __init__(self, kernel: KernelAttention, readout: HeadsReader | None):
         super().__init__(kernel)
         self.readout = readout
 
@@ -265,27 +265,6 @@ class FittedAttend(Attend):
         if self.readout is None:
             return AttentionFitter(self.kernel, None, None, place, options)
         return AttentionFitter(self.kernel, self.readout.slot(), self.readout.path, place, options)
-
-
-class _Readout:
-    """The projection behind the heads of a layer: where it is, and its slot, which stands there.
-
-    Args:
-        path: in the model.
-        source: the original.
-    """
-
-    def __init__(self, path: str, source: nn.Linear):
-        self.path = path
-        self._source: nn.Linear | None = source
-        self._slot: ReadHeads | None = None
-
-    def slot(self) -> ReadHeads:
-        """Made once."""
-        if self._slot is None:
-            assert self._source is not None
-            self._slot, self._source = ReadHeads(self._source), None  # a copy of the model copies no original
-        return self._slot
 
 
 def _in_words(term: AttentionTerm) -> str:
@@ -311,7 +290,7 @@ class ActiveKernel:
 
 
 def _attend(
-    context: PatchContext, part: AttentionPart, index: int, sizes: tuple[int, int, int], readout: _Readout | None
+    context: PatchContext, part: AttentionPart, index: int, sizes: tuple[int, int, int], readout: HeadsReader | None
 ) -> Slot:
     dim, heads, key_heads = sizes
     terms = []

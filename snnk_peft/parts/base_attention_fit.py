@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from snnk_peft.attention.softmax import pairwise_mask, softmax_attention
+from snnk_peft.attention.softmax import pairwise_mask
 from snnk_peft.calibration.centroids import CentroidMaps, Scores, centroids, descend, key_moments, sharpest
 from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.calibration.reduce import same_everywhere
@@ -80,6 +80,27 @@ class ReadHeads(Slot):
         place.put(plain_linear(self.linear.weight, self.linear.bias))
 
 
+class HeadsReader:
+    """The projection behind the heads of a layer: where it is, and its slot, which stands there.
+
+    Args:
+        path: in the model.
+        source: the original.
+    """
+
+    def __init__(self, path: str, source: nn.Linear):
+        self.path = path
+        self._source: nn.Linear | None = source
+        self._slot: ReadHeads | None = None
+
+    def slot(self) -> ReadHeads:
+        """Made once."""
+        if self._slot is None:
+            assert self._source is not None
+            self._slot, self._source = ReadHeads(self._source), None  # a copy of the model copies no original
+        return self._slot
+
+
 class Heard(NamedTuple):
     """What a layer's attention was given in one call, and which of it counts.
 
@@ -87,6 +108,7 @@ class Heard(NamedTuple):
         q: (B, H, L, d).
         k: (B, G, N, d).
         v: (B, G, N, D).
+        out: what softmax gave, (B, H, L, D) in at least fp32.
         mask: (B, N) bool, or None.
         causal: whether a query sees only keys at or before it.
         scaling: factor on q·k.
@@ -95,6 +117,7 @@ class Heard(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    out: torch.Tensor
     mask: torch.Tensor | None
     causal: bool
     scaling: float
@@ -118,13 +141,8 @@ class Heard(NamedTuple):
         return out.transpose(1, 2).flatten(2)[self.counted]
 
     def softmax(self) -> torch.Tensor:
-        """What the original gives, (n, H·D)."""
-        pairs = pairwise_mask(self.mask, self.q, self.k, self.causal)
-        repeats = self.q.shape[1] // self.k.shape[1]
-        k, v = repeat_kv(wide(self.k), repeats), repeat_kv(wide(self.v), repeats)
-        return self.rows(
-            nn.functional.scaled_dot_product_attention(wide(self.q), k, v, attn_mask=pairs, scale=self.scaling)
-        )
+        """What the original gave, (n, H·D)."""
+        return self.rows(self.out)
 
     def linear(self, kernel: KernelAttention) -> torch.Tensor:
         """What linear attention gives, (n, H·D)."""
@@ -152,8 +170,11 @@ class Ear:
     ) -> torch.Tensor:
         """Softmax attention (B, H, L, D); arguments as in `KernelAttention.forward`."""
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-        self.heard.append(Heard(q, k, v, mask, causal, scaling))
-        return softmax_attention(nn.Identity(), q, k, v, mask, causal=causal, scaling=scaling)[0].transpose(1, 2)
+        pairs = pairwise_mask(mask, q, k, causal)
+        keys, values = (repeat_kv(wide(each), q.shape[1] // k.shape[1]) for each in (k, v))
+        out = nn.functional.scaled_dot_product_attention(wide(q), keys, values, attn_mask=pairs, scale=scaling)
+        self.heard.append(Heard(q, k, v, out, mask, causal, scaling))
+        return out.to(q.dtype)
 
 
 class Sample:
