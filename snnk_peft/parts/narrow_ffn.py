@@ -261,4 +261,5 @@ class UnitsFitter(Fitter):
         block.take(sources, fit.kept.cpu(), fit.weight, bias)
         for slot in block.slots:  # all but the first stand elsewhere than the slot that `calibrate` fits
             same_everywhere(slot)
-        return Fit(block.size, train.count, before.count, fit.ridge, before.value(), fit.error)
+        unknowns = block.size + (contraction.bias is not None)
+        return Fit(block.size, train.count, before.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)

@@ -23,6 +23,7 @@ from torch import nn
 
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import family_of
+from snnk_peft.tuner.slot_layer import original_path
 
 Run = Callable[[int, Mapping[str, Any]], object]
 
@@ -59,19 +60,21 @@ class StoredInputs:
         self._folder.cleanup()
 
     @contextlib.contextmanager
-    def one_pass(self, model: Callable[..., Any], path: str, slot: nn.Module) -> Iterator[Run]:
+    def one_pass(self, model: Callable[..., Any], name: str, slot: nn.Module, runs: int) -> Iterator[Run]:
         """A function (batch index, inputs) that runs the model up to a slot, for one pass over the batches.
 
         Everything in front of the slot must be as it will stay.
 
         Args:
             model: what runs in full.
-            path: of the slot in the unpatched model.
+            name: path of the slot in `root`.
             slot: the module there, where a hook ends each run.
+            runs: how often a pass comes there; a layer that runs several times is not left out.
         """
+        path = original_path(name)
         inside = [index for index, layer in enumerate(self.paths) if f"{path}.".startswith(f"{layer}.")]
         known = [layer for layer, _ in self._kept.values()]
-        if not self.usable or not (inside or known):
+        if runs > 1 or not self.usable or not (inside or known):
             yield lambda index, inputs: model(**inputs)
             return
         # Behind the last layer (a pooler) nothing further is stored.
