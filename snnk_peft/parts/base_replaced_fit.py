@@ -126,8 +126,8 @@ class ReplacedFitter(Fitter):
             fit = self._closed_form(train, test, *kept)
             if self.moved:
                 fit = self._descend(fit, *kept)
-        size = self.layer.stage.feature_map.num_features
-        return Fit(size, train.count, before.count, fit.ridge, before.value(), fit.error)
+        size, unknowns = self.layer.stage.feature_map.num_features, self.layer.stage.out_dim + 1
+        return Fit(size, train.count, before.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)
 
     def _moments(self) -> Any:
         """An accumulator for hidden units, and inputs that the readout sees beside them; else for features."""
