@@ -50,7 +50,9 @@ def reviews(archive: Path, split: str, tokenizer: Any, tokens: int) -> torch.Ten
                 found += [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
                 if len(found) >= tokens:
                     return torch.tensor(found[:tokens])
-    raise SystemExit(f"{archive} holds {len(found)} tokens of {split!r}; expected {tokens} of aclImdb/{split}/pos and neg")
+    raise SystemExit(
+        f"{archive} holds {len(found)} tokens of {split!r}; expected {tokens} of aclImdb/{split}/pos and neg"
+    )
 
 
 @torch.inference_mode()

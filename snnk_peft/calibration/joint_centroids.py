@@ -8,10 +8,9 @@ but for keys that are far for some query alone, and without the b_r that even ou
 softmax would take for the query c_r. Weights of far keys among each other are then right, their sum is not: a query
 differs from its centre in directions in which keys hardly vary, and e^{q·k̄} is exponential in that. log g is a ridge
 regression on q of what is missing to the logarithm of the sum, weighted by how much that moves the far keys' share of
-softmax. τ is the one of `TEMPERATURES` with the least divergence from softmax; `descend_joint` takes steps of Adam on
-it from there.
+softmax. τ is the one of `TEMPERATURES` with the least divergence from softmax; steps of Adam go on from there.
 
-Shapes: H query heads; q (B, H, L, d), k (B, G, N, d), pairs and near (B or 1, 1, L, N).
+Shapes: H query heads; q (B, H, L, d), k (B, H, N, d), v (B, H, N, D), out (B, H, L, D), near and far (B, 1, L, N).
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.centroids import ABSENT, Scores, centroids, key_moments
-from snnk_peft.errors import NumericalError
+from snnk_peft.calibration.centroids import ABSENT, LEAST, Scores, centroids, key_moments
 
 TEMPERATURES = (0.03, 0.06, 0.12, 0.25, 0.5, 1.0)
 RIDGE = 1e-2  # on w, as a fraction of the mean of its curvature
@@ -55,6 +53,8 @@ class NearScores(NamedTuple):
     Attributes:
         q: (B, H, L, d).
         k: (B, H, N, d).
+        v: (B, H, N, D).
+        out: softmax attention, (B, H, L, D).
         far: bool, (B, 1, L, N), True where a query sees a key that is not near.
         near: likewise, of near ones.
         counted: bool, (B, L), False at padding.
@@ -62,6 +62,8 @@ class NearScores(NamedTuple):
 
     q: Tensor
     k: Tensor
+    v: Tensor
+    out: Tensor
     far: Tensor
     near: Tensor
     counted: Tensor
@@ -76,7 +78,7 @@ class NearScores(NamedTuple):
             sinks: how many of the first keys that count are near for all.
         """
         q, length = scores.q.flatten(1, 2), scores.q.shape[-2]
-        k = scores.k.repeat_interleave(scores.q.shape[2], 1)
+        k, v = (each.repeat_interleave(scores.q.shape[2], 1) for each in (scores.k, scores.v))
         positions = torch.arange(length, device=q.device)
         pairs = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device)
         if scores.pairs is not None:
@@ -85,15 +87,16 @@ class NearScores(NamedTuple):
         first = exists & (exists.long().cumsum(-1) <= sinks)
         near = ((positions[:, None] - positions).abs() < width) | first.unsqueeze(-2)
         shape = (len(q), 1, length, length)
-        return cls(q, k, (pairs & ~near).expand(shape), (pairs & near).expand(shape), scores.counted)
+        far, near = (pairs & ~near).expand(shape), (pairs & near).expand(shape)
+        return cls(q, k, v, scores.out.flatten(1, 2), far, near, scores.counted)
 
     def some(self, most: int, generator: torch.Generator) -> NearScores:
         """With at most so many queries of each sequence: the weights of all would take the square of its length."""
         if self.q.shape[-2] <= most:
             return self
         chosen = torch.randperm(self.q.shape[-2], generator=generator)[:most].sort().values.to(self.q.device)
-        far, near = self.far[:, :, chosen], self.near[:, :, chosen]
-        return NearScores(self.q[:, :, chosen], self.k, far, near, self.counted[:, chosen])
+        q, out, far, near = (each[:, :, chosen] for each in (self.q, self.out, self.far, self.near))
+        return self._replace(q=q, out=out, far=far, near=near, counted=self.counted[:, chosen])
 
     @property
     def affected(self) -> Tensor:
@@ -135,9 +138,8 @@ def joint_centroids(batches: Sequence[NearScores], rows: int, queries: int, gene
     """
     far = [each for each in batches if bool(each.affected.any())]
     # One "group" per query head: what `key_moments` takes for a key that counts is one that is far for some query.
-    mean, covariance = key_moments(
-        [Scores(each.q.unsqueeze(2), each.k, each.far[:, None], each.counted) for each in far]
-    )
+    given = [Scores(s.q.unsqueeze(2), s.k, s.v, s.out.unsqueeze(2), s.far.unsqueeze(1), s.counted) for s in far]
+    mean, covariance = key_moments(given)
     found = torch.cat([each.q.transpose(0, 1)[:, each.affected] for each in far], 1)
     chosen = torch.randperm(found.shape[1], generator=generator)[:queries].to(found.device)
     maps = centroids(found[:, chosen], mean, covariance, rows, generator)
@@ -152,7 +154,7 @@ def far_logarithms(maps: JointMaps, scores: NearScores) -> Tensor:
     top = psi.detach().amax(-2, keepdim=True)
     logs = phi + top
     most = logs.detach().amax(-1, keepdim=True)
-    return ((logs - most).exp() @ (psi - top).exp().mT).clamp_min(1e-30).log() + most
+    return ((logs - most).exp() @ (psi - top).exp().mT).clamp_min(LEAST).log() + most
 
 
 def joint_logarithms(maps: JointMaps, scores: NearScores, exact: Exact, far: Tensor) -> Tensor:
@@ -166,9 +168,25 @@ def joint_divergence(maps: JointMaps, scores: NearScores) -> Tensor:
     return _divergence(maps, scores, Exact.of(scores), far_logarithms(maps, scores))
 
 
+def joint_output_error(maps: JointMaps, scores: NearScores, readout: Tensor | None) -> Tensor:
+    """Squared error of what the heads give, by the variance of what softmax gives; a number.
+
+    Args:
+        maps: of the far field.
+        scores: what attends to what.
+        readout: W_o (out, H·D), which reads all heads; errors are then those of its output. None: of the heads'.
+    """
+    logs = joint_logarithms(maps, scores, Exact.of(scores), far_logarithms(maps, scores))
+    missing = scores.out - logs.exp() @ scores.v
+    wanted, missing = (each.transpose(1, 2)[scores.counted].flatten(1) for each in (scores.out, missing))
+    if readout is not None:
+        wanted, missing = wanted @ readout.mT, missing @ readout.mT
+    return missing.square().sum() / (wanted - wanted.mean(0)).square().sum().clamp_min(LEAST)
+
+
 def _divergence(maps: JointMaps, scores: NearScores, exact: Exact, far: Tensor) -> Tensor:
     logs = joint_logarithms(maps, scores, exact, far)
-    rows = (exact.weights * (exact.weights.clamp_min(1e-30).log() - logs)).sum(-1)
+    rows = (exact.weights * (exact.weights.clamp_min(LEAST).log() - logs)).sum(-1)
     affected = scores.affected.unsqueeze(1).to(logs.dtype)
     return (rows * affected).sum((0, 2)) / affected.sum().clamp_min(1)
 
@@ -213,47 +231,3 @@ def best_joint(maps: JointMaps, batches: Sequence[NearScores]) -> JointMaps:
     best = torch.stack(found).argmin(0)
     heads = torch.arange(len(best), device=best.device)
     return JointMaps(*(torch.stack(values)[best, heads] for values in zip(*tried, strict=True)))
-
-
-def descend_joint(
-    maps: JointMaps,
-    batches: Sequence[NearScores],
-    steps: int,
-    generator: torch.Generator,
-    *,
-    learning_rate: float = 1e-2,
-    most: int = 128,
-) -> JointMaps:
-    """Steps of Adam on the divergence, one batch each; the learning rate falls linearly to zero.
-
-    Args:
-        maps: where to start.
-        batches: of the layer.
-        steps: how many.
-        generator: chooses batches and queries.
-        learning_rate: of the first step, for biases and for rows of vectors without √(scaling), d^-¼.
-        most: queries of a sequence in a step.
-
-    Raises:
-        NumericalError: the divergence is no longer finite.
-    """
-    batches = [each for each in batches if bool(each.affected.any())]
-    learned = [each.clone().requires_grad_() for each in maps]
-    root = maps.query_rows.shape[-1] ** 0.25
-    rates = [learning_rate * (root if each.dim() == 3 else 1.0) for each in learned]
-    optimizer = torch.optim.Adam([{"params": [each], "lr": rate} for each, rate in zip(learned, rates, strict=True)])
-    for step in range(steps):
-        batch = batches[int(torch.randint(len(batches), (), generator=generator))].some(most, generator)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * (1 - step / steps)
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            loss = joint_divergence(JointMaps(*learned), batch).sum()
-            if not loss.isfinite():
-                raise NumericalError(
-                    f"the divergence from softmax is {loss.item()} at step {step} of {steps}; expected a finite "
-                    "number. Look for NaN in the inputs, or calibrate with steps=0"
-                )
-            loss.backward()
-        optimizer.step()
-    return JointMaps(*(each.detach() for each in learned))

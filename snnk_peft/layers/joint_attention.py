@@ -170,9 +170,10 @@ class JointAttention(nn.Module):
             state: what the call before returned; None at the start. That of the result owns its memory.
             scaling: factor on q·k.
         """
-        out, (sums, band, sinks) = self._behind(terms, q, self._counted(k, v, mask), state, scaling)
-        owned = tuple(KeyMeans(*(tensor.clone() for tensor in each)) for each in sums)
-        return out, JointState(owned, *(Kept(*(tensor.clone() for tensor in kept)) for kept in (band, sinks)))
+        out, (sums, *kept) = self._behind(terms, q, self._counted(k, v, mask), state, scaling)
+        band, sinks = (Kept(each.keys.clone(), each.values.clone(), each.counts.clone()) for each in kept)
+        owned = (KeyMeans(each.values.clone(), each.log_weight.clone()) for each in sums)
+        return out, JointState(tuple(owned), band, sinks)
 
     def _counted(self, k: Tensor, v: Tensor, mask: Tensor | None) -> Kept:
         every = torch.ones(k.shape[0], k.shape[-2], dtype=torch.bool, device=k.device) if mask is None else mask
@@ -184,7 +185,7 @@ class JointAttention(nn.Module):
         batch, groups = k.shape[:2]
         if state is None:
             empty = [t.new_zeros(batch, groups, self.width + self.sinks, t.shape[-1]) for t in (k, v)]
-            nothing = Kept(*empty, counts.new_zeros(batch, self.width + self.sinks))
+            nothing = Kept(empty[0], empty[1], counts.new_zeros(batch, self.width + self.sinks))
             band, sinks = nothing.part(0, self.width), nothing.part(self.width, self.width + self.sinks)
         else:
             band, sinks = state.band, state.sinks
@@ -196,7 +197,7 @@ class JointAttention(nn.Module):
             found = (rank.unsqueeze(-1) == places).mT & counts.unsqueeze(1)
             with full_precision(k):
                 keys, values = (
-                    old + found.unsqueeze(1).to(t.dtype) @ t for old, t in zip(sinks[:2], (k, v), strict=True)
+                    old + found.unsqueeze(1).to(t.dtype) @ t for old, t in ((sinks.keys, k), (sinks.values, v))
                 )
             sinks = Kept(keys, values, sinks.counts | found.any(-1))
         return band.and_then(Kept(k, v, counts & (rank > self.sinks))), sinks, seen
@@ -272,16 +273,11 @@ def _maps(
 
 def _joined(fields: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Means (B, H, L, D) over several sets of keys, each with the logarithm of its weight, as one mean over all."""
-    shares = torch.stack([weights for _, weights in fields], -1).softmax(-1)
-    return sum((share.unsqueeze(-1) * out for share, (out, _) in zip(shares.unbind(-1), fields, strict=True)), 0)
+    shares = torch.stack([weights for _, weights in fields], -1).softmax(-1).unsqueeze(-2).unbind(-1)
+    first, *others = (share * out for share, (out, _) in zip(shares, fields, strict=True))
+    return sum(others, first)
 
 
-def may_be_joint(component: Component | type[Component], projection: Projection | type[Projection]) -> bool:
-    """Whether features are positive, and known by their logarithms with nothing left out.
-
-    Args:
-        component: its class, which may not know what its arguments decide, or an instance.
-        projection: likewise.
-    """
-    kind = component if isinstance(component, type) else type(component)
-    return kind.log_linear is not Component.log_linear and component.positive and projection.uniform
+def may_be_joint(component: Component, projection: Projection | type[Projection]) -> bool:
+    """Whether features are positive, and known by their logarithms with nothing left out."""
+    return type(component).log_linear is not Component.log_linear and component.positive and projection.uniform

@@ -17,19 +17,18 @@ from torch import nn
 
 from snnk_peft.attention import NAME as ATTENTION
 from snnk_peft.attention.cache import release_recurrent_cache, use_recurrent_cache
-from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.families.base import module_at, unwrap
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.joint_attention import may_be_joint
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import FitOptions, FitPlace, Fitter, FoldPlace, Slot
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import FeaturePart, Patch, PatchContext, resolve_layers
 from snnk_peft.parts.base_attention_fit import AttentionFitter, HeadsReader
+from snnk_peft.parts.base_joint import near_field_faults
 from snnk_peft.parts.base_joint_fit import JointFitter
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import did_you_mean
@@ -121,7 +120,7 @@ class AttentionPart(FeaturePart):
             found.append(
                 f"{part}.projection is {self.projection!r}; attention replaces no pretrained weight to take rows from"
             )
-        found += self._separation_faults(part) + self._fit_faults(part) + self._near_faults(part)
+        found += self._separation_faults(part) + self._fit_faults(part) + near_field_faults(self, part)
         if not isinstance(self.sum_of, (list, tuple)):
             return [*found, f"{part}.sum_of is {self.sum_of!r}; expected a list of dicts, one for each further map"]
         wrong = self._sum_faults(part)
@@ -163,39 +162,6 @@ class AttentionPart(FeaturePart):
     def joint(self) -> bool:
         """Whether near and far keys share one normalisation."""
         return self.near_field_normalisation == "joint"
-
-    def _near_faults(self, part: str) -> list[str]:
-        """What one normalisation needs: a band, and features on the scale of its exponentials."""
-        if not self.joint:
-            if type(self.sinks) is not int or self.sinks <= 0:
-                return []
-            return [
-                f"{part}.sinks is {self.sinks} with near_field_normalisation {self.near_field_normalisation!r}; exact "
-                "tokens beside the band need one normalisation with it: near_field_normalisation='joint'"
-            ]
-        found = []
-        if self.near_field is None:
-            found.append(
-                f"{part}.near_field_normalisation is 'joint' without near_field; expected the width of the exact band "
-                "as well, such as near_field=64"
-            )
-        entries = [entry for entry in self.sum_of if isinstance(entry, Mapping)] if self.sum_of else []
-        for where, entry in [(part, {}), *((f"{part}.sum_of[{i}]", entry) for i, entry in enumerate(entries))]:
-            names = entry.get("component", self.component), entry.get("projection", self.projection)
-            if (
-                names[0] in COMPONENTS
-                and names[1] in PROJECTIONS
-                and not may_be_joint(
-                    *(registry[name] for registry, name in zip((COMPONENTS, PROJECTIONS), names, strict=True))
-                )
-            ):
-                fitting = [name for name in COMPONENTS if may_be_joint(COMPONENTS[name], PROJECTIONS["orf"])]
-                found.append(
-                    f"{where} has component {names[0]!r} over {names[1]!r}, whose features are not known as positive "
-                    "numbers on the scale of e^(q·k), as near_field_normalisation='joint' needs them; expected one of "
-                    f"{', '.join(fitting)}, over rows of equal weights such as 'orf', or use 'blend'"
-                )
-        return found
 
     def _sum_faults(self, part: str) -> list[str]:
         found = []

@@ -10,10 +10,19 @@ from typing import cast
 
 import torch
 
-from snnk_peft.calibration.joint_centroids import JointMaps, NearScores, best_joint, descend_joint, joint_centroids
+from snnk_peft.calibration.centroids import descend
+from snnk_peft.calibration.joint_centroids import (
+    JointMaps,
+    NearScores,
+    best_joint,
+    joint_centroids,
+    joint_divergence,
+    joint_output_error,
+)
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.parts.base_attention_fit import MOST, QUERIES, TRIED, AttentionFitter, Sample
+from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.centroids import Centroids
 
 PAIRS = 1 << 21  # weights of one batch that are formed at a time, over all heads
@@ -43,7 +52,34 @@ class JointFitter(AttentionFitter):
         maps = joint_centroids(batches, self.kernel.maps()[0].num_features, QUERIES, generator)
         every = max(1, len(batches) // TRIED)
         maps = best_joint(maps, [each.some(most_queries(each), generator) for each in batches[::every]])
-        return descend_joint(maps, batches, self.options.steps, generator, most=MOST) if self.options.steps else maps
+
+        def some() -> NearScores:
+            chosen = batches[int(torch.randint(len(batches), (), generator=generator))]
+            return chosen.some(most_queries(chosen), generator)
+
+        steps = self.options.steps
+        maps = descend(maps, lambda tried: joint_divergence(tried, some()).sum(), steps - steps // 2)
+        return descend(maps, lambda tried: joint_output_error(tried, some(), self.weight), steps // 2)
+
+    def _divergence(self, sample: Sample) -> float:
+        joint = self.kernel.joint
+        assert joint is not None
+        pairs = cast(AttentionTerm, self.kernel.terms[0]).pairs()
+        queries, keys = ([cast(Centroids, pair[side].projection) for pair in pairs] for side in (0, 1))
+        bias = torch.stack([cast(torch.Tensor, each.bias) for each in queries]).float()
+        rows = [torch.stack([each.weight for each in side]).float() for side in (queries, keys)]
+        maps = JointMaps(rows[0], bias, rows[1], joint.factor[0].float())
+        generator = site_generator(
+            queries[0].seed, f"{queries[0].site}.divergence"
+        )  # the same queries before and after
+        found, count = 0.0, 0
+        for heard in sample:
+            scores = NearScores.of(heard.scores(), joint.width, joint.sinks)
+            scores = scores.some(most_queries(scores), generator)
+            affected = int(scores.affected.sum())
+            found += float(joint_divergence(maps, scores).mean()) * affected
+            count += affected
+        return found / max(count, 1)
 
     @torch.no_grad()
     def _take(self, maps: JointMaps) -> None:  # type: ignore[override]
