@@ -130,7 +130,7 @@ def test_more_tokens_than_a_sample_holds(monkeypatch):
     part = FFNPart(num_features=12, component="relu", layers=[0])
     everything = converted(part)[1].slots[0].error_after
     monkeypatch.setattr(base_replaced_fit, "TOKENS", 600)
-    model, report = converted(part)
+    report = converted(part)[1]
     assert report.slots[0].tokens > 1500
     assert report.slots[0].held_out_tokens == 150
     assert report.slots[0].error_after < 1.3 * everything
