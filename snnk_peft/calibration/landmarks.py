@@ -179,4 +179,4 @@ def fit_landmarks(
         GramAccumulator.from_moments(each.count, each.mean, each.scatter, features, units, output_weight)
         for each in (train, held_out)
     ]
-    return fit_ridge(*grams, ridges, refit=refit)
+    return fit_ridge(grams[0], grams[1], ridges, refit=refit)

@@ -189,7 +189,7 @@ class ReplacedFitter(Fitter):
             )
             for x in tokens.split(ROWS):
                 made[-1].update(self._features(x), self.target(x))
-        return self._take(fit_ridge(*made, self.options.ridges, refit=self.options.refit))
+        return self._take(fit_ridge(made[0], made[1], self.options.ridges, refit=self.options.refit))
 
     def _take(self, fit: RidgeFit) -> RidgeFit:
         self.layer.A.copy_(fit.weight)
