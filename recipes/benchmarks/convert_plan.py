@@ -4,8 +4,8 @@
 
 For every budget, `plan` measures candidates in all layers of the teacher and chooses among them, and `calibrate` fits
 the choice, both on unlabelled training sentences; the seconds are those of both. Accuracy is that of the bundle on the
-872 development sentences at 64 tokens; speed-up is the teacher's time over the bundle's for 32 x 64 tokens, taken in
-turn in one process. Plans are written beside the figures, a folder for each.
+872 development sentences; speed-up is the teacher's time over the bundle's for 32 x 64 tokens, taken in turn in one
+process. Plans are written beside the figures, a folder for each.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from snnk_peft import plan
 
 
 def planned(
-    budget: str, calibration: list[Any], inputs: Mapping[str, torch.Tensor], folder: Path, seed: int
+    budget: str, calibration: list[Any], inputs: Mapping[str, torch.Tensor], folder: Path, of: str, seed: int
 ) -> Callable[[nn.Module], Mapping[str, Any]]:
     """A function that plans for a teacher; what another budget measured is measured again."""
 
     def find(teacher: nn.Module) -> Mapping[str, Any]:
         timings = folder / "timings.json"
         timings.unlink(missing_ok=True)
-        found = plan(teacher, calibration, budget, inputs=inputs, seed=seed, timings=timings)
+        found = plan(teacher, calibration, budget, of=of, inputs=inputs, seed=seed, timings=timings, progress=False)
         found.save(folder)
         print(found)
         return {"parts": found.config.parts, "seed": seed}
@@ -47,6 +47,8 @@ def main() -> None:
     options.add_argument("--data", required=True, help="folder that holds SST-2/{train,dev}.tsv")
     options.add_argument("--sentences", type=int, default=2500, help="unlabelled training sentences (default 2500)")
     options.add_argument("--budgets", nargs="+", default=["1.5x", "2x", "2.5x"], help="default: 1.5x 2x 2.5x")
+    options.add_argument("--of", default="latency", help="latency (default), macs or bytes: what the budgets are of")
+    options.add_argument("--tokens", type=int, default=64, help="of a sequence that is timed (default 64)")
     options.add_argument("--seed", type=int, default=0, help="of the sentences and of all draws (default 0)")
     arguments = options.parse_args()
     logging.set_verbosity_error()
@@ -56,14 +58,16 @@ def main() -> None:
         arguments.model, arguments.data, arguments.sentences, arguments.seed
     )
     calibration = batches(tokenizer, unlabelled)
-    ids = torch.randint(1000, 20000, (32, 64), generator=torch.Generator().manual_seed(0))
+    shape, generator = (32, arguments.tokens), torch.Generator().manual_seed(0)
+    ids = torch.randint(teacher.config.vocab_size, shape, generator=generator)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     folder = arguments.output.parent
+    given = (calibration, inputs)
     compare_conversions(
         teacher,
         {
             f"plan {budget}": Conversion(
-                planned(budget, calibration, inputs, folder / f"plan-{budget}", arguments.seed)
+                planned(budget, *given, folder / f"plan-{budget}", arguments.of, arguments.seed)
             )
             for budget in arguments.budgets
         },
@@ -72,7 +76,7 @@ def main() -> None:
         inputs,
         arguments,
         title="SST-2 conversion by plan, without labels",
-        timed="32x64 tokens",
+        timed=f"32x{arguments.tokens} tokens",
     )
 
 
