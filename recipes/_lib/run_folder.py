@@ -26,7 +26,7 @@ from snnk_peft.errors import ConfigError
 
 CONTENT = (
     "config.yaml", "environment.json", "log.jsonl", "metrics.json", "evaluation.json", "learning_curve.png",
-    "checkpoints", "tensorboard", "adapter", "bundle", "model",
+    "checkpoints", "tensorboard", "adapter", "bundle", "model", "conversion.json",
 )  # fmt: skip
 
 
