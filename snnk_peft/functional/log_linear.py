@@ -70,7 +70,9 @@ def key_logarithms(
         mask: (B, N) bool, True where a key counts.
         out: memory for the result, or None.
     """
-    logs = torch.matmul(k, rows.mT, out=out).sub_(half_norms(k, square))
+    logs = torch.matmul(k, rows.mT, out=out)
+    if isinstance(square, Tensor) or square != 0:
+        logs = logs.sub_(half_norms(k, square))
     return logs if mask is None else logs.masked_fill_(~mask[:, None, :, None], ABSENT)
 
 

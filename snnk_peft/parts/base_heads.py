@@ -267,7 +267,8 @@ class HeadsFitter(Fitter):
         slot.four[3].take(weight, bias + weight @ columns @ value.full_bias().to(weight))
         for each in slot.four:  # they stand elsewhere than the slot that `calibrate` fits
             same_everywhere(each)
-        return Fit(slot.size, fitted, test.count, fit.ridge, before.value(), fit.error)
+        unknowns = slot.heads * slot.size + 1
+        return Fit(slot.size, fitted, test.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)
 
     def _keep(self, outputs: GramAccumulator) -> tuple[torch.Tensor, torch.Tensor]:
         """The directions kept of each head, (heads, r, d), and as one matrix (heads·r, heads·d)."""
