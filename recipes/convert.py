@@ -3,11 +3,11 @@
     python recipes/convert.py recipes/configs/convert/sst2.yaml model.name_or_path=path/to/model data.dir=path/to/glue
     python recipes/convert.py recipes/configs/convert/texts.yaml model.name_or_path=path/to/model data.texts=reviews.txt
 
-Feed-forward blocks, attention and pooler become feature maps, as the section `convert` says; `calibrate` fits them to
-the original on unlabelled texts, `bundle` multiplies them out. Where a task has labels, original and conversion are
-scored by them; without a task, a part of the texts is held back and tells how often both predict the same. output.dir
-receives bundle/ (the model with its tokenizer and card, to be loaded like any other), metrics.json and conversion.json
-(the fit of every layer).
+Feed-forward blocks, attention and pooler become feature maps, as the section `convert` says, or as `plan` finds for a
+budget (convert.budget=2x); `calibrate` fits them to the original on unlabelled texts, `bundle` multiplies them out. If
+the task has labels, original and conversion are scored by them; without a task, a part of the texts is held back and
+tells how often both predict the same. output.dir receives bundle/ (the model with its tokenizer and card, to be loaded
+like any other), metrics.json, and what was planned and fitted: plan.json, calibration.json and their pictures.
 
 train.epochs=1 trains the conversion for an epoch to predict as the original does (train.logits, train.layers), and,
 where there are labels, as they say (train.labels). Ctrl-C and SIGTERM save first; `--resume` continues.
@@ -17,11 +17,9 @@ Settings are `section.key=value`; `--help` lists them.
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,9 +31,8 @@ from _lib.launch import launch
 
 if TYPE_CHECKING:
     import torch
+    from _lib.conversion import Conversion
     from _lib.data import ExampleSet
-
-RECORD = "conversion.json"
 
 
 class Converting(Experiment[ConvertConfig]):
@@ -54,17 +51,18 @@ class Converting(Experiment[ConvertConfig]):
             self.task = TASKS[config.task].with_settings(vars(config.data))
             config = replace(config, data=replace(config.data, **self.task.inferred))
         super().__init__(config)
-        self._record: dict[str, Any] | None = None
+        self.conversion: Conversion | None = None
 
     @property
     def method(self) -> str:
-        """The parts."""
-        return " and ".join(self.config.convert.snnk_config().named_parts())
+        """The parts, or the budget that decides about them."""
+        convert = self.config.convert
+        return f"{convert.budget} of {convert.of}" if convert.budget is not None else " and ".join(convert.given)
 
     @property
     def title(self) -> str:
         """What is converted, and how."""
-        return f"{Path(self.config.model.name_or_path).name}, {self.method} converted"
+        return f"{Path(self.config.model.name_or_path).name} converted, {self.method}"
 
     def data(self, accelerator: Any) -> Data:
         """Examples to calibrate and to train with, and those on which original and conversion are compared."""
@@ -116,37 +114,21 @@ class Converting(Experiment[ConvertConfig]):
             part.labels[order] = labels
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The patched model, calibrated unless a checkpoint will fill it."""
+        """The patched model, fitted unless a checkpoint will fill it."""
+        from _lib.conversion import converted, restored, train_all
         from _lib.distillation import Distilled
-        from _lib.texts import batches_by_length
 
-        from snnk_peft import calibrate, get_snnk_model
-
-        config, device = self.config, accelerator.device
-        patched = get_snnk_model(copy.deepcopy(self.teacher), config.convert.snnk_config(config.train.seed))
-        if not resumed:
-            settings, world = config.convert, accelerator.num_processes
-            chosen = _drawn(len(data.train), settings.samples, config.train.seed)
-            # Whole batches are held out: at least eight, so that one is a small part; and every process needs one.
-            size = min(settings.batch_size, max(1, len(chosen) // max(8, world)))
-            plan = batches_by_length(data.train.lengths, chosen, size)[accelerator.process_index :: world]
-            started = time.perf_counter()
-            report = calibrate(
-                patched,
-                [data.train.batch(indices, device) for indices in plan],
-                landmarks=settings.landmarks,
-                held_out=settings.held_out,
-                steps=settings.steps,
-                progress=sys.stderr.isatty(),
-            )
-            accelerator.print(report)
-            self._record = {
-                "examples": len(chosen),
-                "seconds": time.perf_counter() - started,
-                "calibration": report.to_dict(),
-            }
+        config = self.config
+        if resumed:
+            patched = restored(self.teacher, Path(config.output.dir), config.train.seed)
+        else:
+            self.conversion = converted(self.teacher, data, config, accelerator)
+            patched = self.conversion.model
+            if self.conversion.plan is not None:
+                accelerator.print(self.conversion.plan)
+            accelerator.print(self.conversion.report)
         if config.train.trained == "all":
-            _train_all(patched)
+            train_all(patched)
         return Distilled(patched, self.teacher, config.train)
 
     def schedule(self, per_epoch: int) -> Schedule:
@@ -170,15 +152,15 @@ class Converting(Experiment[ConvertConfig]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """By the labels; the first time, the record of the calibration is written, which `--resume` will not repeat."""
-        from _lib.files import write_json
-
-        if self._record is not None and accelerator.is_main_process:
-            write_json(Path(self.config.output.dir) / RECORD, self._record)
+        """By the labels; before that, what the conversion found is written, because `--resume` does not repeat it."""
+        if self.conversion is not None and accelerator.is_main_process:
+            self.conversion.save(Path(self.config.output.dir))
+            self.conversion = None
         return super().score(model, splits, accelerator, stopped)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """bundle/, and original and conversion side by side: scores, agreement, speed, size."""
+        from _lib.conversion import RECORD, timed_inputs
         from _lib.evaluation import Alone, predict
         from _lib.files import read_json
         from _lib.teacher import agreement
@@ -187,9 +169,7 @@ class Converting(Experiment[ConvertConfig]):
         from snnk_peft import bundle
 
         config, task = self.config, self.task
-        started = time.perf_counter()
         small = bundle(done.model.student).eval()
-        folding = time.perf_counter() - started
         models, rows, alone = {"original": self.teacher, "converted": small}, {}, Alone(done.device)
         logits: dict[str, dict[str, torch.Tensor]] = {}
         for name, model in models.items():
@@ -201,10 +181,7 @@ class Converting(Experiment[ConvertConfig]):
             scores = task.summarize({split: task.compute(*values) for split, values in found.items()})
             rows[name] = {"parameters": _numbers(model), **({} if config.task is None else scores)}
         near = {split: agreement(logits["original"][split], logits["converted"][split]) for split in done.data.splits}
-        part = next(iter(done.data.splits.values()))
-        longest = next(iter(part.by_length(config.timing.batch_size)))
-        inputs = part.batch(longest, done.device)
-        del inputs["labels"]
+        inputs = timed_inputs(done.data, config, done.device)
         seconds = forward_seconds(models, inputs, config.timing.repetitions)
         for name, values in seconds.items():
             rows[name]["milliseconds"] = 1000 * statistics.median(values)
@@ -216,7 +193,7 @@ class Converting(Experiment[ConvertConfig]):
             "agreement": {"mean": task.summarize(near), "splits": near},
             "speed_up": ratio(seconds["original"], seconds["converted"]),
             "timed": " x ".join(str(size) for size in next(iter(inputs.values())).shape),
-            "conversion_seconds": record["seconds"] + folding + done.state.train_seconds,
+            "conversion_seconds": record["seconds"] + done.state.train_seconds,
             "calibration": record["calibration"],
             "device": str(done.device),
         }
@@ -292,16 +269,6 @@ def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
     from _lib.texts import drawn
 
     return drawn(count, count if limit is None else limit, seed)
-
-
-def _train_all(model: torch.nn.Module) -> None:
-    """Every parameter that the model still uses; the originals of replaced modules are not among them."""
-    from snnk_peft.tuner.slot_layer import SlotLayer
-
-    model.requires_grad_(True)
-    for module in model.modules():
-        if isinstance(module, SlotLayer) and any(slot.replaces for slot in module.active_slots()):
-            module.base_layer.requires_grad_(False)
 
 
 def _numbers(model: torch.nn.Module) -> int:

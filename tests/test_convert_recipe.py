@@ -40,6 +40,7 @@ sys.path.append(str(RECIPES))
 import convert
 from _lib import checkpoint as checkpoints
 from _lib.config import load_config
+from _lib.conversion import train_all
 from _lib.convert_settings import ConvertConfig, UptrainSection
 from _lib.distillation import Distilled, layer_loss, logit_loss
 from _lib.hub import push
@@ -246,6 +247,23 @@ def test_upload(
         assert hub.repos["me/small"]["model.safetensors"] == (tmp_path / "run/bundle/model.safetensors").read_bytes()
 
 
+def test_a_plan_decides(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Multiply-adds are exact: what is planned is what the bundle costs; `--resume` keeps the plan."""
+    out = tmp_path / "run"
+    assert convert.main(settings(world, out, "convert.budget=0.8", "convert.of=macs")) == 0
+    plan = snnk_peft.Plan.load(out)
+    assert plan.predicted["measured"] <= 0.8
+    assert {part.num_features for part in plan.config.parts} == {16}  # the candidates are those of the settings
+    assert read(out)["models"]["converted"]["parameters"] < read(out)["models"]["original"]["parameters"]
+    described = read(out, "conversion.json")["parts"]["parts"]
+    assert [part["layers"] for part in described] == [part.layers for part in plan.config.parts]
+    assert (out / "plan.png").is_file()
+    assert (out / "calibration.png").is_file()
+    assert convert.main(settings(world, tmp_path / "b", "convert.budget=0.01", "convert.of=macs")) == 2
+    assert "budget" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -350,7 +368,7 @@ def test_what_is_trained_has_gradients_and_the_original_stays(world: Path, train
     )
     student = snnk_peft.get_snnk_model(copy.deepcopy(teacher), config.convert.snnk_config(0))
     if trained == "all":
-        convert._train_all(student)
+        train_all(student)
     model = Distilled(student, teacher, UptrainSection(labels=1.0, logits=1.0, layers=1.0)).train()
     inputs = dict(reader(["the film was good", "a"], padding=True, return_tensors="pt"))
     model(**inputs, labels=torch.tensor([0, 1])).loss.backward()

@@ -43,6 +43,12 @@ class ConvertData(DataSection):
 class ConversionSection:
     """What is replaced, and how it is fitted. Nothing here reads a label."""
 
+    budget: str | float | None = option(
+        None,
+        "'2x', or the share that may remain: `plan` chooses layers and sizes, among the parts given here if there are "
+        "any; null converts these parts as they are",
+    )
+    of: str = option("latency", "what the budget is of", choices=("latency", "macs", "bytes"))
     ffn: dict[str, Any] | None = option(None, "fields of snnk_peft.FFNPart")
     attention: dict[str, Any] | None = option(None, "fields of snnk_peft.AttentionPart")
     pooler: dict[str, Any] | None = option(None, "fields of snnk_peft.PoolerPart")
@@ -56,6 +62,12 @@ class ConversionSection:
     held_out: float = option(0.2, "share of the batches that chooses the regularisation", above=0, high=0.9)
     steps: int = option(0, "of gradient descent per layer behind the closed form, where a part takes them", low=0)
 
+    @property
+    def given(self) -> list[str]:
+        """The kinds of the parts that are described here."""
+        named = [name for name in ("ffn", "attention", "pooler", "low_rank") if getattr(self, name) is not None]
+        return [*named, *(str(part.get("part")) for part in self.parts or [])]
+
     def snnk_config(self, seed: int = 0) -> SNNKConfig:
         """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
         from snnk_peft.config import SNNKConfig
@@ -64,9 +76,11 @@ class ConversionSection:
         return SNNKConfig(**named, parts=self.parts or [], modules_to_save=[], seed=seed)  # type: ignore[arg-type]
 
     def check(self) -> list[str]:
-        """The faults of the parts."""
+        """The faults of the parts; without any, `plan` takes its own candidates."""
         from snnk_peft.errors import ConfigError
 
+        if self.budget is not None and not self.given:
+            return []
         try:
             self.snnk_config()
         except ConfigError as error:
