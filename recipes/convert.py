@@ -156,7 +156,11 @@ class Converting(Experiment[ConvertConfig]):
         if self.conversion is not None and accelerator.is_main_process:
             self.conversion.save(Path(self.config.output.dir))
             self.conversion = None
-        return super().score(model, splits, accelerator, stopped)
+        found = super().score(model, splits, accelerator, stopped)
+        if found is None or self.config.task is not None:
+            return found
+        name = "correlation" if self.task.num_labels == 1 else "agreement"  # the labels are the original's predictions
+        return {name: found["score"], "score": found["score"]}
 
     def report(self, done: Finished) -> dict[str, Any]:
         """bundle/, and original and conversion side by side: scores, agreement, speed, size."""

@@ -23,7 +23,7 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from glue_files import write_task
+from glue_files import sentences, write_task
 from imdb_files import write_reviews
 from recipe_world import RECIPES, recipe, write_world
 from safetensors.torch import save_file
@@ -96,7 +96,7 @@ def conversion(file: Path, models: Path, out: Path) -> list[str]:
     tokenizer.save_pretrained(out / "model")
     given = [f"model.name_or_path={out / 'model'}", "train.epochs=1", "convert.samples=40", "convert.batch_size=4"]
     if task is None:
-        (out / "texts.txt").write_text("\n".join(f"the film was good {row} times" for row in range(60)))
+        (out / "texts.txt").write_text("\n".join(sentences()[:60]))
         # What differs from the other files is the plan; multiply-adds need not be timed.
         candidates = ["convert.ffn.num_features=8", "convert.of=macs", "convert.budget=0.9"]
         return [*given, *candidates, f"data.texts={out / 'texts.txt'}"]

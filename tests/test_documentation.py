@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from glue_files import write_task
+from glue_files import sentences, write_task
 
 import snnk_peft
 from snnk_peft.errors import ConfigError
@@ -106,7 +106,7 @@ def write_classifier(folder: Path, glue: Path) -> None:
     BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_task(glue, "sst2", n_train=48, n_dev=16)
-    (folder / "reviews.txt").write_text("".join(f"the film was good {row} times\n" for row in range(60)))
+    (folder / "reviews.txt").write_text("\n".join(sentences()))
 
 
 @pytest.mark.slow

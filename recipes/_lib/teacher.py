@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ def teacher_task(name_or_path: str) -> Any:
         ConfigError: there is no such model.
     """
     config = _config(name_or_path)
-    if config.num_labels == 1:
-        return TASKS["table"].with_settings({"kind": "regression"})
-    labels = [str(config.id2label[index]) for index in range(config.num_labels)]
-    return TASKS["table"].with_settings({"kind": "classification", "labels": labels})
+    settings: dict[str, Any] = {"kind": "regression"}
+    if config.num_labels > 1:
+        names = [str(config.id2label[index]) for index in range(config.num_labels)]
+        settings = {"kind": "classification", "labels": names}
+    task: Any = TASKS["table"].with_settings(settings)
+    return replace(task, metrics=task.metrics[:1])  # accuracy, or the correlation
 
 
 def load_teacher(name_or_path: str, task: Any) -> tuple[PreTrainedModel, Any]:
