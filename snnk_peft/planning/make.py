@@ -91,7 +91,7 @@ def plan(
         >>> patched = get_snnk_model(model, found.config)
     """
     share = _check(budget, of, parts, tokens)
-    sample = Sample(batches, tokens)
+    sample = Sample(model, batches, tokens)
     given = model_inputs(model, sample.middle if inputs is None else inputs)
     if parts is None:
         templates = default_templates(model, _length(given), seed)

@@ -10,7 +10,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.slots import Call
-from snnk_peft.tuner.batches import Batches, count_batches, is_held_out, model_inputs, read
+from snnk_peft.tuner.batches import Batches, Survey, is_held_out, model_inputs
 
 HELD_OUT = 0.3
 PICTURE = 196  # tokens of a picture of the usual size
@@ -31,29 +31,33 @@ class Sample:
     """Batches spread evenly over all, of about `tokens` tokens; some of them are held out.
 
     Args:
+        model: the original.
         batches: of the caller.
         tokens: how many are wanted; there are three batches at least.
 
     Raises:
-        ConfigError: fewer than three batches, or an iterator that can be read only once.
+        ConfigError: fewer than three batches, or ones that `calibrate` would refuse.
 
     Attributes:
         batches: (is it held out?, model inputs).
         middle: the batch of median size of all.
     """
 
-    def __init__(self, batches: Batches, tokens: int):
-        total, _ = count_batches(batches, HELD_OUT)
-        sizes = [tokens_of(batch) for batch in read(batches)]
-        if len(sizes) < 3:
+    def __init__(self, model: nn.Module, batches: Batches, tokens: int):
+        survey = Survey(model, batches, HELD_OUT)
+        if survey.faults:
+            raise ConfigError(survey.faults)
+        total = survey.total
+        if total < 3:
             raise ConfigError(
-                f"batches holds {len(sizes)}; expected three at least, of which one is held out, and better a few "
-                "dozen, such as a list of tokenized sentences of the kind that the model will see"
+                f"batches holds {total}; expected three at least, of which one is held out, and better a few dozen, "
+                "such as a list of tokenized sentences of the kind that the model will see"
             )
-        wanted = min(total, max(3, round(tokens / max(1.0, sum(sizes) / total))))
-        chosen = {round((step + 0.5) * total / wanted - 0.5): None for step in range(wanted)}
+        sizes = [tokens_of(batch) for _, batch in survey]
+        wanted = min(total, max(3, round(tokens * total / max(1, sum(sizes)))))
+        chosen = {round((step + 0.5) * total / wanted - 0.5) for step in range(wanted)}
         middle = sorted(range(total), key=lambda index: (sizes[index], index))[total // 2]
-        kept = {i: batch for i, batch in enumerate(read(batches)) if i in chosen or i == middle}
+        kept = {index: batch for index, batch in survey if index in chosen or index == middle}
         self.middle = kept[middle]
         self.batches = [(is_held_out(number, HELD_OUT), kept[index]) for number, index in enumerate(sorted(chosen))]
 
