@@ -235,8 +235,8 @@ class Converting(Experiment[ConvertConfig]):
                 metrics=scores if labelled else figures["agreement"]["mean"],
                 training=made,
                 title=f"{Path(config.model.name_or_path).name}, converted to SNNK layers without labels",
-                dataset=task.hub_path if labelled and task.modality == "text" else None,
-                data=task.source if labelled and task.modality == "text" else None,
+                dataset=task.hub_path if labelled else None,
+                data=task.source if labelled else None,
                 examples=done.data.sizes,
             )
 

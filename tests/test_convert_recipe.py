@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 import math
 import os
@@ -26,7 +28,15 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 
 from glue_files import write_task
 from recipe_world import write_world
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+)
 
 import snnk_peft
 from snnk_peft.errors import ConfigError
@@ -107,12 +117,19 @@ def logits(folder: Path, texts: Any) -> torch.Tensor:
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 
-def test_with_labels(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "run"
-    assert convert.main(settings(world, out)) == 0
-    figures, shown = read(out), capsys.readouterr().out
+@pytest.fixture(scope="module")
+def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A conversion that was to be uploaded from a place without a network: the run folder, and what was shown."""
+    out, shown, told = tmp_path_factory.mktemp("runs") / "run", io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(told):
+        assert convert.main(settings(world, out, "output.push_to_hub=me/small")) == 2
+    return out, shown.getvalue(), told.getvalue()
+
+
+def test_with_labels(world: Path, finished: tuple[Path, str, str]) -> None:
+    out, shown, _ = finished
+    figures = read(out)
     assert "no training" in shown
-    assert "| converted |" in shown
     rows = TASKS["rte"].load(world / "glue")["validation"]
     pairs, labels = list(zip(rows["sentence1"], rows["sentence2"], strict=True)), torch.tensor(rows["label"][:])
     for name, folder in (("original", world / "rte"), ("converted", out / "bundle")):
@@ -125,27 +142,25 @@ def test_with_labels(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert figures["models"]["converted"]["parameters"] < figures["models"]["original"]["parameters"]
     assert figures["speed_up"] > 0
     assert figures["agreement"]["mean"]["agreement"] > 0.5
-    assert str(tmp_path) not in json.dumps(read(out)["config"]["data"])
+    assert str(out.parent) not in json.dumps(figures["config"]["data"])
     card = (out / "bundle/README.md").read_text()
     assert "import snnk_peft" in card
     assert "without labels" in card
-    assert str(tmp_path) not in card
+    assert str(out.parent) not in card
     assert not (out / "learning_curve.png").exists()
 
 
-def test_a_fresh_process_loads_what_was_measured(world: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    assert convert.main(settings(world, out)) == 0
-    text = "the film was wonderful near the river ."
+def test_a_fresh_process_loads_what_was_measured(finished: tuple[Path, str, str]) -> None:
+    folder, text = finished[0] / "bundle", "the film was wonderful near the river ."
     program = (
         "import sys, json, snnk_peft\nfrom transformers import pipeline\n"
         "classify = pipeline('text-classification', sys.argv[1], top_k=None)\n"
         "print(json.dumps({s['label']: s['score'] for s in classify([sys.argv[2]])[0]}))"
     )
-    done = run_python(["-c", program, str(out / "bundle"), text], env={**os.environ, "PYTHONPATH": str(RECIPES.parent)})
+    done = run_python(["-c", program, str(folder), text], env={**os.environ, "PYTHONPATH": str(RECIPES.parent)})
     assert done.returncode == 0, done.stderr
     there = json.loads(done.stdout.splitlines()[-1])
-    wanted = logits(out / "bundle", [(text,)]).softmax(-1)[0].tolist()
+    wanted = logits(folder, [(text,)]).softmax(-1)[0].tolist()
     assert [there[name] for name in TASKS["rte"].label_names] == pytest.approx(wanted, abs=1e-5)
 
 
@@ -230,21 +245,35 @@ def test_killed_in_its_training_it_continues_to_the_same_weights(world: Path, tm
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_upload(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_upload(finished: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is written before the network is asked; where that refuses, the command that uploads is told."""
-    given = settings(world, tmp_path / "run", "output.push_to_hub=me/small")
-    assert convert.main(given) == 2
-    assert f"hf upload me/small {tmp_path / 'run/bundle'}" in capsys.readouterr().err
-    assert read(tmp_path / "run")["speed_up"] > 0
+    out, _, told = finished
+    assert f"hf upload me/small {out / 'bundle'}" in told
     with HubStandIn() as hub:
         for name, value in (("ENDPOINT", hub.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         monkeypatch.setenv("HF_TOKEN", "hf_x")
-        push(tmp_path / "run/bundle", "me/small", private=True)
-        assert set(hub.repos["me/small"]) == {file.name for file in (tmp_path / "run/bundle").iterdir()}
-        assert hub.repos["me/small"]["model.safetensors"] == (tmp_path / "run/bundle/model.safetensors").read_bytes()
+        push(out / "bundle", "me/small", private=True)
+        assert set(hub.repos["me/small"]) == {file.name for file in (out / "bundle").iterdir()}
+        assert hub.repos["me/small"]["model.safetensors"] == (out / "bundle/model.safetensors").read_bytes()
+
+
+def test_pictures(tmp_path: Path) -> None:
+    """The same recipe for a tiny ViT on scikit-learn's digits."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = {"id2label": TASKS["digits"].id2label, "label2id": TASKS["digits"].label2id}
+    model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_channels=1, **sizes, **names))
+    model.save_pretrained(tmp_path / "vit")
+    reader = {"size": {"height": 8, "width": 8}, "image_mean": [0.5], "image_std": [0.5]}
+    ViTImageProcessorPil(**reader).save_pretrained(tmp_path / "vit")
+    given = ["task=digits", f"model.name_or_path={tmp_path / 'vit'}", f"output.dir={tmp_path / 'run'}"]
+    few = ["convert.ffn={num_features: 8}", "convert.samples=64", "convert.batch_size=8", "timing.repetitions=1"]
+    (tmp_path / "empty.yaml").write_text("")
+    assert convert.main([str(tmp_path / "empty.yaml"), *given, *few, "data.max_eval_samples=40"]) == 0
+    figures = read(tmp_path / "run")
+    assert figures["timed"] == "32 x 1 x 8 x 8"
+    assert 0 <= figures["models"]["converted"]["accuracy"] <= 1
+    assert figures["agreement"]["mean"]["agreement"] > 0.5
 
 
 def test_a_plan_decides(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
