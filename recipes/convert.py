@@ -104,8 +104,9 @@ class Converting(Experiment[ConvertConfig]):
         from _lib.evaluation import predict
 
         for part in splits.values():
-            size = self.config.train.eval_batch_size
-            order = [index for batch in part.by_length(size) for index in batch]  # in which `predict` returns them
+            size, world = self.config.train.eval_batch_size, accelerator.num_processes
+            shares = [batch[rank::world] for batch in part.by_length(size * world) for rank in range(world)]
+            order = [index for share in shares for index in share]  # in which `predict` returns the examples
             found = predict(self.teacher, part, size, accelerator)
             assert found is not None
             logits = found[0]

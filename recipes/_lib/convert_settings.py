@@ -34,7 +34,8 @@ class ConvertData(DataSection):
     texts: str | None = option(
         None,
         "texts without labels, instead of the task's training examples: a .txt file with one text per line, or a table "
-        "(.csv, .tsv, .jsonl, .parquet) with the column data.text, of pairs also data.text_pair",
+        "(.csv, .tsv, .jsonl, .parquet) with the column data.text, of pairs also data.text_pair; without a task, "
+        "data.hold_out of them are held back to compare predictions on",
     )
     splits: list[str] | None = option(None, "splits of the task that are scored; null takes its validation splits")
 
