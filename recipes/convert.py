@@ -184,7 +184,8 @@ class Converting(Experiment[ConvertConfig]):
             }
             logits[name] = {split: values[0] for split, values in found.items()}
             scores = task.summarize({split: task.compute(*values) for split, values in found.items()})
-            rows[name] = {"parameters": _numbers(model), **({} if config.task is None else scores)}
+            shown = {key: value for key, value in scores.items() if config.task and key.rpartition("/")[2] != "score"}
+            rows[name] = {"parameters": _numbers(model), **shown}
         near = {split: agreement(logits["original"][split], logits["converted"][split]) for split in done.data.splits}
         inputs = timed_inputs(done.data, config, done.device)
         seconds = forward_seconds(models, inputs, config.timing.repetitions)

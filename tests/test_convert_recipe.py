@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -243,6 +244,22 @@ def test_killed_in_its_training_it_continues_to_the_same_weights(world: Path, tm
     first, second = (load_file(tmp_path / name / "bundle/model.safetensors") for name in ("straight", "killed"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_stopped_behind_the_calibration_it_is_not_repeated(
+    world: Path, finished: tuple[Path, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without training, too, `--resume` takes the fitted model from the checkpoint."""
+    out = tmp_path / "run"
+    shutil.copytree(finished[0], out)
+    shutil.rmtree(out / "bundle")
+    (out / "metrics.json").unlink()
+    assert convert.main([*settings(world, out), "--resume"]) == 0
+    assert "error before -> after" not in capsys.readouterr().out
+    first, second = (load_file(folder / "bundle/model.safetensors") for folder in (finished[0], out))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert read(out)["calibration"] == read(finished[0])["calibration"]
 
 
 def test_upload(finished: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
