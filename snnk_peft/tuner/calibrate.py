@@ -66,7 +66,7 @@ def calibrate(
             the held-out one from before.
         steps: of Adam behind the closed form of an attention part over `centroids`, per layer: the first half on the
             divergence of the weights from softmax, the second on the error of the output. 200 take a few seconds a
-            layer. 0 for the closed form alone.
+            layer. Also behind that of FFN parts, on the error of the block's output. 0 for the closed form alone.
         progress: show a progress bar with an estimate.
 
     Returns:
