@@ -32,7 +32,7 @@ from snnk_peft.projections.base import Projection
 from tests.tiny_models import tiny
 from tests.two_linears_part import TwoLinearsPart
 
-# Features of their own; hidden units, chosen from one pass; rows that are chosen in a pass of their own; whole calls.
+# Features of their own; hidden units, chosen from one pass; rows fitted to a sample of the tokens; whole calls.
 PARTS: dict[str, Part] = {
     "features": FFNPart(num_features=12, projection="orf"),
     "units": FFNPart(num_features=6, component="gelu", projection="landmark"),

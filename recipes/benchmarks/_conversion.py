@@ -43,6 +43,7 @@ def compare_conversions(
     *,
     title: str,
     timed: str,
+    again: Sequence[Sequence[Mapping[str, torch.Tensor]]] = (),
     **calibrating: Any,
 ) -> None:
     """Measure the teacher and its conversions, and write the report.
@@ -56,15 +57,22 @@ def compare_conversions(
         arguments: of the command line: repetitions, output, model.
         title: of the table.
         timed: what `inputs` is called in it.
+        again: other choices of the calibration data. Accuracy and seconds are then means over all of them, with the
+            lowest and the highest accuracy beside; what is timed is converted with the first.
         **calibrating: passed to `calibrate` every time.
     """
-    models, fitted, seconds = {"teacher": teacher}, {}, {"teacher": 0.0}
+    models, fitted, scores, seconds = {"teacher": teacher}, {}, {"teacher": [accuracy(teacher)]}, {"teacher": [0.0]}
     for name, conversion in conversions.items():
-        start = time.perf_counter()
-        patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(**conversion.config, modules_to_save=[]))
-        fitted[name] = calibrate(patched, calibration, **calibrating, **conversion.calibrating).to_dict()
-        models[name] = bundle(patched).eval()
-        seconds[name] = time.perf_counter() - start
+        reports = []
+        for data in (calibration, *again):
+            start = time.perf_counter()
+            patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(**conversion.config, modules_to_save=[]))
+            reports.append(calibrate(patched, data, **calibrating, **conversion.calibrating).to_dict())
+            converted = bundle(patched).eval()
+            seconds.setdefault(name, []).append(time.perf_counter() - start)
+            models.setdefault(name, converted)
+            scores.setdefault(name, []).append(accuracy(converted))
+        fitted[name] = reports if again else reports[0]
 
     def forward(model: nn.Module) -> Callable[[], None]:
         def run() -> None:
@@ -77,10 +85,11 @@ def compare_conversions(
     rows = [
         {
             "model": name,
-            "accuracy": accuracy(model),
+            "accuracy": statistics.mean(scores[name]),
+            **({"lowest": min(scores[name]), "highest": max(scores[name])} if again else {}),
             "speed-up": ratio(latency["teacher"], latency[name]),
             f"ms per {timed}": 1000 * statistics.median(latency[name]),
-            "conversion seconds": seconds[name],
+            "conversion seconds": statistics.mean(seconds[name]),
             # Rows of a bundle are buffers.
             "parameters": sum(t.numel() for t in model.state_dict().values() if t.is_floating_point()),
         }
