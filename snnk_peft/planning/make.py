@@ -125,7 +125,8 @@ def plan(
         for number in sorted(members)
     ]
     every = max(1, len(points) // POINTS)
-    curve = [{"cost": p.cost, "error": p.error} for i, p in enumerate(points) if i % every == 0 or i == len(points) - 1]
+    shown = [p for i, p in enumerate(points) if i % every == 0 or p in (point, points[-1])]
+    curve = [{"cost": each.cost, "error": each.error} for each in shown]
     predicted = {"cost": point.cost, "speed_up": 1 / point.cost, "error": point.error, "measured": measured}
     settings = {**measure.where, "tokens": tokens, "seed": seed}
     return Plan(config, of, share, predicted, candidates, curve, settings)
