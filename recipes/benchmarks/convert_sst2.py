@@ -81,7 +81,7 @@ def main() -> None:
     choices = [unlabelled]
     choices += [load(arguments.model, arguments.data, arguments.sentences, s)[2] for s in range(1, arguments.seeds)]
 
-    ids = torch.randint(1000, 20000, (32, 64), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(teacher.config.vocab_size, (32, 64), generator=torch.Generator().manual_seed(0))
     compare_conversions(
         teacher,
         CONVERSIONS,
