@@ -36,6 +36,9 @@ def test_every_conversion_is_made_scored_and_timed(tmp_path: Path):
         assert min(row["speed-up"], row["at 2x40 tokens"], row["at 2x40, padded"]) > 0
     slots = {name: len(report["slots"]) for name, report in found["calibration"].items()}
     assert [slots[f"{name}, seed 1"] for name in names] == [1, 2, 2, 2, 4]
+    first, second = (found["calibration"][f"{names[1]}, seed {seed}"]["slots"][0]["error_after"] for seed in (0, 1))
+    assert first != second  # other sentences
+    assert found["calibration"][f"{names[1]}, seed 0"]["settings"]["steps"] == 200
     parameters = {row["model"]: row["parameters"] for row in found["rows"]}
     assert parameters["plan 1.1x"] < parameters["teacher"]
     assert len(found["plans"]) == 2
