@@ -81,8 +81,9 @@ class TorchFormat:
         """What is in a file, as a function of model inputs that returns what the model would."""
         from transformers.exporters.base import ExportedComponent, ExportedModel
 
-        component = ExportedComponent(self.exporter.load_program(path), metadata)
-        return ExportedModel({"model": component}, self.exporter.export_format).to(**self.runtime())
+        with quiet():
+            component = ExportedComponent(self.exporter.load_program(path), metadata)
+            return ExportedModel({"model": component}, self.exporter.export_format).to(**self.runtime())
 
     def runtime(self) -> dict[str, Any]:
         """How the program is run."""
