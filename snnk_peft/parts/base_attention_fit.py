@@ -16,7 +16,16 @@ from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from snnk_peft.attention.softmax import pairwise_mask
-from snnk_peft.calibration.centroids import CentroidMaps, Scores, centroids, descend, key_moments, sharpest
+from snnk_peft.calibration.centroids import (
+    CentroidMaps,
+    Scores,
+    centroids,
+    descend,
+    divergence,
+    key_moments,
+    output_error,
+    sharpest,
+)
 from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.calibration.reduce import same_everywhere
 from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
@@ -133,8 +142,9 @@ class Heard(NamedTuple):
         """Queries and keys in at least fp32, each times the root of the scaling, query heads by key heads."""
         root = self.scaling**0.5
         pairs = pairwise_mask(self.mask, self.q, self.k, self.causal)
-        q = wide(self.q).unflatten(1, (self.k.shape[1], -1)) * root
-        return Scores(q, wide(self.k) * root, None if pairs is None else pairs.unsqueeze(1), self.counted)
+        q, out = (wide(each).unflatten(1, (self.k.shape[1], -1)) for each in (self.q, self.out))
+        pairs = None if pairs is None else pairs.unsqueeze(1)
+        return Scores(q * root, wide(self.k) * root, wide(self.v), out, pairs, self.counted)
 
     def rows(self, out: torch.Tensor) -> torch.Tensor:
         """(B, H, L, D) -> (n, H·D) without padding."""
@@ -255,6 +265,7 @@ class AttentionFitter(Fitter):
         before = ErrorMeter(self.weight)
         for heard in test:
             before.update(heard.softmax(), heard.linear(self.kernel))
+        diverging = self._divergence(test)
         self._take(self._maps(train, generator))
         after, ridge = ErrorMeter(self.weight), None
         if self.readout is None:
@@ -265,8 +276,24 @@ class AttentionFitter(Fitter):
         for each in (self.kernel, self.readout):
             if each is not None:
                 same_everywhere(each)
-        size = self.kernel.maps()[0].num_features
-        return Fit(size, train.tokens, before.count, ridge, before.value(), after.value())
+        size = unknowns = self.kernel.maps()[0].num_features  # as many centres as queries are the queries
+        if self.readout is not None:
+            unknowns = max(unknowns, self.readout.linear.in_features + 1)
+        errors = before.value(), after.value()
+        return Fit(size, train.tokens, before.count, ridge, *errors, diverging, self._divergence(test), unknowns)
+
+    def _divergence(self, sample: Sample) -> float:
+        """Of the weights from those of softmax, the mean over queries and heads."""
+        pairs = cast(AttentionTerm, self.kernel.terms[0]).pairs()
+        projections = [[cast(Centroids, feature_map.projection) for feature_map in pair] for pair in pairs]
+        rows = [torch.stack([head[side].weight for head in projections]).float() for side in (0, 1)]
+        biases = [torch.stack([cast(torch.Tensor, head[side].bias) for head in projections]).float() for side in (0, 1)]
+        maps = CentroidMaps(rows[0], biases[0], rows[1], biases[1])
+        first = projections[0][0]
+        generator = site_generator(first.seed, f"{first.site}.divergence")  # the same queries before and after
+        found = [(divergence(maps, heard.scores().some(MOST, generator)).mean(), heard) for heard in sample]
+        queries = [int(heard.counted.sum()) for _, heard in found]
+        return sum(float(each) * count for (each, _), count in zip(found, queries, strict=True)) / max(sum(queries), 1)
 
     def _listen(self, data: Tokens, generator: torch.Generator) -> tuple[Sample, Sample]:
         """What is kept of the fitted and of the held-out calls."""
@@ -301,7 +328,13 @@ class AttentionFitter(Fitter):
         maps = centroids(queries[:, chosen], mean, covariance, rows, generator)
         every = max(1, len(scores) // TRIED)
         maps = sharpest(maps, [each.some(MOST, generator) for each in scores[::every]])
-        return descend(maps, scores, self.options.steps, generator, most=MOST) if self.options.steps else maps
+
+        def some() -> Scores:
+            return scores[int(torch.randint(len(scores), (), generator=generator))].some(MOST, generator)
+
+        steps = self.options.steps
+        maps = descend(maps, lambda tried: divergence(tried, some()).sum(), steps - steps // 2)
+        return descend(maps, lambda tried: output_error(tried, some(), self.weight), steps // 2)
 
     @torch.no_grad()
     def _take(self, maps: CentroidMaps) -> None:
