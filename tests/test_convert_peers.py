@@ -267,7 +267,7 @@ def test_value_and_output_are_the_best_product_of_their_rank(peers):
     x = torch.randn(50, 8, generator=generator).double() * torch.linspace(0.1, 3, 8)
     x[:, 7] = x[:, 0] - x[:, 1]  # a direction without inputs, as behind a layer norm
     value, out = (torch.randn(*s, generator=generator).double() for s in ((4, 8), (8, 4)))
-    V, W = peers.modegpt.svd_pair(value, out, x.T @ x, 2)
+    V, W = peers.modegpt.svd_pair(value, out, peers.modegpt.square_roots(x.T @ x), 2)
     product = (x @ value.T @ out.T).numpy()
     error = np.linalg.norm(product - (x @ V.T @ W.T).numpy())
     # Eckart, Young: no product of rank 2 comes closer.

@@ -105,13 +105,14 @@ def mask_gradients(model: nn.Module, batches: Sequence[Batch]) -> Iterator[Masks
 
 def fisher_blocks(model: nn.Module, batches: Sequence[Batch]) -> Masks:
     """E g gᵀ of each sublayer: (layers, heads, heads) and (layers, units, units)."""
-    sums: list[Any] = [0, 0]
+    config: Any = model.config
+    sizes = config.num_attention_heads, config.intermediate_size
+    sums = [torch.zeros(config.num_hidden_layers, size, size, dtype=torch.float64) for size in sizes]
     count = 0
     for gradients in mask_gradients(model, batches):
         count += len(gradients.heads)
-        for index, g in enumerate(gradients):
-            g = g.transpose(0, 1)
-            sums[index] = sums[index] + (g.mT @ g).double()
+        for total, g in zip(sums, gradients, strict=True):
+            total += g.transpose(0, 1).mT @ g.transpose(0, 1)
     return Masks(*(total / count for total in sums))
 
 
@@ -167,11 +168,12 @@ def tune(model: nn.Module, teacher: nn.Module, batches: Sequence[Batch]) -> int:
             wanted = (original.attention if attends else original).output.dense
             groups = _groups(layer) if attends else out.in_features
             values = [inner(layer, state) for state in states]
+            given = [inner(original, target) for target in targets]
             if going and groups:
                 equations: list[Any] = [0, 0]
-                for value, state, target in zip(values, states, targets, strict=True):
+                for value, aim, state, target in zip(values, given, states, targets, strict=True):
                     # Both outputs with their residuals, before the norm.
-                    residual = target.x + wanted(inner(original, target)) - state.x - out.bias
+                    residual = target.x + wanted(aim) - state.x - out.bias
                     terms = normal_equations(value[state.real], out.weight, residual[state.real], groups)
                     equations = [a + b for a, b in zip(equations, terms, strict=True)]
                 mask = damped(*equations)
@@ -180,7 +182,7 @@ def tune(model: nn.Module, teacher: nn.Module, batches: Sequence[Batch]) -> int:
                     out.weight.mul_(mask.to(out.weight).repeat_interleave(out.in_features // groups))
                     tuned += 1
             states = [behind(layer, state, value) for state, value in zip(states, values, strict=True)]
-            targets = [behind(original, target) for target in targets]
+            targets = [behind(original, target, aim) for target, aim in zip(targets, given, strict=True)]
     return tuned
 
 

@@ -123,20 +123,24 @@ def cr_dimensions(query: Tensor, key: Tensor, count: int) -> Tensor:
     return (query.diagonal() * key.diagonal()).topk(count).indices.sort().values
 
 
-def svd_pair(value: Tensor, out: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """R with R Rᵀ = C, and B with B Rᵀ the projection on what C (dim, dim) has."""
+    values, vectors = torch.linalg.eigh(moment)
+    values = values.clamp_min(0)
+    inverse = torch.where(values > 1e-12 * values.max(), values.clamp_min(1e-300).rsqrt(), 0.0)
+    return vectors * values.sqrt(), vectors * inverse
+
+
+def svd_pair(value: Tensor, out: Tensor, roots: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
     """W_v' (rank, dim) and W_o' (dim, rank) that minimise tr (W_o'W_v' − W_oW_v) C (W_o'W_v' − W_oW_v)ᵀ.
 
     Args:
         value: W_v (size, dim) of a head.
         out: W_o (dim, size) of it.
-        moment: C (dim, dim).
+        roots: `square_roots` of C.
         rank: at most size.
     """
-    values, vectors = torch.linalg.eigh(moment)
-    values = values.clamp_min(0)
-    real = values > 1e-12 * values.max()
-    root = vectors * values.sqrt()
-    back = vectors * torch.where(real, values.clamp_min(1e-300).rsqrt(), 0.0)
+    root, back = roots
     left, middle, right = torch.linalg.svd(root.T @ value.T, full_matrices=False)
     inner, strength, end = torch.linalg.svd(middle[:, None] * (right @ out.T), full_matrices=False)
     return (back @ left @ inner[:, :rank]).T, (strength[:rank, None] * end[:rank]).T
@@ -151,7 +155,7 @@ def narrow_heads(layer: Any, moment: Tensor, count: int) -> None:
         count: of dimensions.
     """
     attention, out = layer.attention.self, layer.attention.output.dense
-    size, inputs = attention.attention_head_size, moment[:-1, :-1]
+    size, roots = attention.attention_head_size, square_roots(moment[:-1, :-1])
     extended = {
         name: torch.cat((getattr(attention, name).weight, getattr(attention, name).bias[:, None]), 1).double()
         for name in ("query", "key")
@@ -162,7 +166,7 @@ def narrow_heads(layer: Any, moment: Tensor, count: int) -> None:
         rows = slice(start, start + size)
         moments = [each[rows] @ moment @ each[rows].T for each in extended.values()]
         chosen.append(start + cr_dimensions(*moments, count))
-        pairs.append(svd_pair(value[rows], weight[:, rows], inputs, count))
+        pairs.append(svd_pair(value[rows], weight[:, rows], roots, count))
     bias = out.bias.double() + weight @ attention.value.bias.double()
     for name, each in extended.items():
         kept = each[torch.cat(chosen)]
