@@ -22,6 +22,7 @@ from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
 from snnk_peft.parts.ffn import FFNPart
 from snnk_peft.parts.low_rank import LowRankPart
+from snnk_peft.parts.narrow_ffn import NarrowFFNPart
 from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.projections import PROJECTIONS
@@ -49,6 +50,7 @@ __all__ = [
     "InputMoments",
     "LowRankPart",
     "ModelFamily",
+    "NarrowFFNPart",
     "NarrowHeadsPart",
     "Part",
     "Patch",

@@ -14,6 +14,7 @@ from snnk_peft import (
     AttentionPart,
     FFNPart,
     LowRankPart,
+    NarrowFFNPart,
     NarrowHeadsPart,
     PoolerPart,
     build_feature_map,
@@ -34,6 +35,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "attention": AttentionPart("hrf", "gmm", 6, per_head=True, separate_maps=True, sum_of=[{"component": "elu"}])
     },
     "narrow_heads": {"parts": [NarrowHeadsPart(head_dim=6)]},
+    "narrow_ffn": {"parts": [NarrowFFNPart()]},
     "attention-adapting": {"attention": AttentionPart("saderf", num_features=6)},
 }
 PAIRS = [

@@ -36,7 +36,7 @@ from tests.tiny_families import CONFIGS, build, heads, main_head
 from tests.tiny_models import trained
 
 # Of check_family.
-PARTS = {"houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads"}
+PARTS = {"houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads", "narrow_ffn"}
 CONFIG = {
     "houlsby": {"adapter": AdapterPart(num_features=4)},
     "ffn": {"ffn": FFNPart(num_features=6)},
@@ -59,7 +59,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "modernbert": {**GATED, **FUSED},
     "gpt2": {**FUSED, **POOLER},
     "gpt_neox": {**FUSED, **POOLER},
-    "esm": {**dict.fromkeys(("parallel", "ffn"), "calls its activation as a function"), **CHANGED},
+    "esm": {**dict.fromkeys(("parallel", "ffn", "narrow_ffn"), "calls its activation as a function"), **CHANGED},
     "mpnet": {"attention": "bias per pair of positions", **CHANGED},
     "beit": {"attention": "bias per pair of positions"},
     "data2vec-vision": {"attention": "does not call its attention through AttentionInterface", **CHANGED},

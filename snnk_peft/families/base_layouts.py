@@ -59,6 +59,7 @@ LLAMA = ModelFamily(
     classifier="score",
     causal=True,
     gated=True,
+    ffn_up="mlp.up_proj",
 )
 
 VIT = ModelFamily(

@@ -144,6 +144,11 @@ class Fit:
         ridge: the chosen regularisation, as a fraction of the mean feature variance; None where there is none.
         error_before: squared error relative to the variance of the target, on held-out rows.
         error_after: the same after the fit.
+        divergence_before: for attention, the Kullback-Leibler divergence of its weights from softmax in nats, the mean
+            over the queries and heads of held-out rows; None for others.
+        divergence_after: the same after the fit.
+        unknowns: of the numbers fitted, how many rows it takes to determine them: as many as a readout has features,
+            its bias counted as one. None where that is not known.
     """
 
     size: int
@@ -152,6 +157,9 @@ class Fit:
     ridge: float | None
     error_before: float
     error_after: float
+    divergence_before: float | None = None
+    divergence_after: float | None = None
+    unknowns: int | None = None
 
 
 class Fitter:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from snnk_peft.attention.softmax import pairwise_mask
-from snnk_peft.calibration.centroids import CentroidMaps, Scores, centroids, descend, key_moments, sharpest
+from snnk_peft.calibration.centroids import CentroidMaps, Scores, centroids, descend, divergence, key_moments, sharpest
 from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.calibration.reduce import same_everywhere
 from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
@@ -255,6 +255,7 @@ class AttentionFitter(Fitter):
         before = ErrorMeter(self.weight)
         for heard in test:
             before.update(heard.softmax(), heard.linear(self.kernel))
+        diverging = self._divergence(test)
         self._take(self._maps(train, generator))
         after, ridge = ErrorMeter(self.weight), None
         if self.readout is None:
@@ -265,8 +266,24 @@ class AttentionFitter(Fitter):
         for each in (self.kernel, self.readout):
             if each is not None:
                 same_everywhere(each)
-        size = self.kernel.maps()[0].num_features
-        return Fit(size, train.tokens, before.count, ridge, before.value(), after.value())
+        size = unknowns = self.kernel.maps()[0].num_features  # as many centres as queries are the queries
+        if self.readout is not None:
+            unknowns = max(unknowns, self.readout.linear.in_features + 1)
+        errors = before.value(), after.value()
+        return Fit(size, train.tokens, before.count, ridge, *errors, diverging, self._divergence(test), unknowns)
+
+    def _divergence(self, sample: Sample) -> float:
+        """Of the weights from those of softmax, the mean over queries and heads."""
+        pairs = cast(AttentionTerm, self.kernel.terms[0]).pairs()
+        projections = [[cast(Centroids, feature_map.projection) for feature_map in pair] for pair in pairs]
+        rows = [torch.stack([head[side].weight for head in projections]).float() for side in (0, 1)]
+        biases = [torch.stack([cast(torch.Tensor, head[side].bias) for head in projections]).float() for side in (0, 1)]
+        maps = CentroidMaps(rows[0], biases[0], rows[1], biases[1])
+        first = projections[0][0]
+        generator = site_generator(first.seed, f"{first.site}.divergence")  # the same queries before and after
+        found = [(divergence(maps, heard.scores().some(MOST, generator)).mean(), heard) for heard in sample]
+        queries = [int(heard.counted.sum()) for _, heard in found]
+        return sum(float(each) * count for (each, _), count in zip(found, queries, strict=True)) / max(sum(queries), 1)
 
     def _listen(self, data: Tokens, generator: torch.Generator) -> tuple[Sample, Sample]:
         """What is kept of the fitted and of the held-out calls."""

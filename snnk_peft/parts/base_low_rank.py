@@ -130,7 +130,8 @@ class LowRankFitter(Fitter):
             train.merge(test)
             found = solve(train)
         self.layer.set_factors(*found)
-        return Fit(self.layer.rank, tokens, held_out, None, before, after)
+        # Fewer inputs do not span the leading directions of the output.
+        return Fit(self.layer.rank, tokens, held_out, None, before, after, unknowns=self.layer.rank + 1)
 
     def _present(self) -> Solution:
         layer = self.layer

@@ -159,7 +159,8 @@ class ReplacedFitter(Fitter):
         self.stand_in.A.copy_(fit.weight)
         self.stand_in.bias.copy_(fit.bias)  # type: ignore[union-attr, arg-type]
         size = self.stand_in.stage.feature_map.num_features
-        return Fit(size, tokens, before.count, fit.ridge, before.value(), fit.error)
+        unknowns = self.stand_in.stage.out_dim + 1
+        return Fit(size, tokens, before.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
         """What the original makes of x (n, dim)."""

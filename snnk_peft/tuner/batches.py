@@ -1,16 +1,19 @@
-"""The batches of `calibrate` and `fit_attention`: read again and again, some of them held out."""
+"""The batches of `calibrate` and `fit_attention`: looked at once before anything runs, then read again and again."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from snnk_peft.calibration.reduce import global_index
-from snnk_peft.errors import ConfigError
+from snnk_peft.calibration.reduce import gathered, global_index, process
+from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.at_hand import place_of
+from snnk_peft.tuner.held_out import HeldOutRows, rows
+from snnk_peft.tuner.input_check import InputCheck
 
 Batch = Mapping[str, Any]
 Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
@@ -30,15 +33,101 @@ def is_held_out(index: int, fraction: float) -> bool:
     return int((index + 1) * fraction + 0.5) > int(index * fraction + 0.5)
 
 
-def count_batches(batches: Batches, held_out: float) -> tuple[int, int]:
-    """How many there are, and how many of them are fitted; ConfigError for what can be read only once."""
-    if not callable(batches) and iter(batches) is batches:
-        raise ConfigError(
-            f"batches is a {type(batches).__name__}, which can be read only once; expected a list, a DataLoader, or a "
-            "function that returns a fresh iterator"
+class Survey:
+    """What one look at all batches tells; iterate over it to read them again, as often as wanted.
+
+    Everything that can be known about them before the model runs is checked here, and whether later reads give the
+    same is checked then. With several processes each looks at its own share, and all of them find the same faults.
+
+    Args:
+        model: what they are for.
+        batches: dicts of model inputs, in a list, a DataLoader or a function that returns an iterator.
+        held_out: fraction that is not fitted.
+
+    Attributes:
+        total: number of batches of this process.
+        faults: messages about all that is wrong with them.
+
+    Raises:
+        ConfigError: an iterator, which can be read only once.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches, held_out: float):
+        if not callable(batches) and iter(batches) is batches:
+            raise ConfigError(
+                f"batches is a {type(batches).__name__}, which can be read only once; expected a list, a DataLoader, "
+                "or a function that returns a fresh iterator"
+            )
+        self.batches = batches
+        self._first_rows: list[bytes | None] = []
+        self._warned = False
+        check, known = InputCheck(model), HeldOutRows()
+        for index, batch in enumerate(read(batches)):
+            if not check.look(index, batch):
+                break  # nothing that could be counted
+            found = list(rows(batch))
+            known.add(found, is_held_out(index, held_out))
+            self._first_rows.append(found[0] if found else None)
+        self.total = len(self._first_rows)
+        self.faults = self._faults(check.faults(), held_out)
+        if not self.faults:
+            known.warn_if_repeated()
+
+    def _faults(self, found: list[str], held_out: float) -> list[str]:
+        """Of all processes."""
+        fitted = sum(not is_held_out(index, held_out) for index in range(self.total))
+        shares = gathered((self.total, fitted, found))
+        total, fitted = (sum(column) for column in list(zip(*shares, strict=True))[:2])
+        several = len(shares) > 1
+        faults = [f"process {n}: {text}" if several else text for n, share in enumerate(shares) for text in share[2]]
+        if faults:
+            return faults
+        if empty := [number for number, share in enumerate(shares) if share[0] == 0]:
+            who = f" in processes {empty} of {len(shares)}" if several else ""
+            return [
+                f"batches is empty{who}; expected dicts of model inputs, at least two and better a few dozen, such as "
+                "a DataLoader of tokenized sentences of the kind that the model will see"
+            ]
+        if fitted in (0, total):
+            return [
+                f"batches holds {total}, of which held_out={held_out} leaves {fitted} to fit; expected at least one to "
+                "fit and one to hold out. Give more, or smaller batches"
+            ]
+        return []
+
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+        """(index, batch) once more.
+
+        Raises:
+            ConfigError: there are fewer or more than at first.
+        """
+        index = -1
+        for index, batch in enumerate(read(self.batches)):
+            if index == self.total:
+                raise ConfigError(self._other(f"more than {self.total}"))
+            self._compare(index, batch)
+            yield index, batch
+        if index + 1 < self.total:
+            raise ConfigError(self._other(str(index + 1)))
+
+    def _other(self, count: str) -> str:
+        here = f" of process {process()}" if process() else ""
+        return (
+            f"batches{here} gave {self.total} when first read, and {count} when read again; expected the same each "
+            "time. A function has to return a fresh iterator in every call, an object has to begin anew in __iter__"
         )
-    total = sum(1 for _ in read(batches))
-    return total, sum(not is_held_out(index, held_out) for index in range(total))
+
+    def _compare(self, index: int, batch: Batch) -> None:
+        first = self._first_rows[index]
+        if not self._warned and first is not None and first != next(rows(batch), None):
+            self._warned = True
+            warnings.warn(
+                f"batch {index} is not what it was when batches was first read: other texts are held out than before, "
+                "so the reported errors are partly those of fitted ones. Use a DataLoader with shuffle=False, and no "
+                "random changes of the data",
+                NumericalWarning,
+                stacklevel=5,
+            )
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:

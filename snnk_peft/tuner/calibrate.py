@@ -6,33 +6,30 @@ the batches. Inputs come from the stack as fitted so far, so a later layer repai
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import peft
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
 from snnk_peft.calibration.landmarks import RULES
-from snnk_peft.calibration.reduce import gathered, process, processes, same_everywhere
+from snnk_peft.calibration.reduce import process, processes, same_everywhere
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.families.base import unwrap
+from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
 from snnk_peft.functional.at_hand import offloaded
-from snnk_peft.layers.slots import Call, FitOptions, Fitter, Slot
-from snnk_peft.tuner.batches import Batches, count_batches, is_held_out, model_inputs, read
-from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
-from snnk_peft.tuner.held_out import warn_of_repeated_rows
+from snnk_peft.layers.slots import FitOptions, Fitter, Slot
+from snnk_peft.tuner.all_or_nothing import all_or_nothing
+from snnk_peft.tuner.batches import Batches, Survey
+from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport, warn_of_few_tokens
+from snnk_peft.tuner.slot_inputs import SlotInputs, execution_order, root_of
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
-
-
-class _Reached(Exception):  # noqa: N818 - control flow, not an error
-    """Ends a forward pass at the slot whose input was wanted."""
+from snnk_peft.tuner.stored_inputs import StoredInputs
 
 
 def calibrate(
@@ -47,6 +44,8 @@ def calibrate(
     progress: bool = True,
 ) -> CalibrationReport:
     """Fit the replaced FFN blocks, pooler, attention, heads and low-rank layers of a patched model to the originals.
+
+    All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was.
 
     Adapters, and linear attention over other rows than `centroids`, hold nothing that stands for a module's output.
     They stay as they are, and what is fitted sees their effect in its inputs.
@@ -73,8 +72,14 @@ def calibrate(
         A CalibrationReport; print it for a table.
 
     Raises:
-        ConfigError: nothing to calibrate, too few batches, an iterator that can be read only once, bad arguments.
-        ValueError: activations hold NaN or infinity.
+        ConfigError: nothing to calibrate, too few batches, an iterator that can be read only once or gives other
+            batches when read again, padding without a mask, token ids beyond the vocabulary, bad arguments; all that
+            can be known before anything runs, at once.
+        ValueError: activations hold NaN or infinity; names slot and batch.
+
+    Warns:
+        NumericalWarning: fewer tokens than determine a slot, with the number needed; held-out texts that are also
+            fitted; batches that come in another order than before.
 
     Example:
         >>> import torch
@@ -112,28 +117,38 @@ def calibrate(
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         faults.append("the model is sharded (FSDP2), so that no process has its weights; calibrate it before")
     if not faults:
-        shares = gathered(count_batches(batches, held_out))
-        total, fitted = (sum(column) for column in zip(*shares, strict=True))
-        if empty := [number for number, (share, _) in enumerate(shares) if share == 0]:
-            who = f" in processes {empty} of {len(shares)}" if len(shares) > 1 else ""
-            faults.append(
-                f"batches is empty{who}; expected dicts of model inputs, at least two and better a few dozen, such as "
-                "a DataLoader of tokenized sentences of the kind that the model will see"
-            )
-        elif fitted == 0 or fitted == total:
-            faults.append(
-                f"batches holds {total}, of which held_out={held_out} leaves {fitted} to fit; expected at least one to "
-                "fit and one to hold out. Use smaller batches"
-            )
+        survey = Survey(model, batches, held_out)
+        faults = survey.faults
     if faults:
         raise ConfigError(faults)
-    warn_of_repeated_rows((is_held_out(index, held_out), batch) for index, batch in enumerate(read(batches)))
-    total = shares[process()][0]
+    with all_or_nothing(model):
+        reports = _fit_all(model, slots, survey, held_out, options, progress)
+        settings = {
+            "landmarks": landmarks,
+            "held_out": held_out,
+            "ridges": list(ridges),
+            "refit": refit,
+            "steps": steps,
+            "batches": survey.total,
+            "processes": processes(),
+        }
+        warn_of_few_tokens(reports)
+        return CalibrationReport(reports, settings)
 
+
+def _fit_all(
+    model: nn.Module,
+    slots: Mapping[str, SlotLayer],
+    survey: Survey,
+    held_out: float,
+    options: FitOptions,
+    progress: bool,
+) -> list[SlotReport]:
+    """Fit the slots one after the other, in the order in which the model runs them."""
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        order = _execution_order(model, slots, batches)
+        order = execution_order(model, slots, survey)
         fitters = {name: _fitter(model, slots[name], options) for name in order}
         if processes() > 1 and (alone := [name for name in order if not fitters[name].reduces]):
             kinds = sorted({type(fitters[name]).__name__ for name in alone})
@@ -142,16 +157,21 @@ def calibrate(
                 f"{processes()}; expected a Fitter with reduces = True. Calibrate in one process and load the result"
             )
         passes = sum(fitter.reads for fitter in fitters.values())
-        with tqdm(total=passes * total, desc="calibrate", unit="batch", disable=not progress or process() > 0) as bar:
+        quiet = not progress or process() > 0
+        with (
+            StoredInputs(root_of(model)) as stored,
+            tqdm(total=passes * survey.total, desc="calibrate", unit="batch", disable=quiet) as bar,
+        ):
             reports = []
             for name, runs in order.items():
-                data = _Pass(model, slots[name], fitters[name], runs, batches, held_out, bar)
-                reports.append(_fit_slot(name, fitters[name], data))
+                start = partial(stored.one_pass, model, name.removeprefix("base_model.model."), slots[name], runs)
+                data = SlotInputs(model, slots[name], fitters[name], runs, survey, held_out, bar, start)
+                reports.append(_fit_slot(name, slots[name], fitters[name], data))
                 same_everywhere(slots[name].snnk_slots)
     finally:
         for module, training in was_training.items():
             module.training = training
-    return CalibrationReport(reports)
+    return reports
 
 
 @dataclass(frozen=True)
@@ -178,104 +198,43 @@ def _slot_to_fit(layer: SlotLayer) -> Slot | None:
 def _fitter(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter:
     slot = _slot_to_fit(layer)
     assert slot is not None
-    found = slot.fitter(_FitPlace(_root(model), unwrap(layer.base_layer)), options)
+    found = slot.fitter(_FitPlace(root_of(model), unwrap(layer.base_layer)), options)
     assert found is not None
     return found
 
 
-def _root(model: nn.Module) -> Any:
-    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
-
-
-def _execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: Batches) -> dict[str, int]:
-    """Slot names in the order in which a forward pass reaches them, and how often it does (shared layers: several)."""
-    order: list[str] = []
-    names = {layer: name for name, layer in slots.items()}
-    hooks = [
-        layer.register_forward_pre_hook(lambda module, args: order.append(names[module])) for layer in slots.values()
-    ]
-    try:
-        with torch.no_grad():
-            model(**model_inputs(model, next(read(batches))))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return Counter(order)
-
-
-def _slot_calls(
-    model: nn.Module, layer: SlotLayer, fitter: Fitter, runs: int, batches: Batches, bar: Any
-) -> Iterator[tuple[int, list[Call]]]:
-    """(batch index, the calls of a slot), from the stack as it is now; stops each pass there.
-
-    A layer that runs several times gives the inputs of all runs, with the original in its place: what the stand-in
-    would make of the earlier ones is not known before it is fitted.
-    """
-    caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caught.append((args, kwargs))
-        if len(caught) == runs:
-            raise _Reached
-
-    hook = layer.register_forward_pre_hook(catch, with_kwargs=True)
-    try:
-        for index, batch in enumerate(read(batches)):
-            inputs = model_inputs(model, batch)
-            with torch.no_grad(), _as_it_was(model, layer, fitter.together, runs), contextlib.suppress(_Reached):
-                model(**inputs)
-            mask = inputs.get("attention_mask")
-            yield index, [Call(*each, mask) for each in caught]
-            caught.clear()
-            bar.update()
-    finally:
-        hook.remove()
-
-
-@contextlib.contextmanager
-def _as_it_was(model: nn.Module, layer: SlotLayer, together: Sequence[str], runs: int) -> Iterator[None]:
-    """The original of a layer with several runs, and of what goes with it, in place of what replaces them."""
-    inside: list[SlotLayer] = []
-    if runs > 1:
-        others = [_root(model).get_submodule(path) for path in together]
-        inside = [place for place in (layer, *others) if isinstance(place, SlotLayer)]
-    for place in inside:
-        place._disable_adapters = True
-    try:
-        yield
-    finally:
-        for place in inside:
-            place._disable_adapters = False
-
-
-class _Pass:
-    """One streaming pass per iteration: (is it held out?, inputs of the slot, or its calls)."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layer: SlotLayer,
-        fitter: Fitter,
-        runs: int,
-        batches: Batches,
-        held_out: float,
-        bar: Any,
-    ):
-        self.inputs = (model, layer, fitter, runs, batches, bar)
-        self.fitter, self.held_out = fitter, held_out
-
-    def __iter__(self) -> Iterator[tuple[bool, Any]]:
-        for index, calls in _slot_calls(*self.inputs):
-            rows = self.fitter.rows
-            given = calls if self.fitter.calls else torch.cat([rows(call.args[0], call.mask) for call in calls])
-            yield is_held_out(index, self.held_out), given
-
-
 @torch.no_grad()
-def _fit_slot(name: str, fitter: Fitter, data: _Pass) -> SlotReport:
-    start = time.perf_counter()
-    fit = fitter.fit(data)
-    path, seconds = name.removeprefix("base_model.model."), time.perf_counter() - start
+def _fit_slot(name: str, layer: SlotLayer, fitter: Fitter, data: SlotInputs) -> SlotReport:
+    start, path = time.perf_counter(), name.removeprefix("base_model.model.")
+    try:
+        fit = fitter.fit(data)
+    except (ValueError, NumericalError) as error:
+        if type(error) not in (ValueError, ConfigError, NumericalError):
+            raise
+        where = path if data.at is None else f"{path}, batch {data.at}"
+        raise type(error)(f"{where}{f' of process {process()}' if processes() > 1 else ''}: {error}") from error
     return SlotReport(
-        path, fit.size, fit.tokens, fit.held_out_tokens, fit.ridge, fit.error_before, fit.error_after, seconds
+        path,
+        fit.size,
+        fit.tokens,
+        fit.held_out_tokens,
+        fit.ridge,
+        fit.error_before,
+        fit.error_after,
+        time.perf_counter() - start,
+        fit.divergence_before,
+        fit.divergence_after,
+        fit.unknowns,
+        _settings(layer),
     )
+
+
+def _settings(layer: SlotLayer) -> dict[str, Any]:
+    """Of the feature maps of the slot that was fitted, which are alike."""
+    slot = _slot_to_fit(layer)
+    assert slot is not None
+    found = next((module for module in slot.modules() if isinstance(module, FeatureMap)), None)
+    if found is None:
+        return {}
+    spec = FeatureMapSpec.of(found).as_dict()
+    return {key: spec[key] for key in ("component", "projection", "component_params", "projection_params")}

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from snnk_peft.errors import ConfigError, NumericalWarning
+
+SHOWN = 4  # slots that the warning names
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,11 @@ class SlotReport:
         error_before: squared error of the slot as it was, relative to the target's variance, on held-out tokens.
         error_after: the same after fitting. 1 means no better than the mean.
         seconds: wall time, forward passes included.
+        divergence_before: of an attention, the Kullback-Leibler divergence of its weights from softmax in nats, the
+            mean over held-out queries and heads; None for other slots.
+        divergence_after: the same after fitting.
+        needed_tokens: fewer fitted tokens than this do not determine what is fitted; None where that is not known.
+        settings: component and projection of its feature maps with their parameters; empty without feature maps.
     """
 
     path: str
@@ -29,13 +44,23 @@ class SlotReport:
     error_before: float
     error_after: float
     seconds: float
+    divergence_before: float | None = None
+    divergence_after: float | None = None
+    needed_tokens: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What `calibrate` did, slot by slot, front to back."""
+    """What `calibrate` did, slot by slot, front to back.
+
+    Args:
+        slots: one entry per slot.
+        settings: the arguments that decided it, and the number of batches and of processes.
+    """
 
     slots: list[SlotReport] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -44,14 +69,78 @@ class CalibrationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a metrics.json."""
-        return {"seconds": self.seconds, "slots": [asdict(slot) for slot in self.slots]}
+        return {"seconds": self.seconds, "settings": dict(self.settings), "slots": [asdict(s) for s in self.slots]}
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write calibration.json, the data of `to_dict`, and calibration.png, its picture; older ones are replaced.
+
+        An error that is not finite is null in JSON.
+
+        Args:
+            folder: where to; it is made if there is none.
+
+        Raises:
+            ImportError: matplotlib is not installed; nothing is written.
+            ConfigError: the folder cannot be written to.
+        """
+        from snnk_peft.tuner.calibration_picture import draw
+
+        target = Path(folder)
+        text = json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+        files = {target / "calibration.json": text.encode(), target / "calibration.png": draw(self)}
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            for path, content in files.items():
+                _write(path, content)
+        except OSError as error:
+            raise ConfigError(f"{target} cannot be written to: {error}; give another folder") from error
 
     def __str__(self) -> str:
+        diverging = any(slot.divergence_after is not None for slot in self.slots)
         width = max([len(slot.path) for slot in self.slots], default=4)
-        lines = [f"{'slot':<{width}}  features   tokens  error before -> after (held out)   ridge  seconds"]
-        lines += [
-            f"{s.path:<{width}}  {s.num_features:>8}  {s.tokens:>7}  {s.error_before:>12.4f} -> {s.error_after:<15.4f}"
-            f"  {'-' if s.ridge is None else f'{s.ridge:.0e}':>7}  {s.seconds:>7.1f}"
-            for s in self.slots
-        ]
+        title = f"{'slot':<{width}}  features   tokens  error before -> after (held out)"
+        lines = [f"{title}{'   KL before -> after' if diverging else ''}   ridge  seconds"]
+        for s in self.slots:
+            line = f"{s.path:<{width}}  {s.num_features:>8}  {s.tokens:>7}  {s.error_before:>12.4f} -> "
+            line += f"{s.error_after:<15.4f}{f'  {_pair(s)}' if diverging else ''}"
+            lines.append(f"{line}  {'-' if s.ridge is None else f'{s.ridge:.0e}':>7}  {s.seconds:>7.1f}")
         return "\n".join(lines)
+
+
+def warn_of_few_tokens(slots: Sequence[SlotReport]) -> None:
+    """NumericalWarning about the slots that were fitted to fewer tokens than determine them, with the number needed."""
+    few = [slot for slot in slots if slot.needed_tokens is not None and slot.tokens < slot.needed_tokens]
+    if few:
+        named = [f"{s.path} ({s.tokens} fitted, at least {s.needed_tokens} needed)" for s in few[:SHOWN]]
+        more = f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
+        warnings.warn(
+            f"too few tokens for {', '.join(named)}{more}: fewer than there are numbers to fit per output, so that "
+            "many fits are equally good and the regularisation alone decides among them. Give more or longer texts, "
+            "better ten times as many tokens, of which the error of estimation is about a tenth; or fewer features",
+            NumericalWarning,
+            stacklevel=3,
+        )
+
+
+def _pair(slot: SlotReport) -> str:
+    if slot.divergence_before is None or slot.divergence_after is None:
+        return f"{'-':>18}"
+    return f"{slot.divergence_before:>9.4f} -> {slot.divergence_after:<7.4f}"[:20]
+
+
+def _finite(data: Any) -> Any:
+    """Plain data with null for numbers that JSON does not know."""
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -33,9 +33,8 @@ from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention import Attend
-from snnk_peft.tuner.batches import Batches, count_batches, is_held_out, model_inputs, read
+from snnk_peft.tuner.batches import Batches, Survey, is_held_out, model_inputs
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
-from snnk_peft.tuner.held_out import warn_of_repeated_rows
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 LOSSES = ("cross_entropy", "output", "weights")
@@ -93,21 +92,16 @@ def fit_attention(
     observers = _observers(model, loss)
     faults = _faults(model, observers, steps, learning_rate, loss, held_out)
     if not faults:
-        total, fitted = count_batches(batches, held_out)
-        if not 0 < fitted < total:
-            faults.append(
-                f"batches holds {total}, of which held_out={held_out} leaves {fitted} to fit; expected at least one to "
-                "fit and one to hold out. Give more, or smaller batches"
-            )
+        survey = Survey(model, batches, held_out)
+        faults = survey.faults
     if faults:
         raise ConfigError(faults)
-    warn_of_repeated_rows((is_held_out(index, held_out), batch) for index, batch in enumerate(read(batches)))
     start = time.perf_counter()
     with _observed(model, observers):
-        before = _errors(model, observers, batches, held_out)
-        _descend(model, observers, batches, held_out, steps, learning_rate, progress)
+        before = _errors(model, observers, survey, held_out)
+        _descend(model, observers, survey, held_out, steps, learning_rate, progress)
         fitted_tokens = [observer.tokens for observer in observers]
-        after = _errors(model, observers, batches, held_out)
+        after = _errors(model, observers, survey, held_out)
         tokens = [observer.tokens for observer in observers]
     seconds = (time.perf_counter() - start) / len(observers)
     slots = []
@@ -278,12 +272,12 @@ def _observed(model: nn.Module, observers: list[Observer]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _errors(model: nn.Module, observers: list[Observer], batches: Batches, held_out: float) -> list[float]:
+def _errors(model: nn.Module, observers: list[Observer], batches: Survey, held_out: float) -> list[float]:
     """Relative error of each layer's outputs on the held-out batches."""
     for observer in observers:
         observer.clear()
         observer.fitting = False
-    for index, batch in enumerate(read(batches)):
+    for index, batch in batches:
         if is_held_out(index, held_out):
             model(**model_inputs(model, batch))
     return [observer.error() for observer in observers]
@@ -292,7 +286,7 @@ def _errors(model: nn.Module, observers: list[Observer], batches: Batches, held_
 def _descend(
     model: nn.Module,
     observers: list[Observer],
-    batches: Batches,
+    batches: Survey,
     held_out: float,
     steps: int,
     learning_rate: float,
@@ -305,7 +299,7 @@ def _descend(
     for observer in observers:
         observer.clear()
         observer.fitting = True
-    epochs = (batch for _ in itertools.count() for batch in enumerate(read(batches)))
+    epochs = (batch for _ in itertools.count() for batch in batches)
     feed = (batch for index, batch in epochs if not is_held_out(index, held_out))
     try:
         for step, batch in enumerate(itertools.islice(tqdm(feed, "fit_attention", steps, disable=not progress), steps)):

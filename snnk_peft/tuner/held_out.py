@@ -13,29 +13,32 @@ from snnk_peft.calibration.reduce import gathered
 from snnk_peft.errors import NumericalWarning
 
 
-def warn_of_repeated_rows(batches: Iterable[tuple[bool, Mapping[str, Any]]]) -> None:
-    """NumericalWarning if most of the held-out rows, of all processes, are also among the fitted ones of all.
+class HeldOutRows:
+    """Digests of the rows of all batches."""
 
-    Args:
-        batches: (whether the batch is held out, model inputs).
-    """
-    fitted: set[bytes] = set()
-    held_out: list[bytes] = []
-    for is_held_out, batch in batches:
+    def __init__(self) -> None:
+        self.fitted: set[bytes] = set()
+        self.held_out: list[bytes] = []
+
+    def add(self, digests: Iterable[bytes], is_held_out: bool) -> None:
+        """The rows of one batch, as `rows` tells them, and whether it is held out."""
         if is_held_out:
-            held_out += rows(batch)
+            self.held_out += digests
         else:
-            fitted.update(rows(batch))
-    shares = gathered((fitted, held_out))
-    fitted, held_out = set().union(*(rows for rows, _ in shares)), [row for _, rows in shares for row in rows]
-    repeated = sum(row in fitted for row in held_out)
-    if 2 * repeated > len(held_out):
-        warnings.warn(
-            f"{repeated} of {len(held_out)} held-out rows are also among those that are fitted: the reported error is "
-            "that of known texts and the regularisation is chosen too small. Give every text once",
-            NumericalWarning,
-            stacklevel=3,
-        )
+            self.fitted.update(digests)
+
+    def warn_if_repeated(self) -> None:
+        """NumericalWarning if most of the held-out rows, of all processes, are also among the fitted ones of all."""
+        shares = gathered((self.fitted, self.held_out))
+        fitted, held_out = set().union(*(rows for rows, _ in shares)), [row for _, rows in shares for row in rows]
+        repeated = sum(row in fitted for row in held_out)
+        if 2 * repeated > len(held_out):
+            warnings.warn(
+                f"{repeated} of {len(held_out)} held-out rows are also among those that are fitted: the reported error "
+                "is that of known texts and the regularisation is chosen too small. Give every text once",
+                NumericalWarning,
+                stacklevel=4,
+            )
 
 
 def rows(batch: Mapping[str, Any]) -> Iterator[bytes]:
@@ -45,6 +48,6 @@ def rows(batch: Mapping[str, Any]) -> Iterator[bytes]:
         return
     mask = batch.get("attention_mask")
     masked = isinstance(mask, torch.Tensor) and mask.shape == main.shape
-    for index, row in enumerate(main.detach().cpu()):
-        kept = row[mask[index].cpu().bool()] if masked else row  # type: ignore[index]
-        yield hashlib.sha256(kept.contiguous().view(torch.uint8).numpy().tobytes()).digest()
+    for index, row in enumerate(main.detach()):
+        kept = row[mask[index].to(row.device).bool()] if masked else row  # type: ignore[index]
+        yield hashlib.sha256(kept.cpu().contiguous().view(torch.uint8).numpy().tobytes()).digest()

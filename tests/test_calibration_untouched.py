@@ -1,0 +1,291 @@
+"""What ends `calibrate` early leaves the model bit for bit as it was; bad input is refused before anything runs."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+import snnk_peft
+from snnk_peft import AttentionPart, FFNPart, NarrowHeadsPart, PoolerPart, SNNKConfig, calibrate, get_snnk_model
+from snnk_peft.errors import ConfigError, NumericalWarning
+from snnk_peft.layers.slots import Fitter
+from snnk_peft.tuner.all_or_nothing import all_or_nothing
+from tests.tiny_models import tiny
+from tests.two_linears_part import LeastSquares, TwoLinearsPart
+
+VOCABULARY = 60
+CENTROIDS = AttentionPart("mixture", "centroids", num_features=6, layers=[0])
+KINDS: dict[str, list[Any]] = {
+    "attention, FFN and pooler": [CENTROIDS, FFNPart(num_features=6), PoolerPart(num_features=6)],
+    "heads": [NarrowHeadsPart(head_dim=4)],
+}
+
+
+def patched(parts: list[Any], **config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    bert = BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, **sizes, **config))
+    return get_snnk_model(bert, SNNKConfig(parts=parts))
+
+
+def texts(count: int = 5, length: int = 9) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(2, VOCABULARY, (8, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[::2, -3:] = 0
+        found.append({"input_ids": ids * mask, "attention_mask": mask})
+    return found
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """Tensors bit for bit, and which objects all modules hold: hooks, flags, children, owners."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            inside = [(key, id(each)) for key, each in value.items()] if isinstance(value, dict) else []
+            found[f"{path}/{name}"] = (id(value), inside)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        numbers = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        found[name] = (id(tensor), tensor.requires_grad, tensor.grad, hashlib.sha256(numbers).hexdigest())
+    return found
+
+
+class Interrupted:
+    """Ctrl-C at the n-th line of the package that runs; counts the lines otherwise."""
+
+    folder = str(Path(snnk_peft.__file__).parent)
+
+    def __init__(self, moment: int | None = None):
+        self.moment, self.lines = moment, 0
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self.folder):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.moment:
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, function: Callable[[], Any]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            function()
+        finally:
+            sys.settrace(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_at_any_moment(kind: str) -> None:
+    model, data = patched(KINDS[kind]).train(), texts()
+    model.base_model.model.classifier.register_forward_pre_hook(lambda module, args: None)  # one of the user's
+    model(**data[0])
+    whole, finished = Interrupted(), copy.deepcopy(model)
+    whole.run(lambda: calibrate(finished, data, progress=False))
+    before = everything(model)
+    moments = torch.linspace(1, whole.lines - 1, 12).long().tolist()
+    for moment in moments:
+        with pytest.raises(KeyboardInterrupt):
+            Interrupted(moment).run(lambda: calibrate(model, data, progress=False))
+        assert everything(model) == before, f"line {moment} of {whole.lines}"
+    calibrate(model, data, progress=False)  # and it still works
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, finished.state_dict()[name]), name
+    assert everything(model) != before
+
+
+def test_an_error_in_the_last_slot_takes_the_first_one_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = get_snnk_model(tiny("bert", num_labels=3), SNNKConfig(parts=[TwoLinearsPart("*.intermediate.dense")]))
+    generator = torch.Generator().manual_seed(0)
+    data = [{"input_ids": torch.randint(3, 90, (4, 7), generator=generator)} for _ in range(4)]
+    before, fit = everything(model), LeastSquares.fit
+    fits = []
+
+    def failing(self: Fitter, given: Any) -> Any:
+        fits.append(fit(self, given))
+        self.slot.U.weight.grad = torch.ones_like(self.slot.U.weight)
+        if len(fits) == 2:
+            raise RuntimeError("out of luck")
+        return fits[-1]
+
+    monkeypatch.setattr(LeastSquares, "fit", failing)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        calibrate(model, data, progress=False)
+    assert fits[0].error_after < fits[0].error_before  # it was changed
+    assert everything(model) == before
+
+
+def test_a_second_ctrl_c_does_not_stop_the_restoration() -> None:
+    model = patched(KINDS["heads"])
+    before = everything(model)
+    restoring = Interrupted(60)  # far in the restoration: the block itself has a few lines only
+
+    def interrupted() -> None:
+        with all_or_nothing(model):
+            for name, parameter in model.named_parameters():
+                if "snnk_slots" in name:
+                    parameter.data.zero_()
+            model.train()
+            sys.settrace(restoring)
+            raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+    finally:
+        sys.settrace(None)
+    assert restoring.lines >= 60
+    assert everything(model) == before
+
+
+def test_memory_for_it_is_what_the_slots_hold() -> None:
+    """The copies that are alive while calibration runs, against the numbers in the slots."""
+    model = patched([FFNPart(num_features=6)])
+    slots = {id(t): t for n, t in [*model.named_parameters(), *model.named_buffers()] if "snnk_slots" in n}
+    made = []
+    clone = torch.Tensor.clone
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made.append(tensor.numel())
+        return clone(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", counted)
+        with all_or_nothing(model):
+            pass
+    assert sum(made) == sum(tensor.numel() for tensor in slots.values())
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def refused(model: nn.Module, batches: Any, message: str, error: type[Exception] = ConfigError) -> None:
+    before = everything(model)
+    with pytest.raises(error, match=message):
+        calibrate(model, batches, progress=False)
+    assert everything(model) == before
+
+
+def without_masks(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": batch["input_ids"]} for batch in batches]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return patched([FFNPart(num_features=6)])
+
+
+def forbid_forward(model: nn.Module) -> None:
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the model ran")
+
+    model.get_base_model().bert.forward = never
+
+
+@pytest.mark.parametrize(("wrong", "at"), [(VOCABULARY, 3), (-100, 0)])
+def test_token_ids_beyond_the_vocabulary(model: nn.Module, wrong: int, at: int) -> None:
+    forbid_forward(model)
+    data = texts(6)
+    data[at]["input_ids"][5, 2] = wrong
+    message = (
+        f"batch {at} has token id {wrong} .row 5, place 2.; the model's embeddings have 60 rows, expected ids from"
+    )
+    refused(model, data, message)
+    for batch in data:
+        batch["input_ids"][1, 1] = VOCABULARY + 7
+    refused(model, data, "(?s)5 faults:.*batch 3 has.*and 2 more")
+
+
+def test_padding_without_masks(model: nn.Module) -> None:
+    forbid_forward(model)
+    message = "batch 0 has no attention_mask, and 4 of its 8 rows begin or end with padding .token 0."
+    refused(model, without_masks(texts()), message)
+    left = [{"input_ids": batch["input_ids"].flip(1)} for batch in texts()]
+    refused(model, left, message)
+
+
+def test_padding_by_the_token_that_ends_a_text() -> None:
+    model = patched([FFNPart(num_features=6)], pad_token_id=None, eos_token_id=0)
+    refused(model, without_masks(texts()), "begin or end with padding .token 0.")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids: {"input_ids": ids, "attention_mask": torch.ones_like(ids)},  # these are real, it is said
+        lambda ids: {"input_ids": ids[:, :-2]},  # one at the end may be a token like any other
+        lambda ids: {"input_ids": ids.clamp_min(1)},  # the padding token is not there
+    ],
+)
+def test_what_may_be_text_is_text(model: nn.Module, change: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
+    calibrate(model, [change(batch["input_ids"]) for batch in texts()], progress=False)
+
+
+def test_masks_that_do_not_fit(model: nn.Module) -> None:
+    data = [{**batch, "attention_mask": batch["attention_mask"][:, 1:]} for batch in texts(6)]
+    refused(model, data, r"(?s)batch 0 has an attention_mask \(8, 8\) for input_ids \(8, 9\).*and 2 more")
+
+
+def test_what_is_no_batch(model: nn.Module) -> None:
+    refused(model, ["a sentence", "another"], "batch 0 is a str; expected a dict of model inputs")
+    refused(model, texts()[0], r"batch 0 is a str.*to be given as \[batch\]")
+    refused(model, [(batch["input_ids"], 0) for batch in texts()], "batch 0 is a tuple; expected a dict")
+
+
+def test_exhausted_iterators(model: nn.Module) -> None:
+    iterator = iter(texts())
+    refused(model, iterator, "list_iterator, which can be read only once")
+    refused(model, lambda: iterator, "batches gave 5 when first read, and 0 when read again; expected the same")
+    refused(model, lambda: iterator, "batches is empty")
+    counts = itertools.count(8, -1)
+    refused(model, lambda: texts(next(counts)), "batches gave 8 when first read, and [56] when read again")
+    more = itertools.count(5)
+    refused(model, lambda: texts(next(more)), "batches gave 5 when first read, and more than 5 when read again")
+
+
+def test_another_order_is_noticed(model: nn.Module) -> None:
+    data, turns = texts(), itertools.count()
+
+    def turned() -> Iterator[dict[str, torch.Tensor]]:
+        return iter(data if next(turns) % 2 else data[::-1])
+
+    with pytest.warns(NumericalWarning, match="batch 0 is not what it was when batches was first read.*shuffle=False"):
+        calibrate(model, turned, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("part", "path"),
+    [
+        (FFNPart(num_features=6), "bert.encoder.layer.0.intermediate.dense"),
+        (CENTROIDS, "bert.encoder.layer.0.attention.self"),
+        (NarrowHeadsPart(head_dim=4), "bert.encoder.layer.0.attention"),
+    ],
+)
+def test_activations_that_are_not_finite(part: Any, path: str) -> None:
+    """A token whose embedding overflows, in one batch; slot and batch are named, and the model stays."""
+    model, data = patched([part]), texts()
+    with torch.no_grad():
+        model.get_base_model().bert.embeddings.word_embeddings.weight[1] = torch.nan
+    data[3]["input_ids"][2, :2] = 1
+    refused(model, data, f"{path}, batch 3: .* hold NaN or infinity; expected finite", ValueError)
+
+
+def test_what_overflows_inside_a_layer_is_named_too() -> None:
+    model, data = patched([FFNPart(num_features=6)]), texts()
+    with torch.no_grad():
+        model.get_base_model().bert.encoder.layer[0].intermediate.dense.base_layer.weight[0] = torch.inf
+    message = r"bert.encoder.layer.0.intermediate.dense, batch 0: hidden activations hold NaN or infinity"
+    refused(model, data, message, ValueError)
