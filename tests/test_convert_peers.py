@@ -402,10 +402,14 @@ def test_the_benchmark(tmp_path):
     (first, *rows) = found["rows"]
     assert first["method"] == "teacher"
     assert first["agreement"] == 1
-    names = ["ours", "svd", "fisher", "modegpt", "uptrained"]
+    names = ["ours", "narrow", "svd", "fisher", "modegpt", "uptrained"]
     assert [(row["method"], row["share"]) for row in rows] == [(name, 0.9) for name in names]
-    # Half of the FFN: as many numbers fewer in all of them, but for what attention gives.
-    assert all(row["parameters"] < first["parameters"] for row in rows)
+    # Per layer and hidden unit that goes two rows of 32, and a bias or, of a bundled readout, none.
+    units = round(0.9 * 64 - 0.1 * (4 * 32 * 32 + 2 * 32 * 64) / (2 * 32))
+    gone = {row["method"]: first["parameters"] - row["parameters"] for row in rows}
+    for name in ("ours", "narrow", "uptrained"):
+        assert gone[name] == pytest.approx(2 * (64 - units) * 2 * 32, rel=0.05)
+    assert min(gone.values()) > 0
     assert [line["ours"] for line in found["at_equal_latency"]] == [rows[0]["accuracy"]]
     assert (tmp_path / "peers.png").stat().st_size > 1000
     refused = run_python([str(BENCHMARKS / "convert_peers.py"), *given, "--methods", "uptrained"])

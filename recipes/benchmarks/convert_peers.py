@@ -8,6 +8,7 @@ draws of the training sentences; latency is that of 32 x 64 tokens, all models i
 whole conversion.
 
 - ours: FFNPart and `calibrate`, no labels.
+- narrow: NarrowFFNPart and `calibrate`, no labels: another way to choose, and weights that stay trainable.
 - svd: every FFN matrix becomes two of the rank that is best for its real inputs (activation-aware SVD, that is whitened
   by the covariance of the inputs), no labels; `LowRankPart` and `calibrate` for linear layers are exactly this.
 - fisher: heads and units pruned by mask search, rearrangement and tuning (Kwon et al., 2022); uses labels.
@@ -37,7 +38,7 @@ from _peers.blocks import Batch, Cost, model_inputs
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
 
-from snnk_peft import FFNPart, LowRankPart, SNNKConfig, bundle, calibrate, get_snnk_model
+from snnk_peft import FFNPart, LowRankPart, NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.parts.base import Part
 from snnk_peft.tasks import TASKS
 
@@ -62,6 +63,11 @@ def ours(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Modul
     return calibrated(teacher, batches, FFNPart(num_features=ffn_features(teacher.config, share)))
 
 
+def narrow(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module:
+    """FFNs of fewer hidden units."""
+    return calibrated(teacher, batches, NarrowFFNPart(num_features=ffn_features(teacher.config, share)))
+
+
 def svd(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module:
     """FFN matrices of the rank whose two factors cost the share."""
     config: Any = teacher.config
@@ -72,6 +78,7 @@ def svd(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module
 
 METHODS: dict[str, Convert] = {
     "ours": ours,
+    "narrow": narrow,
     "svd": svd,
     "fisher": fisher_pruning.prune,
     "modegpt": modegpt.decompose,
@@ -259,7 +266,7 @@ def main() -> None:
     equal = at_equal_latency(rows)
     given = {"teacher": arguments.model.name, "sentences": arguments.sentences, "seeds": arguments.seeds}
     given |= {"threads": torch.get_num_threads(), "timed": f"32x{arguments.tokens} tokens", "at_equal_latency": equal}
-    report(given, rows, arguments.output, "SST-2 classifier, smaller by five methods")
+    report(given, rows, arguments.output, "An SST-2 classifier, smaller in several ways")
     show(equal, "Accuracy at equal latency, interpolated")
     draw(rows, arguments.output.with_name("peers.png"))
 

@@ -82,7 +82,7 @@ class _Reached(Exception):  # noqa: N818 - control flow, not an error
 
 def encoder_layers(model: nn.Module) -> Sequence[Any]:
     """The layers of a BERT with a head."""
-    return model.base_model.encoder.layer  # type: ignore[union-attr, return-value]
+    return model.base_model.encoder.layer
 
 
 def model_inputs(batch: Batch) -> dict[str, Tensor]:
