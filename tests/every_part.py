@@ -36,6 +36,9 @@ PARTS: dict[str, dict[str, Any]] = {
     },
     "narrow_heads": {"parts": [NarrowHeadsPart(head_dim=6)]},
     "narrow_ffn": {"parts": [NarrowFFNPart()]},
+    "attention-joint": {
+        "attention": AttentionPart("mixture", "centroids", 6, near_field=2, near_field_normalisation="joint", sinks=1)
+    },
     "attention-adapting": {"attention": AttentionPart("saderf", num_features=6)},
 }
 PAIRS = [

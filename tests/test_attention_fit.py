@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,15 @@ from snnk_peft import (
     calibrate,
     get_snnk_model,
 )
-from snnk_peft.calibration.centroids import Scores, centroids, descend, divergence, key_moments, sharpest
+from snnk_peft.calibration.centroids import (
+    Scores,
+    centroids,
+    descend,
+    divergence,
+    key_moments,
+    output_error,
+    sharpest,
+)
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.parts.base_attention_fit import Heard, Sample
 from tests.fresh_process import run_python
@@ -75,7 +84,9 @@ def scores(heads: int = 2, length: int = 12, dim: int = 4, batches: int = 5, cau
             pairs = pairs & torch.ones(length, length, dtype=torch.bool).tril()
         counted = torch.ones(3, length, dtype=torch.bool)
         counted[0, -4:] = False
-        found.append(Scores(q, k, pairs, counted))
+        v = torch.randn(3, heads, length, dim + 1, generator=generator)
+        exact = (q @ k.mT.unsqueeze(2)).masked_fill(~pairs, float("-inf")).softmax(-1)
+        found.append(Scores(q, k, v, exact @ v.unsqueeze(2), pairs, counted))
     return found
 
 
@@ -132,12 +143,37 @@ def test_each_stage_lowers_the_divergence():
     queries = torch.cat([each.q.permute(1, 0, 2, 3, 4).flatten(1, 3) for each in given], 1)
     maps = centroids(queries, *key_moments(given), 16, torch.Generator().manual_seed(0))
     sharp = sharpest(maps, given)
-    fitted = descend(sharp, given, 60, torch.Generator().manual_seed(0))
+    turns = itertools.cycle(given)
+    fitted = descend(sharp, lambda tried: divergence(tried, next(turns)).sum(), 60)
     first, second, third = (
         torch.stack([divergence(each, batch) for batch in given]).mean(0) for each in (maps, sharp, fitted)
     )
     assert (second <= first).all()
     assert (third < 0.95 * second).all()
+
+
+@pytest.mark.parametrize("readout", [None, torch.randn(7, 10, generator=torch.Generator().manual_seed(4))])
+def test_the_error_of_the_output_is_that_of_the_heads_or_of_what_reads_them(readout):
+    """Against attention written out per token; steps on it lower it."""
+    given = scores(batches=6)
+    queries = torch.cat([each.q.permute(1, 0, 2, 3, 4).flatten(1, 3) for each in given], 1)
+    maps = sharpest(centroids(queries, *key_moments(given), 6, torch.Generator().manual_seed(0)), given)
+    batch, wanted, got = given[0], [], []
+    for b in range(3):
+        keys = 8 if b == 0 else 12
+        for i in range(keys):
+            q, k, v = batch.q[b, :, 0, i, :, None], batch.k[b, :, :keys], batch.v[b, :, :keys]
+            phi = (maps.query_rows @ q + maps.query_bias[..., None]).softmax(1)
+            psi = (k @ maps.key_rows.mT + maps.key_bias[:, None]).exp() @ phi
+            got.append((v * psi / psi.sum(1, keepdim=True)).sum(1).flatten())
+            wanted.append((v * (k @ q).softmax(1)).sum(1).flatten())
+    true, made = (torch.stack(each) @ (torch.eye(10) if readout is None else readout.T) for each in (wanted, got))
+    expected = (true - made).square().sum() / (true - true.mean(0)).square().sum()
+    torch.testing.assert_close(output_error(maps, batch, readout), expected, rtol=1e-4, atol=1e-6)
+    turns = itertools.cycle(given)
+    fitted = descend(maps, lambda tried: output_error(tried, next(turns), readout), 60)
+    after = torch.stack([output_error(fitted, each, readout) for each in given]).mean()
+    assert after < 0.9 * torch.stack([output_error(maps, each, readout) for each in given]).mean()
 
 
 def test_a_sample_is_bounded_and_random():

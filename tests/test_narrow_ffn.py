@@ -380,10 +380,9 @@ def test_onnx():
 @pytest.mark.parametrize("family", ["bert", "clip_vision_model"])
 def test_beside_adapters_and_narrow_heads(family, placement):
     """clip: its activation stands before the expansion among the modules."""
-    others = [
-        AdapterPart(num_features=4, placement=placement),
-        *([NarrowHeadsPart(head_dim=3)] * (placement != "query_value")),
-    ]
+    others: list[Part] = [AdapterPart(num_features=4, placement=placement)]
+    if placement != "query_value":
+        others.append(NarrowHeadsPart(head_dim=3))
     bundle(trained(narrow(build(family, main_head(family)), *others), 0.2))  # compares the outputs
 
 

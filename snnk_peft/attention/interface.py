@@ -24,6 +24,7 @@ from snnk_peft.attention.documents import NUMBERS, attend_per_document, packed_d
 from snnk_peft.attention.mask_functions import read_mask_function
 from snnk_peft.attention.softmax import pairwise_mask, softmax_attention
 from snnk_peft.errors import UnsupportedError
+from snnk_peft.functional.blocks import takes_blocks
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 __all__ = ["NAME", "kernel_attention_forward", "padding_mask", "pairwise_mask"]
@@ -55,6 +56,7 @@ def padding_mask(
     """
     # Only what is causal can be packed; masks that are not come with a permission to skip them.
     bidirectional = mask_function is None or "allow_is_bidirectional_skip" in kwargs
+    alike = kv_length == q_length and kv_offset == 0
     alone = attention_mask is None and kv_length == q_length
     pattern = read_mask_function(mask_function, may_be_packed=alone and not bidirectional)
     if pattern.documents is not None:
@@ -74,7 +76,8 @@ def padding_mask(
     mask = attention_mask[:, :end].bool()
     if mask.shape[1] < end:  # keys that the mask does not speak of count
         mask = nn.functional.pad(mask, (0, end - mask.shape[1]), value=True)
-    return mask
+    # Looking costs nothing on a CPU, masking does; an accelerator would have to wait, a graph would keep the answer.
+    return None if bidirectional and alike and takes_blocks(mask) and bool(mask.all()) else mask
 
 
 def kernel_attention_forward(

@@ -8,16 +8,17 @@ by how much it is like each of m such centres, so that for queries and keys of w
 
 C is the covariance of keys within a sequence: what all keys of a sequence share cancels in a softmax, and two queries
 attend alike if their scores vary alike, which is distance in u. The u_r are means of clusters of queries (Lloyd), τ is
-the one of `TEMPERATURES` with the least divergence from softmax. From there `descend` takes steps of Adam on the
-divergence, which closed forms do not minimise.
+the one of `TEMPERATURES` with the least divergence from softmax. From there `descend` takes steps of Adam, half of them
+on the divergence of the weights and half on the error of what comes out of them, which closed forms do not minimise.
 
-Shapes: G key heads, R query heads to each; q (B, G, R, L, d), k (B, G, N, d), pairs (B, 1, 1, L, N) or (1, 1, 1, L, N).
+Shapes: G key heads, R query heads to each; q (B, G, R, L, d), k (B, G, N, d), v (B, G, N, D), out (B, G, R, L, D),
+pairs (B, 1, 1, L, N) or (1, 1, 1, L, N).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from snnk_peft.errors import NumericalError
 TEMPERATURES = (0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0)
 SWEEPS = 8  # of Lloyd's iteration
 ABSENT = -1e9  # logarithm of a key that does not count
+Maps = TypeVar("Maps", bound=Any)
+LEAST = 1e-30  # instead of zero, under a logarithm or a fraction
 
 
 class CentroidMaps(NamedTuple):
@@ -50,17 +53,21 @@ class CentroidMaps(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Queries and keys of one batch, each times √(scaling).
+    """Queries and keys of one batch, each times √(scaling), and what softmax makes of them.
 
     Attributes:
         q: (B, G, R, L, d).
         k: (B, G, N, d).
+        v: (B, G, N, D).
+        out: (B, G, R, L, D), softmax attention.
         pairs: bool, (B or 1, 1, 1, L, N), True where a query sees a key; None for all.
         counted: bool, (B, L), False at padding.
     """
 
     q: Tensor
     k: Tensor
+    v: Tensor
+    out: Tensor
     pairs: Tensor | None
     counted: Tensor
 
@@ -72,7 +79,8 @@ class Scores(NamedTuple):
         pairs = self.pairs
         if pairs is not None and pairs.shape[-2] > 1:
             pairs = pairs[..., chosen, :]
-        return Scores(self.q[..., chosen, :], self.k, pairs, self.counted[:, chosen])
+        q, out = self.q[..., chosen, :], self.out[..., chosen, :]
+        return self._replace(q=q, out=out, pairs=pairs, counted=self.counted[:, chosen])
 
 
 def key_moments(batches: Sequence[Scores]) -> tuple[Tensor, Tensor]:
@@ -130,24 +138,46 @@ def centroids(
     return CentroidMaps(*(each.float() for each in (centres @ root, -half, key_rows, key_bias)))
 
 
-def divergence(maps: CentroidMaps, scores: Scores) -> Tensor:
-    """Kullback-Leibler divergence of the weights from those of softmax, the mean over all queries: (G,)."""
-    q, k, pairs, counted = scores
-    logits = q @ maps.query_rows.mT.unsqueeze(1) + maps.query_bias[:, None, None]
-    logs = k @ maps.key_rows.mT + maps.key_bias.unsqueeze(1)
-    exact = q @ k.mT.unsqueeze(2)
-    if pairs is not None:
-        exact = exact.masked_fill(~pairs, ABSENT)
-        logs = logs.masked_fill(~pairs.any(-2)[:, :, 0, :, None], ABSENT)
+def weights(maps: CentroidMaps, scores: Scores) -> Tensor:
+    """Of every key for every query, (B, G, R, L, N), up to a factor per query."""
+    logits = scores.q @ maps.query_rows.mT.unsqueeze(1) + maps.query_bias[:, None, None]
+    logs = scores.k @ maps.key_rows.mT + maps.key_bias.unsqueeze(1)
+    if scores.pairs is not None:
+        logs = logs.masked_fill(~scores.pairs.any(-2)[:, :, 0, :, None], ABSENT)
     # Every feature at the scale of its largest key, so that none vanishes: see functional/exponential_attention.py.
     top = logs.detach().amax(-2)
-    weights = (logits + top[:, :, None, None]).softmax(-1) @ (logs - top.unsqueeze(-2)).exp().mT.unsqueeze(2)
-    if pairs is not None:
-        weights = weights.masked_fill(~pairs, 0.0)
-    log_weights = weights.clamp_min(1e-30).log() - weights.sum(-1, keepdim=True).clamp_min(1e-30).log()
+    found = (logits + top[:, :, None, None]).softmax(-1) @ (logs - top.unsqueeze(-2)).exp().mT.unsqueeze(2)
+    return found if scores.pairs is None else found.masked_fill(~scores.pairs, 0.0)
+
+
+def divergence(maps: CentroidMaps, scores: Scores) -> Tensor:
+    """Kullback-Leibler divergence of the weights from those of softmax, the mean over all queries: (G,)."""
+    exact = scores.q @ scores.k.mT.unsqueeze(2)
+    if scores.pairs is not None:
+        exact = exact.masked_fill(~scores.pairs, ABSENT)
+    found = weights(maps, scores)
+    log_weights = found.clamp_min(LEAST).log() - found.sum(-1, keepdim=True).clamp_min(LEAST).log()
     wanted = exact.log_softmax(-1)
     rows = (wanted.exp() * (wanted - log_weights)).sum(-1)
-    return (rows * counted[:, None, None]).sum((0, 2, 3)) / (counted.sum() * q.shape[2])
+    return (rows * scores.counted[:, None, None]).sum((0, 2, 3)) / (scores.counted.sum() * scores.q.shape[2])
+
+
+def output_error(maps: CentroidMaps, scores: Scores, readout: Tensor | None) -> Tensor:
+    """Squared error of what the heads give, by the variance of what softmax gives; a number.
+
+    Args:
+        maps: instead of softmax.
+        scores: what attends to what.
+        readout: W_o (out, G·R·D), which reads all heads; errors are then those of its output. None: of the heads'.
+    """
+    found = weights(maps, scores)
+    out = (found / found.sum(-1, keepdim=True).clamp_min(LEAST)) @ scores.v.unsqueeze(2)
+    wanted, missing = (
+        each.permute(0, 3, 1, 2, 4)[scores.counted].flatten(1) for each in (scores.out, scores.out - out)
+    )
+    if readout is not None:
+        wanted, missing = wanted @ readout.mT, missing @ readout.mT
+    return missing.square().sum() / (wanted - wanted.mean(0)).square().sum().clamp_min(LEAST)
 
 
 def sharpest(maps: CentroidMaps, batches: Sequence[Scores]) -> CentroidMaps:
@@ -160,44 +190,33 @@ def sharpest(maps: CentroidMaps, batches: Sequence[Scores]) -> CentroidMaps:
     return maps.sharpened(torch.tensor(TEMPERATURES).to(maps.query_bias)[best])
 
 
-def descend(
-    maps: CentroidMaps,
-    batches: Sequence[Scores],
-    steps: int,
-    generator: torch.Generator,
-    *,
-    learning_rate: float = 1e-2,
-    most: int = 128,
-) -> CentroidMaps:
-    """Steps of Adam on the divergence, one batch each; the learning rate falls linearly to zero.
+def descend(maps: Maps, loss: Callable[[Maps], Tensor], steps: int, *, learning_rate: float = 1e-2) -> Maps:
+    """Steps of Adam; the learning rate falls linearly to zero.
 
     Args:
-        maps: where to start.
-        batches: of the layer.
+        maps: where to start, a NamedTuple of rows (., m, d) and numbers.
+        loss: a number, of other queries and keys each time.
         steps: how many.
-        generator: chooses batches and queries.
         learning_rate: of the first step, for biases and for rows of vectors without √(scaling), d^-¼.
-        most: queries of a sequence in a step.
 
     Raises:
-        NumericalError: the divergence is no longer finite.
+        NumericalError: the loss is no longer finite.
     """
     learned = [each.clone().requires_grad_() for each in maps]
-    factor = maps.query_rows.shape[-1] ** 0.25
+    factor = maps[0].shape[-1] ** 0.25
     rates = [learning_rate * (factor if each.dim() == 3 else 1.0) for each in learned]
     optimizer = torch.optim.Adam([{"params": [each], "lr": rate} for each, rate in zip(learned, rates, strict=True)])
     for step in range(steps):
-        batch = batches[int(torch.randint(len(batches), (), generator=generator))].some(most, generator)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * (1 - step / steps)
         optimizer.zero_grad()
         with torch.enable_grad():
-            loss = divergence(CentroidMaps(*learned), batch).sum()
-            if not loss.isfinite():
+            found = loss(type(maps)(*learned))
+            if not found.isfinite():
                 raise NumericalError(
-                    f"the divergence from softmax is {loss.item()} at step {step} of {steps}; expected a finite "
+                    f"the distance from softmax is {found.item()} at step {step} of {steps}; expected a finite "
                     "number. Look for NaN in the inputs, or calibrate with steps=0"
                 )
-            loss.backward()
+            found.backward()
         optimizer.step()
-    return CentroidMaps(*(each.detach() for each in learned))
+    return type(maps)(*(each.detach() for each in learned))

@@ -3,7 +3,7 @@
 A landmark feature is a hidden unit of the layer being replaced, so the covariance C of all hidden units (l, l) holds
 everything: for kept units S the best readout is A = C[:, S] (C[S, S] + λ)⁻¹, its error seen behind the contraction W₂
 is tr W₂ (C − A C[S, :] − …) W₂ᵀ, and choosing S is column subset selection on C. One pass over the data, memory l²,
-independent of the number of tokens.
+independent of the number of tokens and of how many come at once.
 
 Two rules for S:
 - "importance": largest (output standard deviation × ‖W₂ column‖), each unit on its own merit.
@@ -23,6 +23,8 @@ from snnk_peft.calibration.ridge import DEFAULT_RIDGES, RidgeFit
 from snnk_peft.errors import ConfigError
 
 RULES = ("greedy", "importance")
+ROWS = 1024  # vectors that are widened to fp64 together
+BLOCKS = 8  # of columns: a product with itself is symmetric, and blocks below its diagonal are not computed
 
 
 class SecondMoments:
@@ -55,15 +57,24 @@ class SecondMoments:
             )
         if len(vectors) == 0:
             return
-        vectors = vectors.double()
-        mean = vectors.mean(0)
-        centred = vectors - mean
-        self._join(len(vectors), mean, centred.T @ centred)
+        self.mean, self.scatter = (each.to(vectors.device) for each in (self.mean, self.scatter))
+        width = -(-len(self.mean) // BLOCKS)
+        blocks = [(start, start + width) for start in range(0, len(self.mean), width)]
+        for rows in vectors.split(ROWS):
+            rows = rows.double()
+            mean = rows.mean(0)
+            rows = rows - mean
+            for start, end in blocks:
+                self.scatter[start:end, start:].addmm_(rows[:, start:end].T, rows[:, start:])
+            self._shift(len(rows), mean)
+        for start, end in blocks:
+            self.scatter[start:end, :start] = self.scatter[:start, start:end].T
 
     def merge(self, other: SecondMoments) -> None:
         """Add the vectors of another accumulator of the same length."""
         if other.count:
-            self._join(other.count, other.mean, other.scatter)
+            self.mean, self.scatter = self.mean.to(other.mean), self.scatter.to(other.scatter) + other.scatter
+            self._shift(other.count, other.mean)
 
     def reduce(self) -> None:
         """Add the vectors of all other processes; every process calls this, also one without any."""
@@ -72,12 +83,12 @@ class SecondMoments:
         self.scatter = summed(self.scatter.addr(step, step, alpha=self.count))
         self.count, self.mean = total, mean
 
-    def _join(self, count: int, mean: Tensor, scatter: Tensor) -> None:
+    def _shift(self, count: int, mean: Tensor) -> None:
+        """Count vectors of this mean whose own scatter was added."""
         total = self.count + count
-        step = mean - self.mean.to(mean.device)
-        self.scatter = self.scatter.to(mean.device).add_(scatter)
+        step = mean - self.mean
         self.scatter.addr_(step, step, alpha=self.count * count / total)
-        self.mean = self.mean.to(mean.device) + step * (count / total)
+        self.mean = self.mean + step * (count / total)
         self.count = total
 
     def covariance(self) -> Tensor:

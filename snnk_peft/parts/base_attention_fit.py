@@ -16,7 +16,16 @@ from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from snnk_peft.attention.softmax import pairwise_mask
-from snnk_peft.calibration.centroids import CentroidMaps, Scores, centroids, descend, divergence, key_moments, sharpest
+from snnk_peft.calibration.centroids import (
+    CentroidMaps,
+    Scores,
+    centroids,
+    descend,
+    divergence,
+    key_moments,
+    output_error,
+    sharpest,
+)
 from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.calibration.reduce import same_everywhere
 from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
@@ -133,8 +142,9 @@ class Heard(NamedTuple):
         """Queries and keys in at least fp32, each times the root of the scaling, query heads by key heads."""
         root = self.scaling**0.5
         pairs = pairwise_mask(self.mask, self.q, self.k, self.causal)
-        q = wide(self.q).unflatten(1, (self.k.shape[1], -1)) * root
-        return Scores(q, wide(self.k) * root, None if pairs is None else pairs.unsqueeze(1), self.counted)
+        q, out = (wide(each).unflatten(1, (self.k.shape[1], -1)) for each in (self.q, self.out))
+        pairs = None if pairs is None else pairs.unsqueeze(1)
+        return Scores(q * root, wide(self.k) * root, wide(self.v), out, pairs, self.counted)
 
     def rows(self, out: torch.Tensor) -> torch.Tensor:
         """(B, H, L, D) -> (n, H·D) without padding."""
@@ -318,7 +328,13 @@ class AttentionFitter(Fitter):
         maps = centroids(queries[:, chosen], mean, covariance, rows, generator)
         every = max(1, len(scores) // TRIED)
         maps = sharpest(maps, [each.some(MOST, generator) for each in scores[::every]])
-        return descend(maps, scores, self.options.steps, generator, most=MOST) if self.options.steps else maps
+
+        def some() -> Scores:
+            return scores[int(torch.randint(len(scores), (), generator=generator))].some(MOST, generator)
+
+        steps = self.options.steps
+        maps = descend(maps, lambda tried: divergence(tried, some()).sum(), steps - steps // 2)
+        return descend(maps, lambda tried: output_error(tried, some(), self.weight), steps // 2)
 
     @torch.no_grad()
     def _take(self, maps: CentroidMaps) -> None:

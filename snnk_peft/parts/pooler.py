@@ -33,7 +33,8 @@ from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Patch, PatchContext
-from snnk_peft.parts.base_replaced import Bypass, Replace, ReplacedFitter, ReplacingPart
+from snnk_peft.parts.base_replaced import Bypass, Replace, ReplacingPart
+from snnk_peft.parts.base_replaced_fit import ReplacedFitter
 
 
 @PARTS.register("pooler")
@@ -129,7 +130,7 @@ class NewPooler(Replace):
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
         """Ridge regression of x itself on its features, with errors as the head sees them."""
-        return NewPoolerFitter(self, place, options)
+        return NewPoolerFitter(self.layer, self.activation, self.following, place, options)
 
     def fold(self, place: FoldPlace) -> None:
         """The features, and the readout multiplied into the head."""
@@ -144,17 +145,11 @@ class NewPooler(Replace):
 
 
 class NewPoolerFitter(ReplacedFitter):
-    """Fits a pooler that stands in for nothing: its target is its input.
+    """Fits a pooler that stands in for nothing: its target is its input."""
 
-    Args:
-        slot: what is fitted.
-        place: the head.
-        options: of `calibrate`.
-    """
-
-    def __init__(self, slot: Replace, place: FitPlace, options: FitOptions):
-        super().__init__(slot, place, options)
-        self.original = nn.Identity()
+    def target(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself, which the head would read."""
+        return x
 
 
 def _input_statistics(context: PatchContext, dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -64,8 +64,9 @@ def calibrate(
         ridges: candidates for the regularisation, as fractions of the mean feature variance.
         refit: once the regularisation is chosen, fit to all batches, the held-out ones included. The reported error is
             the held-out one from before.
-        steps: of Adam behind the closed form of an attention part over `centroids`, per layer, on the divergence from
-            softmax: 200 take about ten seconds a layer. 0 for the closed form alone.
+        steps: of Adam behind the closed form of an attention part over `centroids`, per layer: the first half on the
+            divergence of the weights from softmax, the second on the error of the output. 200 take a few seconds a
+            layer. 0 for the closed form alone.
         progress: show a progress bar with an estimate.
 
     Returns:
