@@ -235,7 +235,7 @@ def settings() -> argparse.Namespace:
     options.add_argument("--seeds", type=int, default=3, help="draws of them (default 3)")
     options.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the multiply-adds that stay")
     options.add_argument("--methods", nargs="+", choices=names, default=names, help="which (default: all)")
-    options.add_argument("--rate", type=float, default=1e-4, help="learning rate of uptraining (default 1e-4)")
+    options.add_argument("--rate", type=float, default=3e-4, help="learning rate of uptraining (default 3e-4)")
     options.add_argument("--tokens", type=int, default=64, help="of the sentences that are timed (default 64)")
     options.add_argument("--quick", action="store_true", help="one draw of 200 sentences, two shares, one repetition")
     arguments = options.parse_args()

@@ -29,7 +29,7 @@ def uptrain(
     seconds: float,
     *,
     seed: int = 0,
-    rate: float = 1e-4,
+    rate: float = 3e-4,
     size: int = 32,
     clock: Callable[[], float] = time.perf_counter,
 ) -> nn.Module:
