@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"bundling"},
     {"family_check"},
     {"cost"},
+    {"planning"},
     {"tasks"},
     {"__init__"},
 ]

@@ -20,11 +20,11 @@ class Conversion(NamedTuple):
     """What is replaced, and how it is fitted.
 
     Args:
-        config: fields of SNNKConfig.
+        config: fields of SNNKConfig, or a function of the teacher that finds them.
         calibrating: arguments of `calibrate`.
     """
 
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] | Callable[[nn.Module], Mapping[str, Any]]
     calibrating: Mapping[str, Any] = {}
 
 
@@ -61,7 +61,8 @@ def compare_conversions(
     models, fitted, seconds = {"teacher": teacher}, {}, {"teacher": 0.0}
     for name, conversion in conversions.items():
         start = time.perf_counter()
-        patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(**conversion.config, modules_to_save=[]))
+        fields = conversion.config(teacher) if callable(conversion.config) else conversion.config
+        patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(**fields, modules_to_save=[]))
         fitted[name] = calibrate(patched, calibration, **calibrating, **conversion.calibrating).to_dict()
         models[name] = bundle(patched).eval()
         seconds[name] = time.perf_counter() - start

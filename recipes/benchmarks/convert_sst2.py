@@ -53,10 +53,10 @@ def accuracy(model, tokenizer, sentences: list[str], labels: list[int], max_leng
     return right / len(order)
 
 
-def load(model: Path, data: str, count: int) -> tuple[Any, Any, list[str], list[str], list[int]]:
+def load(model: Path, data: str, count: int, seed: int = 0) -> tuple[Any, Any, list[str], list[str], list[int]]:
     """Teacher, tokenizer, `count` unlabelled training sentences, the development sentences, their labels."""
     rows = TASKS["sst2"].load(data)
-    chosen = np.random.default_rng(0).permutation(len(rows["train"]))[:count]
+    chosen = np.random.default_rng(seed).permutation(len(rows["train"]))[:count]
     unlabelled = [rows["train"]["sentence1"][int(i)] for i in chosen]
     sentences, labels = list(rows["validation"]["sentence1"]), list(rows["validation"]["label"])
     teacher = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
