@@ -402,7 +402,7 @@ def test_the_benchmark(tmp_path):
     (first, *rows) = found["rows"]
     assert first["method"] == "teacher"
     assert first["agreement"] == 1
-    names = ["ours", "narrow", "svd", "fisher", "modegpt", "uptrained"]
+    names = ["ours", "narrow", "plan", "svd", "fisher", "modegpt", "uptrained"]
     assert [(row["method"], row["share"]) for row in rows] == [(name, 0.9) for name in names]
     # Per layer and hidden unit that goes two rows of 32, and a bias or, of a bundled readout, none.
     units = round(0.9 * 64 - 0.1 * (4 * 32 * 32 + 2 * 32 * 64) / (2 * 32))

@@ -9,6 +9,7 @@ whole conversion.
 
 - ours: FFNPart and `calibrate`, no labels.
 - narrow: NarrowFFNPart and `calibrate`, no labels: another way to choose, and weights that stay trainable.
+- plan: parts, layers and sizes that `plan` chooses for this share at 64 tokens, and `calibrate`, no labels.
 - svd: every FFN matrix becomes two of the rank that is best for its real inputs (activation-aware SVD, that is whitened
   by the covariance of the inputs), no labels; `LowRankPart` and `calibrate` for linear layers are exactly this.
 - fisher: heads and units pruned by mask search, rearrangement and tuning (Kwon et al., 2022); uses labels.
@@ -38,7 +39,7 @@ from _peers.blocks import Batch, Cost, model_inputs
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
 
-from snnk_peft import FFNPart, LowRankPart, NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
+from snnk_peft import FFNPart, LowRankPart, NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model, plan
 from snnk_peft.parts.base import Part
 from snnk_peft.tasks import TASKS
 
@@ -46,9 +47,9 @@ Convert = Callable[[nn.Module, Sequence[Batch], float], nn.Module]
 SHARES = (0.85, 0.7, 0.58, 0.46)
 
 
-def calibrated(teacher: nn.Module, batches: Sequence[Batch], part: Part) -> nn.Module:
-    """A bundle with this part, fitted."""
-    patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(parts=[part], modules_to_save=[]))
+def calibrated(teacher: nn.Module, batches: Sequence[Batch], *parts: Part) -> nn.Module:
+    """A bundle with these parts, fitted."""
+    patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(parts=[*parts], modules_to_save=[]))
     calibrate(patched, batches, progress=False)
     return bundle(patched).eval()
 
@@ -68,6 +69,14 @@ def narrow(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Mod
     return calibrated(teacher, batches, NarrowFFNPart(num_features=ffn_features(teacher.config, share)))
 
 
+def planned(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module:
+    """What `plan` finds among FFNs and heads."""
+    ids = torch.ones(1, 64, dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": ids}
+    found = plan(teacher, [model_inputs(batch) for batch in batches], share, of="macs", inputs=inputs, progress=False)
+    return calibrated(teacher, batches, *found.config.parts)
+
+
 def svd(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module:
     """FFN matrices of the rank whose two factors cost the share."""
     config: Any = teacher.config
@@ -79,6 +88,7 @@ def svd(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module
 METHODS: dict[str, Convert] = {
     "ours": ours,
     "narrow": narrow,
+    "plan": planned,
     "svd": svd,
     "fisher": fisher_pruning.prune,
     "modegpt": modegpt.decompose,
