@@ -253,10 +253,12 @@ def test_leverage_scores_and_contraction(peers):
     hidden = seen_by(model, f"{LAYER}.output.dense", batches)
     weight = model.get_submodule(f"{LAYER}.output.dense").weight.detach().double()
     moment = hidden.T @ hidden
-    chosen = peers.modegpt.leverage_units(moment, 10)
-    tail = np.sort(np.linalg.svd(moment.numpy(), compute_uv=False))[:14].sum() / 10
-    scores = np.diag(moment.numpy() @ np.linalg.inv(moment.numpy() + tail * np.eye(24)))
-    assert chosen.tolist() == sorted(np.argsort(scores)[-10:].tolist())
+    chosen = torch.empty(0)
+    for count in (14, 6, 10):
+        chosen = peers.modegpt.leverage_units(moment, count)
+        tail = np.sort(np.linalg.svd(moment.numpy(), compute_uv=False))[: 24 - count].sum() / count
+        scores = np.diag(moment.numpy() @ np.linalg.inv(moment.numpy() + tail * np.eye(24)))
+        assert chosen.tolist() == sorted(np.argsort(scores)[-count:].tolist())
     found = peers.modegpt.nystrom_contraction(weight, moment, chosen)
     wanted = np.linalg.lstsq(hidden[:, chosen].numpy(), (hidden @ weight.T).numpy(), rcond=None)[0].T
     np.testing.assert_allclose(found.numpy(), wanted, atol=1e-8)
