@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from snnk_peft import (
     AttentionPart,
     FFNPart,
+    NarrowFFNPart,
     NarrowHeadsPart,
     Plan,
     PoolerPart,
@@ -202,7 +203,7 @@ def test_every_bad_argument_is_told_at_once():
     with pytest.raises(ConfigError, match="has token id 5198"):
         plan(bert(), wrong, "2x", of="macs")
     with pytest.raises(UnsupportedError, match="holds adapters already"):
-        plan(get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(num_features=8))), texts(), "1.2x", parts=PARTS)
+        plan(get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(num_features=8))), texts(), "1.2x")
 
 
 def test_seconds_are_measured_once(tmp_path, monkeypatch):
@@ -231,22 +232,47 @@ def test_seconds_are_measured_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("vit", {}), ("bert", {"num_labels": 1}), ("distilbert", {}), ("modernbert", {})]
+    ("family", "changes", "expected"),
+    [
+        ("vit", {}, {"ffn", "narrow_heads"}),
+        ("bert", {"num_labels": 1}, {"ffn", "narrow_heads"}),
+        ("distilbert", {}, {"ffn", "narrow_heads"}),
+        ("modernbert", {}, {"narrow_ffn"}),
+    ],
 )
-def test_other_models(family, changes):
-    """Pictures, a score instead of classes, other module names; what a family cannot take is not among the defaults."""
+def test_other_models(family, changes, expected):
+    """Pictures, a score instead of classes, other module names, gated FFNs: what a family can take is tried."""
     model = tiny(family, **changes)
     whole = inputs_for(model, batch=16)
     batches = [{name: rows[i : i + 4] for name, rows in whole.items()} for i in range(0, 16, 4)]
-    if family == "modernbert":
-        with pytest.raises(ConfigError, match="saves nothing that could be told"):
-            plan(model, batches, 0.97, of="macs", progress=False)
-        return
-    found = plan(model, batches, 0.97, of="macs", progress=False)
-    assert found.predicted["measured"] <= 0.97
+    found = plan(model, batches, 0.9, of="macs", progress=False)
+    assert found.predicted["measured"] <= 0.9
+    assert {candidate.part for candidate in found.candidates} - {"pooler"} == expected
     patched = get_snnk_model(model, found.config)
     calibrate(patched, batches, progress=False)
     bundle(patched)
+
+
+def test_a_causal_model_is_judged_by_all_its_words():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=200, intermediate_size=48, initializer_range=0.2, **sizes)).eval()
+    found = plan(model, texts(), 0.85, of="macs", parts=[NarrowFFNPart(keep=0.5)], progress=False)
+    assert [(choice.layer, choice.part, choice.size) for choice in found.choices] == [
+        (0, "narrow_ffn", "0.5"),
+        (1, "narrow_ffn", "0.5"),
+    ]
+    only = copy.deepcopy(found.config.parts[0])
+    only.layers = [1]
+    patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[only], modules_to_save=[]))
+    calibrate(patched, texts(), held_out=0.3, refit=False, progress=False)
+    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 4, 8)]
+    target, other = (
+        torch.cat([m(**batch).logits[batch["attention_mask"].bool()] for batch in held_out]).log_softmax(-1)
+        for m in (model, patched)
+    )
+    divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
+    assert found.choices[1].output_error == pytest.approx(divergence.item(), rel=1e-3)
 
 
 def test_half_precision():

@@ -21,13 +21,15 @@ from snnk_peft.layers.slots import Slot
 from snnk_peft.parts import Part
 from snnk_peft.parts.attention import AttentionPart
 from snnk_peft.parts.ffn import FFNPart
+from snnk_peft.parts.narrow_ffn import NarrowFFNPart
 from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
-UNITS = (1 / 48, 1 / 24, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 3 / 8)  # of the hidden units of an FFN
+UNITS = (1 / 48, 1 / 24, 1 / 12, 1 / 6, 1 / 4)  # of the hidden units of an FFN
 Places = list[tuple["int | None", list[int]]]  # layer, the numbers of the templates that compete for one place in it
+KEPT = (1 / 4, 1 / 2, 3 / 4)  # of the hidden units of a gated FFN
 HEADS = (1 / 4, 1 / 2, 3 / 4)  # of the dimensions of a head
 ROWS = (32, 64, 128)  # of linear attention
 POOLER = (32, 64)
@@ -50,6 +52,7 @@ def default_parts(model: nn.Module, length: int) -> list[list[Part]]:
     rows = [rows for rows in ROWS if 4 * rows <= length and not family.causal]
     return [
         [FFNPart(num_features=size) for size in _shares(getattr(units, "out_features", 0), UNITS)],
+        [NarrowFFNPart(keep=share) for share in KEPT if family.gated],
         [NarrowHeadsPart(head_dim=size) for size in _shares(dim, HEADS)],
         [AttentionPart(component="mixture", projection="centroids", num_features=size) for size in rows],
         [PoolerPart(num_features=size) for size in POOLER],
