@@ -151,7 +151,7 @@ def test_an_error_in_the_last_slot_takes_the_first_one_back(monkeypatch: pytest.
 
 
 def test_a_second_ctrl_c_does_not_stop_the_restoration() -> None:
-    model = patched(KINDS["heads"])
+    model = patched(KINDS["heads"]).eval()
     before = everything(model)
     restoring = Interrupted(60)  # far in the restoration: the block itself has a few lines only
 
