@@ -107,6 +107,22 @@ def test_layers_that_tell_each_other_more_run_in_full(monkeypatch):
     assert all(torch.equal(short[name], value) for name, value in full.items())
 
 
+def test_a_full_disk_costs_time_only(monkeypatch):
+    model = build("llama", "LlamaForSequenceClassification", num_hidden_layers=LAYERS)
+    config, batches = SNNKConfig(parts=[NarrowFFNPart()], modules_to_save=[]), given(model)
+    full, many = calibrated(model, config, batches, monkeypatch, full=True)
+
+    def fail(*args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("snnk_peft.tuner.stored_inputs.save_file", fail)
+    with pytest.warns(RuntimeWarning, match="No space left.*Set TMPDIR") as warned:
+        short, few = calibrated(model, config, batches, monkeypatch, full=False)
+    assert len([each for each in warned if "TMPDIR" in str(each.message)]) == 1
+    assert few == many
+    assert all(torch.equal(short[name], value) for name, value in full.items())
+
+
 def test_what_was_stored_is_deleted(monkeypatch, tmp_path):
     """Also by Ctrl-C."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

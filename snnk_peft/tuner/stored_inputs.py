@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -94,9 +96,21 @@ class StoredInputs:
 
     def save(self, index: int, digest: bytes, layer: int, hidden: torch.Tensor) -> None:
         """Keep the input of a layer in place of what was kept of this batch."""
-        if self._kept.get(index) != (layer, digest):
+        if self._kept.get(index) == (layer, digest):
+            return
+        try:
             save_file({"hidden": hidden.detach().contiguous().cpu()}, self._file(index))
-            self._kept[index] = layer, digest
+        except (OSError, SafetensorError) as error:
+            self.usable = False
+            warnings.warn(
+                f"what layers are given cannot be stored in {self._folder.name} ({error}), so every pass of calibrate "
+                f"runs the model from its start, which takes longer; {hidden.nbytes:,} bytes per batch are needed. Set "
+                "TMPDIR to a folder with more room",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        self._kept[index] = layer, digest
 
     def _file(self, index: int) -> Path:
         return Path(self._folder.name) / f"{index}.safetensors"
