@@ -203,7 +203,7 @@ def test_every_bad_argument_is_told_at_once():
     with pytest.raises(ConfigError, match="has token id 5198"):
         plan(bert(), wrong, "2x", of="macs")
     with pytest.raises(UnsupportedError, match="holds adapters already"):
-        plan(get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(num_features=8))), texts(), "1.2x", parts=PARTS)
+        plan(get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(num_features=8))), texts(), "1.2x")
 
 
 def test_seconds_are_measured_once(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
-UNITS = (1 / 48, 1 / 24, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 3 / 8)  # of the hidden units of an FFN
+UNITS = (1 / 48, 1 / 24, 1 / 12, 1 / 6, 1 / 4)  # of the hidden units of an FFN
 Places = list[tuple["int | None", list[int]]]  # layer, the numbers of the templates that compete for one place in it
 KEPT = (1 / 4, 1 / 2, 3 / 4)  # of the hidden units of a gated FFN
 HEADS = (1 / 4, 1 / 2, 3 / 4)  # of the dimensions of a head

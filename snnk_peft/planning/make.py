@@ -29,6 +29,7 @@ from snnk_peft.planning.measure import OF, Measure
 from snnk_peft.planning.result import POINTS, Candidate, Plan
 from snnk_peft.planning.sample import PICTURE, Sample
 from snnk_peft.tuner.batches import Batches, model_inputs
+from snnk_peft.tuner.model import refuse_prepared
 
 ATTEMPTS = 4
 
@@ -76,7 +77,7 @@ def plan(
 
     Raises:
         ConfigError: bad arguments, all of them; a budget that cannot be met, with the nearest that can.
-        UnsupportedError: an unknown family, or a model that holds adapters already.
+        UnsupportedError: an unknown family, or a model that is patched, wrapped or quantized already.
 
     Example:
         >>> import torch
@@ -91,6 +92,7 @@ def plan(
         >>> patched = get_snnk_model(model, found.config)
     """
     share = _check(budget, of, parts, tokens)
+    refuse_prepared(model)
     sample = Sample(model, batches, tokens)
     given = model_inputs(model, sample.middle if inputs is None else inputs)
     if parts is None:
@@ -123,7 +125,8 @@ def plan(
         for number in sorted(members)
     ]
     every = max(1, len(points) // POINTS)
-    curve = [{"cost": p.cost, "error": p.error} for i, p in enumerate(points) if i % every == 0 or i == len(points) - 1]
+    shown = [p for i, p in enumerate(points) if i % every == 0 or p in (point, points[-1])]
+    curve = [{"cost": each.cost, "error": each.error} for each in shown]
     predicted = {"cost": point.cost, "speed_up": 1 / point.cost, "error": point.error, "measured": measured}
     settings = {**measure.where, "tokens": tokens, "seed": seed}
     return Plan(config, of, share, predicted, candidates, curve, settings)
@@ -216,8 +219,8 @@ def _settle(
 ) -> tuple[Point, SNNKConfig, float]:
     """The best choice whose parts together are within the budget."""
     aim, nearest = share, math.inf
-    for _ in range(ATTEMPTS):
-        point = best_within(points, aim) or points[-1]
+    for attempt in range(ATTEMPTS):
+        point = (best_within(points, aim) if attempt < ATTEMPTS - 1 else None) or points[-1]
         config = _config(templates, found, point, seed)
         measured = measure.remaining(config)
         if measured <= share:
