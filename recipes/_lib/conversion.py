@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from _lib.convert_settings import ConversionSection, ConvertConfig
@@ -19,6 +18,7 @@ from _lib.experiment import Data
 from _lib.files import read_json, write_json
 from _lib.texts import batches_by_length, drawn
 from snnk_peft import CalibrationReport, Plan, SNNKConfig, calibrate, get_snnk_model, plan
+from snnk_peft.errors import ConfigError
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 RECORD = "conversion.json"
@@ -61,18 +61,21 @@ def converted(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator
     size = min(settings.batch_size, max(1, len(chosen) // max(8, world)))
     shares = batches_by_length(data.train.lengths, chosen, size)
     started = time.perf_counter()
-    # Latencies differ from one process to another: the first one plans for all.
-    found = [None]
-    if settings.budget is not None and accelerator.is_main_process:
+    found = None
+    if settings.budget is not None:
+        if world > 1:  # each would measure seconds of its own
+            raise ConfigError(
+                f"convert.budget is {settings.budget} and there are {world} processes; expected one to plan. Convert "
+                "in one process, and give the parts of its plan.json as convert.parts to several"
+            )
         every = [data.train.batch(indices, accelerator.device) for indices in shares]
-        found = [_planned(teacher, every, timed_inputs(data, config, accelerator.device), settings, seed)]
-    found = broadcast_object_list(found) if world > 1 else found
-    decided = settings.snnk_config(seed) if found[0] is None else found[0].config
+        found = _planned(teacher, every, timed_inputs(data, config, accelerator.device), settings, seed)
+    decided = settings.snnk_config(seed) if found is None else found.config
     model = get_snnk_model(copy.deepcopy(teacher), decided)
     mine = [data.train.batch(indices, accelerator.device) for indices in shares[accelerator.process_index :: world]]
     fit = {"landmarks": settings.landmarks, "held_out": settings.held_out, "steps": settings.steps}
     report = calibrate(model, mine, progress=sys.stderr.isatty(), **fit)
-    return Conversion(model, report, found[0], len(chosen), time.perf_counter() - started)
+    return Conversion(model, report, found, len(chosen), time.perf_counter() - started)
 
 
 def _planned(teacher: nn.Module, batches: list[Any], inputs: Any, settings: ConversionSection, seed: int) -> Plan:
