@@ -27,6 +27,8 @@ from snnk_peft.parts.low_rank import LowRankPart
 from snnk_peft.parts.narrow_ffn import NarrowFFNPart
 from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.pooler import PoolerPart
+from snnk_peft.planning.make import plan
+from snnk_peft.planning.result import Plan
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.calibrate import calibrate
 from snnk_peft.tuner.calibration_report import CalibrationReport
@@ -58,6 +60,7 @@ __all__ = [
     "Part",
     "Patch",
     "PatchContext",
+    "Plan",
     "PoolerPart",
     "SNNKConfig",
     "build_feature_map",
@@ -70,5 +73,6 @@ __all__ = [
     "fit_attention",
     "fit_closed_form",
     "get_snnk_model",
+    "plan",
     "register_family",
 ]

@@ -33,6 +33,7 @@ LAYERS: list[set[str]] = [
     {"exporting"},
     {"family_check"},
     {"cost"},
+    {"planning"},
     {"tasks"},
     {"__init__"},
 ]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import io
+import json
+import tarfile
 
 import numpy as np
 import peft
@@ -12,7 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from sklearn.linear_model import Ridge
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
 
 from snnk_peft import (
@@ -254,6 +261,35 @@ def test_the_report_is_what_the_model_does(family):
     assert report.slots[0].error_after < report.slots[0].error_before
 
 
+@pytest.mark.parametrize("family", ["bert", "llama", "modernbert"])
+def test_steps_move_all_matrices_to_less_error(family):
+    """Beyond what any contraction of kept units reaches; the same in every call."""
+    model = build(family, main_head(family))
+    given = batches(model, 20)
+    closed, stepped, again = (narrow(copy.deepcopy(model), keep=0.5) for _ in range(3))
+    before = calibrate(closed, given, refit=False, progress=False)
+    after = calibrate(stepped, given, steps=60, progress=False)
+    assert after.slots[0].error_after < 0.9 * before.slots[0].error_after
+    assert after.slots[0].error_before == before.slots[0].error_before
+    calibrate(again, given, steps=60, progress=False)
+    state = again.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in stepped.state_dict().items())
+    own = {name for name in state if "snnk_slots" in name}
+    assert all(not torch.equal(state[name], closed.state_dict()[name]) for name in own)
+
+
+def test_steps_that_do_not_help_are_not_taken(monkeypatch):
+    from snnk_peft.calibration import block_descent
+
+    model = build("llama", "LlamaForSequenceClassification")
+    closed, stepped = (narrow(copy.deepcopy(model)) for _ in range(2))
+    calibrate(closed, batches(model), refit=False, progress=False)
+    monkeypatch.setattr(block_descent, "LEARNING_RATE", 30.0)
+    calibrate(stepped, batches(model), steps=5, progress=False)
+    state = closed.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in stepped.state_dict().items())
+
+
 def test_a_bundle_has_narrower_linears_and_no_more():
     model = build("llama", "LlamaForCausalLM")
     before = model.num_parameters()
@@ -435,3 +471,45 @@ def test_activations_that_are_not_finite():
     with pytest.raises(ValueError, match="NaN or infinity"):
         calibrate(patched, batches(model), progress=False)
     assert all(torch.equal(value, before[name]) for name, value in patched.state_dict().items())
+
+
+def test_the_benchmark(root, tmp_path):
+    """The program from end to end, on a Llama of two layers and twenty reviews."""
+    words = [f"word{number}" for number in range(40)]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {word: 3 + number for number, word in enumerate(words)}
+    core = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", unk_token="<unk>").save_pretrained(
+        tmp_path / "model"
+    )
+    build("llama", "LlamaForCausalLM").save_pretrained(tmp_path / "model")
+    with tarfile.open(tmp_path / "reviews.tar.gz", "w:gz") as archive:
+        for number in range(20):
+            chosen = torch.randint(40, (30,), generator=_seeded(number)).tolist()
+            text = " ".join(words[index] for index in chosen).encode()
+            member = tarfile.TarInfo(f"aclImdb/{('train', 'test')[number % 2]}/pos/{number}_1.txt")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+    output = tmp_path / "metrics.json"
+    given = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "reviews.tar.gz"), "--output", str(output)]
+    given += [
+        "--units",
+        "12",
+        "--rules",
+        "greedy",
+        "leverage",
+        "--tokens",
+        "192",
+        "--length",
+        "8",
+        "--test-tokens",
+        "64",
+    ]
+    done = run_python([str(root / "recipes" / "benchmarks" / "convert_llama_ffn.py"), *given])
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(output.read_text())
+    assert [row["model"] for row in found["rows"]] == ["original", "12 units, greedy", "12 units, leverage"]
+    sizes = [row["parameters"] for row in found["rows"]]
+    assert [sizes[0] - size for size in sizes] == [0, *[2 * 3 * 12 * 16] * 2]  # layers, matrices, units, width
+    assert all(20 < row["perplexity"] < 100 for row in found["rows"])
+    assert all(len(report["slots"]) == 2 for report in found["calibration"].values())

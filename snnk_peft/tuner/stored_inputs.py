@@ -173,7 +173,7 @@ def _handing_on(layers: list[nn.Module]) -> Iterator[None]:
     """Layers that give what they are given."""
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = _hand_on  # type: ignore[method-assign]
+        layer.forward = _hand_on
     try:
         yield
     finally:
@@ -207,5 +207,5 @@ def _digest(inputs: Mapping[str, Any]) -> bytes:
     for name, value in sorted(inputs.items()):
         if isinstance(value, torch.Tensor):
             found.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.digest()
