@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from snnk_peft import (
     AttentionPart,
     FFNPart,
     LowRankPart,
+    NarrowFFNPart,
     NarrowHeadsPart,
     PoolerPart,
     SNNKConfig,
@@ -132,25 +134,29 @@ def test_blocks_leave_room_only_when_exporting(monkeypatch):
 # --- export ---------------------------------------------------------------------------------------------------------
 
 
+JOINT = {"near_field": 3, "near_field_normalisation": "joint", "sinks": 2}
 CENTROIDS = AttentionPart("mixture", "centroids", num_features=4)
+ONE = {"num_hidden_layers": 1}
 KINDS = {
-    "adapter, ffn, pooler, near field": ("bert", PARTS["everything"], {}),
-    "attention that adapts to its input": ("bert", PARTS["adapts to its input"], {}),
+    "adapter, ffn, pooler, near field": ("bert", PARTS["everything"], ONE),
+    "attention that adapts to its input": ("bert", PARTS["adapts to its input"], ONE),
     "attention of some layers": ("modernbert", PARTS["some layers"], {}),
     "centroids, parallel adapter": (
         "bert",
         {"attention": CENTROIDS, "adapter": AdapterPart(num_features=4, placement="parallel")},
-        {"num_hidden_layers": 1},
+        ONE,
     ),
-    "low rank, narrow heads": (
-        "bert",
-        {"parts": [LowRankPart("ffn", rank=3), NarrowHeadsPart(head_dim=6)]},
-        {"num_hidden_layers": 1},
-    ),
+    "centroids under one normalisation": ("bert", {"attention": replace(CENTROIDS, **JOINT)}, ONE),
+    "low rank, narrow heads": ("bert", {"parts": [LowRankPart("ffn", rank=3), NarrowHeadsPart(head_dim=6)]}, ONE),
     "vision": (
         "vit",
         {"ffn": FFNPart(num_features=8), "pooler": PoolerPart(num_features=8), "adapter": AdapterPart(num_features=4)},
-        {"num_hidden_layers": 1},
+        ONE,
+    ),
+    "causal, one normalisation, narrow FFN": (
+        "llama",
+        {"parts": [replace(CENTROIDS, layers=[0], refit_output=False, **JOINT), NarrowFFNPart(layers=[1])]},
+        {},
     ),
     "causal, near field": ("llama", PARTS["near field"], {}),
     "causal, some layers": ("gpt2", PARTS["some layers"], {}),
@@ -177,8 +183,8 @@ def test_onnx(kind, tmp_path):
             torch.testing.assert_close(torch.from_numpy(logits), model(**batch).logits, rtol=1e-4, atol=1e-5)
 
 
-def one_layer(**changes):
-    return tiny("bert", num_hidden_layers=1, **changes)
+def one_layer():
+    return tiny("bert", **ONE)
 
 
 def test_a_file_of_torch(tmp_path):
@@ -250,6 +256,27 @@ def test_int8_linears(tmp_path):
     assert set(report.int8.milliseconds) == {"torch", "onnx", "int8"}
 
 
+def test_half_precision(tmp_path):
+    model = bundled(one_layer().bfloat16(), {"ffn": FFNPart(num_features=8)})
+    report = export(model, "torch", tmp_path / "model.pt2", sample=inputs_for(model, 2, 6))
+    assert report.dtype == "bfloat16"
+    batch = inputs_for(model, 3, 9)
+    logits = torch.export.load(report.path).module()(**batch)["logits"]
+    assert logits.dtype == torch.bfloat16
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(**batch).logits, rtol=0.05, atol=0.02)
+
+
+class TwoWords(BertForSequenceClassification):
+    """Takes texts of an even length alone, as soon as it is a program."""
+
+    def forward(self, input_ids, **kwargs):
+        if torch.compiler.is_exporting():
+            pairs = input_ids.view(len(input_ids), -1, 2)
+            input_ids = pairs.flatten(1)
+        return super().forward(input_ids, **kwargs)
+
+
 class Restless(BertForSequenceClassification):
     """Says something else at every call, what no program can."""
 
@@ -267,6 +294,9 @@ def test_a_program_that_differs_is_not_written(tmp_path):
         export(model, "torch", target, overwrite=True)
     assert os.listdir(tmp_path) == ["model.pt2"]
     assert target.read_bytes() == b"older"
+    with pytest.raises(UnsupportedError, match=r"program fails for inputs \{'input_ids': \[1, 1\]"):
+        export(TwoWords(model.config).eval(), "torch", target, overwrite=True)
+    assert os.listdir(tmp_path) == ["model.pt2"]
     export(one_layer(), "torch", target, overwrite=True)
     assert target.stat().st_size > 10_000
 

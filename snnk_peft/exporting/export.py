@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def export(
     Raises:
         ConfigError: lists every wrong argument; an existing file without `overwrite`.
         ImportError: "onnx" without its packages.
-        UnsupportedError: a model that cannot be bundled, or that the exporter or ONNX Runtime cannot take; says why.
+        UnsupportedError: a model that cannot be bundled, or that the exporter or ONNX Runtime cannot take, or only in
+            some shapes; says why.
         ValueError: the program differs from the model by more than `tolerance`; nothing is written.
 
     Example:
@@ -221,11 +223,12 @@ def _parity(model: PreTrainedModel, run: Any, batches: Iterable[Inputs], limit: 
 
     Raises:
         ValueError: beyond the limit.
+        UnsupportedError: the program does not take a shape.
     """
     found: dict[str, ShapeParity] = {}
     for batch in batches:
-        error, output = compare(model, lambda return_dict, **inputs: run(**inputs), batch)
-        entry = ShapeParity({name: list(value.shape) for name, value in batch.items()}, error, output)
+        error, output = compare(model, partial(_answer, run), batch)
+        entry = ShapeParity(_shapes(batch), error, output)
         if not error <= limit:
             raise ValueError(
                 f"the exported program's {output} differs from the model's by {error:.1e} of its largest value for "
@@ -236,6 +239,20 @@ def _parity(model: PreTrainedModel, run: Any, batches: Iterable[Inputs], limit: 
         if key not in found or found[key].error < error:
             found[key] = entry
     return list(found.values())
+
+
+def _answer(run: Any, return_dict: bool, **inputs: torch.Tensor) -> Any:
+    try:
+        return run(**inputs)
+    except Exception as error:  # of torch or ONNX Runtime: a graph that fits some shapes alone
+        raise UnsupportedError(
+            f"the exported program fails for inputs {_shapes(inputs)}: {type(error).__name__}: {error}. Nothing was "
+            "written"
+        ) from error
+
+
+def _shapes(batch: Inputs) -> dict[str, list[int]]:
+    return {name: list(value.shape) for name, value in batch.items()}
 
 
 def _moved(files: list[Path], target: Path) -> dict[str, int]:
