@@ -12,6 +12,8 @@ from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.closed_form import fit_closed_form
 from snnk_peft.components import COMPONENTS
 from snnk_peft.config import SNNKConfig
+from snnk_peft.exporting.export import export
+from snnk_peft.exporting.report import ExportReport
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.family_check import FamilyReport, check_family
 from snnk_peft.feature_map import build_feature_map
@@ -22,8 +24,11 @@ from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
 from snnk_peft.parts.ffn import FFNPart
 from snnk_peft.parts.low_rank import LowRankPart
+from snnk_peft.parts.narrow_ffn import NarrowFFNPart
 from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.pooler import PoolerPart
+from snnk_peft.planning.make import plan
+from snnk_peft.planning.result import Plan
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.calibrate import calibrate
 from snnk_peft.tuner.calibration_report import CalibrationReport
@@ -41,6 +46,7 @@ __all__ = [
     "AdapterPart",
     "AttentionPart",
     "CalibrationReport",
+    "ExportReport",
     "FFNPart",
     "Factors",
     "FamilyReport",
@@ -49,20 +55,24 @@ __all__ = [
     "InputMoments",
     "LowRankPart",
     "ModelFamily",
+    "NarrowFFNPart",
     "NarrowHeadsPart",
     "Part",
     "Patch",
     "PatchContext",
+    "Plan",
     "PoolerPart",
     "SNNKConfig",
     "build_feature_map",
     "bundle",
     "calibrate",
     "check_family",
+    "export",
     "factorize",
     "factorize_many",
     "fit_attention",
     "fit_closed_form",
     "get_snnk_model",
+    "plan",
     "register_family",
 ]

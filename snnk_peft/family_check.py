@@ -6,6 +6,7 @@ can take is therefore put into a copy of it, and one probe batch goes through:
     called      the model runs, and every slot in it
     gradient    what is trained at each place gets a gradient that is not zero
     changes     other trained numbers give another output
+    hidden      (narrow_ffn) what the FFN's hidden units give is activation(a), or activation(a) * b where it is gated
     disabled    disable_adapter() gives the original's output back, bit by bit (softmax attention: up to rounding)
     bundle      the folded model agrees with the patched one
 """
@@ -31,6 +32,7 @@ from snnk_peft.families.base import ModelFamily
 from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
 from snnk_peft.parts.ffn import FFNPart
+from snnk_peft.parts.narrow_ffn import FirstUnits, NarrowFFNPart
 from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.tuner.get_model import get_snnk_model
@@ -44,11 +46,12 @@ CASES: dict[str, dict[str, Any]] = {
     "pooler": {"pooler": PoolerPart("relu", "orf", 16)},
     "attention": {"attention": AttentionPart(projection="free", num_features=16)},
     "narrow_heads": {"parts": [NarrowHeadsPart(head_dim=1)]},
+    "narrow_ffn": {"parts": [NarrowFFNPart()]},
 }
 # Paths inside one layer, which exist in every model of a family; the others belong to heads that a model may lack.
 IN_LAYERS = (
     *("attention", "query", "key", "value", "attention_out", "attention_adapter"),
-    *("ffn_in", "activation", "ffn_out", "ffn_adapter"),
+    *("ffn_in", "ffn_up", "activation", "ffn_out", "ffn_adapter"),
 )
 SHOWN = 6  # places named in a message
 
@@ -98,7 +101,8 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
         >>> tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
         >>> report = check_family(ViTModel(ViTConfig(image_size=8, patch_size=4, **tiny)))
         >>> report.checked
-        ['houlsby', 'pfeiffer', 'parallel', 'query_value', 'ffn', 'pooler', 'attention', 'narrow_heads']
+        ['houlsby', 'pfeiffer', 'parallel', 'query_value', 'ffn', 'pooler', 'attention', 'narrow_heads',
+        'narrow_ffn']
         >>> report.left_out
         {}
     """
@@ -176,6 +180,7 @@ def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterato
         yield f"no gradient reaches {_some(still)}: nothing reads what is computed there"
     if silent or still:
         return
+    yield from _other_units(patched, inputs)
     _perturb(patched)
     after = _outputs(patched, inputs)
     if all(torch.equal(after[name], value) for name, value in before.items()):
@@ -191,6 +196,24 @@ def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterato
         bundle(patched, probe=inputs)
     except (ValueError, UnsupportedError) as error:
         yield f"no bundle: {error}"
+
+
+def _other_units(patched: Any, inputs: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the formula by which `NarrowFFNPart` computes hidden units."""
+    root, given = patched.get_base_model(), {}
+    blocks = [slot.block for slot in patched.modules() if isinstance(slot, FirstUnits)]
+    ends = [root.get_submodule(path) for block in blocks for path in (block.paths[0], block.paths[-1])]
+    hooks = [each.register_forward_pre_hook(lambda module, args: given.update({module: args[0]})) for each in ends]
+    with patched.disable_adapter(), torch.no_grad():
+        patched(**inputs)
+        for block in blocks:
+            *expansions, contraction = (root.get_submodule(path) for path in block.paths)
+            found = block.hidden(expansions, root.get_submodule(block.activation), given[expansions[0]])
+            units = given[contraction].reshape(found.shape)
+            if not torch.allclose(found, units, rtol=1e-3, atol=1e-3 * float(units.abs().max())):
+                yield f"{block.paths[-1]!r} reads something else than activation(a) or, gated, activation(a) * b"
+    for hook in hooks:
+        hook.remove()
 
 
 def _holds(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from snnk_peft import (
     AttentionPart,
     FFNPart,
     LowRankPart,
+    NarrowFFNPart,
     NarrowHeadsPart,
     PoolerPart,
     build_feature_map,
@@ -34,6 +35,10 @@ PARTS: dict[str, dict[str, Any]] = {
         "attention": AttentionPart("hrf", "gmm", 6, per_head=True, separate_maps=True, sum_of=[{"component": "elu"}])
     },
     "narrow_heads": {"parts": [NarrowHeadsPart(head_dim=6)]},
+    "narrow_ffn": {"parts": [NarrowFFNPart()]},
+    "attention-joint": {
+        "attention": AttentionPart("mixture", "centroids", 6, near_field=2, near_field_normalisation="joint", sinks=1)
+    },
     "attention-adapting": {"attention": AttentionPart("saderf", num_features=6)},
 }
 PAIRS = [

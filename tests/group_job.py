@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from snnk_peft import (
     AdapterPart,
     FFNPart,
+    NarrowFFNPart,
     NarrowHeadsPart,
     Part,
     PoolerPart,
@@ -37,6 +38,7 @@ PARTS: dict[str, Part] = {
     "units": FFNPart(num_features=6, component="gelu", projection="landmark"),
     "rows": FFNPart(num_features=6, component="relu", projection="landmark"),
     "heads": NarrowHeadsPart(head_dim=6),
+    "narrow": NarrowFFNPart(num_features=20),
 }
 EXAMPLES = 8
 STEPS = 60

@@ -30,13 +30,13 @@ from snnk_peft.bundling.code_file import FILE_NAME
 from snnk_peft.bundling.modules import BundledModel
 from snnk_peft.bundling.probe import probe_inputs
 from snnk_peft.errors import UnsupportedError
-from snnk_peft.tuner.calibrate import _slot_calls
+from snnk_peft.tuner.slot_inputs import _slot_calls
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_families import CONFIGS, build, heads, main_head
 from tests.tiny_models import trained
 
 # Of check_family.
-PARTS = {"houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads"}
+PARTS = {"houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads", "narrow_ffn"}
 CONFIG = {
     "houlsby": {"adapter": AdapterPart(num_features=4)},
     "ffn": {"ffn": FFNPart(num_features=6)},
@@ -59,7 +59,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "modernbert": {**GATED, **FUSED},
     "gpt2": {**FUSED, **POOLER},
     "gpt_neox": {**FUSED, **POOLER},
-    "esm": {**dict.fromkeys(("parallel", "ffn"), "calls its activation as a function"), **CHANGED},
+    "esm": {**dict.fromkeys(("parallel", "ffn", "narrow_ffn"), "calls its activation as a function"), **CHANGED},
     "mpnet": {"attention": "bias per pair of positions", **CHANGED},
     "beit": {"attention": "bias per pair of positions"},
     "data2vec-vision": {"attention": "does not call its attention through AttentionInterface", **CHANGED},
@@ -306,7 +306,7 @@ def test_inputs_of_later_runs_are_those_of_the_original():
     changed = get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4, init="random"), modules_to_save=[])).eval()
     layer = next(m for path, m in changed.named_modules() if path.endswith("albert_layers.0.ffn"))
     fitter = SimpleNamespace(together=["encoder.albert_layer_groups.0.albert_layers.0.activation"])
-    (_, calls), *_ = _slot_calls(changed, layer, fitter, 3, [inputs], Bar())
+    (_, calls), *_ = _slot_calls(changed, layer, fitter, 3, [(0, inputs)], Bar(), lambda _, given: changed(**given))
     rows = torch.cat([call.real(call.args[0]) for call in calls])
     keep = inputs["attention_mask"].bool()
     torch.testing.assert_close(rows, torch.cat([x[keep] for x in wanted]))

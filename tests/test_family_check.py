@@ -32,7 +32,7 @@ from snnk_peft.errors import UnsupportedError
 from tests.tiny_families import build
 from tests.tiny_models import CLASSIFIERS, TEXT, TOKENS, tiny
 
-ALL = ["houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads"]
+ALL = ["houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads", "narrow_ffn"]
 SPECIAL = {key: TOKENS[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 
@@ -84,7 +84,7 @@ def test_bare_encoders_are_as_described(model_class):
 
 def test_decoders_are_as_described():
     llama = LlamaForCausalLM(LlamaConfig(**{**TEXT, **SPECIAL}))
-    assert check_family(llama).checked == ["houlsby", "pfeiffer", "query_value", "attention"]
+    assert check_family(llama).checked == ["houlsby", "pfeiffer", "query_value", "attention", "narrow_ffn"]
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=100, **SPECIAL))
     assert "attention" in check_family(gpt2).checked
 

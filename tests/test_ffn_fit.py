@@ -7,7 +7,6 @@ import json
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
 
 from snnk_peft import FFNPart, PoolerPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.calibration.error_meter import ErrorMeter
@@ -17,8 +16,6 @@ from snnk_peft.calibration.token_sample import TokenSample
 from snnk_peft.parts import base_replaced_fit
 from snnk_peft.tuner.batches import is_held_out
 from tests.fresh_process import ROOT, run_python
-from tests.glue_files import write_task
-from tests.recipe_world import write_world
 from tests.tiny_models import tiny
 
 
@@ -287,31 +284,3 @@ def test_half_precision_and_the_pooler():
     pooler = PoolerPart(num_features=12, component="relu", projection="free")
     errors = [converted(pooler, steps=steps)[1].slots[0].error_after for steps in (0, 60)]
     assert errors[1] < errors[0]
-
-
-# ---------------------------------------------------------------- the benchmark
-
-
-def test_the_benchmark(tmp_path):
-    """On a random BERT and a stand-in of SST-2's files, with two choices of the sentences."""
-    for package in ("accelerate", "datasets", "rich"):
-        pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-    write_world(tmp_path)
-    write_task(tmp_path / "glue", "sst2", n_train=300, n_dev=20)
-    sizes = {"num_hidden_layers": 6, "intermediate_size": 200}  # as many layers and units as are asked for
-    BertForSequenceClassification(BertConfig.from_pretrained(tmp_path / "bert", **sizes)).save_pretrained(
-        tmp_path / "bert"
-    )
-    output = tmp_path / "metrics.json"
-    given = ["--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--repetitions", "1"]
-    given += ["--sentences", "200", "--steps", "2", "--seeds", "2", "--output", str(output)]
-    done = run_python([str(ROOT / "recipes" / "benchmarks" / "convert_sst2.py"), *given])
-    assert done.returncode == 0, done.stderr
-    found = json.loads(output.read_text())
-    assert [row["model"] for row in found["rows"]][:2] == ["teacher", "3 of 6 FFNs, 32 features"]
-    assert all(row["lowest"] <= row["accuracy"] <= row["highest"] for row in found["rows"])
-    reports = found["calibration"]["6 of 6 FFNs, 128 features"]
-    assert [len(report["slots"]) for report in reports] == [6, 6]
-    first, second = (report["slots"][0]["error_after"] for report in reports)
-    assert first != second  # other sentences
-    assert reports[0]["settings"]["steps"] == 2

@@ -30,8 +30,10 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"tuner"},
     {"bundling"},
+    {"exporting"},
     {"family_check"},
     {"cost"},
+    {"planning"},
     {"tasks"},
     {"__init__"},
 ]

@@ -370,7 +370,7 @@ class TestSlots:
             nn.init.normal_(readout.v)
             expected = expected + readout.scaling * readout.v * (stage(x) @ readout.A.T)
             wide = wrap(BesideExpansion(stage), wide)
-            act = wrap(OnHiddenUnits(HIDDEN), act)
+            act = wrap(OnHiddenUnits(stage.out_dim, "expansion"), act)
             narrow = wrap(BesideContraction(readout), narrow)
         torch.testing.assert_close(narrow(act(wide(x))), expected)
 

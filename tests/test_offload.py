@@ -20,6 +20,7 @@ from snnk_peft import (
     AdapterPart,
     AttentionPart,
     FFNPart,
+    NarrowFFNPart,
     NarrowHeadsPart,
     PoolerPart,
     SNNKConfig,
@@ -50,6 +51,7 @@ PARTS = {
         "attention": AttentionPart("hrf", "gmm", 6, separate_maps=True, sum_of=[{"component": "elu"}])
     },
     "narrow_heads": {"parts": [NarrowHeadsPart(head_dim=6)]},
+    "narrow_ffn": {"parts": [NarrowFFNPart()]},
     "seed-only": {"adapter": AdapterPart(num_features=4), "save_projection": False},
 }
 cases = pytest.mark.parametrize("part", PARTS)

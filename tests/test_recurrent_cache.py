@@ -30,6 +30,7 @@ VARIANTS = [
     {"num_features": 16, "near_field": 1},
     {"layers": "top-1"},
     {"layers": "bottom-1", "near_field": 4},
+    {"num_features": 16, "near_field": 3, "near_field_normalisation": "joint", "sinks": 2, "per_head": True},
 ]
 GREEDY = {"max_new_tokens": 10, "do_sample": False}
 

@@ -23,6 +23,7 @@ STATIC = {**GREEDY, "cache_implementation": "static"}
 VARIANTS = [
     {"num_features": 16},
     {"num_features": 16, "near_field": 3},
+    {"num_features": 16, "near_field": 3, "near_field_normalisation": "joint", "sinks": 2},
     {"num_features": 16, "layers": [0]},
     {"num_features": 16, "layers": [1], "near_field": 3},
 ]

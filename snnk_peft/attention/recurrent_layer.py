@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from snnk_peft.attention.interface import CACHE_LAYER, NAME
 from snnk_peft.errors import UnsupportedError
+from snnk_peft.layers.joint_attention import JointState
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import KernelState, continue_attention
 
@@ -63,7 +64,7 @@ class RecurrentLayer(CacheLayerMixin):
     """The cache of one layer with linear attention: sums over all keys so far, in at least fp32.
 
     Attributes:
-        state: the sums, and the last keys and values of a near field; None before the first token.
+        state: the sums, the last keys and values of a near field, and its sinks; None before the first token.
     """
 
     is_sliding = False
@@ -72,7 +73,7 @@ class RecurrentLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: KernelState | None = None
+        self.state: KernelState | JointState | None = None
         self._seen = 0
         self._attended = True
         self._made_by: Maker | None = None

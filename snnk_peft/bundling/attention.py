@@ -1,6 +1,7 @@
 """Linear attention in a bundle: the attention module stays, and a KernelAttention is put inside it as `snnk_kernel`.
 
-    attention       linear attention for the module above       spec: terms (stages, key_stages), num_heads, near_field
+    attention           linear attention for the module above   spec: terms (stages, key_stages), num_heads, near_field
+    joint_attention     the same under one normalisation        spec: sinks as well
 
 Part of the code file of bundles that have it. Importing this module registers the attention function.
 """
@@ -26,12 +27,14 @@ PLANNED_ATTENTION = "snnk_peft"  # in plans; the name under which a function is 
 
 def attention_spec(kernel: KernelAttention) -> Spec:
     """The spec of a kernel."""
+    joint = {} if kernel.joint is None else {"kind": "joint_attention", "sinks": kernel.joint.sinks}
     return {
         "kind": "attention",
         "terms": [_term_spec(cast(AttentionTerm, term)) for term in kernel.terms],
         "num_heads": kernel.num_heads,
         "near_field": kernel.near_field,
         "attention_implementation": PLANNED_ATTENTION,
+        **joint,
     }
 
 
@@ -52,7 +55,8 @@ def _attention(spec: Spec, present: Any) -> nn.Module:
         AttentionTerm(_attention_maps(term["stages"]), term["key_stages"] and _attention_maps(term["key_stages"]))
         for term in spec["terms"]
     ]
-    return KernelAttention(terms, spec["num_heads"], near_field=spec["near_field"])
+    joint = {"joint": True, "sinks": spec["sinks"]} if spec["kind"] == "joint_attention" else {}
+    return KernelAttention(terms, spec["num_heads"], near_field=spec["near_field"], **joint)
 
 
 def _use_linear_attention(model: Any) -> None:
@@ -92,6 +96,11 @@ FIELDS["attention"] = {
         lambda value: value == PLANNED_ATTENTION,
     ),
 }
-BUILDERS["attention"] = _attention
-ADDITIONS.add("attention")
-FINISHERS["attention"] = _use_linear_attention
+FIELDS["joint_attention"] = {
+    **FIELDS["attention"],
+    "near_field": SIZE,
+    "sinks": expects("an integer >= 0", lambda value: type(value) is int and value >= 0),
+}
+BUILDERS |= dict.fromkeys(("attention", "joint_attention"), _attention)
+ADDITIONS |= {"attention", "joint_attention"}
+FINISHERS |= dict.fromkeys(("attention", "joint_attention"), _use_linear_attention)

@@ -21,6 +21,7 @@ from snnk_peft.projections import PROJECTIONS
 
 FILE_NAME = "modeling_snnk_bundle.py"
 PACKAGE = "snnk_peft"
+ATTENTION = ("attention", "joint_attention")  # kinds of specs that need bundling/attention.py
 
 Import = tuple[str, str | None]
 
@@ -58,7 +59,7 @@ def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapp
 
     stages = list(stage_specs(modules.values()))
     used = [COMPONENTS[stage["component"]] for stage in stages] + [PROJECTIONS[stage["projection"]] for stage in stages]
-    attention = ["snnk_peft.bundling.attention"] if any(s.get("kind") == "attention" for s in modules.values()) else []
+    attention = ["snnk_peft.bundling.attention"] if any(s.get("kind") in ATTENTION for s in modules.values()) else []
     names = ["snnk_peft.bundling.modules", *attention, *sorted({cls.__module__ for cls in used})]
     base_config = base.config_class
     imports, body = assemble(names)

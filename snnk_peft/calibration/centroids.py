@@ -18,7 +18,7 @@ pairs (B, 1, 1, L, N) or (1, 1, 1, L, N).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from snnk_peft.errors import NumericalError
 TEMPERATURES = (0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0)
 SWEEPS = 8  # of Lloyd's iteration
 ABSENT = -1e9  # logarithm of a key that does not count
+Maps = TypeVar("Maps", bound=Any)
 LEAST = 1e-30  # instead of zero, under a logarithm or a fraction
 
 
@@ -189,13 +190,11 @@ def sharpest(maps: CentroidMaps, batches: Sequence[Scores]) -> CentroidMaps:
     return maps.sharpened(torch.tensor(TEMPERATURES).to(maps.query_bias)[best])
 
 
-def descend(
-    maps: CentroidMaps, loss: Callable[[CentroidMaps], Tensor], steps: int, *, learning_rate: float = 1e-2
-) -> CentroidMaps:
+def descend(maps: Maps, loss: Callable[[Maps], Tensor], steps: int, *, learning_rate: float = 1e-2) -> Maps:
     """Steps of Adam; the learning rate falls linearly to zero.
 
     Args:
-        maps: where to start.
+        maps: where to start, a NamedTuple of rows (., m, d) and numbers.
         loss: a number, of other queries and keys each time.
         steps: how many.
         learning_rate: of the first step, for biases and for rows of vectors without √(scaling), d^-¼.
@@ -204,7 +203,7 @@ def descend(
         NumericalError: the loss is no longer finite.
     """
     learned = [each.clone().requires_grad_() for each in maps]
-    factor = maps.query_rows.shape[-1] ** 0.25
+    factor = maps[0].shape[-1] ** 0.25
     rates = [learning_rate * (factor if each.dim() == 3 else 1.0) for each in learned]
     optimizer = torch.optim.Adam([{"params": [each], "lr": rate} for each, rate in zip(learned, rates, strict=True)])
     for step in range(steps):
@@ -212,7 +211,7 @@ def descend(
             group["lr"] = rate * (1 - step / steps)
         optimizer.zero_grad()
         with torch.enable_grad():
-            found = loss(CentroidMaps(*learned))
+            found = loss(type(maps)(*learned))
             if not found.isfinite():
                 raise NumericalError(
                     f"the distance from softmax is {found.item()} at step {step} of {steps}; expected a finite "
@@ -220,4 +219,4 @@ def descend(
                 )
             found.backward()
         optimizer.step()
-    return CentroidMaps(*(each.detach() for each in learned))
+    return type(maps)(*(each.detach() for each in learned))

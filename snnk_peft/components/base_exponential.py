@@ -15,6 +15,7 @@ Shapes: x and y (..., dim), the kernel (...). What the members have in common is
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import torch
@@ -76,7 +77,7 @@ def exponential_logarithms(
 ) -> LogLinear:
     """The logarithms of features exp(Σ_l a_l ω_l² + ω·(√(1−4a) y) − ‖y‖²/2), y = stretch ∘ x or x · basis.
 
-    What all features of all vectors have in common is left out.
+    With the factors (1−4a)^{d/4} and m^-½, common to all of them: features of different kinds may be added up.
 
     Args:
         projection: W.
@@ -94,7 +95,8 @@ def exponential_logarithms(
     offset = torch.zeros_like(rows[:, 0])
     if projection.sampled_lengths and (isinstance(a, torch.Tensor) or a != 0):
         a = torch.as_tensor(a, dtype=like.dtype, device=like.device)
-        offset, rows = (rows.square() * a).sum(-1), rows * (1 - 4 * a).sqrt()
+        common = (1 - 4 * a).log().expand(*a.shape[:-1], projection.dim).sum(-1) / 4
+        offset, rows = (rows.square() * a).sum(-1) + common, rows * (1 - 4 * a).sqrt()
     if stretch is not None:
         stretch = stretch.to(like)
         rows, square = rows * stretch, stretch.square().reshape(*stretch.shape[:-2], 1, -1) / 2 + more
@@ -107,6 +109,6 @@ def exponential_logarithms(
         offset = offset + bias
     amplitudes = projection.amplitudes(signed=second, copies=2 if both_signs else 1)
     if not isinstance(amplitudes, torch.Tensor):
-        return LogLinear(rows, offset, square)
+        return LogLinear(rows, offset + math.log(amplitudes), square)
     amplitudes = amplitudes.to(like)
     return LogLinear(rows, offset + amplitudes.abs().log(), square, amplitudes.sign() if second else None)

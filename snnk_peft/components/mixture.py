@@ -52,5 +52,5 @@ class Mixture(Component):
     def log_linear(
         self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear:
-        """See `Component.log_linear`; the sum of a query's softmax is common to its features."""
-        return LogLinear(*rows_and_bias(projection, like), 0.0)
+        """See `Component.log_linear`."""
+        return LogLinear(*rows_and_bias(projection, like), 0.0, divided=not second)

@@ -53,8 +53,9 @@ class ModelFamily:
         head_output: path of the task head's last Linear where the pooler's dense layer is inside `classifier`; with a
             pooler part this is what is trained in full.
         causal: whether attention is causal.
-        gated: whether the FFN multiplies two expansions (GeGLU, SwiGLU); it is then no expansion and activation that
-            could be replaced or get a neighbour, and `ffn_in` names what holds the gate.
+        gated: whether the FFN is ffn_out(activation(a) * b) with two expansions a and b (GeGLU, SwiGLU); it is then no
+            expansion and activation that could be replaced or get a neighbour, and `ffn_in` names what makes a.
+        ffn_up: in a layer with a gated FFN, the Linear that makes b; None where `ffn_in` makes a and b, in this order.
         encoder: attribute of the task models that holds the encoder, where it is not their `base_model_prefix`.
         sizes: field of the config that holds the sizes of the layers, where it is not the config itself.
         excludes: name of a module that is no part of what is described here (CLIP's text model beside the images, a
@@ -86,6 +87,7 @@ class ModelFamily:
     head_output: str | None = None
     causal: bool = False
     gated: bool = False
+    ffn_up: str | None = None
     encoder: str | None = None
     sizes: str | None = None
     excludes: str | None = None

@@ -50,6 +50,7 @@ LLAMA = ModelFamily(
     attention="self_attn",
     query="self_attn.q_proj",
     value="self_attn.v_proj",
+    attention_out="self_attn.o_proj",
     attention_adapter="self_attn.o_proj",
     ffn_in="mlp.gate_proj",
     activation="mlp.act_fn",
@@ -59,6 +60,7 @@ LLAMA = ModelFamily(
     classifier="score",
     causal=True,
     gated=True,
+    ffn_up="mlp.up_proj",
 )
 
 VIT = ModelFamily(

@@ -13,6 +13,7 @@ register_family(
         value=None,
         attention_adapter="resid_attn_dropout",
         ffn_in="mlp.gate_up_proj",
+        ffn_up=None,
         activation="mlp.activation_fn",
         ffn_adapter="resid_mlp_dropout",
     )

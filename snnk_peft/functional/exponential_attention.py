@@ -158,6 +158,19 @@ def attend_means(q: Tensor, means: KeyMeans, features: LogLinear, memory: BlockM
         return joined(blocks(), size, length)
 
 
+def log_weights(q: Tensor, means: KeyMeans, features: LogLinear) -> Tensor:
+    """log Σ_r φ_r(q) Z_r, (B, H, L): what `attend_means` divides by, but for |q|²_Q; without signs.
+
+    Args:
+        q: queries, (B, H, L, d).
+        means: of the keys.
+        features: of the queries, with the offset of both sides.
+    """
+    offset = features.offset if features.offset.dim() == 1 else features.offset[..., None, None, :]
+    logs = query_logarithms(q.to(features.rows.dtype), features.rows, means.values.shape[1])
+    return (logs + (means.log_weight[:, :, None, None] + offset)).logsumexp(-1).flatten(1, 2)
+
+
 def _per_query_head(seen: Tensor, q: Tensor) -> Tensor:
     """(B, G) -> (B, H, 1, 1)."""
     return seen.repeat_interleave(q.shape[1] // seen.shape[1], 1)[..., None, None]

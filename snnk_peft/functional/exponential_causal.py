@@ -27,7 +27,7 @@ from torch import Tensor
 
 from snnk_peft.functional.backend import dispatched
 from snnk_peft.functional.blocks import block_count, causal_tokens, exporting, joined, split_tokens, takes_blocks
-from snnk_peft.functional.exponential_attention import KeyMeans, attend_means, key_means, means_of
+from snnk_peft.functional.exponential_attention import KeyMeans, attend_means, key_means, log_weights, means_of
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
 from snnk_peft.functional.precision import full_precision
 
@@ -44,6 +44,8 @@ def causal_exponential_attention(
     keys: LogLinear,
     mask: Tensor | None = None,
     state: KeyMeans | None = None,
+    *,
+    weighed: bool = False,
 ) -> tuple[Tensor, KeyMeans]:
     """Query i attends to keys 0..i, and to all keys in `state` before them.
 
@@ -55,9 +57,11 @@ def causal_exponential_attention(
         keys: theirs, with the same signs.
         mask: (B, L) bool, True where a key counts.
         state: to continue from.
+        weighed: give log Σ_r φ_r(q_i) Σ_{j<=i} ψ_r(k_j), but for |q_i|²_Q, as a last column; not for signed features.
 
     Returns:
-        (B, H, L, D) in the dtype of v, 0 where no key counts, and M and log Z behind the last key.
+        (B, H, L, D) in the dtype of v, 0 where no key counts, and M and log Z behind the last key. Weighed, (B, H, L,
+        D + 1) in at least fp32, the last column about ABSENT where no key counts.
     """
     queries = queries._replace(offset=queries.offset + keys.offset, signs=keys.signs)
     length, size, careful = q.shape[-2], causal_tokens(q, queries.rows.shape[-2]), not takes_blocks(q)
@@ -65,14 +69,17 @@ def causal_exponential_attention(
     def blocks() -> Iterator[Tensor]:
         nonlocal state
         for tokens, own, values, counts in split_tokens(size, q, k, v, mask):
-            out, state = _causal_block(tokens, own, values, counts, queries, keys, state, careful=careful)
-            yield out.to(v.dtype)
+            out, state = _causal_block(tokens, own, values, counts, queries, keys, state, careful, weighed)
+            yield out if weighed else out.to(v.dtype)
 
     with full_precision(v):
         if not exporting() and length == 1:
             seen = None if mask is None else _rows_with_keys(mask, state, k.shape[1])
             state = key_means(k, v, keys, mask, state)
-            return _rows_zeroed(attend_means(q, state, queries), seen, q.shape[1]).to(v.dtype), state
+            out = attend_means(q, state, queries)
+            if weighed:
+                return _with_weights(out, log_weights(q, state, queries), seen), state
+            return _rows_zeroed(out, seen, q.shape[1]).to(v.dtype), state
         out = joined(blocks(), size, length)
         assert state is not None
         return out, state
@@ -86,8 +93,8 @@ def _causal_block(
     queries: LogLinear,
     keys: LogLinear,
     state: KeyMeans | None,
-    *,
     careful: bool,
+    weighed: bool,
 ) -> tuple[Tensor, KeyMeans]:
     """The same for some tokens, in at least fp32."""
     rows, groups, length = queries.rows, k.shape[1], q.shape[-2]
@@ -113,16 +120,21 @@ def _causal_block(
         rows = rows.unflatten(3, (-1, chunk)).transpose(2, 3).flatten(3, 4)
         return (rows[..., :length, :] if exporting() or padding else rows).flatten(1, 2)
 
+    def result(out: Tensor, weights: Tensor) -> Tensor:
+        if weighed:
+            return _with_weights(tokens(out), tokens(weights).squeeze(-1), seen)
+        return _rows_zeroed(tokens(out), seen, q.shape[1])
+
     if not careful:
-        numerator, denominator, behind = _direct(*logarithms(), values, state, queries)
+        numerator, denominator, scale, behind = _direct(*logarithms(), values, state, queries, weighed)
         small = tokens(denominator.detach()).squeeze(-1).abs() < LEAST
         if not bool((small if seen is None else small & seen.repeat_interleave(q.shape[1] // groups, 1)).any()):
             denominator = denominator if seen is None else torch.where(denominator == 0, 1.0, denominator)
             # In its own memory where no gradient needs the numerator: fresh memory costs more than the division.
             out = numerator / denominator if torch.is_grad_enabled() else numerator.div_(denominator)
-            return _rows_zeroed(tokens(out), seen, q.shape[1]), behind
-    out, behind = _careful(*logarithms(), values, state, queries)
-    return _rows_zeroed(tokens(out), seen, q.shape[1]), behind
+            return result(out, denominator.log().add_(scale) if weighed else denominator), behind
+    out, weights, behind = _careful(*logarithms(), values, state, queries)
+    return result(out, weights), behind
 
 
 def _in_chunks(x: Tensor, chunks: int, padding: int, value: float) -> Tensor:
@@ -146,13 +158,24 @@ def _rows_zeroed(out: Tensor, seen: Tensor | None, heads: int) -> Tensor:
     return out.masked_fill(~seen.repeat_interleave(heads // seen.shape[1], 1).unsqueeze(-1), 0.0)
 
 
-def _direct(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear) -> tuple[Tensor, Tensor, KeyMeans]:
-    """Numerators (B, G, chunks, rows, D), denominators (..., 1), and the state behind the last chunk."""
+def _with_weights(out: Tensor, weights: Tensor, seen: Tensor | None) -> Tensor:
+    """(B, H, L, D) and logarithms (B, H, L) in one tensor; where a row has no key, 0 and ABSENT."""
+    if seen is not None:
+        weights = weights.masked_fill(~seen.repeat_interleave(weights.shape[1] // seen.shape[1], 1), ABSENT)
+    return torch.cat((_rows_zeroed(out, seen, out.shape[1]), weights.unsqueeze(-1)), -1)
+
+
+def _direct(
+    a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear, weighed: bool
+) -> tuple[Tensor, Tensor, Tensor | float, KeyMeans]:
+    """Numerators (B, G, chunks, rows, D), denominators (..., 1), the logarithm of what both were divided by (0 unless
+    `weighed`), and the state behind the last chunk."""
     top = torch.maximum(b.detach().amax((-3, -2)), state.log_weight.detach())
     psi = b.sub_(top[:, :, None, None]).exp_()
     before = (state.log_weight - top).exp()
     # The part of the largest weight that cancels; e^(a + top) alone could overflow.
-    phi = a.add_((top + queries.offset)[:, :, None, None]).softmax(-1)
+    a = a.add_((top + queries.offset)[:, :, None, None])
+    phi, scale = a.softmax(-1), a.logsumexp(-1, keepdim=True) if weighed else 0.0
     phi = phi if queries.signs is None else phi * queries.signs
     sums, totals = psi.mT @ v, psi.sum(-2)
     shape, sums = sums.shape[-2:], sums.flatten(-2)
@@ -166,11 +189,11 @@ def _direct(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear
     denominator = (phi @ z.unsqueeze(-1)).add_(weights.sum(-1, keepdim=True))
     total = z[:, :, -1] + totals[:, :, -1]
     values = (S[:, :, -1] + sums[:, :, -1]).unflatten(-1, shape) / total.unsqueeze(-1)
-    return numerator, denominator, KeyMeans(values, total.log() + top)
+    return numerator, denominator, scale, KeyMeans(values, total.log() + top)
 
 
-def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear) -> tuple[Tensor, KeyMeans]:
-    """Results (B, G, chunks, rows, D), and the state behind the last chunk."""
+def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear) -> tuple[Tensor, Tensor, KeyMeans]:
+    """Results (B, G, chunks, rows, D), logarithms of denominators (..., 1), and the state behind the last chunk."""
     a, signs = a + (queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]), queries.signs
     prefixes, behind = _prefixes(means_of(b.clone(), v), state)
     within, of_within = _pairs(a.unflatten(3, (-1, b.shape[-2])), b.unsqueeze(3), signs)
@@ -179,7 +202,8 @@ def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinea
     if signs is not None and of_within is not None:
         weights = weights * torch.cat((signs.expand(a.shape), of_within.flatten(3, 4)), -1)
     out = weights @ torch.cat((prefixes.values, v), -2)
-    return out if signs is None else out / weights.sum(-1, keepdim=True), behind
+    out = out if signs is None else out / weights.sum(-1, keepdim=True)
+    return out, logs.logsumexp(-1, keepdim=True), behind
 
 
 def _pairs(a: Tensor, b: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor | None]:

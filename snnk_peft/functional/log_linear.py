@@ -26,12 +26,14 @@ class LogLinear(NamedTuple):
         offset: (m,) or (..., m).
         square: Q of |x|², without gradient: one number for Q = square · I, (..., 1, d) for a diagonal, or (..., d, d).
         signs: ±1 (m,), or None where all are positive.
+        divided: whether the features of a vector are then divided by their sum (a softmax).
     """
 
     rows: Tensor
     offset: Tensor
     square: float | Tensor
     signs: Tensor | None = None
+    divided: bool = False
 
     def of_scaled(self, factor: float) -> LogLinear:
         """The same features as functions of x where these are of factor · x."""
@@ -47,7 +49,7 @@ def stack_heads(parts: list[LogLinear]) -> LogLinear:
     if isinstance(square, Tensor) and square.dim() > 0:
         square = torch.stack([torch.as_tensor(part.square) for part in parts], -3)
     rows, offset = torch.stack([part.rows for part in parts], -3), torch.stack([part.offset for part in parts], -2)
-    return LogLinear(rows, offset, square, first.signs)
+    return LogLinear(rows, offset, square, first.signs, first.divided)
 
 
 def half_norms(x: Tensor, square: float | Tensor) -> Tensor:
@@ -74,6 +76,21 @@ def key_logarithms(
     if isinstance(square, Tensor) or square != 0:
         logs = logs.sub_(half_norms(k, square))
     return logs if mask is None else logs.masked_fill_(~mask[:, None, :, None], ABSENT)
+
+
+def common_logarithm(q: Tensor, features: LogLinear, groups: int) -> Tensor:
+    """What all features of a query have in common and `query_logarithms` leaves out: (B, H, L, d) -> (B, H, L).
+
+    Args:
+        q: queries in at least fp32.
+        features: of the queries, with their own offset alone.
+        groups: G, number of key heads.
+    """
+    common = -half_norms(q.unflatten(1, (groups, -1)).flatten(2, 3), features.square).reshape(q.shape[:-1])
+    if not features.divided:
+        return common
+    offset = features.offset if features.offset.dim() == 1 else features.offset[..., None, None, :]
+    return common - (query_logarithms(q, features.rows, groups) + offset).logsumexp(-1).flatten(1, 2)
 
 
 def query_logarithms(q: Tensor, rows: Tensor, groups: int, out: Tensor | None = None) -> Tensor:

@@ -1,7 +1,8 @@
-"""Exact softmax attention in a band around the diagonal, in O(L·k) time and memory (the near field of FMMformer).
+"""Exact softmax attention in a band around the diagonal, in O(L·k) time and memory: the near field.
 
-Query i attends to keys j with |i − j| < width (causal: 0 <= i − j < width). Queries are cut into blocks of `width`; all
-keys that a block can see lie in the block itself and its neighbours, so weights are formed for those only.
+Query i attends to keys j with |i − j| < width (causal: 0 <= i − j < width), and, where they are given, to sinks: a few
+keys beside the band, the first of a text as a rule. Queries are cut into blocks of `width`; all keys that a block can
+see lie in the block itself and its neighbours, so weights are formed for those only.
 
 Shapes: q (B, H, L, d), k and v (B, G, L, d), H a multiple of G; mask (B, L) True where a key counts -> (B, H, L, D).
 A query that sees no key gives 0.
@@ -9,12 +10,29 @@ A query that sees no key gives 0.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.blocks import block_count, exporting
+from snnk_peft.functional.log_linear import ABSENT
 from snnk_peft.functional.precision import full_precision, wide
+
+
+class Sinks(NamedTuple):
+    """Keys that are seen whatever their distance.
+
+    Attributes:
+        keys: (B, G, s, d).
+        values: (B, G, s, D).
+        seen: (B, L or 1, s) bool, True where a query sees a sink.
+    """
+
+    keys: Tensor
+    values: Tensor
+    seen: Tensor
 
 
 def banded_softmax_attention(
@@ -51,33 +69,87 @@ def banded_softmax_attention(
         )
     if faults:
         raise ConfigError(faults)
+    return near_attention(q, k, v, width, mask, causal=causal, scaling=scaling)[0].to(v.dtype)
+
+
+def near_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    width: int,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scaling: float = 1.0,
+    sinks: Sinks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax over the band and the sinks, and the sum that it was divided by.
+
+    Args:
+        q: queries (B, H, L, d).
+        k: keys (B, G, L, d), or (B, G, width + L, d) with those before the first query in front (causal only).
+        v: values, likewise.
+        width: reach of the band on each side.
+        mask: bool, True where a key counts; (B, L) or (B, width + L).
+        causal: only keys at or before the query.
+        scaling: factor on q·k.
+        sinks: keys beside the band, which the mask does not count.
+
+    Returns:
+        (B, H, L, D), and log Σ_j e^{scaling · q·k} (B, H, L), about ABSENT where no key is seen; in at least fp32.
+    """
+    length, earlier = q.shape[-2], k.shape[-2] != q.shape[-2]
     size = width if exporting() else min(width, length)
     with full_precision(v):
         groups, blocks = k.shape[1], block_count(length, size)
         queries = wide(q).unflatten(1, (groups, -1)) * scaling
         keys, values = wide(k), wide(v)
-        counts = torch.ones(1, length, dtype=torch.bool, device=q.device) if mask is None else mask
+        counts = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device) if mask is None else mask
         queries = torch.nn.functional.pad(queries, (0, 0, 0, blocks * size - length)).unflatten(-2, (blocks, size))
-        neighbours = 1 if causal else 2
-        keys, values = (_windows(t, size, blocks, neighbours) for t in (keys, values))
-        counts = _windows(counts.unsqueeze(-1), size, blocks, neighbours).squeeze(-1)
+        lead = width if earlier else size  # keys of a window before the first query of its block
+        if earlier and size < width:  # one block, which sees all there is
+            keys, values, counts = keys.unsqueeze(-3), values.unsqueeze(-3), counts.unsqueeze(-2)
+        else:
+            front, neighbours = 0 if earlier else size, 1 if causal else 2
+            keys, values = (_windows(t, size, blocks, neighbours, front) for t in (keys, values))
+            counts = _windows(counts.unsqueeze(-1), size, blocks, neighbours, front).squeeze(-1)
         position = torch.arange(size, device=q.device)[:, None]
-        # Windows start one block before their queries.
-        distance = position + size - torch.arange(keys.shape[-2], device=q.device)[None, :]
+        distance = position + lead - torch.arange(keys.shape[-2], device=q.device)[None, :]
         seen = (distance < width) & (distance >= (0 if causal else 1 - width))
         seen = seen & counts[:, None, None, :, None, :]
-        scores = torch.einsum("bghcid,bgcjd->bghcij", queries, keys)
-        scores = scores.masked_fill(~seen, float("-inf"))
+        scores = torch.einsum("bghcid,bgcjd->bghcij", queries, keys).masked_fill(~seen, float("-inf"))
+        beside = 0
+        if sinks is not None:
+            beside = sinks.keys.shape[-2]
+            more = torch.einsum("bghcid,bgjd->bghcij", queries, wide(sinks.keys))
+            counts = sinks.seen.expand(-1, length, -1)
+            counts = torch.nn.functional.pad(counts, (0, 0, 0, blocks * size - length)).unflatten(-2, (blocks, size))
+            scores = torch.cat((scores, more.masked_fill(~counts[:, None, None], float("-inf"))), -1)
         top = scores.detach().amax(-1, keepdim=True)
-        weights = (scores - torch.where(top.isfinite(), top, 0.0)).exp()
+        top = torch.where(top.isfinite(), top, 0.0)
+        weights = (scores - top).exp()
         total = weights.sum(-1, keepdim=True)
         weights = weights / torch.where(total > 0, total, 1.0)
-        out = torch.einsum("bghcij,bgcjd->bghcid", weights, values)
-        return out.flatten(-3, -2)[..., :length, :].flatten(1, 2).to(v.dtype)
+        within, outside = weights.split((weights.shape[-1] - beside, beside), -1)
+        out = torch.einsum("bghcij,bgcjd->bghcid", within, values)
+        if sinks is not None:
+            out = out + torch.einsum("bghcij,bgjd->bghcid", outside, wide(sinks.values))
+        logarithm = torch.where(total > 0, torch.where(total > 0, total, 1.0).log() + top, ABSENT)
+        out, logarithm = (t.flatten(-3, -2)[..., :length, :].flatten(1, 2) for t in (out, logarithm))
+        return out, logarithm.squeeze(-1)
 
 
-def _windows(x: Tensor, size: int, blocks: int, neighbours: int) -> Tensor:
-    """(..., L, d) -> (..., blocks, (1 + neighbours) · size, d): each block with the one before (and the one after)."""
+def _windows(x: Tensor, size: int, blocks: int, neighbours: int, front: int) -> Tensor:
+    """(..., n, d) -> (..., blocks, (1 + neighbours) · size, d): each block with the one before (and the one after).
+
+    Args:
+        x: keys, values or flags.
+        size: of a block.
+        blocks: how many there are.
+        neighbours: 1 for the block before, 2 for that and the one after.
+        front: `size` if x begins with the first block, 0 if with the one before.
+    """
     total = (blocks + neighbours) * size
-    x = torch.nn.functional.pad(x, (0, 0, size, total - size - x.shape[-2])).unflatten(-2, (blocks + neighbours, size))
+    x = torch.nn.functional.pad(x, (0, 0, front, total - front - x.shape[-2]))
+    x = x.unflatten(-2, (blocks + neighbours, size))
     return torch.cat([x.narrow(-3, start, blocks) for start in range(1 + neighbours)], -2)

@@ -3,6 +3,7 @@
     term r   Σ_j φ_r(q_i)·ψ_r(k_j) v_j / Σ_j φ_r(q_i)·ψ_r(k_j)      (functional/linear_attention.py)
     out      term 1, or Σ_r w_r · term r                            (the lecture's rank-r attention)
     out      w₀ · softmax over the band + Σ_r w_r · term r          (FMMformer)
+    out      near field and terms under one normalisation           (layers/joint_attention.py)
 
 All w > 0 are learned per head, w = softplus(blend). The temperature is split: queries and keys are both multiplied by
 √scaling, so that a softmax component estimates e^{scaling · q·k}. Shapes: q (B, H, L, d), k and v (B, G, N, d), H a
@@ -12,6 +13,7 @@ multiple of G; mask (B, N) -> (B, H, L, D). Cost: that of each term, and of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.layers.joint_attention import JointAttention
 
 EXPLICIT = 2048  # keys up to which attention weights are formed on request
 
@@ -33,13 +36,17 @@ class KernelAttention(nn.Module):
         terms: what is summed, one term or more. A list of feature maps, one or one per key head, is one term.
         num_heads: H, number of query heads.
         near_field: width of the exact band (1 is the diagonal alone), or None for no band.
+        joint: band and terms under one normalisation, instead of a blend of their results.
+        sinks: how many of the first keys are exact as well; joint only.
 
     Attributes:
+        joint: what joins band and terms, or None for a blend.
         blend: softplus⁻¹ of the weights, (fields, H), the near field first; None where there is one field only. At the
             start near and far field count the same, and so do all terms.
 
     Raises:
-        ConfigError: terms and feature maps side by side, or something else.
+        ConfigError: terms and feature maps side by side, or something else; a joint near field without a width, or
+            over features that are not on the scale of softmax.
     """
 
     def __init__(
@@ -48,6 +55,8 @@ class KernelAttention(nn.Module):
         num_heads: int,
         *,
         near_field: int | None = None,
+        joint: bool = False,
+        sinks: int = 0,
     ):
         super().__init__()
         given = [term for term in terms if isinstance(term, AttentionTerm)]
@@ -59,10 +68,24 @@ class KernelAttention(nn.Module):
             )
         self.terms = nn.ModuleList(given or [AttentionTerm(maps)])
         self.near_field, self.num_heads = near_field, num_heads
+        self.joint: JointAttention | None = None
+        self.blend: nn.Parameter | None = None
+        if joint and near_field is not None:
+            self.joint = JointAttention(near_field, sinks, self._terms(), num_heads)
+            return
+        if joint or sinks:
+            raise ConfigError(
+                f"near_field is {near_field}, joint is {joint} and sinks is {sinks}; expected a width with joint=True, "
+                "and sinks only there"
+            )
         far = [1 / len(self.terms)] * len(self.terms)
         weights = torch.tensor(far if near_field is None else [0.5, *(weight / 2 for weight in far)])
         blend = weights.expm1().log()[:, None].repeat(1, num_heads)
-        self.blend = nn.Parameter(blend) if len(weights) > 1 else None
+        if len(weights) > 1:
+            self.blend = nn.Parameter(blend)
+
+    def _terms(self) -> list[AttentionTerm]:
+        return [cast(AttentionTerm, term) for term in self.terms]
 
     def maps(self) -> list[FeatureMap]:
         """Every feature map: of all terms, of all heads, of queries and of keys."""
@@ -95,6 +118,8 @@ class KernelAttention(nn.Module):
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         if scaling <= 0:
             raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
+        if self.joint is not None:
+            return self.joint(self._terms(), q, k, v, mask, causal=causal, scaling=scaling)
         root = scaling**0.5
         fields = []
         if self.near_field is not None:

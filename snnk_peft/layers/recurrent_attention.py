@@ -2,14 +2,15 @@
 
     S_i = S_{i-1} + ψ(k_i) v_iᵀ,  z_i = z_{i-1} + ψ(k_i),  out_i = φ(q_i) S_i / φ(q_i) z_i   (Katharopoulos et al. 2020)
 
-and, with a near field of width w, the last w − 1 keys and values as they are (FMMformer). Shapes: q (B, H, L, d),
+and, with a near field of width w, the last w − 1 keys and values as they are (FMMformer); with one normalisation, the
+last w and the sinks (layers/joint_attention.py). Shapes: q (B, H, L, d),
 k (B, G, L, d) and v (B, G, L, D) for L new tokens, any number of them. Memory per example: G·m·(D + 1) numbers for the
 sums, in at least fp32, and G·(w − 1)·(d + D) for the band. Cost per token: that of the feature map, and m·D per head.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch import Tensor
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.near_field import banded_softmax_attention
-from snnk_peft.layers.attention_term import State
+from snnk_peft.layers.attention_term import AttentionTerm, State
+from snnk_peft.layers.joint_attention import JointState
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 
@@ -54,10 +56,10 @@ def continue_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None = None,
-    state: KernelState | None = None,
+    state: KernelState | JointState | None = None,
     *,
     scaling: float | None = None,
-) -> tuple[Tensor, KernelState]:
+) -> tuple[Tensor, KernelState | JointState]:
     """Causal attention of new tokens to each other and to all earlier ones.
 
     Args:
@@ -80,6 +82,10 @@ def continue_attention(
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     if scaling <= 0:
         raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
+    if kernel.joint is not None:
+        terms = [cast(AttentionTerm, term) for term in kernel.terms]
+        return kernel.joint.continued(terms, q, k, v, mask, cast("JointState | None", state), scaling)
+    state = cast("KernelState | None", state)
     root = scaling**0.5
     fields, band = [], None
     if kernel.near_field is not None:

@@ -180,7 +180,7 @@ def _beside(context: PatchContext, part: AdapterPart, linear: nn.Linear, site: s
 
 
 def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.Linear, site: str) -> list[Patch]:
-    family, width = context.family, ffn_in.out_features
+    family = context.family
     module_at(context.model, f"{layer}.{family.activation}", "the FFN activation")
     behind = (f"{layer}.{family.activation}", f"{layer}.{family.ffn_out}")
     # One draw for both: init="paper" reads it at the contraction, where only A and v are kept.
@@ -188,7 +188,7 @@ def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.L
 
     return [
         Patch(f"{layer}.{family.ffn_in}", lambda: BesideExpansion(stage(), behind)),
-        Patch(behind[0], lambda: OnHiddenUnits(width)),
+        Patch(behind[0], lambda: OnHiddenUnits(stage().out_dim, f"{layer}.{family.ffn_in}")),
         Patch(behind[1], lambda: BesideContraction(_readout(context, part, stage(), site))),
     ]
 
@@ -261,26 +261,32 @@ class BesideExpansion(Slot):
 
 
 class OnHiddenUnits(Slot):
-    """[activation(h), Φ(x)]: the activation acts on the hidden units only.
+    """[activation(h), Φ(x)]: the activation acts on the hidden units only, however many of them another part leaves.
 
     Args:
-        width: number of hidden units; the adapter's features come behind them.
+        features: of the adapter, behind the hidden units.
+        expansion: path of the module that makes both.
     """
 
     lets_pass = True
 
-    def __init__(self, width: int):
+    def __init__(self, features: int, expansion: str):
         super().__init__()
-        self.width = width
+        self.features, self.expansion = features, expansion
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """(..., width + feature_dim) -> the same shape."""
-        return leading(base, self.width, x, *args, **kwargs)
+        """(..., units + feature_dim) -> the same shape."""
+        return leading(base, x.shape[-1] - self.features, x, *args, **kwargs)
 
     def fold(self, place: FoldPlace) -> None:
         """The same, with the module inside; nothing where a stand-in for the expansion contains the activation."""
-        if not isinstance(place.module, nn.Identity):
-            place.put(Leading(place.module, self.width))
+        if isinstance(place.module, nn.Identity):
+            return
+        expansion = place.at(self.expansion).module
+        linear = as_linear(expansion.module if isinstance(expansion, Beside) else expansion)
+        if not isinstance(linear, nn.Linear):
+            raise no_folded_form(place, self)
+        place.put(Leading(place.module, linear.out_features))
 
 
 class BesideContraction(Slot):

@@ -28,6 +28,8 @@ from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import FeaturePart, Patch, PatchContext, resolve_layers
 from snnk_peft.parts.base_attention_fit import AttentionFitter, HeadsReader
+from snnk_peft.parts.base_joint import near_field_faults
+from snnk_peft.parts.base_joint_fit import JointFitter
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import did_you_mean
 
@@ -86,9 +88,19 @@ class AttentionPart(FeaturePart):
     )
     near_field: int | None = option(
         None,
-        "width of an exact softmax band around the diagonal that is blended in with learned weights (FMMformer), or "
-        "None for none. Costs near_field products per token.",
+        "width of an exact softmax band around the diagonal, or None for none. Costs near_field products per token.",
         low=1,
+    )
+    near_field_normalisation: str = option(
+        "blend",
+        '"blend": the results of band and feature maps are added up with learned weights (FMMformer). "joint": the '
+        "exponentials of near keys and the products of features of far ones, each key once, are divided by the sum of "
+        "both: softmax itself, for a band as wide as the input is long. For positive features that estimate softmax, "
+        'and what `calibrate` fits ("mixture" over "centroids", then with maps and a factor for every query head).',
+        choices=("blend", "joint"),
+    )
+    sinks: int = option(
+        0, 'how many of the first tokens are exact too, for models that lean on them; with "joint".', low=0
     )
     sum_of: list[dict[str, Any]] = option(
         list,
@@ -108,7 +120,7 @@ class AttentionPart(FeaturePart):
             found.append(
                 f"{part}.projection is {self.projection!r}; attention replaces no pretrained weight to take rows from"
             )
-        found += self._separation_faults(part) + self._fit_faults(part)
+        found += self._separation_faults(part) + self._fit_faults(part) + near_field_faults(self, part)
         if not isinstance(self.sum_of, (list, tuple)):
             return [*found, f"{part}.sum_of is {self.sum_of!r}; expected a list of dicts, one for each further map"]
         wrong = self._sum_faults(part)
@@ -135,13 +147,21 @@ class AttentionPart(FeaturePart):
         """`calibrate` fits one map to softmax, and nothing beside it."""
         entries = [entry for entry in self.sum_of if isinstance(entry, Mapping)] if self.sum_of else []
         named = [entry for entry in entries if entry.get("projection") == self.projection or "projection" not in entry]
-        if not self.of_attention or (self.near_field is None and not named):
+        blended = self.near_field is not None and not self.joint
+        if not self.of_attention or not (blended or named):
             return []
-        beside = "near_field" if self.near_field is not None else "sum_of"
+        beside = "near_field" if blended else "sum_of"
+        joint = ", join them (near_field_normalisation='joint')" if blended else ""
         return [
             f"{part}.{beside} is given with projection {self.projection!r}, which `calibrate` fits to all of softmax, "
-            "as if nothing stood beside it; expected that map alone. Leave it out, or learn the rows: projection='free'"
+            f"as if nothing stood beside it; expected that map alone. Leave it out{joint}, or learn the rows: "
+            "projection='free'"
         ]
+
+    @property
+    def joint(self) -> bool:
+        """Whether near and far keys share one normalisation."""
+        return self.near_field_normalisation == "joint"
 
     def _sum_faults(self, part: str) -> list[str]:
         found = []
@@ -156,7 +176,8 @@ class AttentionPart(FeaturePart):
 
     def terms(self) -> list[AttentionPart]:
         """One part per feature map of the sum: this one, then those of `sum_of` with what they leave out filled in."""
-        own = dataclasses.replace(self, sum_of=[], near_field=None, layers="all")
+        alone: dict[str, Any] = {"near_field": None, "near_field_normalisation": "blend", "sinks": 0}
+        own = dataclasses.replace(self, sum_of=[], layers="all", **alone)
         result = [own]
         for entry in self.sum_of:
             other: dict[str, Any] = {"component_params": {}} if "component" in entry else {}
@@ -245,6 +266,8 @@ class Attend(Slot):
         """Linear attention has no smaller form: its feature maps move into the attention module."""
         kept = "softmax attention" if self.kernel.near_field is None else "softmax attention over all tokens"
         terms = " + ".join(_in_words(cast(AttentionTerm, term)) for term in self.kernel.terms)
+        if self.kernel.joint is not None:
+            terms += f" beyond {self.kernel.near_field} neighbours and {self.kernel.joint.sinks} sinks"
         place.add("snnk_kernel", self.kernel, kept, f"linear attention, {terms}")
 
 
@@ -262,9 +285,10 @@ class FittedAttend(Attend):
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
         """The rows in closed form, and steps from there if asked for; then the projection behind the heads."""
+        kind = AttentionFitter if self.kernel.joint is None else JointFitter
         if self.readout is None:
-            return AttentionFitter(self.kernel, None, None, place, options)
-        return AttentionFitter(self.kernel, self.readout.slot(), self.readout.path, place, options)
+            return kind(self.kernel, None, None, place, options)
+        return kind(self.kernel, self.readout.slot(), self.readout.path, place, options)
 
 
 def _in_words(term: AttentionTerm) -> str:
@@ -296,12 +320,13 @@ def _attend(
     terms = []
     for number, own in enumerate(part.terms()):
         site = f"layer.{index}.attention" + (f".term.{number}" if number else "")
-        names = [f"{site}.{head}" for head in range(key_heads)] if own.per_head or own.of_attention else [site]
+        separate = heads if own.of_attention and part.joint else key_heads
+        names = [f"{site}.{head}" for head in range(separate)] if own.per_head or own.of_attention else [site]
         sized = dataclasses.replace(own, num_features=_rows(own, dim))
         # Keys of their own start as the same draw, and what is redrawn stays the same for both: same site names.
         queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
         terms.append(AttentionTerm(queries, keys if own.separate_maps or own.of_attention else None))
-    kernel = KernelAttention(terms, heads, near_field=part.near_field)
+    kernel = KernelAttention(terms, heads, near_field=part.near_field, joint=part.joint, sinks=part.sinks)
     return FittedAttend(kernel, readout) if part.fitted else Attend(kernel)
 
 

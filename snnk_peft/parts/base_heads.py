@@ -6,7 +6,6 @@ dimensions is followed by d − r zeros, which change neither q·k nor the value
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,7 @@ from snnk_peft.calibration.heads import narrow_products, narrow_values
 from snnk_peft.calibration.reduce import same_everywhere, summed
 from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
 from snnk_peft.errors import ConfigError
-from snnk_peft.families.base import as_linear
-from snnk_peft.functional.at_hand import at_hand, offloaded, wide_on_cpu
+from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.slots import (
     Base,
     Call,
@@ -32,47 +30,7 @@ from snnk_peft.layers.slots import (
     Tokens,
     no_folded_form,
 )
-
-
-class NarrowLinear(Slot):
-    """What a projection onto heads and the reader of heads share: a matrix, and no memory of the original.
-
-    Args:
-        in_features: length of the inputs.
-        out_features: length of the outputs.
-        bias: whether there is one.
-        heads: number of heads.
-
-    Attributes:
-        original: while True, the original computes; for fitting.
-    """
-
-    replaces = True
-    original = False
-
-    def __init__(self, in_features: int, out_features: int, bias: bool, heads: int):
-        super().__init__()
-        self.heads = heads
-        # A module of its own: accelerate moves what a module with tensors is called with, here the original.
-        self.linear = nn.Linear(in_features, out_features, bias, device="meta")  # which draws no random numbers
-        self.linear.weight = nn.Parameter(torch.empty(out_features, in_features))
-        if bias:
-            self.linear.bias = nn.Parameter(torch.empty(out_features))
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """The Linear; PEFT keeps what is trained in fp32, also in a model of half precision."""
-        return self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)
-
-    def take(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Other numbers, of any dtype; without a bias, zeros where there is one."""
-        with torch.no_grad():
-            self.linear.weight.copy_(weight)
-            if self.linear.bias is not None:
-                self.linear.bias.copy_(torch.zeros_like(self.linear.bias) if bias is None else bias)
-
-    def folded(self) -> nn.Linear:
-        """A plain Linear of this size."""
-        return copy.deepcopy(self.linear)
+from snnk_peft.parts.base_narrow import NarrowLinear, OneMatrix
 
 
 class NarrowProjection(NarrowLinear):
@@ -84,11 +42,16 @@ class NarrowProjection(NarrowLinear):
         size: r.
         dim: d.
         bias: whether there is one.
+
+    Attributes:
+        original: while True, the original computes; for fitting.
     """
 
+    original = False
+
     def __init__(self, in_features: int, heads: int, size: int, dim: int, bias: bool):
-        super().__init__(in_features, heads * size, bias, heads)
-        self.zeros = dim - size
+        super().__init__(in_features, heads * size, bias)
+        self.heads, self.zeros = heads, dim - size
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """x (..., in) -> (..., heads·d)."""
@@ -110,11 +73,16 @@ class NarrowReader(NarrowLinear):
         out_features: length of the outputs.
         heads: number of heads.
         size: r.
+
+    Attributes:
+        original: as in `NarrowProjection`.
     """
 
+    original = False
+
     def __init__(self, out_features: int, heads: int, size: int):
-        super().__init__(heads * size, out_features, True, heads)
-        self.size = size
+        super().__init__(heads * size, out_features, True)
+        self.heads, self.size = heads, size
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """x (..., heads·d) -> (..., out)."""
@@ -147,7 +115,7 @@ class NarrowHeads(Slot):
         dim = query.out_features // heads
         # A bias of the keys adds the same to all logits of a query, which softmax does not see. One of the values is
         # averaged with weights that add up to 1, and moves behind the output.
-        self.four = (
+        self.four: tuple[NarrowProjection | NarrowReader, ...] = (
             NarrowProjection(query.in_features, heads, size, dim, query.bias is not None),
             NarrowProjection(key.in_features, heads, size, dim, False),
             NarrowProjection(value.in_features, heads, size, dim, False),
@@ -200,28 +168,6 @@ class FittedHeads(NarrowHeads):
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
         """Second moments of what the block computes."""
         return HeadsFitter(self, place, options)
-
-
-class OneMatrix:
-    """The numbers of a pretrained Linear, fp64 on the CPU.
-
-    Args:
-        linear: nn.Linear or transformers' Conv1D.
-    """
-
-    def __init__(self, linear: nn.Module):
-        with at_hand(linear):
-            plain = as_linear(linear)
-            self.weight = wide_on_cpu(plain.weight).double()  # type: ignore[arg-type]
-            self.bias = None if plain.bias is None else wide_on_cpu(plain.bias).double()  # type: ignore[arg-type]
-
-    def by_head(self, heads: int) -> torch.Tensor:
-        """(heads, d, in)."""
-        return self.weight.unflatten(0, (heads, -1))
-
-    def full_bias(self) -> torch.Tensor:
-        """(out,), zeros where there is none."""
-        return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
 
 
 class HeadsFitter(Fitter):

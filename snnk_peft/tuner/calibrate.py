@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from snnk_peft.tuner.batches import Batches, Survey
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport, warn_of_few_tokens
 from snnk_peft.tuner.slot_inputs import SlotInputs, execution_order, root_of
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
+from snnk_peft.tuner.stored_inputs import StoredInputs
 
 
 def calibrate(
@@ -66,7 +68,8 @@ def calibrate(
             divergence of the weights from softmax, the second on the error of the output. 200 take a few seconds a
             layer. And behind that of FFN and pooler, where rows are the layer's (`landmark`) or learned: they move to
             lower the error behind the contraction, on a sample of 16,384 tokens; what does not lower it on held-out
-            tokens is not taken. 200 take one to three seconds a layer. 0 for the closed form alone.
+            tokens is not taken. 200 take one to three seconds a layer. A narrower FFN moves all of its matrices in
+            the same way. 0 for the closed form alone.
         progress: show a progress bar with an estimate.
 
     Returns:
@@ -158,12 +161,15 @@ def _fit_all(
                 f"{processes()}; expected a Fitter with reduces = True. Calibrate in one process and load the result"
             )
         passes = sum(fitter.reads for fitter in fitters.values())
-        with tqdm(
-            total=passes * survey.total, desc="calibrate", unit="batch", disable=not progress or process() > 0
-        ) as bar:
+        quiet = not progress or process() > 0
+        with (
+            StoredInputs(root_of(model)) as stored,
+            tqdm(total=passes * survey.total, desc="calibrate", unit="batch", disable=quiet) as bar,
+        ):
             reports = []
             for name, runs in order.items():
-                data = SlotInputs(model, slots[name], fitters[name], runs, survey, held_out, bar)
+                start = partial(stored.one_pass, model, name.removeprefix("base_model.model."), slots[name], runs)
+                data = SlotInputs(model, slots[name], fitters[name], runs, survey, held_out, bar, start)
                 reports.append(_fit_slot(name, slots[name], fitters[name], data))
                 same_everywhere(slots[name].snnk_slots)
     finally:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import peft
@@ -15,6 +16,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.layers.slots import Call, Fitter
 from snnk_peft.tuner.batches import Survey, is_held_out, model_inputs
 from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.tuner.stored_inputs import Run
 
 
 class _Reached(Exception):  # noqa: N818 - control flow, not an error
@@ -43,7 +45,7 @@ def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: S
 
 
 def _slot_calls(
-    model: nn.Module, layer: SlotLayer, fitter: Fitter, runs: int, batches: Survey, bar: Any
+    model: nn.Module, layer: SlotLayer, fitter: Fitter, runs: int, batches: Survey, bar: Any, run: Run
 ) -> Iterator[tuple[int, list[Call]]]:
     """(batch index, the calls of a slot), from the stack as it is now; stops each pass there.
 
@@ -62,7 +64,7 @@ def _slot_calls(
         for index, batch in batches:
             inputs = model_inputs(model, batch)
             with torch.no_grad(), _as_it_was(model, layer, fitter.together, runs), contextlib.suppress(_Reached):
-                model(**inputs)
+                run(index, inputs)
             if len(caught) < runs:
                 raise ConfigError(
                     f"batch {index} runs it {len(caught)} times, and batch 0 {runs} times; expected batches of the "
@@ -108,23 +110,25 @@ class SlotInputs:
         batches: Survey,
         held_out: float,
         bar: Any,
+        start: Callable[[], AbstractContextManager[Run]],
     ):
-        self.inputs = (model, layer, fitter, runs, batches, bar)
+        self.inputs, self.start = (model, layer, fitter, runs, batches, bar), start
         self.fitter, self.held_out = fitter, held_out
         self.at: int | None = None
 
     def __iter__(self) -> Iterator[tuple[bool, Any]]:
         self.at = 0
-        for index, calls in _slot_calls(*self.inputs):
-            self.at = index
-            rows = torch.cat([self.fitter.rows(_first(call), call.mask) for call in calls])
-            if wrong := int((~torch.isfinite(rows)).any(-1).sum()):
-                raise ValueError(
-                    f"{wrong} of {len(rows)} inputs hold NaN or infinity; expected finite numbers. Look at this batch, "
-                    "or run the model in fp32 or bf16"
-                )
-            yield is_held_out(index, self.held_out), calls if self.fitter.calls else rows
-            self.at = index + 1
+        with self.start() as run:
+            for index, calls in _slot_calls(*self.inputs, run):
+                self.at = index
+                rows = torch.cat([self.fitter.rows(_first(call), call.mask) for call in calls])
+                if wrong := int((~torch.isfinite(rows)).any(-1).sum()):
+                    raise ValueError(
+                        f"{wrong} of {len(rows)} inputs hold NaN or infinity; expected finite numbers. Look at this "
+                        "batch, or run the model in fp32 or bf16"
+                    )
+                yield is_held_out(index, self.held_out), calls if self.fitter.calls else rows
+                self.at = index + 1
         self.at = None
 
 

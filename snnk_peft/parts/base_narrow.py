@@ -1,0 +1,70 @@
+"""What narrower attention heads and narrower FFN blocks share: a smaller Linear in the place of a pretrained one."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from snnk_peft.families.base import as_linear
+from snnk_peft.functional.at_hand import at_hand, wide_on_cpu
+from snnk_peft.functional.precision import as_a_linear
+from snnk_peft.layers.slots import Slot
+
+
+class NarrowLinear(Slot):
+    """A matrix, and no memory of the original.
+
+    Args:
+        in_features: length of the inputs.
+        out_features: length of the outputs.
+        bias: whether there is one.
+    """
+
+    replaces = True
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        # A module of its own: accelerate moves what a module with tensors is called with, here the original.
+        self.linear = nn.Linear(in_features, out_features, bias, device="meta")  # which draws no random numbers
+        self.linear.weight = nn.Parameter(torch.empty(out_features, in_features))
+        if bias:
+            self.linear.bias = nn.Parameter(torch.empty(out_features))
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The Linear; PEFT keeps what is trained in fp32, also in a model of half precision."""
+        return as_a_linear(self.linear(x.to(self.linear.weight.dtype)), x)
+
+    def take(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Other numbers, of any dtype; without a bias, zeros where there is one."""
+        with torch.no_grad():
+            self.linear.weight.copy_(weight)
+            if self.linear.bias is not None:
+                self.linear.bias.copy_(torch.zeros_like(self.linear.bias) if bias is None else bias)
+
+    def folded(self) -> nn.Linear:
+        """A plain Linear of this size."""
+        return copy.deepcopy(self.linear)
+
+
+class OneMatrix:
+    """The numbers of a pretrained Linear, fp64 on the CPU.
+
+    Args:
+        linear: nn.Linear or transformers' Conv1D.
+    """
+
+    def __init__(self, linear: nn.Module):
+        with at_hand(linear):
+            plain = as_linear(linear)
+            self.weight = wide_on_cpu(plain.weight).double()  # type: ignore[arg-type]
+            self.bias = None if plain.bias is None else wide_on_cpu(plain.bias).double()  # type: ignore[arg-type]
+
+    def by_head(self, heads: int) -> torch.Tensor:
+        """(heads, d, in)."""
+        return self.weight.unflatten(0, (heads, -1))
+
+    def full_bias(self) -> torch.Tensor:
+        """(out,), zeros where there is none."""
+        return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias

@@ -1,0 +1,230 @@
+"""What may stand where: a model with every candidate in it, none active, and the places that these compete for."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from snnk_peft.bundling.bundle import folded_model
+from snnk_peft.config import SNNKConfig, part_name
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import family_of
+from snnk_peft.families.base import as_linear, module_at
+from snnk_peft.layers.heads import head_size
+from snnk_peft.layers.slots import Slot
+from snnk_peft.parts import Part
+from snnk_peft.parts.attention import AttentionPart
+from snnk_peft.parts.ffn import FFNPart
+from snnk_peft.parts.narrow_ffn import NarrowFFNPart
+from snnk_peft.parts.narrow_heads import NarrowHeadsPart
+from snnk_peft.parts.pooler import PoolerPart
+from snnk_peft.tuner.get_model import get_snnk_model
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path
+
+UNITS = (1 / 48, 1 / 24, 1 / 12, 1 / 6, 1 / 4)  # of the hidden units of an FFN
+Places = list[tuple["int | None", list[int]]]  # layer, the numbers of the templates that compete for one place in it
+KEPT = (1 / 4, 1 / 2, 3 / 4)  # of the hidden units of a gated FFN
+HEADS = (1 / 4, 1 / 2, 3 / 4)  # of the dimensions of a head
+ROWS = (32, 64, 128)  # of linear attention
+POOLER = (32, 64)
+
+
+def default_parts(model: nn.Module, length: int) -> list[list[Part]]:
+    """The candidates where the caller names none: the kinds of calibrated parts, each at several sizes.
+
+    Linear attention is offered where it can be cheaper than softmax, that is for sequences of at least four times as
+    many tokens as it has rows, and to encoders only.
+
+    Args:
+        model: a transformers model of a known family.
+        length: tokens of a sequence.
+    """
+    family = family_of(model)
+    layer = family.layer_paths(model)[0]
+    units = as_linear(module_at(model, f"{layer}.{family.ffn_in}", "the FFN expansion"))
+    dim = head_size(module_at(model, f"{layer}.{family.attention}", "the attention")) or 0
+    rows = [rows for rows in ROWS if 4 * rows <= length and not family.causal]
+    return [
+        [FFNPart(num_features=size) for size in _shares(getattr(units, "out_features", 0), UNITS)],
+        [NarrowFFNPart(keep=share) for share in KEPT if family.gated],
+        [NarrowHeadsPart(head_dim=size) for size in _shares(dim, HEADS)],
+        [AttentionPart(component="mixture", projection="centroids", num_features=size) for size in rows],
+        [PoolerPart(num_features=size) for size in POOLER],
+    ]
+
+
+def _shares(whole: int, shares: Sequence[float]) -> list[int]:
+    return sorted({max(1, round(whole * share)) for share in shares} - {whole}) if whole else []
+
+
+def shared_copy(model: nn.Module) -> Any:
+    """A copy of the modules, whose tensors are those of the original: patching it changes nothing there."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach()
+    return copy.deepcopy(model, memo).eval()
+
+
+def share_tensors(bundled: nn.Module, original: nn.Module) -> None:
+    """Tensors that a bundle copied unchanged become those of the original."""
+    own = original.state_dict()
+    for name, tensor in bundled.state_dict(keep_vars=True).items():
+        same = own.get(name)
+        if same is not None and same.shape == tensor.shape and same.dtype == tensor.dtype and torch.equal(same, tensor):
+            tensor.data = same
+
+
+class Template:
+    """A part in all layers that it may change, in a copy of the model; nothing is active until it is asked for.
+
+    Args:
+        part: what is tried.
+        model: the original, which is not changed.
+        seed: of the draws.
+
+    Raises:
+        ConfigError, UnsupportedError: the model cannot take the part, or it cannot be planned.
+
+    Attributes:
+        name: of the part and its size.
+        root: the patched transformers model.
+        layers: paths of the Transformer layers.
+        groups: the wrapped modules of each layer by their paths; those of a part outside of the layers under None.
+    """
+
+    def __init__(self, part: Part, model: nn.Module, seed: int):
+        self.part = part
+        # The start is overwritten by the fit.
+        config = SNNKConfig(parts=[part.undrawn()], seed=seed, modules_to_save=[])
+        self.model = get_snnk_model(shared_copy(model), config).eval()
+        self.root: Any = self.model.get_base_model()
+        self.layers = family_of(model).layer_paths(model)
+        self.groups: dict[int | None, dict[str, SlotLayer]] = {}
+        for path, module in self.root.named_modules():
+            if isinstance(module, SlotLayer):
+                path = original_path(path)
+                inside = (i for i, layer in enumerate(self.layers) if f"{path}.".startswith(f"{layer}."))
+                self.groups.setdefault(next(inside, None), {})[path] = module
+        by_layer = any(field.name == "layers" for field in dataclasses.fields(part))
+        if len(self.groups) > 1 and (None in self.groups or not by_layer):
+            raise ConfigError(
+                f"{type(part).__name__} changes {len(self.groups)} places at once, of which none can be chosen alone; "
+                "expected parts with `layers`, or a part outside of the Transformer layers"
+            )
+        self.activate(None, nothing=True)
+
+    @property
+    def name(self) -> str:
+        """Such as "ffn 64"."""
+        return f"{part_name(type(self.part))} {size_of(self.part)}"
+
+    def of_layers(self, chosen: Sequence[int | None]) -> Part:
+        """The part in these layers alone."""
+        part: Any = self.part
+        return part if None in chosen else dataclasses.replace(part, layers=list(chosen))
+
+    def activate(self, group: int | None, nothing: bool = False) -> None:
+        """One group and no other is in use."""
+        for key, slots in self.groups.items():
+            for layer in slots.values():
+                layer._disable_adapters = nothing or key != group
+
+    def changed(self, group: int | None) -> set[str]:
+        """Paths of everything that a group changes."""
+        found = set()
+        for path, layer in self.groups[group].items():
+            for slot in _slots(layer):
+                found |= {path, *slot.changes(path)}
+        return found
+
+    def folded(self) -> Any:
+        """The bundle with all groups in use."""
+        for slots in self.groups.values():
+            for layer in slots.values():
+                layer._disable_adapters = False
+        try:
+            bundled: nn.Module = folded_model(self.root)[0]
+        finally:
+            self.activate(None, nothing=True)
+        share_tensors(bundled, self.root)
+        return bundled
+
+
+def default_templates(model: nn.Module, length: int, seed: int) -> list[Template]:
+    """Templates of `default_parts`, but for the kinds that the model cannot take.
+
+    Raises:
+        ConfigError: it can take none.
+    """
+    found: list[Template] = []
+    reasons: list[str] = []
+    for kind in default_parts(model, length):
+        try:
+            found += [Template(part, model, seed) for part in kind]
+        except (ConfigError, UnsupportedError) as error:
+            reasons.append(str(error))
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} can take none of the parts that plan() tries; expected a model with a plain FFN, "
+            "plain heads or a pooler, or candidates of your own as parts=[...]. " + " ".join(reasons)
+        )
+    return found
+
+
+def _slots(layer: SlotLayer) -> list[Slot]:
+    return [cast(Slot, slot) for name in layer.snnk_slots for slot in layer.slots_of(name)]
+
+
+def size_of(part: Part) -> str:
+    """The number, or else all options, that the size of a part is told by."""
+    known = {name: getattr(part, name, None) for name in ("num_features", "head_dim", "rank", "keep", "rank_scale")}
+    found = [str(value) for value in known.values() if value is not None]
+    return found[0] if found else str(dataclasses.asdict(part))
+
+
+def places(templates: Sequence[Template]) -> Places:
+    """(layer, the templates that compete for one place in it): those that change the same module, or one inside it."""
+    found: Places = []
+    keys: dict[int | None, None] = {key: None for template in templates for key in template.groups}
+    for key in sorted(keys, key=lambda key: -1 if key is None else key):
+        sets: list[tuple[set[str], list[int]]] = []
+        for number, template in enumerate(templates):
+            if key not in template.groups:
+                continue
+            paths, members = template.changed(key), [number]
+            for other in [each for each in sets if _overlap(each[0], paths)]:
+                sets.remove(other)
+                paths, members = paths | other[0], other[1] + members
+            sets.append((paths, members))
+        found += [(key, members) for _, members in sets]
+    return found
+
+
+def _overlap(one: set[str], other: set[str]) -> bool:
+    return any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in one for b in other)
+
+
+@contextmanager
+def replayed(root: nn.Module, outputs: Mapping[str, Any]) -> Iterator[None]:
+    """Layers that are not computed again: in the context they return what they are known to give.
+
+    Args:
+        root: the model.
+        outputs: by path.
+    """
+    layers = [(root.get_submodule(path), output) for path, output in outputs.items()]
+    for layer, output in layers:
+        layer.forward = lambda *args, output=output, **kwargs: output
+    try:
+        yield
+    finally:
+        for layer, _ in layers:
+            del layer.forward

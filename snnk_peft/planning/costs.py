@@ -1,0 +1,223 @@
+"""What a model costs, layer by layer: multiply-adds and bytes exactly, seconds as measured on this machine.
+
+A cost is told for the whole model and for each Transformer layer in it; what remains is outside of the layers. Seconds
+of layers that are built alike are pooled: such layers then cost the same, and more measurements stand behind each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.at_hand import place_of
+
+ROUNDS = 3
+_SINCE_START: dict[str, Any] = {}  # measured in this process
+
+
+class Cost(NamedTuple):
+    """What one forward pass, or the file of a model, costs in some unit.
+
+    Attributes:
+        whole: of the model.
+        layers: of each Transformer layer.
+    """
+
+    whole: float
+    layers: tuple[float, ...]
+
+    @property
+    def outside(self) -> float:
+        """Of everything that is in no layer."""
+        return self.whole - sum(self.layers)
+
+
+def _by_layer(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str], now: Callable[[], float]) -> Cost:
+    """By how much `now` advances in one forward pass; a layer that runs several times counts every time."""
+    spent, began = [0.0] * len(paths), [0.0] * len(paths)
+
+    def enter(index: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            began[index] = now()
+
+        return hook
+
+    def leave(index: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            spent[index] += now() - began[index]
+
+        return hook
+
+    with ExitStack() as hooks:
+        for index, path in enumerate(paths):
+            layer = model.get_submodule(path)
+            for hook in (layer.register_forward_pre_hook(enter(index)), layer.register_forward_hook(leave(index))):
+                hooks.callback(hook.remove)
+        start = now()
+        with torch.no_grad():
+            model(**inputs)
+        return Cost(now() - start, tuple(spent))
+
+
+def macs(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> Cost:
+    """Products of numbers in one forward pass, each with an addition.
+
+    Args:
+        model: in eval mode.
+        inputs: its keyword arguments.
+        paths: of its Transformer layers.
+    """
+    from snnk_peft.cost.meter import (
+        Meter,
+    )  # takes torch's own counters in, which importing the package need not wait for
+
+    with Meter() as meter:
+        return _by_layer(model, inputs, paths, lambda: meter.flops // 2)
+
+
+def stored_bytes(model: nn.Module, paths: Sequence[str]) -> Cost:
+    """Bytes of the tensors of a state dict, shared ones once; arguments as in `macs`."""
+    seen: dict[int, tuple[str, int]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        seen.setdefault(id(tensor), (name, tensor.numel() * tensor.element_size()))
+    layers = tuple(sum(size for name, size in seen.values() if name.startswith(f"{path}.")) for path in paths)
+    return Cost(sum(size for _, size in seen.values()), layers)
+
+
+def clock(model: nn.Module) -> Callable[[], float]:
+    """Seconds; on a GPU, when it has done what it was given."""
+    device = place_of(model)
+    if device is None or device.type != "cuda":
+        return time.perf_counter
+
+    def now() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+def seconds(
+    models: Mapping[str, nn.Module],
+    inputs: Mapping[str, Any],
+    paths: Sequence[str],
+    alike: Mapping[str, Sequence[Any]],
+    rounds: int = ROUNDS,
+) -> dict[str, Cost]:
+    """Seconds of a forward pass of each model, which take turns.
+
+    What is told of a model is its ratio to the first one within a round, so that a machine whose speed drifts slows
+    both alike: medians over rounds and over the layers that are built alike.
+
+    Args:
+        models: by name, warm; the first is what the others are compared with.
+        inputs: keyword arguments of all of them.
+        paths: of their Transformer layers.
+        alike: per model and layer, equal where layers are built alike.
+        rounds: how often each is run.
+    """
+    runs: dict[str, list[Cost]] = {name: [] for name in models}
+    for turn in range(rounds):
+        for name in list(models) if turn % 2 else reversed(list(models)):
+            runs[name].append(_by_layer(models[name], inputs, paths, clock(models[name])))
+    first = next(iter(models))
+    base = [statistics.median(run.layers[index] for run in runs[first]) for index in range(len(paths))]
+    base = _pooled(base, alike[first])
+    outside = statistics.median(run.outside for run in runs[first])
+    found = {first: Cost(sum(base) + outside, tuple(base))}
+    for name in list(models)[1:]:
+        pairs = list(zip(runs[name], runs[first], strict=True))
+        ratios: dict[Any, list[float]] = defaultdict(list)
+        kinds = list(zip(alike[name], alike[first], strict=True))
+        for index, kind in enumerate(kinds):
+            ratios[kind] += [own.layers[index] / other.layers[index] for own, other in pairs]
+        layers = tuple(
+            seconds * (1.0 if kind[0] == kind[1] else statistics.median(ratios[kind]))
+            for seconds, kind in zip(base, kinds, strict=True)
+        )
+        found[name] = Cost(sum(layers) + outside, layers)  # what is outside of the layers is the same
+    return found
+
+
+def _pooled(values: Sequence[float], kinds: Sequence[Any]) -> list[float]:
+    """Each value replaced by the median of its kind."""
+    together = defaultdict(list)
+    for value, kind in zip(values, kinds, strict=True):
+        together[kind].append(value)
+    return [statistics.median(together[kind]) for kind in kinds]
+
+
+def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any], rounds: int = 2 * ROUNDS + 1) -> float:
+    """Median over rounds of the seconds of `other` over those of `original`, taken in turn after one round to warm up.
+
+    Args:
+        original: a model.
+        other: another.
+        inputs: keyword arguments of both.
+        rounds: how often each is run.
+    """
+    ratios = []
+    for turn in range(rounds + 1):
+        pair = (original, other) if turn % 2 else (other, original)
+        spent = {id(model): _by_layer(model, inputs, (), clock(model)).whole for model in pair}
+        ratios.append(spent[id(other)] / spent[id(original)])
+    return statistics.median(ratios[1:])
+
+
+class Timings:
+    """What was measured before is not measured again: a measurement differs from time to time, a plan must not.
+
+    Args:
+        path: a JSON file that is read if it is there, and written; None keeps them as long as the process lives.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None):
+        self.path = None if path is None else Path(path)
+        self.known = _SINCE_START if self.path is None else _read(self.path)
+
+    def get(self, of: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
+        """Plain data: what `measure` gives, or gave when it was asked about the same.
+
+        Args:
+            of: plain data that says what is measured, and on what.
+            measure: returns plain data.
+        """
+        key = hashlib.sha256(json.dumps(of, sort_keys=True, default=str).encode()).hexdigest()
+        if key not in self.known:
+            self.known[key] = measure()
+            if self.path is not None:
+                partial = self.path.with_name(self.path.name + ".part")
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                partial.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
+                os.replace(partial, self.path)
+        return self.known[key]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"timings is {str(path)!r}, which cannot be read ({error}); expected a file that plan() wrote, or one that "
+            "does not exist yet. Remove it to measure again"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"timings is {str(path)!r}, which holds a {type(found).__name__}; expected a file that plan() wrote. Give "
+            "another name"
+        )
+    return found

@@ -1,0 +1,106 @@
+"""What one converted layer does to the output of the model, everything else being the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from snnk_peft.planning.candidates import Template, replayed
+from snnk_peft.planning.fitting import Errors
+from snnk_peft.planning.sample import Sample
+
+
+class OutputError:
+    """How far outputs are from those of the original, over all batches.
+
+    Logits of classes or of words by the Kullback-Leibler divergence of their distributions, in nats per row; anything
+    else, the score of a regression for instance, by the squared difference relative to the variance.
+
+    Args:
+        config: of the model.
+    """
+
+    def __init__(self, config: Any):
+        self.problem = getattr(config, "problem_type", None)
+        self.total = self.count = 0.0
+
+    def update(self, original: Any, other: Any, mask: Any) -> None:
+        """Add the outputs of a batch."""
+        for name in _compared(original):
+            target, found = _rows(original[name], mask).double(), _rows(other[name], mask).double()
+            if name.endswith("logits") and target.shape[-1] > 1 and self.problem not in OTHER_PROBLEMS:
+                target, found = target.log_softmax(-1), found.log_softmax(-1)
+                self.total += float((target.exp() * (target - found)).sum())
+                self.count += len(target)
+            else:
+                self.total += float((target - found).square().sum())
+                self.count += float((target - target.mean(0)).square().sum())
+
+    def value(self) -> float:
+        """The error; 0 for equal outputs."""
+        return max(0.0, self.total) / max(self.count, 1e-300)
+
+
+OTHER_PROBLEMS = ("regression", "multi_label_classification")
+
+
+def _compared(outputs: Mapping[str, Any]) -> list[str]:
+    found = [name for name in outputs if name.endswith("logits")]
+    return found or [next(n for n, v in outputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point())]
+
+
+def _rows(output: torch.Tensor, mask: Any) -> torch.Tensor:
+    """(n, dim) without padding, where the output has a row for every token."""
+    rows = output.reshape(-1, output.shape[-1])
+    if output.ndim > 2 and isinstance(mask, torch.Tensor) and mask.shape == output.shape[:-1]:
+        return rows[mask.bool().flatten()]
+    return rows
+
+
+@torch.no_grad()
+def measure_damage(templates: Sequence[Template], sample: Sample, tick: Callable[[], Any]) -> Errors:
+    """The output's error with one group of one template in use, on the held-out part of the sample.
+
+    What the layers before it give is remembered and not computed again.
+
+    Args:
+        templates: fitted; of one kind, so that their attention runs in the same way.
+        sample: the data.
+        tick: called after each measurement of a batch.
+    """
+    first = templates[0]
+    found = {(n, key): OutputError(first.root.config) for n, each in enumerate(templates) for key in each.groups}
+    for inputs in sample.inputs(first.root, held_out=True):
+        mask = inputs.get("attention_mask")
+        original, outputs = _remember(first, inputs)
+        for (number, key), error in found.items():
+            template = templates[number]
+            before = {} if outputs is None or key is None else dict(list(outputs.items())[:key])
+            template.activate(key)
+            try:
+                with replayed(template.root, before):
+                    error.update(original, template.root(**inputs), mask)
+            finally:
+                template.activate(None, nothing=True)
+            tick()
+    return {name: error.value() for name, error in found.items()}
+
+
+def _remember(template: Template, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """Outputs of the original and of each of its layers; None for these if the model runs a layer several times."""
+    outputs: dict[str, list[Any]] = {path: [] for path in template.layers}
+    hooks = [
+        template.root.get_submodule(path).register_forward_hook(
+            lambda module, args, output, path=path: outputs[path].append(output)
+        )
+        for path in template.layers
+    ]
+    try:
+        result = template.root(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    once = all(len(each) == 1 for each in outputs.values())
+    return result, {path: each[0] for path, each in outputs.items()} if once else None

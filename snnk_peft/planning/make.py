@@ -1,0 +1,239 @@
+"""plan: which parts, on which layers, with which sizes, for a budget.
+
+Every candidate is measured alone: what it saves, and what it does to the output of the model when everything else is
+the original. Both are then added up. That the errors of several places add up is an assumption: they are small, and
+calibration lets a later layer repair what an earlier one got wrong. That costs do is checked in the end: the chosen
+parts are measured together, and if that is more than the budget, the choice is made again for a smaller one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from snnk_peft.config import SNNKConfig, part_name
+from snnk_peft.errors import ConfigError
+from snnk_peft.parts import Part
+from snnk_peft.planning.candidates import Places, Template, default_templates, places, size_of
+from snnk_peft.planning.choose import Offer, Point, best_within, pareto
+from snnk_peft.planning.damage import measure_damage
+from snnk_peft.planning.fitting import Errors, fit_all
+from snnk_peft.planning.measure import OF, Measure
+from snnk_peft.planning.result import POINTS, Candidate, Plan
+from snnk_peft.planning.sample import PICTURE, Sample
+from snnk_peft.tuner.batches import Batches, model_inputs
+from snnk_peft.tuner.model import refuse_prepared
+
+ATTEMPTS = 4
+
+
+def plan(
+    model: nn.Module,
+    batches: Batches,
+    budget: str | float = "2x",
+    *,
+    of: str = "latency",
+    parts: Sequence[Part] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    tokens: int = 8192,
+    seed: int = 0,
+    timings: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Plan:
+    """Choose parts, layers and sizes so that a converted model costs what it may, and errs as little as possible.
+
+    For each candidate in each layer is measured what it saves, and the error of the model's output with this layer
+    alone converted and fitted, on held-out batches: the Kullback-Leibler divergence from the original's distribution
+    for logits, the squared error relative to the variance for anything else. The choice of least total error within
+    the budget is exact (a knapsack); its parts are then measured together, and it is made again if they cost more.
+
+    Multiply-adds and bytes are exact, so the same arguments give the same plan. Seconds differ from time to time:
+    they are remembered as long as the process lives, and with `timings` for as long as that file.
+
+    Args:
+        model: a transformers model of a known family, without adapters; it is not changed.
+        batches: model-input dicts without labels, as for `calibrate`; three at least.
+        budget: "2x" for half of the original's cost, or the share of it that may remain, in (0, 1).
+        of: "latency" (seconds of a forward pass, measured here and now), "macs" (its multiply-adds) or "bytes" (of the
+            saved model).
+        parts: the candidates, `FFNPart(num_features=64)` for example; their `layers` say where each is tried. None:
+            FFN, heads, pooler and, for encoders and long sequences, linear attention, each at several sizes.
+        inputs: model inputs of which latency and multiply-adds are told; None for the batch of median size.
+        tokens: about how many of the batches are used; more is slower and more exact.
+        seed: of all draws, and of the config.
+        timings: a JSON file of measured seconds: read where it knows them, written where it does not. It belongs to a
+            machine; delete it to measure again.
+        progress: show a progress bar.
+
+    Returns:
+        A Plan: `get_snnk_model(model, plan.config)`, then `calibrate`, then `bundle`. Print it for a table.
+
+    Raises:
+        ConfigError: bad arguments, all of them; a budget that cannot be met, with the nearest that can.
+        UnsupportedError: an unknown family, or a model that is patched, wrapped or quantized already.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from snnk_peft import FFNPart, get_snnk_model, plan
+        >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> model = BertForSequenceClassification(tiny)
+        >>> batches = [{"input_ids": torch.randint(0, 1000, (8, 16))} for _ in range(5)]
+        >>> found = plan(model, batches, 0.8, of="macs", parts=[FFNPart(num_features=8)], progress=False)
+        >>> found.predicted["measured"] <= 0.8
+        True
+        >>> patched = get_snnk_model(model, found.config)
+    """
+    share = _check(budget, of, parts, tokens)
+    refuse_prepared(model)
+    sample = Sample(model, batches, tokens)
+    given = model_inputs(model, sample.middle if inputs is None else inputs)
+    if parts is None:
+        templates = default_templates(model, _length(given), seed)
+    else:
+        templates = [Template(part, model, seed) for part in parts]
+    measure = Measure(model, given, of, timings)
+    saved = measure.savings(templates)
+    templates, saved = _worth_it(templates, saved)
+    found = places(templates)
+    _check_reach(found, saved, share, of)
+    fit_errors, output_errors = _errors(templates, sample, progress)
+    offers = [
+        [Offer(saved[number].get(key, 0.0), output_errors[number, key]) for number in members] for key, members in found
+    ]
+    points = pareto([[o if math.isfinite(o.error) else Offer(0.0, 0.0) for o in place] for place in offers])
+    point, config, measured = _settle(templates, found, points, share, seed, measure)
+    chosen = {(members[i], key) for (key, members), i in zip(found, point.chosen, strict=True) if i >= 0}
+    candidates = [
+        Candidate(
+            key,
+            part_name(type(templates[number].part)),
+            size_of(templates[number].part),
+            saved[number].get(key, 0.0),
+            fit_errors.get((number, key)),
+            output_errors[number, key],
+            (number, key) in chosen,
+        )
+        for key, members in found
+        for number in sorted(members)
+    ]
+    every = max(1, len(points) // POINTS)
+    shown = [p for i, p in enumerate(points) if i % every == 0 or p in (point, points[-1])]
+    curve = [{"cost": each.cost, "error": each.error} for each in shown]
+    predicted = {"cost": point.cost, "speed_up": 1 / point.cost, "error": point.error, "measured": measured}
+    settings = {**measure.where, "tokens": tokens, "seed": seed}
+    return Plan(config, of, share, predicted, candidates, curve, settings)
+
+
+def _check(budget: object, of: object, parts: object, tokens: object) -> float:
+    faults = []
+    share = math.nan
+    if isinstance(budget, str) and (times := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[x×]\s*", budget)):
+        share = 1 / float(times[1]) if float(times[1]) else math.nan
+    elif isinstance(budget, (int, float)) and not isinstance(budget, bool):
+        share = float(budget)
+    if not 0 < share < 1:
+        faults.append(
+            f"budget is {budget!r}; expected a factor above 1 such as '2x', or the share of the cost that may remain, "
+            "between 0 and 1, such as 0.5"
+        )
+    if of not in OF:
+        faults.append(f"of is {of!r}; expected one of {', '.join(OF)}")
+    if parts is not None and not (
+        isinstance(parts, Sequence) and parts and all(isinstance(part, Part) for part in parts)
+    ):
+        faults.append(f"parts is {parts!r}; expected a list of parts such as FFNPart(num_features=64), or None")
+    if type(tokens) is not int or tokens < 1:
+        faults.append(f"tokens is {tokens!r}; expected an integer >= 1")
+    if faults:
+        raise ConfigError(faults)
+    return share
+
+
+def _length(inputs: Mapping[str, Any]) -> int:
+    main = next((value for value in inputs.values() if isinstance(value, torch.Tensor)), None)
+    return PICTURE if main is None or main.ndim != 2 else main.shape[1]
+
+
+def _worth_it(
+    templates: Sequence[Template], saved: Sequence[dict[int | None, float]]
+) -> tuple[list[Template], list[dict[int | None, float]]]:
+    """The templates that save something somewhere; the others need not be fitted."""
+    kept = [number for number, each in enumerate(saved) if any(share > 0 for share in each.values())]
+    for number in kept:
+        for key in [key for key in templates[number].groups if saved[number].get(key, 0.0) <= 0]:
+            del templates[number].groups[key]
+    return [templates[number] for number in kept], [saved[number] for number in kept]
+
+
+def _check_reach(found: Places, saved: Sequence[Mapping[int | None, float]], share: float, of: str) -> None:
+    """ConfigError if the cheapest candidates of all places are not enough, which is known before they are fitted."""
+    most = sum(max(saved[number].get(key, 0.0) for number in members) for key, members in found)
+    if 1 - most > share:
+        raise _unreachable(1 - most, share, of, "each measured alone")
+
+
+def _unreachable(nearest: float, share: float, of: str, how: str) -> ConfigError:
+    # What is named has to be reachable when it is given back.
+    nearest = math.ceil(nearest * 1000) / 1000
+    met = math.floor(100 / nearest) / 100
+    if met > 1:
+        told = f"leaves {nearest:.3f}, so the nearest that can be met is '{met:.2f}x'. Give that"
+    else:
+        told = "saves nothing that could be told. Give larger inputs"
+    return ConfigError(
+        f"budget leaves {share:.3f} of the {of} ({1 / share:.2f}x); the cheapest choice of the candidates, {how}, "
+        f"{told}, smaller candidates as parts=[...], or another unit (latency, macs, bytes)"
+    )
+
+
+def _errors(templates: Sequence[Template], sample: Sample, progress: bool) -> tuple[Errors, Errors]:
+    """Of fits and of outputs, by number of the template and layer; templates of a kind share their passes."""
+    fits: Errors = {}
+    outputs: Errors = {}
+    kinds: dict[type, list[int]] = {}
+    for number, template in enumerate(templates):
+        kinds.setdefault(type(template.part), []).append(number)
+    held_out = sum(out for out, _ in sample.batches)
+    total = sum(len(template.groups) for template in templates) * (1 + held_out)
+    with tqdm(total=total, desc="plan", unit="step", disable=not progress) as bar:
+        for numbers in kinds.values():
+            kind = [templates[number] for number in numbers]
+            for into, measured in (
+                (fits, fit_all(kind, sample, bar.update)),
+                (outputs, measure_damage(kind, sample, bar.update)),
+            ):
+                into.update({(numbers[number], key): error for (number, key), error in measured.items()})
+    return fits, outputs
+
+
+def _settle(
+    templates: Sequence[Template], found: Places, points: Sequence[Point], share: float, seed: int, measure: Measure
+) -> tuple[Point, SNNKConfig, float]:
+    """The best choice whose parts together are within the budget."""
+    aim, nearest = share, math.inf
+    for attempt in range(ATTEMPTS):
+        point = (best_within(points, aim) if attempt < ATTEMPTS - 1 else None) or points[-1]
+        config = _config(templates, found, point, seed)
+        measured = measure.remaining(config)
+        if measured <= share:
+            return point, config, measured
+        nearest = min(nearest, measured)
+        aim = min(aim, point.cost) * share / measured * 0.995
+    raise _unreachable(nearest, share, measure.of, "measured in the model")
+
+
+def _config(templates: Sequence[Template], found: Places, point: Point, seed: int) -> SNNKConfig:
+    layers: dict[int, list[int | None]] = {}
+    for (key, members), chosen in zip(found, point.chosen, strict=True):
+        if chosen >= 0:
+            layers.setdefault(members[chosen], []).append(key)
+    parts = [templates[number].of_layers(layers[number]) for number in sorted(layers)]
+    return SNNKConfig(parts=parts, seed=seed, modules_to_save=[])

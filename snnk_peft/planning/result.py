@@ -1,0 +1,164 @@
+"""Plan: what `plan` decided, what it decided from, and what it predicts; a table, a file, a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snnk_peft.config import SNNKConfig, part_name
+from snnk_peft.errors import ConfigError
+
+FILE, PICTURE = "plan.json", "plan.png"
+POINTS = 200  # of the curve that are kept
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What was measured of one part in one place.
+
+    Args:
+        layer: index of the Transformer layer, or None for a part outside of the layers.
+        part: name of the part.
+        size: rows, dimensions or what else tells its size.
+        saved: share of the original's cost that it saves.
+        fit_error: normalised squared error of what it stands in for, on held-out tokens; None where nothing is fitted.
+        output_error: what it alone does to the model's output, see `plan`.
+        chosen: whether it is part of the plan.
+    """
+
+    layer: int | None
+    part: str
+    size: str
+    saved: float
+    fit_error: float | None
+    output_error: float
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which parts on which layers with which sizes.
+
+    Args:
+        config: for `get_snnk_model`; then `calibrate`.
+        of: what the budget is of: "latency", "macs" or "bytes".
+        budget: the share of the original's cost that may remain.
+        predicted: "cost", the share that remains, the sum over the places; "speed_up", its reciprocal; "error", the sum
+            of the output errors; "measured", the cost of all chosen parts together, before calibration.
+        candidates: everything that was measured, front to back.
+        curve: the predicted Pareto curve: dicts of "cost" and "error", from the original to the cheapest choice.
+        settings: what the measurements depend on.
+    """
+
+    config: SNNKConfig
+    of: str
+    budget: float
+    predicted: Mapping[str, float]
+    candidates: list[Candidate] = field(default_factory=list)
+    curve: list[dict[str, float]] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> list[Candidate]:
+        """The candidates that were chosen."""
+        return [candidate for candidate in self.candidates if candidate.chosen]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        parts = [{"part": part_name(type(part)), **dataclasses.asdict(part)} for part in self.config.parts]
+        return {
+            "config": {"parts": parts, "seed": self.config.seed, "modules_to_save": self.config.modules_to_save},
+            **{name: getattr(self, name) for name in ("of", "budget")},
+            "predicted": dict(self.predicted),
+            "candidates": [dataclasses.asdict(candidate) for candidate in self.candidates],
+            "curve": self.curve,
+            "settings": dict(self.settings),
+        }
+
+    def save(self, folder: str | os.PathLike[str], *, picture: bool = True) -> None:
+        """Write plan.json, and plan.png with the predicted curve.
+
+        Args:
+            folder: is made if need be.
+            picture: False leaves plan.png out, and needs no matplotlib.
+
+        Raises:
+            ConfigError: matplotlib is not installed; nothing is written.
+        """
+        drawn = self._draw() if picture else None
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        partial = target / f"{FILE}.part"
+        partial.write_text(json.dumps(self.to_dict(), indent=2), encoding="utf-8")
+        os.replace(partial, target / FILE)
+        if drawn is not None:
+            drawn.savefig(target / f"{PICTURE}.part", format="png", dpi=120)
+            os.replace(target / f"{PICTURE}.part", target / PICTURE)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Plan:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: no plan.json there, or one that does not hold a plan.
+        """
+        file = Path(folder) / FILE
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            config = SNNKConfig(**found["config"])
+            candidates = [Candidate(**candidate) for candidate in found["candidates"]]
+            names = ("of", "budget", "predicted", "curve", "settings")
+            return cls(config=config, candidates=candidates, **{name: found[name] for name in names})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{str(file)!r} cannot be read as a plan ({type(error).__name__}: {error}); expected a folder that "
+                "Plan.save wrote. Make the plan again"
+            ) from error
+
+    def _draw(self) -> Any:
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigError(
+                "matplotlib is not installed, and plan.png is drawn with it; pip install matplotlib, or save with "
+                "picture=False"
+            ) from error
+        figure = Figure(figsize=(9, 3.8), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.plot([point["cost"] for point in self.curve], [point["error"] for point in self.curve])
+        left.plot(self.predicted["cost"], self.predicted["error"], "o", label="plan")
+        left.axvline(self.budget, color="grey", linestyle=":", label="budget")
+        left.set(xlabel=f"share of the {self.of} that remains", ylabel="predicted error", title="all choices")
+        left.legend()
+        lines: dict[tuple[int | None, str], list[Candidate]] = {}
+        for candidate in self.candidates:
+            lines.setdefault((candidate.layer, candidate.part), []).append(candidate)
+        for (layer, part), line in lines.items():
+            name = part if layer is None else f"{part}, layer {layer}"
+            right.plot([c.saved for c in line], [c.output_error for c in line], marker=".", label=name)
+        for candidate in self.choices:
+            right.plot(candidate.saved, candidate.output_error, "ko", fillstyle="none")
+        right.set(xlabel=f"share of the {self.of} saved", ylabel="error of the output", yscale="log", title="places")
+        if len(lines) <= 12:
+            right.legend(fontsize=6)
+        return figure
+
+    def __str__(self) -> str:
+        lines = [f"{'layer':>7}  {'part':<14} {'size':>6}  {'saves':>6}  {'fit error':>9}  {'output error':>12}"]
+        for each in self.choices:
+            layer = "outside" if each.layer is None else str(each.layer)
+            fit = "–" if each.fit_error is None else f"{each.fit_error:.4f}"
+            lines.append(
+                f"{layer:>7}  {each.part:<14} {each.size:>6}  {each.saved:>6.1%}  {fit:>9}  {each.output_error:>12.5f}"
+            )
+        told = self.predicted
+        lines.append(
+            f"{told['cost']:.1%} of the {self.of} remains as predicted ({told['speed_up']:.2f} times less), "
+            f"{told['measured']:.1%} as measured; at most {self.budget:.1%} was asked for. Error {told['error']:.5f}"
+        )
+        return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""What candidates are measured on: some of the caller's batches, and the calls of the original's modules there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.layers.slots import Call
+from snnk_peft.tuner.batches import Batches, Survey, is_held_out, model_inputs
+
+HELD_OUT = 0.3
+PICTURE = 196  # tokens of a picture of the usual size
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """Real tokens of a batch; of pictures about as many."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return int((mask != 0).sum())
+    main = next((value for value in batch.values() if isinstance(value, torch.Tensor)), None)
+    if main is None:
+        return 0
+    return main.numel() if main.ndim == 2 else PICTURE * len(main)
+
+
+class Sample:
+    """Batches spread evenly over all, of about `tokens` tokens; some of them are held out.
+
+    Args:
+        model: the original.
+        batches: of the caller.
+        tokens: how many are wanted; there are three batches at least.
+
+    Raises:
+        ConfigError: fewer than three batches, or ones that `calibrate` would refuse.
+
+    Attributes:
+        batches: (is it held out?, model inputs).
+        middle: the batch of median size of all.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches, tokens: int):
+        survey = Survey(model, batches, HELD_OUT)
+        if survey.faults:
+            raise ConfigError(survey.faults)
+        total = survey.total
+        if total < 3:
+            raise ConfigError(
+                f"batches holds {total}; expected three at least, of which one is held out, and better a few dozen, "
+                "such as a list of tokenized sentences of the kind that the model will see"
+            )
+        sizes = [tokens_of(batch) for _, batch in survey]
+        wanted = min(total, max(3, round(tokens * total / max(1, sum(sizes)))))
+        chosen = {round((step + 0.5) * total / wanted - 0.5) for step in range(wanted)}
+        middle = sorted(range(total), key=lambda index: (sizes[index], index))[total // 2]
+        kept = {index: batch for index, batch in survey if index in chosen or index == middle}
+        self.middle = kept[middle]
+        self.batches = [(is_held_out(number, HELD_OUT), kept[index]) for number, index in enumerate(sorted(chosen))]
+
+    def inputs(self, model: nn.Module, held_out: bool) -> Iterable[dict[str, Any]]:
+        """Model inputs of one of the two parts."""
+        return (model_inputs(model, batch) for out, batch in self.batches if out == held_out)
+
+
+Calls = dict[str, list[tuple[bool, list[Call]]]]
+
+
+def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -> Calls:
+    """What modules are called with, batch by batch.
+
+    Args:
+        model: runs; in eval mode.
+        modules: by path.
+        sample: what it runs on.
+    """
+    found: Calls = {path: [] for path in modules}
+    caught: dict[str, list[tuple[Any, Any]]] = {path: [] for path in modules}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, path=path: caught[path].append((args, kwargs)), with_kwargs=True
+        )
+        for path, module in modules.items()
+    ]
+    try:
+        for held_out, batch in sample.batches:
+            inputs = model_inputs(model, batch)
+            with torch.no_grad():
+                model(**inputs)
+            for path, calls in caught.items():
+                found[path].append((held_out, [Call(*call, inputs.get("attention_mask")) for call in calls]))
+                calls.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

@@ -1,0 +1,211 @@
+"""What a Transformer layer is given, kept on disk, so that a pass for a slot further behind begins there.
+
+Slots are fitted front to back: what a layer is given no longer changes once everything before it is fitted. Without
+this the passes for a model of L layers run L² / 2 of them, with it L. What is stored is the hidden state of each batch;
+the model makes everything else itself (masks, positions), while its layers in front hand on what they are given. The
+first batch of every pass runs both ways, and if the slot would be given anything else, all batches run in full from
+then on; so does a batch that is not the one that was stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from snnk_peft.errors import UnsupportedError
+from snnk_peft.families import family_of
+from snnk_peft.tuner.slot_layer import original_path
+
+Run = Callable[[int, Mapping[str, Any]], object]
+
+
+class _Seen(Exception):  # noqa: N818 - control flow, not an error
+    """Ends a run whose only purpose was to see what a slot is given."""
+
+
+class StoredInputs:
+    """Hidden states at the front of layers, batch by batch; a context, which deletes them in the end.
+
+    Args:
+        root: the transformers model inside PEFT's wrapper; one that no family describes always runs in full.
+
+    Attributes:
+        usable: whether passes may be shortened.
+    """
+
+    def __init__(self, root: nn.Module):
+        self.paths: list[str] = []
+        with contextlib.suppress(UnsupportedError):
+            self.paths = family_of(root).layer_paths(root)
+        self.layers = [root.get_submodule(path) for path in self.paths]
+        self.usable = True
+        self._kept: dict[int, tuple[int, bytes]] = {}  # batch -> the layer whose input is stored, digest of the batch
+
+    def __enter__(self) -> StoredInputs:
+        self._folder = tempfile.TemporaryDirectory(prefix="snnk-calibrate-")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._folder.cleanup()
+
+    @contextlib.contextmanager
+    def one_pass(self, model: Callable[..., Any], name: str, slot: nn.Module, runs: int) -> Iterator[Run]:
+        """A function (batch index, inputs) that runs the model up to a slot, for one pass over the batches.
+
+        Everything in front of the slot must be as it will stay.
+
+        Args:
+            model: what runs in full.
+            name: path of the slot in `root`.
+            slot: the module there, where a hook ends each run.
+            runs: how often a pass comes there; a layer that runs several times is not left out.
+        """
+        path = original_path(name)
+        inside = [index for index, layer in enumerate(self.paths) if f"{path}.".startswith(f"{layer}.")]
+        known = [layer for layer, _ in self._kept.values()]
+        if runs > 1 or not self.usable or not (inside or known):
+            yield lambda index, inputs: model(**inputs)
+            return
+        # Behind the last layer (a pooler) nothing further is stored.
+        one = _Pass(self, model, slot, inside[0] if inside else max(known))
+        hook = self.layers[one.layer].register_forward_pre_hook(one.keep, with_kwargs=True)
+        try:
+            yield one.run
+        finally:
+            hook.remove()
+
+    def load(self, index: int, digest: bytes, layer: int) -> tuple[int, torch.Tensor] | None:
+        """The layer at or before `layer` whose input is stored, and this input; None if there is none of this batch."""
+        kept = self._kept.get(index)
+        if kept is None or kept[1] != digest or kept[0] > layer:
+            return None
+        return kept[0], load_file(self._file(index))["hidden"]
+
+    def save(self, index: int, digest: bytes, layer: int, hidden: torch.Tensor) -> None:
+        """Keep the input of a layer in place of what was kept of this batch."""
+        if self._kept.get(index) != (layer, digest):
+            save_file({"hidden": hidden.detach().contiguous().cpu()}, self._file(index))
+            self._kept[index] = layer, digest
+
+    def _file(self, index: int) -> Path:
+        return Path(self._folder.name) / f"{index}.safetensors"
+
+
+class _Pass:
+    """One pass; see `StoredInputs.one_pass`."""
+
+    def __init__(self, store: StoredInputs, model: Callable[..., Any], slot: nn.Module, layer: int):
+        self.store, self.model, self.slot, self.layer = store, model, slot, layer
+        self.checked = False
+        self.now: tuple[int, bytes] = 0, b""
+
+    def run(self, index: int, inputs: Mapping[str, Any]) -> None:
+        """Run the model for one batch; an exception that ends it at the slot passes through."""
+        self.now = index, _digest(inputs)
+        found = self.store.load(*self.now, self.layer) if self.store.usable else None
+        if found is None:
+            self.model(**inputs)
+        elif self.checked:
+            self._short(inputs, *found)
+        else:
+            self._both_ways(inputs, *found)
+
+    def keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook at the layer that holds the slot."""
+        hidden = _hand_on(*args, **kwargs)
+        if self.store.usable and isinstance(hidden, torch.Tensor):
+            self.store.save(*self.now, self.layer, hidden)
+
+    def _short(self, inputs: Mapping[str, Any], begin: int, hidden: torch.Tensor) -> None:
+        def put(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = _hand_on(*args, **kwargs)
+            stored = hidden.to(given.device)
+            return ((stored, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stored})
+
+        hook = self.store.layers[begin].register_forward_pre_hook(put, with_kwargs=True, prepend=True)
+        try:
+            with _handing_on(self.store.layers[:begin]):
+                self.model(**inputs)
+        finally:
+            hook.remove()
+
+    def _both_ways(self, inputs: Mapping[str, Any], begin: int, hidden: torch.Tensor) -> None:
+        short = self._seen(lambda: self._short(inputs, begin, hidden))
+        full = self._seen(lambda: self.model(**inputs))
+        self.checked = True
+        self.store.usable = short is not None and full is not None and _same(short, full)
+        if self.store.usable:
+            self._short(inputs, begin, hidden)
+        else:
+            self.model(**inputs)
+
+    def _seen(self, run: Callable[[], object]) -> Any:
+        """What the slot is given in a run, or None if the run fails: the full one will say so."""
+        seen: list[Any] = []
+
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append((args, kwargs))
+            raise _Seen
+
+        hook = self.slot.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
+        try:
+            run()
+        except Exception:  # an architecture whose layers hand on something else than what they are given
+            pass
+        finally:
+            hook.remove()
+        return seen[0] if seen else None
+
+
+@contextlib.contextmanager
+def _handing_on(layers: list[nn.Module]) -> Iterator[None]:
+    """Layers that give what they are given."""
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = _hand_on
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            del layer.forward
+            if own is not None:  # accelerate's
+                layer.forward = own
+
+
+def _hand_on(*args: Any, **kwargs: Any) -> Any:
+    """The hidden state among the arguments of a layer."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether the tensors in two nested structures agree, up to rounding."""
+    if isinstance(one, torch.Tensor):
+        if not isinstance(other, torch.Tensor) or one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.allclose(one, other, 1e-4, 1e-5) if one.is_floating_point() else torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return True
+
+
+def _digest(inputs: Mapping[str, Any]) -> bytes:
+    """Of all tensors of a batch."""
+    found = hashlib.sha256()
+    for name, value in sorted(inputs.items()):
+        if isinstance(value, torch.Tensor):
+            found.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.digest()

@@ -1,0 +1,298 @@
+"""plan: costs, errors and the choice among candidates, each against an oracle; budgets, files, the model untouched."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from snnk_peft import (
+    AttentionPart,
+    FFNPart,
+    NarrowFFNPart,
+    NarrowHeadsPart,
+    Plan,
+    PoolerPart,
+    SNNKConfig,
+    bundle,
+    calibrate,
+    get_snnk_model,
+    plan,
+)
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.planning.candidates import default_parts
+from snnk_peft.planning.choose import STEPS, Offer, best_within, pareto
+from tests.fresh_process import run_python
+from tests.tiny_models import inputs_for, tiny
+
+PARTS = [FFNPart(num_features=8), FFNPart(num_features=24), NarrowHeadsPart(head_dim=6), PoolerPart(num_features=4)]
+
+
+def bert(**changes) -> BertForSequenceClassification:
+    """Weights large enough that what is left out shows."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(**{"vocab_size": 200, **sizes, "initializer_range": 0.2, **changes})
+    return BertForSequenceClassification(config).eval()
+
+
+def texts(count: int = 10, size: int = 8, length: int = 12) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(count):
+        mask = torch.ones(size, length, dtype=torch.long)
+        mask[::2, length // 2 :] = 0
+        made.append(
+            {"input_ids": torch.randint(1, 200, (size, length), generator=generator) * mask, "attention_mask": mask}
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[BertForSequenceClassification, Plan]:
+    model = bert()
+    return model, plan(model, texts(), "1.4x", of="macs", parts=PARTS, progress=False)
+
+
+def flops(model, inputs) -> int:
+    """Those of a CPU's fused attention are unknown to torch."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    return counter.get_total_flops()
+
+
+def test_the_choice_is_the_best_of_all_choices():
+    draw = random.Random(3)
+    for _ in range(20):
+        places = [
+            [Offer(draw.randrange(-500, 3000) / STEPS, draw.random()) for _ in range(draw.randrange(1, 4))]
+            for _ in range(4)
+        ]
+        every = [
+            (1 - sum(o.saved for o in chosen), sum(o.error for o in chosen))
+            for chosen in itertools.product(
+                *([Offer(0.0, 0.0), *(o for o in place if o.saved > 0)] for place in places)
+            )
+        ]
+        points = pareto(places)
+        assert points[0].cost == 1
+        for budget in (0.95, 0.8, 0.7):
+            able = [error for cost, error in every if cost <= budget + 1e-9]
+            found = best_within(points, budget)
+            assert (found is None) == (not able)
+            if found is not None:
+                assert found.error == pytest.approx(min(able), abs=1e-12)
+                offers = [place[i] for place, i in zip(places, found.chosen, strict=True) if i >= 0]
+                assert sum(o.error for o in offers) == pytest.approx(found.error)
+                assert 1 - sum(o.saved for o in offers) == pytest.approx(found.cost)
+
+
+def test_the_budget_holds_for_the_calibrated_bundle_by_torchs_own_counter(planned):
+    model, found = planned
+    patched = get_snnk_model(copy.deepcopy(model), found.config)
+    calibrate(patched, texts(), progress=False)
+    middle = sorted(texts(), key=lambda batch: int(batch["attention_mask"].sum()))[5]
+    share = flops(bundle(patched), middle) / flops(model, middle)
+    assert share <= 1 / 1.4
+    assert found.predicted["measured"] == pytest.approx(share, abs=1e-3)
+    assert found.predicted["cost"] == pytest.approx(share, abs=1e-3)
+    assert len({candidate.part for candidate in found.choices}) > 1
+
+
+def test_bytes_are_those_of_the_saved_model(tmp_path):
+    model = bert()
+    found = plan(model, texts(), 0.85, of="bytes", parts=PARTS, progress=False)
+    small = bundle(get_snnk_model(copy.deepcopy(model), found.config))
+    sizes = []
+    for number, each in enumerate((model, small)):
+        save_file({name: t.clone().contiguous() for name, t in each.state_dict().items()}, tmp_path / str(number))
+        whole = (tmp_path / str(number)).read_bytes()
+        sizes.append(len(whole) - 8 - int.from_bytes(whole[:8], "little"))
+    assert found.predicted["measured"] == pytest.approx(sizes[1] / sizes[0], rel=1e-9)
+    assert found.predicted["cost"] == pytest.approx(sizes[1] / sizes[0], abs=4 / STEPS)
+
+
+@pytest.mark.parametrize("part", [PARTS[0], PARTS[2]], ids=["ffn", "heads"])
+def test_errors_of_a_layer_are_those_of_a_model_with_this_layer_converted(planned, part):
+    """By `calibrate` with one size, and by the divergence of the outputs as torch has it."""
+    model, found = planned
+    part = copy.copy(part)
+    part.layers = [0]
+    patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[part], modules_to_save=[]))
+    report = calibrate(patched, texts(), held_out=0.3, refit=False, progress=False)
+    size = str(getattr(part, "num_features", None) or part.head_dim)
+    own = next(c for c in found.candidates if c.layer == 0 and c.size == size and c.part != "pooler")
+    assert own.fit_error == pytest.approx(report.slots[0].error_after, rel=1e-5)
+    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 4, 8)]
+    target, other = (torch.cat([m(**batch).logits for batch in held_out]).log_softmax(-1) for m in (model, patched))
+    divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
+    assert own.output_error == pytest.approx(divergence.item(), rel=1e-3)
+
+
+def test_smaller_budgets_cost_more_error_and_a_plan_is_on_its_curve(planned):
+    _, found = planned
+    pairs = [(point["cost"], point["error"]) for point in found.curve]
+    assert pairs[0] == (1.0, 0.0)
+    assert all(a[0] > b[0] and a[1] < b[1] for a, b in itertools.pairwise(pairs))
+    assert (found.predicted["cost"], found.predicted["error"]) in pairs
+
+
+def test_the_model_is_left_alone_and_a_second_plan_is_the_same(planned):
+    model, found = planned
+    model = bert().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modules = [
+        (name, type(module), module.training, len(module._forward_hooks)) for name, module in model.named_modules()
+    ]
+    random_state = torch.get_rng_state()
+    again = plan(model, texts(), "1.4x", of="macs", parts=PARTS, progress=False)
+    assert again.to_dict() == found.to_dict()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert modules == [
+        (name, type(module), module.training, len(module._forward_hooks)) for name, module in model.named_modules()
+    ]
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.config._attn_implementation == bert().config._attn_implementation
+
+
+def test_files(planned, tmp_path):
+    _, found = planned
+    found.save(tmp_path)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    code = f"""
+from snnk_peft import Plan
+found = Plan.load({str(tmp_path)!r})
+print(found)
+assert found.config.modules_to_save == [] and len(found.config.parts) > 1
+"""
+    assert run_python(["-c", code]).stdout.rstrip() == str(found)
+    assert Plan.load(tmp_path).to_dict() == found.to_dict()
+    (tmp_path / "plan.json").write_text(json.dumps({"of": "macs"}))
+    with pytest.raises(ConfigError, match=r"cannot be read as a plan \(KeyError"):
+        Plan.load(tmp_path)
+    with pytest.raises(ConfigError, match="expected a folder that Plan"):
+        Plan.load(tmp_path / "nothing")
+
+
+def test_an_unreachable_budget_names_one_that_is_not():
+    with pytest.raises(ConfigError, match=r"budget leaves 0.100 of the macs \(10.00x\)") as refused:
+        plan(bert(), texts(), "10x", of="macs", parts=PARTS, progress=False)
+    nearest = str(refused.value).split("nearest that can be met is '")[1].split("'")[0]
+    found = plan(bert(), texts(), nearest, of="macs", parts=PARTS, progress=False)
+    assert 1 / found.predicted["measured"] >= float(nearest.removesuffix("x")) > 1.4
+
+
+def test_every_bad_argument_is_told_at_once():
+    with pytest.raises(ConfigError) as refused:
+        plan(bert(), texts(), "0.5x", of="time", parts=[], tokens=0)
+    for name in ("budget is '0.5x'", "of is 'time'", "parts is []", "tokens is 0"):
+        assert name in str(refused.value)
+    with pytest.raises(ConfigError, match="batches holds 2; expected three at least"):
+        plan(bert(), texts(2), "2x", of="macs")
+    wrong = [{"input_ids": batch["input_ids"] + 5000} for batch in texts()]
+    with pytest.raises(ConfigError, match="has token id 5198"):
+        plan(bert(), wrong, "2x", of="macs")
+    with pytest.raises(UnsupportedError, match="holds adapters already"):
+        plan(get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(num_features=8))), texts(), "1.2x")
+
+
+def test_seconds_are_measured_once(tmp_path, monkeypatch):
+    model = bert(hidden_size=64, intermediate_size=1024, num_hidden_layers=3)
+    parts = [FFNPart(num_features=16), FFNPart(num_features=64)]
+    file = tmp_path / "timings.json"
+    given = {"of": "latency", "parts": parts, "timings": file, "progress": False}
+    found = plan(model, texts(size=16, length=32), 0.9, **given)
+    assert found.predicted["measured"] <= 0.9
+    # Layers that are built alike cost the same.
+    saved = {candidate.layer: candidate.saved for candidate in found.candidates if candidate.size == "16"}
+    assert len(saved) == 3
+    assert len(set(saved.values())) == 1
+
+    def again(*args, **kwargs):
+        raise AssertionError("measured a second time")
+
+    monkeypatch.setattr("snnk_peft.planning.measure.seconds", again)
+    monkeypatch.setattr("snnk_peft.planning.measure.paired", again)
+    assert plan(model, texts(size=16, length=32), 0.9, **given).to_dict() == found.to_dict()
+    with pytest.raises(AssertionError, match="a second time"):
+        plan(model, texts(size=16, length=32), 0.9, **{**given, "timings": tmp_path / "other.json"})
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="holds a list; expected a file that plan"):
+        plan(model, texts(), 0.9, **given)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("vit", {}, {"ffn", "narrow_heads"}),
+        ("bert", {"num_labels": 1}, {"ffn", "narrow_heads"}),
+        ("distilbert", {}, {"ffn", "narrow_heads"}),
+        ("modernbert", {}, {"narrow_ffn"}),
+    ],
+)
+def test_other_models(family, changes, expected):
+    """Pictures, a score instead of classes, other module names, gated FFNs: what a family can take is tried."""
+    model = tiny(family, **changes)
+    whole = inputs_for(model, batch=16)
+    batches = [{name: rows[i : i + 4] for name, rows in whole.items()} for i in range(0, 16, 4)]
+    found = plan(model, batches, 0.9, of="macs", progress=False)
+    assert found.predicted["measured"] <= 0.9
+    assert {candidate.part for candidate in found.candidates} - {"pooler"} == expected
+    patched = get_snnk_model(model, found.config)
+    calibrate(patched, batches, progress=False)
+    bundle(patched)
+
+
+def test_a_causal_model_is_judged_by_all_its_words():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=200, intermediate_size=48, initializer_range=0.2, **sizes)).eval()
+    found = plan(model, texts(), 0.85, of="macs", parts=[NarrowFFNPart(keep=0.5)], progress=False)
+    assert [(choice.layer, choice.part, choice.size) for choice in found.choices] == [
+        (0, "narrow_ffn", "0.5"),
+        (1, "narrow_ffn", "0.5"),
+    ]
+    only = copy.deepcopy(found.config.parts[0])
+    only.layers = [1]
+    patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[only], modules_to_save=[]))
+    calibrate(patched, texts(), held_out=0.3, refit=False, progress=False)
+    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 4, 8)]
+    target, other = (
+        torch.cat([m(**batch).logits[batch["attention_mask"].bool()] for batch in held_out]).log_softmax(-1)
+        for m in (model, patched)
+    )
+    divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
+    assert found.choices[1].output_error == pytest.approx(divergence.item(), rel=1e-3)
+
+
+def test_half_precision():
+    model = bert().to(torch.bfloat16)
+    found = plan(model, texts(), 0.9, of="macs", parts=PARTS[:2], progress=False)
+    assert found.settings["dtype"] == "bfloat16"
+    assert all(0 < candidate.fit_error < 1 for candidate in found.candidates)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_linear_attention_is_offered_where_it_pays():
+    model = bert()
+    offered = [
+        [part.num_features for kind in default_parts(model, length) for part in kind if isinstance(part, AttentionPart)]
+        for length in (64, 130, 512)
+    ]
+    assert offered == [[], [32], [32, 64, 128]]
+    long = texts(4, size=2, length=256)
+    found = plan(model, long, 0.8, of="macs", parts=default_parts(model, 256)[2], progress=False)
+    assert {candidate.part for candidate in found.choices} == {"attention"}
+    patched = get_snnk_model(model, found.config)
+    calibrate(patched, long, progress=False)
+    assert [hasattr(m, "snnk_kernel") for m in bundle(patched).modules()].count(True) == len(found.choices)
