@@ -175,8 +175,8 @@ def fit_landmarks(
     units = len(train.mean) - given
     inputs = torch.arange(units, units + given, device=landmarks.device)
     features = torch.cat((landmarks, inputs))
-    grams = [
+    fitted, other = (
         GramAccumulator.from_moments(each.count, each.mean, each.scatter, features, units, output_weight)
         for each in (train, held_out)
-    ]
-    return fit_ridge(grams[0], grams[1], ridges, refit=refit)
+    )
+    return fit_ridge(fitted, other, ridges, refit=refit)

@@ -38,8 +38,7 @@ class TokenSample:
             vectors = vectors[free:]
         if len(vectors) == 0:
             return
-        self._kept = [torch.cat(self._kept)]
-        kept = self._kept[0]
+        kept = self._joined()
         numbers = torch.arange(self.count, self.count + len(vectors), dtype=torch.float64)
         places = (torch.rand(len(vectors), generator=self.generator, dtype=torch.float64) * (numbers + 1)).long()
         # Of two that want one place the later has it, whatever order a device writes in.
@@ -50,9 +49,14 @@ class TokenSample:
         kept[taken.to(kept.device)] = vectors[last[taken].to(vectors.device)].to(kept)
         self.count += len(vectors)
 
+    def _joined(self) -> Tensor:
+        if len(self._kept) > 1:
+            self._kept = [torch.cat(self._kept)]
+        return self._kept[0]
+
     def reduced(self) -> Tensor:
         """What all processes keep, (n, dim), in the order of their numbers; every process calls this."""
-        shares = [share for share in gathered(torch.cat(self._kept) if self._kept else None) if share is not None]
+        shares = [share for share in gathered(self._joined() if self._kept else None) if share is not None]
         if not shares:
             raise ValueError("no vectors were given; give at least one batch with an unmasked token")
-        return torch.cat([share.to(shares[0].device) for share in shares])
+        return shares[0] if len(shares) == 1 else torch.cat([share.to(shares[0].device) for share in shares])

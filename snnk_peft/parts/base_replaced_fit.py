@@ -182,14 +182,14 @@ class ReplacedFitter(Fitter):
 
     def _refit(self, fitted: torch.Tensor, held_out: torch.Tensor) -> RidgeFit:
         """Put in the best readout for the rows as they are now."""
-        made = []
-        for tokens in (fitted, held_out):
-            made.append(
-                GramAccumulator(self.layer.stage.out_dim, self.layer.out_features, output_weight=self.output_weight)
-            )
+        train, test = (
+            GramAccumulator(self.layer.stage.out_dim, self.layer.out_features, output_weight=self.output_weight)
+            for _ in range(2)
+        )
+        for moments, tokens in ((train, fitted), (test, held_out)):
             for x in tokens.split(ROWS):
-                made[-1].update(self._features(x), self.target(x))
-        return self._take(fit_ridge(made[0], made[1], self.options.ridges, refit=self.options.refit))
+                moments.update(self._features(x), self.target(x))
+        return self._take(fit_ridge(train, test, self.options.ridges, refit=self.options.refit))
 
     def _take(self, fit: RidgeFit) -> RidgeFit:
         self.layer.A.copy_(fit.weight)
