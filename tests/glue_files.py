@@ -74,6 +74,11 @@ def write_task(folder: Path, task: str, n_train: int = 32, n_dev: int = 16, seed
     return target
 
 
+def sentences() -> list[str]:
+    """Every sentence without a cue, each once."""
+    return [f"{subject} {verb} quiet {place} ." for place in PLACES for verb in VERBS for subject in SUBJECTS]
+
+
 def _sentence(cue: str, rng: random.Random) -> str:
     return f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {cue} {rng.choice(PLACES)} ."
 

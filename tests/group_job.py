@@ -32,7 +32,7 @@ from snnk_peft.projections.base import Projection
 from tests.tiny_models import tiny
 from tests.two_linears_part import TwoLinearsPart
 
-# Features of their own; hidden units, chosen from one pass; rows that are chosen in a pass of their own; whole calls.
+# Features of their own; hidden units, chosen from one pass; rows fitted to a sample of the tokens; whole calls.
 PARTS: dict[str, Part] = {
     "features": FFNPart(num_features=12, projection="orf"),
     "units": FFNPart(num_features=6, component="gelu", projection="landmark"),
@@ -41,6 +41,7 @@ PARTS: dict[str, Part] = {
     "narrow": NarrowFFNPart(num_features=20),
 }
 EXAMPLES = 8
+STEPS = 60
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
@@ -55,11 +56,13 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def calibrated(name: str, share: slice, count: int = 11) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def calibrated(
+    name: str, share: slice, count: int = 11, steps: int = 0
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Tensors and report of a model that was calibrated on a share of the batches."""
     config = SNNKConfig(parts=[PARTS[name]], pooler=PoolerPart(num_features=10))
     model = get_snnk_model(tiny("bert", num_labels=3), config)
-    report = calibrate(model, batches(count)[share], progress=False)
+    report = calibrate(model, batches(count)[share], steps=steps, progress=False)
     slots = {key: value for key, value in model.state_dict().items() if "snnk" in key}
     return slots, [{**slot, "seconds": 0} for slot in report.to_dict()["slots"]]
 
@@ -112,6 +115,8 @@ def main(folder: Path) -> None:
     for name in PARTS:
         slots, reports[name] = calibrated(name, share)
         tensors |= {f"{name}/{key}": value for key, value in slots.items()}
+    slots, reports["steps"] = calibrated("units", share, steps=STEPS)
+    tensors |= {f"steps/{key}": value for key, value in slots.items()}
     head, reports["closed form"] = closed_form(share)
     tensors |= {f"closed form/{key}": value for key, value in head.items()}
     reports["faults"] = [

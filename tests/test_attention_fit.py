@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
 
 from snnk_peft import (
     AdapterPart,
@@ -34,8 +32,6 @@ from snnk_peft.calibration.centroids import (
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.parts.base_attention_fit import Heard, Sample
 from tests.fresh_process import run_python
-from tests.glue_files import write_task
-from tests.recipe_world import write_world
 from tests.tiny_families import build, main_head
 
 PART = {"component": "mixture", "projection": "centroids"}
@@ -323,29 +319,3 @@ def test_grouped_heads_and_rotary_positions(heads, groups):
     calibrate(model, batches[2:], progress=False)
     errors = [float((each - wanted).square().mean()) for each in (before, outputs(model, batches[0]))]
     assert errors[1] < 0.7 * errors[0]
-
-
-# --- the benchmark --------------------------------------------------------------------------------------------------
-
-
-def test_the_benchmark(tmp_path: Path):
-    """On a random BERT and a stand-in of SST-2's files."""
-    for package in ("accelerate", "datasets", "rich"):
-        pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-    recipes = Path(__file__).resolve().parent.parent / "recipes"
-    write_world(tmp_path)
-    write_task(tmp_path / "glue", "sst2", n_train=300, n_dev=20)
-    torch.manual_seed(0)
-    bert = BertForSequenceClassification(BertConfig.from_pretrained(tmp_path / "bert"))
-    bert.save_pretrained(tmp_path / "bert")
-    output = tmp_path / "metrics.json"
-    given = ["--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--repetitions", "1"]
-    given += ["--sentences", "300", "--features", "4", "--steps", "2", "--tokens", "16", "--output", str(output)]
-    done = run_python([str(recipes / "benchmarks" / "convert_attention.py"), *given])
-    assert done.returncode == 0, done.stderr
-    found = json.loads(output.read_text())
-    names = ["teacher", "attention, 4 features, closed form", "attention, 4 features, 2 steps"]
-    assert [row["model"] for row in found["rows"]] == [*names, "the same and 6 of 6 FFNs, 16 features"]
-    assert all(row["ms per 4x16 tokens"] > 0 for row in found["rows"])
-    slots = [len(report["slots"]) for report in found["calibration"].values()]
-    assert slots == [2, 2, 4]

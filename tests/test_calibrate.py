@@ -122,7 +122,7 @@ def test_landmark_choice_refuses(rule, count, message):
 PARTS = {
     "landmark gelu (hidden units)": {"ffn": FFNPart(num_features=12)},
     "landmark with linear path": {"ffn": FFNPart(num_features=12, linear_path=True)},
-    "landmark relu (two passes)": {"ffn": FFNPart(num_features=12, component="relu")},
+    "landmark relu": {"ffn": FFNPart(num_features=12, component="relu")},
     "orf relu": {"ffn": FFNPart(num_features=24, component="relu", projection="orf")},
     "pooler": {"pooler": PoolerPart(num_features=24)},
     "both": {"ffn": FFNPart(num_features=12, layers="top-2"), "pooler": PoolerPart(num_features=24, component="sin")},

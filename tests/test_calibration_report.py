@@ -25,7 +25,8 @@ def weights_of(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
         return model.eval()(**batch, output_attentions=True).attentions
 
 
-def test_divergences_are_those_of_the_weights() -> None:
+@pytest.mark.parametrize("near", [{}, {"near_field": 2, "near_field_normalisation": "joint", "sinks": 1}])
+def test_divergences_are_those_of_the_weights(near: dict[str, Any]) -> None:
     """Of the first layer, from the weights that transformers gives for the original and the converted model."""
     original = vivid()
     data = sentences(original)
@@ -33,7 +34,8 @@ def test_divergences_are_those_of_the_weights() -> None:
     original.set_attn_implementation("eager")
     exact = [weights_of(original, batch)[0] for batch in held_out]
     original = vivid()
-    model = get_snnk_model(original, SNNKConfig(attention=AttentionPart(**PART, num_features=12, layers="bottom-1")))
+    part = AttentionPart(**PART, **near, num_features=12, layers="bottom-1")
+    model = get_snnk_model(original, SNNKConfig(attention=part))
 
     def divergence() -> float:
         total, count = 0.0, 0
@@ -117,7 +119,7 @@ def test_too_few_tokens_are_told_with_the_number_needed(part: Any, needed: int) 
     def few() -> list[dict[str, torch.Tensor]]:
         return [{key: value[:1, :5] for key, value in batch.items()} for batch in texts(3)]
 
-    with pytest.warns(NumericalWarning, match=rf"\(10 fitted, at least {needed} needed\)"):
+    with pytest.warns(NumericalWarning, match=rf"\(10 fitted, {needed} needed\).*with {10 * needed} tokens"):
         report = calibrate(patched([part]), few(), held_out=0.34, progress=False)
     assert report.slots[0].needed_tokens == needed
     with warnings.catch_warnings():

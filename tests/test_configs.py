@@ -23,14 +23,25 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from glue_files import write_task
+from glue_files import sentences, write_task
+from imdb_files import write_reviews
 from recipe_world import RECIPES, recipe, write_world
 from safetensors.torch import save_file
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+)
+
+from snnk_peft.tasks import TASKS
 
 sys.path.append(str(RECIPES))
 
 import closed_form
+import convert
 import finetune
 import train_lowrank
 import train_lra
@@ -67,6 +78,33 @@ def head(file: Path, models: Path, out: Path) -> list[str]:
 def table(file: Path, models: Path, out: Path) -> list[str]:
     (out / "x.csv").write_text("text,label\n" + "".join(f"a sentence {row},{'ab'[row % 2]}\n" for row in range(20)))
     return [f"data.train_file={out / 'x.csv'}", f"model.name_or_path={models / 'bert'}"]
+
+
+def reviews(file: Path, models: Path, out: Path) -> list[str]:
+    return [f"data.dir={write_reviews(out)}", f"model.name_or_path={models / 'bert'}"]
+
+
+def conversion(file: Path, models: Path, out: Path) -> list[str]:
+    """A tiny classifier with the labels of the task; an epoch of training behind the conversion, which has none."""
+    task = None if file.stem == "texts" else TASKS[file.stem]
+    labels = 2 if task is None else task.num_labels
+    names = {} if task is None or task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
+    tokenizer = AutoTokenizer.from_pretrained(models / "bert")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=len(tokenizer), num_labels=labels, initializer_range=0.2, **sizes, **names)
+    BertForSequenceClassification(config).save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    given = [f"model.name_or_path={out / 'model'}", "train.epochs=1", "convert.samples=40", "convert.batch_size=4"]
+    if task is None:
+        (out / "texts.txt").write_text("\n".join(sentences()[:60]))
+        # What differs from the other files is the plan; multiply-adds need not be timed.
+        candidates = ["convert.ffn.num_features=8", "convert.of=macs", "convert.budget=0.9"]
+        return [*given, *candidates, f"data.texts={out / 'texts.txt'}"]
+    if task.name == "imdb":
+        sizes = ["convert.attention.num_features=4", "convert.ffn.num_features=8", "convert.steps=2"]
+        return [*given, *sizes, f"data.dir={write_reviews(out)}"]
+    write_task(out, task.name, n_train=40, n_dev=6)
+    return [*given, "convert.ffn.num_features=8", f"data.dir={out}"]
 
 
 def long_range(file: Path, models: Path, out: Path) -> list[str]:
@@ -148,6 +186,8 @@ STAND_INS = {
     "glue": (finetune.Finetuning, glue),
     "table.yaml": (finetune.Finetuning, table),
     "closed_form.yaml": (closed_form.ClosedForm, head),
+    "imdb.yaml": (finetune.Finetuning, reviews),
+    "convert": (convert.Converting, conversion),
     "lowrank": (train_lowrank.LowRankTraining, low_rank),
     "lra": (train_lra.LongRange, long_range),
     "cifar10": (finetune.Finetuning, pictures("cifar10_binary", 10)),

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from glue_files import write_task
+from glue_files import sentences, write_task
 
 import snnk_peft
 from snnk_peft.errors import ConfigError
@@ -96,20 +96,38 @@ def write_pictures(folder: Path) -> Path:
     return folder / "vit"
 
 
+def write_classifier(folder: Path, glue: Path) -> None:
+    """A tiny classifier in place of the reader's fine-tuned one, and texts without labels."""
+    from recipe_world import write_world
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    tokenizer = AutoTokenizer.from_pretrained(write_world(folder / "world") / "bert")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_task(glue, "sst2", n_train=48, n_dev=16)
+    (folder / "reviews.txt").write_text("\n".join(sentences()))
+
+
 @pytest.mark.slow
 def test_readme_recipe_commands(root, minilm_dir, tmp_path):
     """The recipe commands as printed, on a small stand-in for the official files."""
     write_task(tmp_path / "glue", "rte", n_train=32, n_dev=16)
     write_tables(tmp_path)
     vit = write_pictures(tmp_path)
+    write_classifier(tmp_path, tmp_path / "glue")
     (tmp_path / "recipes").symlink_to(root / "recipes")
     commands = [line for line in "\n".join(blocks(root, "text")).splitlines() if line.startswith("python ")]
     assert len(commands) >= 12
     environment = {**os.environ, "PYTHONPATH": str(root)}
     for line in commands:
-        words = shlex.split(line.replace("path/to/glue", str(tmp_path / "glue")))
+        words = shlex.split(line.replace("path/to/glue", str(tmp_path / "glue")).replace("path/to/model", "model"))
         if "finetune.py" in line:
             words.append("train.epochs=1")
+        if "convert.py" in line:
+            words += ["convert.ffn.num_features=8", "convert.batch_size=4", "timing.repetitions=1"]
+        if "texts.yaml" in line:  # a plan of latency would need a larger model
+            words += ["convert.of=macs", "convert.budget=0.9"]
         if "image_folder" in line:
             words += [f"model.name_or_path={vit}", "data.workers=0"]
         if "train_lra.py" in line:

@@ -20,6 +20,7 @@ CONCLUSIONS = {
     "03_long_sequences": "Every length was measured.",
     "04_vision": "The reloaded model predicts the same.",
     "05_low_rank": "The reloaded model gives the same embeddings.",
+    "06_convert_and_ship": "The shipped model is loaded like any other.",
 }
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
@@ -55,7 +56,7 @@ def test_stored_results(path: Path) -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SNNK_FAST", "1")
-    # Nothing is fetched: the first notebook must do without film reviews.
+    # Nothing is fetched: the notebooks must do without film reviews.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")

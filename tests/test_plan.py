@@ -33,8 +33,6 @@ from snnk_peft.planning.candidates import default_parts
 from snnk_peft.planning.choose import STEPS, Offer, best_within, pareto
 from snnk_peft.planning.costs import rising
 from tests.fresh_process import run_python
-from tests.glue_files import write_task
-from tests.recipe_world import write_world
 from tests.tiny_models import inputs_for, tiny
 
 PARTS = [FFNPart(num_features=8), FFNPart(num_features=24), NarrowHeadsPart(head_dim=6), PoolerPart(num_features=4)]
@@ -308,24 +306,3 @@ def test_linear_attention_is_offered_where_it_pays():
     patched = get_snnk_model(model, found.config)
     calibrate(patched, long, progress=False)
     assert [hasattr(m, "snnk_kernel") for m in bundle(patched).modules()].count(True) == len(found.choices)
-
-
-def test_the_benchmark(tmp_path, root):
-    """On a random BERT and a stand-in of SST-2's files."""
-    for package in ("accelerate", "datasets", "rich"):
-        pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-    write_world(tmp_path)
-    write_task(tmp_path / "glue", "sst2", n_train=300, n_dev=20)
-    torch.manual_seed(0)
-    BertForSequenceClassification(BertConfig.from_pretrained(tmp_path / "bert")).save_pretrained(tmp_path / "bert")
-    given = ["--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--repetitions", "1"]
-    given += ["--sentences", "300", "--tokens", "16", "--of", "macs", "--budgets", "1.2x"]
-    done = run_python(
-        [str(root / "recipes" / "benchmarks" / "convert_plan.py"), *given, "--output", str(tmp_path / "metrics.json")]
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "metrics.json").read_text())
-    assert [row["model"] for row in found["rows"]] == ["teacher", "plan 1.2x"]
-    assert found["rows"][1]["parameters"] < found["rows"][0]["parameters"]
-    slots = [slot["path"] for slot in found["calibration"]["plan 1.2x"]["slots"]]
-    assert len(Plan.load(tmp_path / "plan-1.2x").choices) == len(slots) > 0

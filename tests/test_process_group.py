@@ -48,6 +48,17 @@ def test_shares_are_calibrated_as_the_whole_is(group, name: str) -> None:
         torch.testing.assert_close(tensors[f"{name}/{key}"], value, rtol=1e-3, atol=1e-4, msg=key)
 
 
+def test_steps_see_the_tokens_of_all_processes(group) -> None:
+    """In another order than one process does, so the rows differ; each error is well below that without steps."""
+    reports = group[0][1]
+    _, whole = group_job.calibrated("units", slice(None), steps=group_job.STEPS)
+    for moved, plain, one in zip(reports["steps"][:2], reports["units"][:2], whole[:2], strict=True):
+        assert moved["tokens"] == one["tokens"]
+        assert moved["held_out_tokens"] == one["held_out_tokens"]
+        assert moved["error_after"] < 0.95 * plain["error_after"]
+        assert moved["error_after"] == pytest.approx(one["error_after"], rel=0.2)
+
+
 def test_shares_fit_the_head_that_the_whole_fits(group) -> None:
     tensors, reports = group[0]
     expected, report = group_job.closed_form(slice(None))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +17,33 @@ class DivergedError(ArithmeticError):
     """Loss, gradient or predictions are no longer finite numbers."""
 
 
-def evaluation_splits(task: Any, dataset: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-    """The splits that are evaluated (MNLI has two), cut to `limit` rows: the first ones.
+@dataclass(frozen=True)
+class Alone:
+    """What `predict` asks of an accelerator, where one process computes by itself.
+
+    Args:
+        device: of the model.
+    """
+
+    device: torch.device
+    num_processes: int = 1
+    process_index: int = 0
+
+
+def evaluation_splits(
+    task: Any, dataset: Mapping[str, Any], limit: int | None, names: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """The splits that are evaluated, cut to `limit` rows: the first ones.
 
     Of pictures, which stand in folders by class, rows at equal distances.
+
+    Args:
+        task: has validation splits, MNLI two.
+        dataset: the splits that were read.
+        limit: rows of each, or None for all.
+        names: other splits than those.
     """
-    splits = {name: dataset[name] for name in task.validation_splits if name in dataset}
+    splits = {name: dataset[name] for name in names or task.validation_splits if name in dataset}
     if limit is None:
         return splits
 

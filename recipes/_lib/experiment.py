@@ -51,7 +51,7 @@ class Schedule:
     """How long a run is, and how fast it learns.
 
     Args:
-        total: optimizer steps of the whole run, at most.
+        total: optimizer steps of the whole run, at most; with 0 the model is scored as it is.
         eval_every: optimizer steps between evaluations.
         rate: learning rate of the step that comes next, from the steps done and from the position, the steps done as
             far as the schedule is concerned: with a budget, the part of it that is spent may be further.

@@ -66,9 +66,12 @@ def run(experiment: Experiment[Any], request: Request) -> int:
         for name in discard_newer(start) if start is not None else []:
             print(f"discarded {name}, which is newer than {start.name}")
     tracker = Tracker(folder, schedule.total, state.step, config.output.tensorboard, accelerator.is_main_process)
+    plan = (
+        f"{per_epoch} steps per epoch, at most {schedule.total} in all; {counts['trainable']:,} of "
+        f"{counts['total']:,} parameters trained"
+    )
     tracker.say(
-        f"{experiment.title}: {data.train.describe()}, {per_epoch} steps per epoch, "
-        f"at most {schedule.total} in all; {counts['trainable']:,} of {counts['total']:,} parameters trained"
+        f"{experiment.title}: {data.train.describe()}, {plan if schedule.total else 'no training'}"
         + (f"; continuing after step {state.step}" if start is not None else "")
     )
 

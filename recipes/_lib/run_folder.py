@@ -27,6 +27,7 @@ from snnk_peft.errors import ConfigError
 CONTENT = (
     "config.yaml", "environment.json", "log.jsonl", "metrics.json", "evaluation.json", "learning_curve.png",
     "checkpoints", "tensorboard", "adapter", "bundle", "model",
+    "conversion.json", "calibration.json", "calibration.png", "plan.json", "plan.png",
 )  # fmt: skip
 
 

@@ -90,6 +90,8 @@ class Training:
         examples, batch_size = self.data.train, train.batch_size * world
         plan: list[list[list[int]]] = []
         feed: Iterator[dict[str, torch.Tensor]] = iter(())
+        if self.schedule.total == 0 and state.best is None:  # nothing to train: the start is the result
+            return 0 if self._evaluate() else self._stopped()
         if state.step == 0 and self.schedule.eval_first:
             metrics = self._score()
             if metrics is None:

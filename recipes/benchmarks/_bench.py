@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _lib.files import write_json
 from _lib.run_folder import environment, peak_memory
+from _lib.timing import alternate as alternate  # all programs time in this way
+from _lib.timing import ratio as ratio
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,24 +49,6 @@ def add_device(options: argparse.ArgumentParser, help: str) -> None:
         return name
 
     options.add_argument("--device", default="cpu", type=available, help=help)
-
-
-def alternate(candidates: Mapping[str, Callable[[], Any]], repetitions: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of each candidate in each repetition; the candidates run in turn, the order reversing every time."""
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for repetition in track(range(-warmup, repetitions), "timing", console=Console(stderr=True)):
-        names = list(candidates) if repetition % 2 else list(reversed(candidates))
-        for name in names:
-            start = time.perf_counter()
-            candidates[name]()
-            if repetition >= 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def ratio(numerator: list[float], denominator: list[float]) -> float:
-    """Median of the ratios within one repetition."""
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
 def peak_growth(work: Callable[..., Any], *arguments: Any) -> int:

@@ -37,6 +37,7 @@ def main() -> None:
     options.add_argument("--data", required=True, help="CIFAR-10 in any layout that the task reads")
     options.add_argument("--pictures", type=int, default=1000, help="unlabelled training pictures (default 1000)")
     options.add_argument("--test-pictures", type=int, help="evaluate on this many, drawn at random (default: all)")
+    options.set_defaults(seeds=1)
     arguments = options.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -63,12 +64,11 @@ def main() -> None:
     compare_conversions(
         teacher,
         CONVERSIONS,
-        [pixels(train, start) for start in range(0, len(train), BATCH)],
+        lambda seed, conversion: [pixels(train, start) for start in range(0, len(train), BATCH)],
         accuracy,
-        {"pixel_values": test.batch(range(min(32, len(test))))["pixel_values"]},
+        {"32 pictures": {"pixel_values": test.batch(range(min(32, len(test))))["pixel_values"]}},
         arguments,
         title="CIFAR-10 conversion without labels",
-        timed="32 pictures",
     )
 
 

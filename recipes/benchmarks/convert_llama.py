@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _bench import parser, report
+from _bench import parser, report, show
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, logging
 
 from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, get_snnk_model
@@ -63,7 +63,7 @@ def perplexity(model: Any, ids: torch.Tensor, length: int) -> float:
 
 
 @torch.inference_mode()
-def decoding(model: Any, cache: Any, ids: torch.Tensor, repetitions: int) -> tuple[int, float]:
+def decoding(model: Any, cache: Any, ids: torch.Tensor, repetitions: int) -> dict[str, float]:
     """Bytes of the cache behind the tokens, and milliseconds of each further one."""
     for piece in ids[None].split(512, -1):
         model(input_ids=piece, past_key_values=cache, logits_to_keep=1)
@@ -73,7 +73,7 @@ def decoding(model: Any, cache: Any, ids: torch.Tensor, repetitions: int) -> tup
         model(input_ids=token[None, None], past_key_values=cache)
         seconds.append(time.perf_counter() - start)
     kept = [getattr(layer, "nbytes", None) or layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
-    return sum(kept), 1000 * statistics.median(seconds)
+    return {"tokens": len(ids), "cache bytes": sum(kept), "ms per token": 1000 * statistics.median(seconds)}
 
 
 def text_of(model: Any, tokenizer: Any, tokens: int) -> str:
@@ -134,19 +134,22 @@ def main() -> None:
     seconds = time.perf_counter() - start
     converted = bundle(patched).eval()
     rows.append(measure(f"{near}, {arguments.features} features", converted, scored, arguments))
-    for row, model in ((rows[0], teacher), (rows[2], converted)):
-        for length in arguments.behind:
-            cache = DynamicCache(config=model.config) if model is teacher else RecurrentCache(model)
-            kept, each = decoding(model, cache, test[:length], arguments.repetitions)
-            row |= {f"cache bytes behind {length}": kept, f"ms per token behind {length}": each}
-    for row in rows[1:]:
-        row |= {name: row.get(name, math.nan) for name in rows[0] if name not in row}
-    rows[0]["seconds of calibration"], rows[1]["seconds of calibration"] = 0.0, 0.0
-    rows[2]["seconds of calibration"] = seconds
+    for row, spent in zip(rows, (0.0, 0.0, seconds), strict=True):
+        row["seconds of calibration"] = spent
+    caches = {
+        "original": (teacher, lambda: DynamicCache(config=teacher.config)),
+        "converted": (converted, lambda: RecurrentCache(converted)),
+    }
+    speed = [
+        {"model": name, **decoding(model, make(), test[:length], arguments.repetitions)}
+        for length in arguments.behind
+        for name, (model, make) in caches.items()
+    ]
     written = {"original": teacher, "converted": converted}
     texts = {name: text_of(model, tokenizer, arguments.written) for name, model in written.items()}
-    figures = {"calibration": fitted, "written": texts, "model": arguments.model.name}
+    figures = {"calibration": fitted, "decoding": speed, "written": texts, "model": arguments.model.name}
     report(figures, rows, arguments.output, "Attention of a causal language model, without a training run")
+    show(speed, "Generation behind so many tokens")
     for name, text in texts.items():
         print(f"{name}: {text}\n")
 

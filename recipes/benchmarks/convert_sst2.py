@@ -1,30 +1,56 @@
-"""Convert a fine-tuned BERT without labels: accuracy, speed-up and seconds of calibrated FFN replacement on SST-2.
+"""Convert a fine-tuned BERT without labels, in all ways: accuracy, speed-up and seconds on SST-2.
 
     python recipes/benchmarks/convert_sst2.py --model path/to/minilm-l6-sst2 --data path/to/glue
 
-The teacher's FFN blocks are replaced by landmark features, fitted in closed form on 2,500 unlabelled training sentences
-and bundled into a plain model. Accuracy is that of the bundle on the 872 development sentences at 64 tokens; speed-up
-is the teacher's time over the bundle's for 32 x 64 tokens, taken in turn in one process.
+FFN blocks become landmark features, softmax becomes a mixture over centroids, in closed form or with some steps of Adam
+per layer behind it; or `plan` chooses. Calibration reads training sentences without labels. Most rows of SST-2 are
+phrases, and the development sentences are whole: where attention is converted, rows of more than 40 characters are
+taken. Accuracy is that of the bundle on the 872 development sentences at 64 tokens, the mean over calibrations with
+different sentences and draws. Speed-ups are the teacher's time over the bundle's, taken in turn in one process: 32 x 64
+tokens, and long inputs, full or, as batches are, with a quarter of their last row padding. (The model has 512
+positions; beyond, they begin again: such inputs are timed only.)
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from _bench import parser
-from _conversion import compare_conversions, of_ffn
+from _conversion import Conversion, compare_conversions, of_ffn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
 
+from snnk_peft import AttentionPart, FFNPart
 from snnk_peft.tasks import TASKS
 
-CONVERSIONS = {
-    "3 of 6 FFNs, 32 features": of_ffn(layers="top-3", num_features=32),
-    "3 of 6 FFNs, 128 features": of_ffn(layers="top-3", num_features=128),
-    "6 of 6 FFNs, 256 features": of_ffn(layers="all", num_features=256),
-}
+SHORTEST = 40  # characters of what is taken for a whole sentence
+WHOLE = "whole sentences"
+SENTENCES = {WHOLE: 1200, "any": 2500}
+FFN_STEPS = 200  # of Adam per layer behind the closed form, where attention is not converted
+
+
+def conversions(layers: int, arguments: argparse.Namespace) -> dict[str, Conversion]:
+    """What is compared, in a model of so many layers."""
+    few, *more = arguments.units
+    steps, features = arguments.steps, arguments.features
+    attention = AttentionPart(component="mixture", projection="centroids", num_features=features)
+    both = {"attention": attention, "ffn": FFNPart(num_features=more[-1])}
+    heads = f"attention, {features} features"
+    return {
+        f"{layers // 2} of {layers} FFNs, {few} features": of_ffn(
+            FFN_STEPS, layers=f"top-{layers // 2}", num_features=few
+        ),
+        **{f"{layers} of {layers} FFNs, {units} features": of_ffn(FFN_STEPS, num_features=units) for units in more},
+        f"{heads}, closed form": Conversion({"attention": attention}, texts=WHOLE),
+        f"{heads}, {steps} steps": Conversion({"attention": attention}, {"steps": steps}, texts=WHOLE),
+        f"{heads}, and {layers} FFNs, {more[-1]}, {steps} steps": Conversion(both, {"steps": steps}, texts=WHOLE),
+        **{
+            f"plan {budget}": Conversion({}, {"steps": FFN_STEPS}, budget, arguments.of) for budget in arguments.budgets
+        },
+    }
 
 
 def batches(tokenizer, sentences: list[str], size: int = 64, max_length: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -53,40 +79,80 @@ def accuracy(model, tokenizer, sentences: list[str], labels: list[int], max_leng
     return right / len(order)
 
 
-def load(model: Path, data: str, count: int, seed: int = 0) -> tuple[Any, Any, list[str], list[str], list[int]]:
-    """Teacher, tokenizer, `count` unlabelled training sentences, the development sentences, their labels."""
+def load(model: Path, data: str) -> tuple[Any, Any, list[str], list[str], list[int]]:
+    """Teacher, tokenizer, the training sentences, the development sentences, their labels."""
     rows = TASKS["sst2"].load(data)
-    chosen = np.random.default_rng(seed).permutation(len(rows["train"]))[:count]
-    unlabelled = [rows["train"]["sentence1"][int(i)] for i in chosen]
     sentences, labels = list(rows["validation"]["sentence1"]), list(rows["validation"]["label"])
     teacher = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
-    return teacher, AutoTokenizer.from_pretrained(model), unlabelled, sentences, labels
+    return teacher, AutoTokenizer.from_pretrained(model), list(rows["train"]["sentence1"]), sentences, labels
+
+
+def some(sentences: list[str], texts: str, seed: int, count: int | None = None) -> list[str]:
+    """So many of them, by default as `SENTENCES` says for texts of this kind."""
+    found = [text for text in sentences if len(text) > SHORTEST] if texts == WHOLE else sentences
+    return [found[int(i)] for i in np.random.default_rng(seed).permutation(len(found))[: count or SENTENCES[texts]]]
+
+
+def timed_inputs(shapes: list[str], vocabulary: int, positions: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Random tokens of every shape, such as "4x512"; those behind the first with padding as well."""
+    found = {}
+    generator = torch.Generator().manual_seed(0)
+    for shape in shapes:
+        rows, length = map(int, shape.split("x"))
+        ids = torch.randint(vocabulary // 30, vocabulary, (rows, length), generator=generator)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+        inputs["position_ids"] = (torch.arange(length) % positions).expand(rows, -1)
+        found[f"{shape} tokens"] = inputs
+        if shape != shapes[0]:
+            padded = torch.ones_like(ids)
+            padded[-1, -length // 4 :] = 0
+            found[f"{shape}, padded"] = {**inputs, "attention_mask": padded}
+    return found
 
 
 def main() -> None:
     """Measure and write."""
-    options = parser(__doc__, "convert_sst2")
+    options = parser(__doc__ or "", "convert_sst2")
     options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned classifier")
     options.add_argument("--data", required=True, help="folder that holds SST-2/{train,dev}.tsv")
-    options.add_argument("--sentences", type=int, default=2500, help="unlabelled training sentences (default 2500)")
+    options.add_argument("--sentences", type=int, help="unlabelled training sentences (default 2500, whole ones 1200)")
+    options.add_argument("--seeds", type=int, default=3, help="calibrations of each kind (default 3)")
+    options.add_argument("--features", type=int, default=64, help="of each attention head (default 64)")
+    options.add_argument("--steps", type=int, default=400, help="of Adam per layer, where there are any (default 400)")
+    options.add_argument(
+        "--units",
+        nargs="+",
+        type=int,
+        default=[32, 128, 192],
+        help="features of the upper half of the FFNs, then of all",
+    )
+    options.add_argument("--budgets", nargs="*", default=["1.5x", "2.5x"], help="of plan (default 1.5x 2.5x)")
+    options.add_argument("--of", default="latency", help="what the budgets are of: latency, macs or bytes")
+    options.add_argument(
+        "--shapes", nargs="+", default=["32x64", "4x512", "1x2048"], help="what is timed, the first for plan"
+    )
+    options.add_argument("--only", nargs="+", default=[], help="conversions whose names contain one of these words")
     options.add_argument("--landmarks", default="greedy", help="greedy or importance")
     arguments = options.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-    teacher, tokenizer, unlabelled, sentences, labels = load(arguments.model, arguments.data, arguments.sentences)
-    calibration = batches(tokenizer, unlabelled)
+    teacher, tokenizer, unlabelled, sentences, labels = load(arguments.model, arguments.data)
+    wanted = conversions(teacher.config.num_hidden_layers, arguments)
+    if arguments.only:
+        wanted = {name: made for name, made in wanted.items() if any(word in name for word in arguments.only)}
 
-    ids = torch.randint(1000, 20000, (32, 64), generator=torch.Generator().manual_seed(0))
+    def calibration(seed: int, conversion: Conversion) -> list[dict[str, torch.Tensor]]:
+        return batches(tokenizer, some(unlabelled, conversion.texts, seed, arguments.sentences))
+
     compare_conversions(
         teacher,
-        CONVERSIONS,
+        wanted,
         calibration,
         lambda model: accuracy(model, tokenizer, sentences, labels),
-        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        timed_inputs(arguments.shapes, teacher.config.vocab_size, teacher.config.max_position_embeddings),
         arguments,
         title="SST-2 conversion without labels",
-        timed="32x64 tokens",
         landmarks=arguments.landmarks,
     )
 

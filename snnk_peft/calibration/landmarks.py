@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from snnk_peft.calibration.reduce import pooled_mean, summed
-from snnk_peft.calibration.ridge import DEFAULT_RIDGES, RidgeFit
+from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
 from snnk_peft.errors import ConfigError
 
 RULES = ("greedy", "importance")
-ROWS = 1024  # vectors that are widened to fp64 together
+ROWS = 512  # vectors that are widened to fp64 together
 BLOCKS = 8  # of columns: a product with itself is symmetric, and blocks below its diagonal are not computed
 
 
@@ -118,15 +118,15 @@ def choose_landmarks(
         raise ConfigError(f"landmark rule is {rule!r}; expected one of {', '.join(RULES)}")
     if not 1 <= count <= units:
         raise ConfigError(f"number of landmarks is {count}; the layer has {units} hidden units")
-    covariance = moments.covariance()
-    weight = output_weight.to(covariance)
+    scatter = moments.scatter  # the covariance but for a factor, which changes no choice, without a copy
+    weight = output_weight.to(scatter)
     if rule == "importance":
-        spread = covariance.diagonal()[:units].clamp_min(0).sqrt()
+        spread = scatter.diagonal()[:units].clamp_min(0).sqrt()
         return (spread * weight.norm(dim=0)).topk(count).indices.sort().values
-    start = covariance[:units, :units]
+    start = scatter[:units, :units]
     if given:
-        cross = covariance[:units, units:]
-        start = start - cross @ torch.linalg.pinv(covariance[units:, units:], hermitian=True) @ cross.T
+        cross = scatter[:units, units:]
+        start = start - cross @ torch.linalg.pinv(scatter[units:, units:], hermitian=True) @ cross.T
     # The residual covariance after k choices is start − L Lᵀ; only its diagonal and W₂ times it are kept up to date.
     factor = start.new_zeros(units, count)
     variance = start.diagonal().clone()
@@ -175,27 +175,8 @@ def fit_landmarks(
     units = len(train.mean) - given
     inputs = torch.arange(units, units + given, device=landmarks.device)
     features = torch.cat((landmarks, inputs))
-    covariance, other = train.covariance(), held_out.covariance()
-    weight = output_weight.to(covariance)
-    values, vectors = torch.linalg.eigh(covariance[features][:, features])
-    rotated = covariance[:units, features] @ vectors
-    scale = float(values.clamp_min(0).mean())
-    variance = float(torch.einsum("ol,lk,ok->", weight, other[:units, :units], weight))
-    best: RidgeFit | None = None
-    for ridge in sorted(ridges, reverse=True):
-        A = (rotated / (values.clamp_min(0) + max(ridge * scale, 1e-300))) @ vectors.T
-        bias = train.mean[:units] - A @ train.mean[features]
-        offset = weight @ (held_out.mean[:units] - A @ held_out.mean[features] - bias)
-        behind, cross = weight @ A, weight @ other[:units, features]
-        explained = (behind * (2 * cross - behind @ other[features][:, features])).sum()
-        error = max(variance - float(explained) + float(offset.square().sum()), 0.0) / max(variance, 1e-300)
-        if best is None or error < best.error:
-            best = RidgeFit(A, bias, ridge, error)
-    assert best is not None
-    if refit:
-        together = SecondMoments(len(train.mean))
-        together.merge(train)
-        together.merge(held_out)
-        final = fit_landmarks(together, together, landmarks, output_weight, given=given, ridges=[best.ridge])
-        return best._replace(weight=final.weight, bias=final.bias)
-    return best
+    grams = [
+        GramAccumulator.from_moments(each.count, each.mean, each.scatter, features, units, output_weight)
+        for each in (train, held_out)
+    ]
+    return fit_ridge(grams[0], grams[1], ridges, refit=refit)

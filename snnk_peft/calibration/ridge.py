@@ -203,6 +203,27 @@ class GramAccumulator:
         found._gram, found._cross = matrix @ self._gram @ matrix.T, self._cross @ matrix.T
         return found
 
+    @classmethod
+    def from_moments(
+        cls, count: int, mean: Tensor, scatter: Tensor, features: Tensor, out_dim: int, output_weight: Tensor
+    ) -> GramAccumulator:
+        """Of vectors whose moments are known, some coordinates as features and the first as targets.
+
+        Args:
+            count: number of vectors.
+            mean: (n,).
+            scatter: (n, n), the sum of (v − mean)(v − mean)ᵀ.
+            features: indices of the coordinates that are features, (m,).
+            out_dim: l, how many coordinates, from the first, are targets.
+            output_weight: W₂ (o, l).
+        """
+        found = cls(len(features), out_dim, dtype=scatter.dtype, output_weight=output_weight)
+        weight = output_weight.to(scatter)
+        found.count, found._feature_mean, found._target_mean = count, mean[features], mean[:out_dim].clone()
+        found._gram, found._cross = scatter[features][:, features], scatter[:out_dim, features]
+        found._spread = (weight @ scatter[:out_dim, :out_dim] * weight).sum()
+        return found
+
     def reduce(self) -> None:
         """Add the tokens of all other processes; every process calls this, also one without any."""
         total, feature_mean = pooled_mean(self.count, self._feature_mean)
@@ -314,7 +335,13 @@ def _check_ridges(ridges: Sequence[float]) -> None:
         raise ConfigError(f"ridges are {list(ridges)}; expected at least one finite number >= 0")
 
 
-def fit_ridge(train: GramAccumulator, held_out: GramAccumulator, ridges: Sequence[float] = DEFAULT_RIDGES) -> RidgeFit:
+def fit_ridge(
+    train: GramAccumulator,
+    held_out: GramAccumulator,
+    ridges: Sequence[float] = DEFAULT_RIDGES,
+    *,
+    refit: bool = False,
+) -> RidgeFit:
     """Fit on one accumulator, choose the ridge on another.
 
     Args:
@@ -322,6 +349,8 @@ def fit_ridge(train: GramAccumulator, held_out: GramAccumulator, ridges: Sequenc
         held_out: moments of other tokens; its `output_weight`, if any, decides which error is minimised.
         ridges: candidates, as fractions of the mean diagonal of the training Gram matrix (so that they mean the same
             for any number of tokens and any feature scale). A list of one is allowed and is then merely scored.
+        refit: once the ridge is chosen, fit to all tokens, the held-out ones included, which `train` then holds; the
+            error stays the one that was measured before.
 
     Returns:
         RidgeFit; of equal errors, the larger ridge wins.
@@ -335,4 +364,8 @@ def fit_ridge(train: GramAccumulator, held_out: GramAccumulator, ridges: Sequenc
         if best is None or error < best.error:
             best = RidgeFit(readout.weight, readout.bias, ridge, error)
     assert best is not None
+    if refit:
+        train.merge(held_out)
+        final = train.solve(best.ridge * train.ridge_scale)
+        best = best._replace(weight=final.weight, bias=final.bias)
     return best

@@ -32,7 +32,7 @@ from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
 
 TOKENS = 16_384  # of a sample; of held-out ones a quarter
-ROWS = 1024  # that are looked at together
+ROWS = 512  # that are looked at together
 
 
 class ReplacedFitter(Fitter):
@@ -153,7 +153,7 @@ class ReplacedFitter(Fitter):
     def _closed_form(self, train: Any, test: Any, *samples: torch.Tensor) -> RidgeFit:
         """Choose the rows, where there is a choice, and put in the best readout."""
         if self.landmarks is None:
-            return self._take(self._solve(train, test))
+            return self._take(fit_ridge(train, test, self.options.ridges, refit=self.options.refit))
         chosen = self._select_rows(train).to(train.mean.device)
         if not self.features_are_hidden_units():
             same_everywhere(self.layer)
@@ -189,15 +189,7 @@ class ReplacedFitter(Fitter):
             )
             for x in tokens.split(ROWS):
                 made[-1].update(self._features(x), self.target(x))
-        return self._take(self._solve(*made))
-
-    def _solve(self, train: GramAccumulator, test: GramAccumulator) -> RidgeFit:
-        fit = fit_ridge(train, test, self.options.ridges)
-        if self.options.refit:
-            train.merge(test)
-            final = train.solve(fit.ridge * train.ridge_scale)
-            fit = fit._replace(weight=final.weight, bias=final.bias)
-        return fit
+        return self._take(fit_ridge(made[0], made[1], self.options.ridges, refit=self.options.refit))
 
     def _take(self, fit: RidgeFit) -> RidgeFit:
         self.layer.A.copy_(fit.weight)

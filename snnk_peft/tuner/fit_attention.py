@@ -108,7 +108,8 @@ def fit_attention(
     for observer, *counts, first, last in zip(observers, fitted_tokens, tokens, before, after, strict=True):
         path, size = observer.path.removeprefix("base_model.model."), observer.kernel.maps()[0].projection.num_features
         slots.append(SlotReport(path, size, counts[0], counts[1], None, first, last, seconds))
-    return CalibrationReport(slots)
+    settings = {"steps": steps, "learning_rate": learning_rate, "loss": loss, "held_out": held_out}
+    return CalibrationReport(slots, {**settings, "batches": survey.total, "processes": 1})
 
 
 class Observer:

@@ -16,7 +16,7 @@ from snnk_peft.tuner.slot_layer import active_module
 
 SHOWN = 4  # faults that are listed; the others are counted
 # Where tokens are told apart by other means than a mask over them.
-APART = ("attention_mask", "position_ids", "cu_seq_lens_q", "inputs_embeds")
+APART = ("attention_mask", "position_ids", "cu_seq_lens_q")
 
 
 class InputCheck:
