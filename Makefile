@@ -18,7 +18,8 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 # These need trained models and data: run them by hand, with the options that they name.
-BY_HAND := %/convert_sst2.py %/convert_llama.py %/convert_llama_ffn.py %/convert_cifar10.py %/lowrank_compress.py
+BY_HAND := %/convert_sst2.py %/convert_peers.py %/convert_llama.py %/convert_llama_ffn.py %/convert_cifar10.py \
+	%/export_latency.py %/lowrank_compress.py
 BENCHMARKS := $(filter-out $(BY_HAND),$(wildcard recipes/benchmarks/[a-z]*.py))
 
 export HF_HUB_OFFLINE = 1

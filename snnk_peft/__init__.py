@@ -12,6 +12,8 @@ from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.closed_form import fit_closed_form
 from snnk_peft.components import COMPONENTS
 from snnk_peft.config import SNNKConfig
+from snnk_peft.exporting.export import export
+from snnk_peft.exporting.report import ExportReport
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.family_check import FamilyReport, check_family
 from snnk_peft.feature_map import build_feature_map
@@ -44,6 +46,7 @@ __all__ = [
     "AdapterPart",
     "AttentionPart",
     "CalibrationReport",
+    "ExportReport",
     "FFNPart",
     "Factors",
     "FamilyReport",
@@ -64,6 +67,7 @@ __all__ = [
     "bundle",
     "calibrate",
     "check_family",
+    "export",
     "factorize",
     "factorize_many",
     "fit_attention",

@@ -30,6 +30,7 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"tuner"},
     {"bundling"},
+    {"exporting"},
     {"family_check"},
     {"cost"},
     {"planning"},

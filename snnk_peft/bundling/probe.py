@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,9 +38,7 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             "bundle(model, probe={...})"
         )
     pad = getattr(config, "pad_token_id", None)
-    # Position ids of the RoBERTa family start behind the padding id.
-    room = config.max_position_embeddings - (0 if pad is None else pad + 1)
-    tokens = max(1, min(TOKENS, room))
+    tokens = max(1, min(TOKENS, text_room(config) or TOKENS))
     ids = torch.randint(0, config.vocab_size, (EXAMPLES, tokens), generator=generator, device="cpu")
     ids[ids == pad] = 0 if pad != 0 else 1
     lengths = torch.tensor([tokens, max(1, tokens // 2), tokens, 1], device="cpu")
@@ -52,13 +50,21 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: value.to(model.device) for name, value in inputs.items()}
 
 
+def text_room(config: Any) -> int | None:
+    """How many tokens a text may have at most; None if the config does not say."""
+    positions, pad = getattr(config, "max_position_embeddings", None), getattr(config, "pad_token_id", None)
+    if positions is None or pad is None or pad >= positions - 1:
+        return positions
+    return positions - (pad + 1)  # position ids of the RoBERTa family start behind the padding id
+
+
 @torch.no_grad()
-def compare(model: nn.Module, bundled: nn.Module, inputs: Mapping[str, Any]) -> tuple[float, str]:
+def compare(model: nn.Module, bundled: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[float, str]:
     """The largest difference between two models' outputs, relative to the largest value of that output.
 
     Args:
         model: run in eval mode; its training flags are restored.
-        bundled: in eval mode.
+        bundled: in eval mode, or any function of the same inputs.
         inputs: keyword arguments of both.
 
     Returns:

@@ -1,0 +1,94 @@
+"""A converted classifier as a file: accuracy, bytes and latency in torch, in ONNX, and in ONNX with int8 Linears.
+
+    python recipes/benchmarks/export_latency.py --model path/to/minilm-l6-sst2 --data path/to/glue
+
+All six FFN blocks are converted without labels and bundled; the bundle is exported twice and every candidate scored on
+the 872 development sentences of SST-2 at 64 tokens. Times are those of 32 x 64 tokens and of one sentence of 32 tokens,
+taken in turn in one process, on as many threads for ONNX Runtime as for torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from _bench import alternate, parser, ratio, report
+from _lib.exported import ExportedFile
+from convert_sst2 import accuracy, batches, load, some
+from torch import nn
+from transformers import logging
+
+from snnk_peft import FFNPart, SNNKConfig, bundle, calibrate, export, get_snnk_model
+
+SHAPES = {"32x64": (32, 64), "1x32": (1, 32)}
+
+
+def call(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], None]:
+    """One forward pass."""
+
+    def run() -> None:
+        with torch.inference_mode():
+            model(**inputs)
+
+    return run
+
+
+def main() -> None:
+    """Measure and write."""
+    options = parser(__doc__, "export_latency")
+    options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned classifier")
+    options.add_argument("--data", required=True, help="folder that holds SST-2/{train,dev}.tsv")
+    options.add_argument("--sentences", type=int, default=2500, help="unlabelled training sentences (default 2500)")
+    arguments = options.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+    teacher, tokenizer, unlabelled, sentences, labels = load(arguments.model, arguments.data)
+    patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(ffn=FFNPart(num_features=256), modules_to_save=[]))
+    calibration = batches(tokenizer, some(unlabelled, "any", 0, arguments.sentences))
+    calibrate(patched, calibration, progress=False)
+    small = bundle(patched)
+
+    with tempfile.TemporaryDirectory() as folder:
+        checked = [{name: batch[name] for name in ("input_ids", "attention_mask")} for batch in calibration[::10]]
+        reports = {
+            name: export(small, "onnx", Path(folder) / f"{name}.onnx", batches=checked, int8=name == "int8")
+            for name in ("fp32", "int8")
+        }
+        models: dict[str, nn.Module] = {
+            "original, torch": teacher,
+            "bundle, torch": small,
+            "bundle, ONNX": ExportedFile(Path(reports["fp32"].path)),
+            "bundle, ONNX, int8": ExportedFile(Path(reports["int8"].path)),
+        }
+        ids = torch.randint(1000, 20000, (32, 64), generator=torch.Generator().manual_seed(0))
+        seconds = {}
+        for name, (examples, tokens) in SHAPES.items():
+            inputs = {"input_ids": ids[:examples, :tokens], "attention_mask": torch.ones(examples, tokens).long()}
+            seconds[name] = alternate(
+                {key: call(model, inputs) for key, model in models.items()}, arguments.repetitions
+            )
+        saved = {"bundle, ONNX": reports["fp32"].bytes, "bundle, ONNX, int8": reports["int8"].bytes}
+        score = partial(accuracy, tokenizer=tokenizer, sentences=sentences, labels=labels)
+        rows = [
+            {
+                "model": key,
+                "accuracy": score(model),
+                "MB": saved.get(key, sum(t.nbytes for t in model.state_dict().values())) / 2**20,
+                **{f"ms per {name}": 1000 * statistics.median(seconds[name][key]) for name in SHAPES},
+                **{f"speed-up {name}": ratio(seconds[name]["original, torch"], seconds[name][key]) for name in SHAPES},
+            }
+            for key, model in models.items()
+        ]
+        exports = {name: {**made.to_dict(), "files": {}} for name, made in reports.items()}
+    figures = {"teacher": arguments.model.name, "threads": torch.get_num_threads(), "exports": exports}
+    report(figures, rows, arguments.output, "SST-2: a bundle as a file")
+
+
+if __name__ == "__main__":
+    main()

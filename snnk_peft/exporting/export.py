@@ -1,0 +1,249 @@
+"""export: a bundle becomes one file for ONNX Runtime or torch alone, checked on new shapes before it gets its name."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from snnk_peft.bundling.bundle import bundle
+from snnk_peft.bundling.probe import compare, probe_inputs
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.exporting.int8 import compared, milliseconds, quantized
+from snnk_peft.exporting.program import FORMATS, TorchFormat, as_it_was, missing_packages
+from snnk_peft.exporting.report import ExportReport, Int8Report, ShapeParity
+from snnk_peft.exporting.shapes import Axes, Inputs, only_tensors
+
+# Relative to the largest output; other kernels add up in another order.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def export(
+    model: nn.Module,
+    format: str,
+    path: str | os.PathLike[str],
+    *,
+    sample: Mapping[str, Any] | None = None,
+    batches: Iterable[Mapping[str, Any]] | None = None,
+    int8: bool = False,
+    opset: int | None = None,
+    tolerance: float | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write a model as one program that runs without its code, by transformers' exporters.
+
+    The program takes any number of examples and, of texts, any number of tokens. It is written under a temporary name,
+    read back, and compared with the model on shapes that it was not made from: one example, one token, lengths around
+    and beyond the sample's, the batches. Only then does it get its name. Causal models are exported as one pass over a
+    whole text, without a cache.
+
+    Args:
+        model: a bundle, or a patched model, which is bundled first (adapters are folded into it). A transformers model
+            without anything of this package is exported as it is. It is not changed.
+        format: "onnx": a graph for ONNX Runtime (`pip install snnk-peft[onnx]`). Its inputs and outputs have the
+            names they have in the model; inputs that it does not read are left out. "torch": an exported program,
+            `torch.export.load(path).module()(**inputs)["logits"]`, for the kind of device that the model is on.
+        path: the file, `model.onnx` or `model.pt2`. Weights are inside; an ONNX graph of more than 1.5 GiB keeps them
+            beside it, in `model.onnx.data`.
+        sample: model inputs (tensors by name) whose names the program will have; labels are left out. None: the first
+            batch, else random token ids with padding, or random images.
+        batches: real inputs, without need of labels; the program must agree on each of them, too.
+        int8: only for "onnx": weights of all Linears in eight bits, one scale per output, inputs rounded as they come
+            (ONNX Runtime's dynamic quantisation). Parity is then checked before rounding; the report has the share of
+            equal labels on `batches` (without them on random inputs, which says little) and times beside those of fp32.
+        opset: version of the ONNX operators; None takes the newest that the exporter knows.
+        tolerance: largest difference of an output relative to its largest value; None: 1e-4 in fp32, 2e-2 in fp16,
+            1e-1 in bf16, 1e-6 in fp64.
+        overwrite: replace a file of that name.
+
+    Returns:
+        Parity per shape, sizes, opset; `print(report)` shows them.
+
+    Raises:
+        ConfigError: lists every wrong argument; an existing file without `overwrite`.
+        ImportError: "onnx" without its packages.
+        UnsupportedError: a model that cannot be bundled, or that the exporter or ONNX Runtime cannot take; says why.
+        ValueError: the program differs from the model by more than `tolerance`; nothing is written.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from snnk_peft import FFNPart, SNNKConfig, export, get_snnk_model
+        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
+        >>> model = get_snnk_model(BertForSequenceClassification(tiny), SNNKConfig(ffn=FFNPart(num_features=4)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = export(model, "torch", f"{folder}/model.pt2")
+        ...     program = torch.export.load(report.path).module()
+        >>> words = torch.ones(7, 5, dtype=torch.long)
+        >>> program(input_ids=words, attention_mask=words)["logits"].shape
+        torch.Size([7, 2])
+    """
+    started = time.perf_counter()
+    target = Path(path)
+    _check(format, target, int8, opset, tolerance, overwrite)
+    form = FORMATS[format]
+    if missing := missing_packages(form):
+        raise ImportError(
+            f'export(..., "{format}") needs {", ".join(missing)}, which {"is" if len(missing) == 1 else "are"} not '
+            "installed: pip install snnk-peft[onnx]"
+        )
+    given = [only_tensors(batch, f"batches[{number}]") for number, batch in enumerate(batches or ())]
+    if batches is not None and not given:
+        raise ConfigError("batches is empty; expected model inputs, or None. An iterator may have been read before")
+    first = only_tensors(sample, "sample") if sample is not None else given[0] if given else None
+    plain = _plain_model(model, first)
+    if format == "onnx" and plain.device.type != "cpu":
+        plain = copy.deepcopy(plain).cpu()  # the graph is checked on the processor, which sums in its own order
+    first = _placed(first or probe_inputs(plain), plain)
+    if absent := sorted({name for batch in given for name in first.keys() - batch.keys()}):
+        raise ConfigError(
+            f"some of the batches lack {', '.join(absent)}, which the sample has; expected the same names"
+        )
+    given = [_placed({name: batch[name] for name in first}, plain) for batch in given]
+    limit = TOLERANCES.get(plain.dtype, 1e-4) if tolerance is None else tolerance
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        with torch.no_grad(), as_it_was(plain):
+            axes = Axes(first)
+            program, metadata = _traced(form, plain, axes.traced(first), axes, opset)
+            files = form.write(program, folder / target.name)
+            run = _opened(form, files[0], metadata)
+            parity = _parity(plain, run, [*axes.others(first, plain), *given], limit)
+            small = None
+            if int8:
+                (folder / "int8").mkdir()
+                rounded, linears = quantized(program, first)
+                before = sum(file.stat().st_size for file in files)
+                files = form.write(rounded, folder / "int8" / target.name)
+                other = _opened(form, files[0], metadata)
+                examples, agreement, error = compared(run, other, given or axes.others(first, plain))
+                times = milliseconds({"torch": plain, "onnx": run, "int8": other}, first)
+                small = Int8Report(linears, examples, agreement, error, before, times)
+        written = _moved(files, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return ExportReport(
+        format=format,
+        files=written,
+        model_class=type(plain).__name__,
+        dtype=str(plain.dtype).removeprefix("torch."),
+        inputs={name: sorted(axes.free[name]) for name in first},
+        opset=form.opset(program),
+        parity=parity,
+        tolerance=limit,
+        seconds=time.perf_counter() - started,
+        int8=small,
+    )
+
+
+def _check(format: str, target: Path, int8: bool, opset: int | None, tolerance: float | None, overwrite: bool) -> None:
+    faults = []
+    if format not in FORMATS:
+        faults.append(f"format is {format!r}; expected {' or '.join(map(repr, FORMATS))}")
+    elif (other := next((name for name, form in FORMATS.items() if form.suffix == target.suffix), format)) != format:
+        faults.append(
+            f"path is {target}, the name of a {other!r} file; expected one that ends in {FORMATS[format].suffix}"
+        )
+    if target.is_dir():
+        faults.append(f"path is {target}, a folder; expected the name of a file, such as {target / 'model.onnx'}")
+    elif not overwrite and (there := [file for file in (target, _beside(target)) if file.exists()]):
+        faults.append(f"{there[0]} exists; choose another path, or replace it with overwrite=True")
+    if format == "torch" and int8:
+        faults.append('int8 is True and format "torch"; int8 Linears are written for ONNX Runtime: format="onnx"')
+    if format == "torch" and opset is not None:
+        faults.append(f'opset is {opset} and format "torch", which has none; leave it out')
+    if tolerance is not None and not tolerance > 0:
+        faults.append(f"tolerance is {tolerance}; expected a number above 0, or None")
+    if faults:
+        raise ConfigError(faults)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.data")
+
+
+def _plain_model(model: nn.Module, sample: Inputs | None) -> PreTrainedModel:
+    """The model itself, or its bundle."""
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        return bundle(model, probe=None if sample is None else _placed(sample, model))
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(
+            f"{type(model).__name__} is no transformers model; expected a bundle, or a model from get_snnk_model"
+        )
+    return model
+
+
+def _placed(batch: Inputs, model: Any) -> Inputs:
+    """A batch where the model is, and as precise."""
+    return {
+        name: value.to(model.device, model.dtype if value.is_floating_point() else None)
+        for name, value in batch.items()
+    }
+
+
+def _traced(form: TorchFormat, model: PreTrainedModel, sample: Inputs, axes: Axes, opset: int | None) -> Any:
+    try:
+        return form.trace(model, sample, axes, opset)
+    except ImportError:
+        raise
+    except Exception as error:  # of torch, onnxscript or the model's code: whatever stands in the way of a graph
+        raise UnsupportedError(
+            f"{type(model).__name__} in {model.dtype} could not be exported with inputs {', '.join(sample)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _opened(form: TorchFormat, file: Path, metadata: Any) -> Any:
+    """The program in a file; what cannot be loaded is of no use to anybody."""
+    try:
+        return form.run(file, metadata)
+    except Exception as error:
+        raise UnsupportedError(
+            f"the exported program cannot be loaded: {type(error).__name__}: {error}. ONNX Runtime has few kernels for "
+            "half precision on the processor: export model.float()"
+        ) from error
+
+
+def _parity(model: PreTrainedModel, run: Any, batches: Iterable[Inputs], limit: float) -> list[ShapeParity]:
+    """The largest error for every shape.
+
+    Raises:
+        ValueError: beyond the limit.
+    """
+    found: dict[str, ShapeParity] = {}
+    for batch in batches:
+        error, output = compare(model, lambda return_dict, **inputs: run(**inputs), batch)
+        entry = ShapeParity({name: list(value.shape) for name, value in batch.items()}, error, output)
+        if not error <= limit:
+            raise ValueError(
+                f"the exported program's {output} differs from the model's by {error:.1e} of its largest value for "
+                f"inputs {entry.shapes}; expected at most {limit:.0e}. Nothing was written. If the difference is "
+                "rounding (weights or readouts with very large entries), raise tolerance=, or export in float64"
+            )
+        key = str(entry.shapes)
+        if key not in found or found[key].error < error:
+            found[key] = entry
+    return list(found.values())
+
+
+def _moved(files: list[Path], target: Path) -> dict[str, int]:
+    """Give the files their names, that of the program last."""
+    written = {}
+    for file, name in reversed(list(zip(files, (target, _beside(target)), strict=False))):
+        written[str(name)] = file.stat().st_size
+        os.replace(file, name)
+    if len(files) == 1:
+        _beside(target).unlink(missing_ok=True)  # weights of the graph that was replaced
+    return {name: written[name] for name in reversed(written)}

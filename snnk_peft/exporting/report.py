@@ -1,0 +1,120 @@
+"""ExportReport: what `export` wrote, and how close it is to the model. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ShapeParity:
+    """How far the program is from the model on inputs of one shape.
+
+    Args:
+        shapes: input -> its shape.
+        error: largest difference of the outputs, relative to the largest value of that output.
+        output: the output where it occurs.
+    """
+
+    shapes: dict[str, list[int]]
+    error: float
+    output: str
+
+
+@dataclass(frozen=True)
+class Int8Report:
+    """The graph with int8 Linears beside the same in floating point.
+
+    Args:
+        linears: products whose weights are int8.
+        examples: compared.
+        agreement: share of examples (of tokens, where every token is labelled) whose largest logit is the same; None
+            for outputs that choose no class.
+        error: root mean square of the difference relative to that of the output.
+        bytes_before: of the file in floating point.
+        milliseconds: median of a call on the sample: "torch", "onnx", "int8", in turn and on as many threads.
+    """
+
+    linears: int
+    examples: int
+    agreement: float | None
+    error: float
+    bytes_before: int
+    milliseconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What `export` did.
+
+    Args:
+        format: "onnx" or "torch".
+        files: what was written, in bytes by path; the program first.
+        model_class: class of the exported model.
+        dtype: its floating type.
+        inputs: names of the program's inputs, and which of their axes may have any size.
+        opset: version of the ONNX operators; None for torch.
+        parity: one entry per shape that was checked.
+        tolerance: what would have been accepted.
+        seconds: wall time in total.
+        int8: of a graph with int8 Linears; `parity` is then that of the graph in floating point that it was made from.
+    """
+
+    format: str
+    files: dict[str, int]
+    model_class: str
+    dtype: str
+    inputs: dict[str, list[int]]
+    opset: int | None
+    parity: list[ShapeParity]
+    tolerance: float
+    seconds: float
+    int8: Int8Report | None = field(default=None)
+
+    @property
+    def path(self) -> str:
+        """The file of the program."""
+        return next(iter(self.files))
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(self.files.values())
+
+    @property
+    def error(self) -> float:
+        """The largest of all shapes."""
+        return max(entry.error for entry in self.parity)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        opset = "" if self.opset is None else f", opset {self.opset}"
+        lines = [f"{self.path}: {self.model_class}, {self.dtype}, {self.format}{opset}, {self.bytes:,} bytes"]
+        lines += [
+            f"    {_shapes(entry.shapes)}: error {entry.error:.1e} of the largest output" for entry in self.parity
+        ]
+        lines.append(f"    tolerance {self.tolerance:.0e}; any size on {_free(self.inputs)}; {self.seconds:.1f} s")
+        if (small := self.int8) is not None:
+            same = "" if small.agreement is None else f"the same label for {100 * small.agreement:.1f} % of them, "
+            times = ", ".join(f"{name} {value:.2f}" for name, value in small.milliseconds.items())
+            lines.append(
+                f"    int8: {small.linears} Linears, {small.bytes_before:,} -> {self.bytes:,} bytes; on "
+                f"{small.examples} examples {same}error {small.error:.1e} (rms); ms per call: {times}"
+            )
+        return "\n".join(lines)
+
+
+def _shapes(shapes: Mapping[str, list[int]]) -> str:
+    """Inputs of one shape together: "input_ids, attention_mask 2 × 7"."""
+    alike: dict[str, list[str]] = {}
+    for name, shape in shapes.items():
+        alike.setdefault(" × ".join(map(str, shape)), []).append(name)
+    return "; ".join(f"{', '.join(names)} {shape}" for shape, names in alike.items())
+
+
+def _free(inputs: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{name}[{', '.join(map(str, axes))}]" for name, axes in inputs.items() if axes) or "no axis"
