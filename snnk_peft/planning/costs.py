@@ -153,7 +153,7 @@ def rising(values: Sequence[float]) -> list[float]:
     return [total / count for total, count in blocks for _ in range(int(count))]
 
 
-def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any], rounds: int = 2 * ROUNDS + 1) -> float:
+def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any], rounds: int = 2 * ROUNDS - 1) -> float:
     """The least seconds of `other` over the least of `original`, taken in turn after one round to warm up.
 
     Args:
