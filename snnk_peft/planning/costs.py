@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -116,51 +116,45 @@ def seconds(
     alike: Mapping[str, Sequence[Any]],
     rounds: int = ROUNDS,
 ) -> dict[str, Cost]:
-    """Seconds of a forward pass of each model, which take turns.
+    """Seconds of a forward pass of each model, which take turns, so that a machine that slows down slows all of them.
 
-    What is told of a model is its ratio to the first one within a round, so that a machine whose speed drifts slows
-    both alike: medians over rounds and over the layers that are built alike.
+    Of all rounds, and of all layers that are built alike, the least counts: what else a machine does only adds.
 
     Args:
-        models: by name, warm; the first is what the others are compared with.
+        models: by name, warm; the first is the original, whose layers and surroundings the others share where they are
+            built alike.
         inputs: keyword arguments of all of them.
         paths: of their Transformer layers.
         alike: per model and layer, equal where layers are built alike.
         rounds: how often each is run.
     """
-    runs: dict[str, list[Cost]] = {name: [] for name in models}
+    least: dict[Any, float] = defaultdict(lambda: math.inf)
+    outside = math.inf
+    first = next(iter(models))
     for turn in range(rounds):
         for name in list(models) if turn % 2 else reversed(list(models)):
-            runs[name].append(_by_layer(models[name], inputs, paths, clock(models[name])))
-    first = next(iter(models))
-    base = [statistics.median(run.layers[index] for run in runs[first]) for index in range(len(paths))]
-    base = _pooled(base, alike[first])
-    outside = statistics.median(run.outside for run in runs[first])
-    found = {first: Cost(sum(base) + outside, tuple(base))}
-    for name in list(models)[1:]:
-        pairs = list(zip(runs[name], runs[first], strict=True))
-        ratios: dict[Any, list[float]] = defaultdict(list)
-        kinds = list(zip(alike[name], alike[first], strict=True))
-        for index, kind in enumerate(kinds):
-            ratios[kind] += [own.layers[index] / other.layers[index] for own, other in pairs]
-        layers = tuple(
-            seconds * (1.0 if kind[0] == kind[1] else statistics.median(ratios[kind]))
-            for seconds, kind in zip(base, kinds, strict=True)
-        )
-        found[name] = Cost(sum(layers) + outside, layers)  # what is outside of the layers is the same
-    return found
+            found = _by_layer(models[name], inputs, paths, clock(models[name]))
+            for kind, spent in zip(alike[name], found.layers, strict=True):
+                least[kind] = min(least[kind], spent)
+            if name == first:
+                outside = min(outside, found.outside)
+    layers = {name: tuple(least[kind] for kind in alike[name]) for name in models}
+    return {name: Cost(sum(spent) + outside, spent) for name, spent in layers.items()}
 
 
-def _pooled(values: Sequence[float], kinds: Sequence[Any]) -> list[float]:
-    """Each value replaced by the median of its kind."""
-    together = defaultdict(list)
-    for value, kind in zip(values, kinds, strict=True):
-        together[kind].append(value)
-    return [statistics.median(together[kind]) for kind in kinds]
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest sequence, in squares, that never falls: neighbours that do are replaced by their mean."""
+    blocks: list[list[float]] = []  # sum, count
+    for value in values:
+        blocks.append([value, 1])
+        while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] > blocks[-1][0] * blocks[-2][1]:
+            total, count = blocks.pop()
+            blocks[-1] = [blocks[-1][0] + total, blocks[-1][1] + count]
+    return [total / count for total, count in blocks for _ in range(int(count))]
 
 
-def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any], rounds: int = 2 * ROUNDS + 1) -> float:
-    """Median over rounds of the seconds of `other` over those of `original`, taken in turn after one round to warm up.
+def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any], rounds: int = 2 * ROUNDS - 1) -> float:
+    """The least seconds of `other` over the least of `original`, taken in turn after one round to warm up.
 
     Args:
         original: a model.
@@ -168,12 +162,12 @@ def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any], rou
         inputs: keyword arguments of both.
         rounds: how often each is run.
     """
-    ratios = []
+    spent: dict[int, list[float]] = {0: [], 1: []}
     for turn in range(rounds + 1):
-        pair = (original, other) if turn % 2 else (other, original)
-        spent = {id(model): _by_layer(model, inputs, (), clock(model)).whole for model in pair}
-        ratios.append(spent[id(other)] / spent[id(original)])
-    return statistics.median(ratios[1:])
+        for which in (0, 1) if turn % 2 else (1, 0):
+            model = (original, other)[which]
+            spent[which].append(_by_layer(model, inputs, (), clock(model)).whole)
+    return min(spent[1][1:]) / min(spent[0][1:])
 
 
 class Timings:

@@ -42,7 +42,7 @@ def plan(
     of: str = "latency",
     parts: Sequence[Part] | None = None,
     inputs: Mapping[str, Any] | None = None,
-    tokens: int = 8192,
+    tokens: int = 6144,
     seed: int = 0,
     timings: str | os.PathLike[str] | None = None,
     progress: bool = True,

@@ -13,7 +13,7 @@ from snnk_peft.bundling.bundle import folded_model
 from snnk_peft.config import SNNKConfig, part_name
 from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import Template, share_tensors, shared_copy
-from snnk_peft.planning.costs import Cost, Timings, macs, paired, seconds, stored_bytes
+from snnk_peft.planning.costs import Cost, Timings, macs, paired, rising, seconds, stored_bytes
 from snnk_peft.tuner.get_model import get_snnk_model
 
 OF = ("latency", "macs", "bytes")
@@ -60,9 +60,14 @@ class Measure:
         ]
         timed = [number for number, each in enumerate(enough) if each]
         models = {name: bundles[name] for name in ("", *map(str, timed))}
+        # A layer is known by what it was and what it is: layers that differ in neither take the same time.
+        sizes = [
+            list(zip(each.layers, stored_bytes(bundle, paths).layers, strict=True))
+            for each, bundle in zip(counted, bundles.values(), strict=True)
+        ]
         alike = {
-            name: list(zip(counted[i].layers, stored_bytes(bundles[name], paths).layers, strict=True))
-            for i, name in enumerate(bundles)
+            name: [(was, now if now == was else (now, name)) for was, now in zip(sizes[0], own, strict=True)]
+            for name, own in zip(bundles, sizes, strict=True)
             if name in models
         }
         names = [_described(templates[number].part) for number in timed]
@@ -72,10 +77,24 @@ class Measure:
         )
         costs = [Cost(whole, tuple(layers)) for whole, layers in plain]
         saved = dict(zip(timed, _shares_saved(costs, [templates[number] for number in timed]), strict=True))
+        for kind in {type(templates[number].part) for number in timed}:
+            self._smooth([number for number in timed if type(templates[number].part) is kind], saved, enough)
         return [
             {key: share for key, share in saved.get(number, {}).items() if key in enough[number]}
             for number in range(len(templates))
         ]
+
+    @staticmethod
+    def _smooth(
+        numbers: Sequence[int],
+        saved: Mapping[int, dict[int | None, float]],
+        counted: Sequence[Mapping[int | None, float]],
+    ) -> None:
+        """Of the sizes of a part, one that saves more multiply-adds saves no less time."""
+        for key in {key for number in numbers for key in counted[number]}:
+            order = sorted((n for n in numbers if key in counted[n]), key=lambda n: counted[n][key])
+            for number, share in zip(order, rising([saved[n][key] for n in order]), strict=True):
+                saved[number][key] = share
 
     def remaining(self, config: SNNKConfig) -> float:
         """The share of the original's cost that a config leaves, all parts together."""
