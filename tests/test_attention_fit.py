@@ -306,7 +306,7 @@ def test_faults():
     with pytest.raises(ValueError, match="queries or keys hold NaN"):
         calibrate(model, sentences(vivid()), progress=False)
     with pytest.raises(UnsupportedError, match="does not say which Linear reads the heads"):
-        get_snnk_model(vivid("llama"), SNNKConfig(attention=AttentionPart(**PART)))
+        get_snnk_model(vivid("gpt_neox"), SNNKConfig(attention=AttentionPart(**PART)))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(2, 1), (4, 2)])

@@ -32,6 +32,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.planning.candidates import default_parts
 from snnk_peft.planning.choose import STEPS, Offer, best_within, pareto
 from snnk_peft.planning.costs import rising
+from snnk_peft.planning.measure import Measure
 from tests.fresh_process import run_python
 from tests.tiny_models import inputs_for, tiny
 
@@ -194,6 +195,22 @@ assert found.config.modules_to_save == [] and len(found.config.parts) > 1
         Plan.load(tmp_path / "nothing")
 
 
+def test_parts_that_cost_more_together_leave_the_best_choice_below_that(monkeypatch):
+    """Four choices are too dear together; what is found then is not the cheapest of all, which is checked first."""
+    calls, remaining = itertools.count(), Measure.remaining
+
+    def dear(self: Measure, config: SNNKConfig) -> float:
+        found = remaining(self, config)
+        return max(found, 0.91) if next(calls) < 4 else found
+
+    monkeypatch.setattr(Measure, "remaining", dear)
+    found = plan(bert(), texts(), 0.9, of="macs", parts=PARTS, progress=False)
+    cheapest = found.curve[-1]
+    assert next(calls) > 5
+    assert cheapest["cost"] < found.predicted["measured"] <= 0.9
+    assert found.predicted["error"] < cheapest["error"] / 2
+
+
 def test_an_unreachable_budget_names_one_that_is_not():
     with pytest.raises(ConfigError, match=r"budget leaves 0.100 of the macs \(10.00x\)") as refused:
         plan(bert(), texts(), "10x", of="macs", parts=PARTS, progress=False)
@@ -301,7 +318,8 @@ def test_linear_attention_is_offered_where_it_pays():
     ]
     assert offered == [[], [32], [32, 64, 128]]
     long = texts(4, size=2, length=256)
-    found = plan(model, long, 0.8, of="macs", parts=default_parts(model, 256)[2], progress=False)
+    attention = [part for kind in default_parts(model, 256) for part in kind if isinstance(part, AttentionPart)]
+    found = plan(model, long, 0.8, of="macs", parts=attention, progress=False)
     assert {candidate.part for candidate in found.choices} == {"attention"}
     patched = get_snnk_model(model, found.config)
     calibrate(patched, long, progress=False)

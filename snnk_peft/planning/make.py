@@ -218,16 +218,31 @@ def _settle(
     templates: Sequence[Template], found: Places, points: Sequence[Point], share: float, seed: int, measure: Measure
 ) -> tuple[Point, SNNKConfig, float]:
     """The best choice whose parts together are within the budget."""
-    aim, nearest = share, math.inf
-    for attempt in range(ATTEMPTS):
-        point = (best_within(points, aim) if attempt < ATTEMPTS - 1 else None) or points[-1]
+
+    def tried(point: Point) -> tuple[Point, SNNKConfig, float]:
         config = _config(templates, found, point, seed)
-        measured = measure.remaining(config)
-        if measured <= share:
-            return point, config, measured
-        nearest = min(nearest, measured)
-        aim = min(aim, point.cost) * share / measured * 0.995
-    raise _unreachable(nearest, share, measure.of, "measured in the model")
+        return point, config, measure.remaining(config)
+
+    aim, over = share, []
+    for _ in range(ATTEMPTS):
+        point = best_within(points, aim) or points[-1]
+        best = tried(point)
+        if best[2] <= share:
+            return best
+        over.append(best)
+        aim = min(aim, point.cost) * share / best[2] * 0.995
+    # What the parts cost alone does not tell what they cost together: halve the way between too dear and cheapest.
+    best = tried(points[-1])
+    if best[2] > share:
+        raise _unreachable(min(measured for *_, measured in (*over, best)), share, measure.of, "measured in the model")
+    dear = over[-1][0].cost
+    for _ in range(ATTEMPTS):
+        middle = best_within(points, (best[0].cost + dear) / 2)
+        if middle is None or middle.cost <= best[0].cost:
+            break
+        other = tried(middle)
+        best, dear = (other, dear) if other[2] <= share else (best, middle.cost)
+    return best
 
 
 def _config(templates: Sequence[Template], found: Places, point: Point, seed: int) -> SNNKConfig:
