@@ -18,6 +18,7 @@ from _lib.tables import grid, read_reports, spread
 from table_glue import NAMES, on_plateau, rank, read_table
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG = (("4x512", "512"), ("1x2048", "2,048"))  # shapes of convert_sst2.py
 BEGIN, END = "<!-- results: begin (python recipes/table_results.py) -->", "<!-- results: end -->"
 
 
@@ -82,7 +83,7 @@ def render(root: Path) -> str:
         [
             f"{what} converted without labels ({row['model']})",
             f"accuracy {100 * row['accuracy']:.1f} (original {100 * teacher['accuracy']:.1f}) at "
-            f"{row['speed-up']:.2f} × the speed, after {row['conversion seconds']:.0f} s",
+            f"{row['speed-up']:.2f} × the speed{at_length(row)}, after {row['conversion seconds']:.0f} s",
             f"`benchmarks/{program}.py`",
         ]
         for what, program, (teacher, *rows) in (
@@ -111,6 +112,12 @@ def render(root: Path) -> str:
         *low_rank(benchmark("lowrank_init"), benchmark("lowrank_speed"), benchmark("lowrank_compress")),
     ]
     return "\n".join(grid(["what", "result", "measured by recipes/"], rows)).replace("---:", "---")
+
+
+def at_length(row: dict[str, Any]) -> str:
+    """Of conversions that were timed on long inputs too, the speed-up there; the first one is at 64 tokens."""
+    told = [f"{row[f'at {shape}, padded']:.2f} × at {tokens}" for shape, tokens in LONG if f"at {shape}, padded" in row]
+    return f" at 64 tokens, {', '.join(told)}" if told else ""
 
 
 def glue(root: Path) -> str:
