@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from snnk_peft.errors import NumericalError
+from snnk_peft.calibration.adam import falling_adam
 
 LEARNING_RATE = 0.01  # of the first step, times the root mean square of what is moved
 BATCH = 2048
@@ -42,19 +42,10 @@ def descend_block(
     moved = [tensor.detach().float().clone().requires_grad_() for tensor in tensors]
     # Of zeros (a bias) there is no size; one of the mean of the targets will do.
     sizes = [float(each.detach().square().mean().sqrt()) or float(targets.abs().mean()) for each in moved]
-    optimizer = torch.optim.Adam([{"params": [each]} for each in moved], betas=(0.9, 0.99))
-    for step in range(steps):
-        for group, size in zip(optimizer.param_groups, sizes, strict=True):
-            group["lr"] = LEARNING_RATE * size * (1 - step / steps)
+
+    def loss() -> Tensor:
         chosen = torch.randint(len(inputs), (BATCH,), generator=generator).to(inputs.device)
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            loss = (output(moved, inputs[chosen]).float() - targets[chosen]).square().sum(-1).mean()
-            if not loss.isfinite():
-                raise NumericalError(
-                    f"the error of the block is {loss.item()} at step {step} of {steps}; expected a finite number. "
-                    "Look for NaN in the inputs, or calibrate with steps=0"
-                )
-            loss.backward()
-        optimizer.step()
+        return (output(moved, inputs[chosen]).float() - targets[chosen]).square().sum(-1).mean()
+
+    falling_adam(moved, [LEARNING_RATE * size for size in sizes], loss, steps, "error of the block")
     return [each.detach() for each in moved]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from snnk_peft.errors import NumericalError
+from snnk_peft.calibration.adam import falling_adam
 
 TEMPERATURES = (0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0)
 SWEEPS = 8  # of Lloyd's iteration
@@ -205,18 +205,6 @@ def descend(maps: Maps, loss: Callable[[Maps], Tensor], steps: int, *, learning_
     learned = [each.clone().requires_grad_() for each in maps]
     factor = maps[0].shape[-1] ** 0.25
     rates = [learning_rate * (factor if each.dim() == 3 else 1.0) for each in learned]
-    optimizer = torch.optim.Adam([{"params": [each], "lr": rate} for each, rate in zip(learned, rates, strict=True)])
-    for step in range(steps):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * (1 - step / steps)
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            found = loss(type(maps)(*learned))
-            if not found.isfinite():
-                raise NumericalError(
-                    f"the distance from softmax is {found.item()} at step {step} of {steps}; expected a finite "
-                    "number. Look for NaN in the inputs, or calibrate with steps=0"
-                )
-            found.backward()
-        optimizer.step()
+    betas = (0.9, 0.999)
+    falling_adam(learned, rates, lambda: loss(type(maps)(*learned)), steps, "distance from softmax", betas=betas)
     return type(maps)(*(each.detach() for each in learned))

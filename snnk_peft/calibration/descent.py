@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from snnk_peft.errors import NumericalError
+from snnk_peft.calibration.adam import falling_adam
 
 LEARNING_RATE = 0.03  # of the first step, times the root mean square of what is moved
 BATCH = 1024
@@ -46,23 +46,15 @@ def descend(
     named = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     tensors = {name: named[name].detach().float().clone().requires_grad_() for name in moved}
     weight, bias = (each.detach().float().clone().requires_grad_() for each in readout)
-    groups = [{"params": [each], "size": _size(each)} for each in (*tensors.values(), weight, bias)]
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * group["size"] * (1 - step / steps)
+    learned = [*tensors.values(), weight, bias]
+
+    def loss() -> Tensor:
         chosen = torch.randint(len(inputs), (BATCH,), generator=generator).to(inputs.device)
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            features = functional_call(stage, tensors, (inputs[chosen].float(),))
-            loss = (nn.functional.linear(features, weight, bias) - targets[chosen]).square().sum(-1).mean()
-            if not loss.isfinite():
-                raise NumericalError(
-                    f"the error of the features is {loss.item()} at step {step} of {steps}; expected a finite number. "
-                    "Look for NaN in the inputs, or calibrate with steps=0"
-                )
-            loss.backward()
-        optimizer.step()
+        features = functional_call(stage, tensors, (inputs[chosen].float(),))
+        return (nn.functional.linear(features, weight, bias) - targets[chosen]).square().sum(-1).mean()
+
+    rates = [LEARNING_RATE * _size(each) for each in learned]
+    falling_adam(learned, rates, loss, steps, "error of the features")
     with torch.no_grad():
         for name, tensor in tensors.items():
             named[name].copy_(tensor)

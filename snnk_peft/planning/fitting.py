@@ -15,7 +15,7 @@ from snnk_peft.layers.slots import FitOptions, Fitter
 from snnk_peft.planning.candidates import Template
 from snnk_peft.planning.hidden_units import UnitChoice, fit_unit_choices
 from snnk_peft.planning.sample import Sample, listen
-from snnk_peft.tuner.calibrate import _fitter, _slot_to_fit
+from snnk_peft.tuner.calibrate import fitter_of, slot_to_fit
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 OPTIONS = FitOptions(landmarks="greedy", ridges=DEFAULT_RIDGES, refit=False)
@@ -52,7 +52,7 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
         if len(here) > 1 and all(each.possible for each in together):
             found = fit_unit_choices(together, calls[path])
         else:
-            fitters = [_fitter(templates[number].root, layer, OPTIONS) for number, _, layer in here]
+            fitters = [fitter_of(templates[number].root, layer, OPTIONS) for number, _, layer in here]
             found = [fitter.fit(_Again(fitter, calls[path])).error_after for fitter in fitters]
         errors |= {(number, key): error for (number, key, _), error in zip(here, found, strict=True)}
         tick(len(here))
@@ -64,7 +64,7 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
 
 def _fitted(template: Template, key: int | None, layer: SlotLayer) -> bool:
     template.activate(key)
-    found = _slot_to_fit(layer) is not None
+    found = slot_to_fit(layer) is not None
     template.activate(None, nothing=True)
     return found
 

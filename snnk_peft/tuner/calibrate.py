@@ -103,7 +103,7 @@ def calibrate(
     if not 0 < held_out < 1:
         faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
     slots = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}
-    slots = {name: layer for name, layer in slots.items() if _slot_to_fit(layer) is not None}
+    slots = {name: layer for name, layer in slots.items() if slot_to_fit(layer) is not None}
     if type(steps) is not int or steps < 0:
         faults.append(f"steps is {steps!r}; expected an integer >= 0")
     options = FitOptions(landmarks, ridges, refit, steps)
@@ -153,7 +153,7 @@ def _fit_all(
     model.eval()
     try:
         order = execution_order(model, slots, survey)
-        fitters = {name: _fitter(model, slots[name], options) for name in order}
+        fitters = {name: fitter_of(model, slots[name], options) for name in order}
         if processes() > 1 and (alone := [name for name in order if not fitters[name].reduces]):
             kinds = sorted({type(fitters[name]).__name__ for name in alone})
             raise ConfigError(
@@ -194,13 +194,14 @@ class _FitPlace:
         return active_module(self.root.get_submodule(path))
 
 
-def _slot_to_fit(layer: SlotLayer) -> Slot | None:
+def slot_to_fit(layer: SlotLayer) -> Slot | None:
     """The active slot of a layer that can be fitted, or None."""
     return next((slot for slot in layer.active_slots() if type(slot).fitter is not Slot.fitter), None)
 
 
-def _fitter(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter:
-    slot = _slot_to_fit(layer)
+def fitter_of(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter:
+    """How the slot of a layer that can be fitted is fitted in `model`."""
+    slot = slot_to_fit(layer)
     assert slot is not None
     found = slot.fitter(_FitPlace(root_of(model), unwrap(layer.base_layer)), options)
     assert found is not None
@@ -235,7 +236,7 @@ def _fit_slot(name: str, layer: SlotLayer, fitter: Fitter, data: SlotInputs) -> 
 
 def _settings(layer: SlotLayer) -> dict[str, Any]:
     """Of the feature maps of the slot that was fitted, which are alike."""
-    slot = _slot_to_fit(layer)
+    slot = slot_to_fit(layer)
     assert slot is not None
     found = next((module for module in slot.modules() if isinstance(module, FeatureMap)), None)
     if found is None:
