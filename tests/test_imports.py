@@ -184,7 +184,9 @@ def new_modules(code):
     return found
 
 import peft
-print(json.dumps([new_modules(code) for code in sys.argv[1:]]))
+# Users import compiled files, whatever this machine's environment says about writing them; the first fork writes them.
+sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]
+print(json.dumps([new_modules(code) for code in sys.argv[2:]]))
 """
 PACKAGE_ALONE = "import snnk_peft"
 CONFIG_ALONE = """
@@ -197,9 +199,9 @@ import snnk_peft.config
 
 
 @pytest.fixture(scope="module")
-def fresh_imports(root) -> list[tuple[float, list[str]]]:
+def fresh_imports(root, tmp_path_factory) -> list[tuple[float, list[str]]]:
     """Seconds and new modules over `import peft` in a fresh process: three times of the package, then of config.py."""
-    programs = [PACKAGE_ALONE] * 3 + [CONFIG_ALONE]
+    programs = [str(tmp_path_factory.mktemp("compiled")), *[PACKAGE_ALONE] * 3, CONFIG_ALONE]
     done = subprocess.run(
         [sys.executable, "-c", FORKS, *programs], cwd=root, capture_output=True, text=True, check=True
     )
