@@ -17,6 +17,7 @@ from snnk_peft.attention.recurrent_layer import RecurrentLayer
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import build_feature_map
+from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
 from tests.fresh_process import run_python
@@ -225,6 +226,36 @@ def test_conversation_with_a_kept_cache_and_a_second_start(llama):
     cache.reset()
     assert cache.get_seq_length() == cache.nbytes == 0
     assert torch.equal(llama.generate(input_ids=ids, past_key_values=cache, **GREEDY), first)
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+def test_feature_maps_are_formed_once_per_conversation(fields, monkeypatch):
+    """And anew where weights may have changed: behind reset(), in a copy, and wherever a gradient could be wanted."""
+    model, ids = patched(causal_model("llama"), **fields), torch.arange(6, 18)[None]
+    formed = []
+    logarithms = AttentionTerm.logarithms
+    monkeypatch.setattr(AttentionTerm, "logarithms", lambda *given: formed.append(1) or logarithms(*given))
+    terms = [term for term in model.modules() if isinstance(term, AttentionTerm)]
+
+    def tokens(cache) -> torch.Tensor:
+        formed.clear()
+        return torch.cat([model(input_ids=one, past_key_values=cache).logits for one in ids.split(1, -1)], 1)
+
+    cache = RecurrentCache(model)
+    with torch.no_grad():
+        first = tokens(cache)
+        assert len(formed) == len(terms)
+        copied = copy.deepcopy(cache)
+        for parameter in (p for term in terms for p in [*term.parameters(), *term.buffers()]):
+            parameter.mul_(1.5)
+        cache.reset()
+        assert (tokens(cache) - first).abs().max() > 1e-4
+        torch.testing.assert_close(tokens(RecurrentCache(model)), model(input_ids=ids, use_cache=False).logits)
+        formed.clear()
+        model(input_ids=ids, past_key_values=pickle.loads(pickle.dumps(copied)))
+        assert len(formed) == len(terms)
+    tokens(RecurrentCache(model))
+    assert len(formed) == len(terms) * ids.shape[1]
 
 
 def test_a_copied_cache_shares_a_prompt(llama):

@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from snnk_peft.attention.interface import CACHE_LAYER, NAME
 from snnk_peft.errors import UnsupportedError
+from snnk_peft.layers.attention_term import KeptMaps
 from snnk_peft.layers.joint_attention import JointState
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import KernelState, continue_attention
@@ -77,6 +78,7 @@ class RecurrentLayer(CacheLayerMixin):
         self._seen = 0
         self._attended = True
         self._made_by: Maker | None = None
+        self._maps = KeptMaps()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember the device; there is nothing to allocate before the first token."""
@@ -154,7 +156,9 @@ class RecurrentLayer(CacheLayerMixin):
         if not causal:
             raise UnsupportedError("a RecurrentCache needs causal attention; this layer also attends to later tokens")
         own = None if mask is None else mask[:, mask.shape[1] - key.shape[-2] :]
-        out, self.state = continue_attention(kernel, query, key, value, own, self.state, scaling=scaling)
+        out, self.state = continue_attention(
+            kernel, query, key, value, own, self.state, scaling=scaling, kept=self._maps
+        )
         self._made_by = Maker(kernel)
         self._attended = True
         return out
@@ -174,6 +178,7 @@ class RecurrentLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.state, self._seen, self._attended, self._made_by = None, 0, True, None
+        self._maps = KeptMaps()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Example i becomes example beam_idx[i]."""
@@ -210,7 +215,7 @@ class RecurrentLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state."""
+        """Bytes of the state; beside it, once per cache, there is a copy of the feature maps."""
         return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(self.state))
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:

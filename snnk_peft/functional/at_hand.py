@@ -36,7 +36,14 @@ class _NothingToDo:
 
 def offloaded(module: nn.Module) -> list[nn.Module]:
     """Modules in and below `module` whose tensors a hook of accelerate keeps elsewhere."""
-    return [part for part in module.modules() if getattr(getattr(part, "_hf_hook", None), "offload", False)]
+    # A walk of its own: `modules()` takes longer than what a layer computes for one token.
+    found, waiting = [], [module]
+    while waiting:
+        part = waiting.pop()
+        if getattr(part.__dict__.get("_hf_hook"), "offload", False):
+            found.append(part)
+        waiting.extend(child for child in part._modules.values() if child is not None)
+    return list(dict.fromkeys(found))
 
 
 def place_of(module: nn.Module) -> torch.device | None:

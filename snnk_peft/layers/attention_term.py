@@ -13,7 +13,8 @@ what is computed in it. Positive exponential features, which estimate softmax, e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -30,6 +31,32 @@ from snnk_peft.functional.log_linear import LogLinear, stack_heads
 from snnk_peft.functional.precision import full_precision, wide
 
 State = AttentionState | KeyMeans  # what is kept of keys: of features as they are, and of exponential ones
+
+
+class KeptMaps:
+    """The logarithms of feature maps, formed once for many calls, as token by token: forming them takes longer than
+    using them. Whoever keeps one knows that the weights stay as they are. Copies and pickles of it are empty.
+    """
+
+    def __init__(self) -> None:
+        self._found: WeakKeyDictionary[nn.Module, tuple[Any, tuple[LogLinear, LogLinear]]] = WeakKeyDictionary()
+
+    def of(self, term: AttentionTerm, root: float, like: torch.Tensor) -> tuple[LogLinear, LogLinear] | None:
+        """As `AttentionTerm.logarithms`, for components that do not adapt to tokens."""
+        if torch.is_grad_enabled() or exporting():
+            return term.logarithms({}, root, like)
+        kind, kept = (root, like.dtype, like.device), self._found.get(term)
+        if kept is None or kept[0] != kind:
+            if (found := term.logarithms({}, root, like)) is None:
+                return None
+            self._found[term] = kept = (kind, found)
+        return kept[1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptMaps:
+        return KeptMaps()
+
+    def __reduce__(self) -> tuple[type[KeptMaps], tuple[()]]:
+        return KeptMaps, ()
 
 
 class AttentionTerm(nn.Module):
@@ -72,6 +99,7 @@ class AttentionTerm(nn.Module):
         causal: bool,
         root: float,
         state: State | None = None,
+        kept: KeptMaps | None = None,
     ) -> tuple[torch.Tensor, State]:
         """(B, H, L, D), and what is kept of all keys. Causal: the queries are the last L positions.
 
@@ -83,12 +111,14 @@ class AttentionTerm(nn.Module):
             causal: whether a query sees only keys at or before it.
             root: what queries and keys are multiplied by, the root of the temperature's factor.
             state: what was kept of earlier keys, which every query sees.
+            kept: where the caller keeps logarithms from call to call, or None.
 
         Raises:
             UnsupportedError: a component that adapts to all tokens of an example, in causal attention.
         """
-        statistics = self.statistics(q, k, mask, causal=causal, root=root)
-        logarithms = self.logarithms(statistics, root, wide(q.new_zeros(())))
+        statistics, like = self.statistics(q, k, mask, causal=causal, root=root), wide(q.new_zeros(()))
+        kept = None if statistics else kept
+        logarithms = self.logarithms(statistics, root, like) if kept is None else kept.of(self, root, like)
         if logarithms is None:
             return self._of_features(q, k, v, mask, statistics, causal, root, cast("AttentionState | None", state))
         check_finite("phi", q, self.pairs()[0][0].projection)

@@ -30,7 +30,7 @@ from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import LogLinear, common_logarithm
 from snnk_peft.functional.near_field import Sinks, near_attention
 from snnk_peft.functional.precision import full_precision, wide
-from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps
 from snnk_peft.projections.base import Projection
 
 
@@ -158,6 +158,7 @@ class JointAttention(nn.Module):
         mask: Tensor | None,
         state: JointState | None,
         scaling: float,
+        kept: KeptMaps | None = None,
     ) -> tuple[Tensor, JointState]:
         """Causal attention of new tokens to each other and to all earlier ones, and the new state.
 
@@ -169,9 +170,10 @@ class JointAttention(nn.Module):
             mask: (B, L) bool, True where a new key counts.
             state: what the call before returned; None at the start. That of the result owns its memory.
             scaling: factor on q·k.
+            kept: where the caller keeps logarithms from call to call, or None.
         """
-        out, (sums, *kept) = self._behind(terms, q, self._counted(k, v, mask), state, scaling)
-        band, sinks = (Kept(each.keys.clone(), each.values.clone(), each.counts.clone()) for each in kept)
+        out, (sums, *near) = self._behind(terms, q, self._counted(k, v, mask), state, scaling, kept)
+        band, sinks = (Kept(each.keys.clone(), each.values.clone(), each.counts.clone()) for each in near)
         owned = (KeyMeans(each.values.clone(), each.log_weight.clone()) for each in sums)
         return out, JointState(tuple(owned), band, sinks)
 
@@ -203,7 +205,13 @@ class JointAttention(nn.Module):
         return band.and_then(Kept(k, v, counts & (rank > self.sinks))), sinks, seen
 
     def _behind(
-        self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, state: JointState | None, scaling: float
+        self,
+        terms: Sequence[AttentionTerm],
+        q: Tensor,
+        new: Kept,
+        state: JointState | None,
+        scaling: float,
+        kept: KeptMaps | None = None,
     ) -> tuple[Tensor, JointState]:
         """Causal attention of L new tokens behind a state."""
         length = q.shape[-2]
@@ -212,7 +220,8 @@ class JointAttention(nn.Module):
         fields = [near_attention(q, *window[:2], self.width, window.counts, causal=True, scaling=scaling, sinks=beside)]
         sums = []
         for number, term in enumerate(terms):
-            given, maps = None if state is None else state.sums[number], _maps(term, q, new.keys, None, True, scaling)
+            given = None if state is None else state.sums[number]
+            maps = _maps(term, q, new.keys, None, True, scaling, kept)
             out, weights, behind = self._far(
                 number, maps, q, self._spread(term, window.part(0, length)), given, scaling
             )
@@ -262,11 +271,18 @@ class JointAttention(nn.Module):
 
 
 def _maps(
-    term: AttentionTerm, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scaling: float
+    term: AttentionTerm,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scaling: float,
+    kept: KeptMaps | None = None,
 ) -> tuple[LogLinear, LogLinear]:
     """The logarithms of the features of queries and keys; of all tokens, where a component adapts to them."""
-    root = scaling**0.5
-    found = term.logarithms(term.statistics(q, k, mask, causal=causal, root=root), root, wide(q.new_zeros(())))
+    root, like = scaling**0.5, wide(q.new_zeros(()))
+    statistics = term.statistics(q, k, mask, causal=causal, root=root)
+    found = term.logarithms(statistics, root, like) if kept is None or statistics else kept.of(term, root, like)
     assert found is not None
     return found
 

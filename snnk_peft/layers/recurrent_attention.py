@@ -18,7 +18,7 @@ from torch import Tensor
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.near_field import banded_softmax_attention
-from snnk_peft.layers.attention_term import AttentionTerm, State
+from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps, State
 from snnk_peft.layers.joint_attention import JointState
 from snnk_peft.layers.kernel_attention import KernelAttention
 
@@ -59,6 +59,7 @@ def continue_attention(
     state: KernelState | JointState | None = None,
     *,
     scaling: float | None = None,
+    kept: KeptMaps | None = None,
 ) -> tuple[Tensor, KernelState | JointState]:
     """Causal attention of new tokens to each other and to all earlier ones.
 
@@ -70,6 +71,7 @@ def continue_attention(
         mask: (B, L) bool, True where a new key counts.
         state: what the call before returned; None at the start.
         scaling: factor on q·k; None for d^-½.
+        kept: where the caller keeps the feature maps' logarithms from call to call, while no weight changes; or None.
 
     Returns:
         (B, H, L, D), equal to the last L rows of the kernel's causal attention over all tokens, and the new state. Its
@@ -84,7 +86,7 @@ def continue_attention(
         raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
     if kernel.joint is not None:
         terms = [cast(AttentionTerm, term) for term in kernel.terms]
-        return kernel.joint.continued(terms, q, k, v, mask, cast("JointState | None", state), scaling)
+        return kernel.joint.continued(terms, q, k, v, mask, cast("JointState | None", state), scaling, kept)
     state = cast("KernelState | None", state)
     root = scaling**0.5
     fields, band = [], None
@@ -96,7 +98,7 @@ def continue_attention(
     sums = []
     for number, term in enumerate(kernel.terms):
         before = None if state is None else state.sums[number]
-        far, behind = term(q, k, v, mask, causal=True, root=root, state=before)
+        far, behind = term(q, k, v, mask, causal=True, root=root, state=before, kept=kept)
         fields.append(far)
         sums.append(type(behind)(*(tensor.clone() for tensor in behind)))
     return kernel.blended(fields), KernelState(tuple(sums), band)
