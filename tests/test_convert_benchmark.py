@@ -1,4 +1,4 @@
-"""benchmarks/convert_sst2.py: every kind of conversion of one model in one run, on a random BERT and stand-in data."""
+"""benchmarks/convert_sst2.py, convert_task.py: conversions of a random BERT in one run, on stand-in data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from scipy.stats import pearsonr, spearmanr
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
+from snnk_peft.tasks import TASKS
 from tests.fresh_process import run_python
 from tests.glue_files import write_task
 from tests.recipe_world import write_world
+
+BENCHMARKS = Path(__file__).parent.parent / "recipes" / "benchmarks"
 
 
 def test_every_conversion_is_made_scored_and_timed(tmp_path: Path):
@@ -25,7 +29,7 @@ def test_every_conversion_is_made_scored_and_timed(tmp_path: Path):
     given = ["--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--repetitions", "1", "--seeds", "2"]
     given += ["--sentences", "200", "--features", "4", "--steps", "2", "--units", "4", "6", "--budgets", "1.1x"]
     given += ["--shapes", "4x16", "2x40", "--of", "macs", "--output", str(output)]
-    done = run_python([str(Path(__file__).parent.parent / "recipes" / "benchmarks" / "convert_sst2.py"), *given])
+    done = run_python([str(BENCHMARKS / "convert_sst2.py"), *given])
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
     names = ["1 of 2 FFNs, 4 features", "2 of 2 FFNs, 6 features"]
@@ -42,3 +46,41 @@ def test_every_conversion_is_made_scored_and_timed(tmp_path: Path):
     parameters = {row["model"]: row["parameters"] for row in found["rows"]}
     assert parameters["plan 1.1x"] < parameters["teacher"]
     assert len(found["plans"]) == 2
+
+
+def test_any_text_task_is_scored_by_its_own_metric(tmp_path: Path):
+    for package in ("accelerate", "datasets", "rich"):
+        pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+    write_world(tmp_path)
+    write_task(tmp_path / "glue", "stsb", n_train=120, n_dev=30)
+    config = BertConfig.from_pretrained(tmp_path / "bert", num_labels=1)
+    torch.manual_seed(0)
+    teacher = BertForSequenceClassification(config).eval()
+    teacher.save_pretrained(tmp_path / "bert")
+    output = tmp_path / "metrics.json"
+    given = ["--task", "stsb", "--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--sentences", "80"]
+    given += [
+        "--batch-size",
+        "8",
+        "--only",
+        "2 of 2 FFNs",
+        "--units",
+        "4",
+        "6",
+        "--shapes",
+        "4x16",
+        "--repetitions",
+        "1",
+    ]
+    done = run_python([str(BENCHMARKS / "convert_task.py"), *given, "--output", str(output)])
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["model"] for row in rows] == ["teacher", "2 of 2 FFNs, 6 features"]
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bert")
+    dev = TASKS["stsb"].load(tmp_path / "glue")["validation"]
+    pairs = zip(dev["sentence1"], dev["sentence2"], strict=True)
+    with torch.no_grad():
+        predicted = [float(teacher(**tokenizer(*pair, return_tensors="pt")).logits) for pair in pairs]
+    expected = [measure(predicted, list(dev["label"])).statistic for measure in (pearsonr, spearmanr)]
+    assert rows[0]["score"] == pytest.approx(sum(expected) / 2, abs=1e-3)

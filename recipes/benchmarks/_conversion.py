@@ -38,6 +38,26 @@ class Conversion(NamedTuple):
     texts: str = "any"
 
 
+def add_conversions(options: argparse.ArgumentParser, seeds: int) -> None:
+    """The options that say which conversions are compared, how often, and on which inputs they are timed."""
+    options.add_argument("--seeds", type=int, default=seeds, help=f"calibrations of each kind (default {seeds})")
+    options.add_argument("--features", type=int, default=64, help="of each attention head (default 64)")
+    options.add_argument("--steps", type=int, default=400, help="of Adam per layer, where there are any (default 400)")
+    options.add_argument(
+        "--units",
+        nargs="+",
+        type=int,
+        default=[32, 128, 192],
+        help="features of the upper half of the FFNs, then of all",
+    )
+    options.add_argument("--budgets", nargs="*", default=["1.5x", "2.5x"], help="of plan (default 1.5x 2.5x)")
+    options.add_argument("--of", default="latency", help="what the budgets are of: latency, macs or bytes")
+    options.add_argument(
+        "--shapes", nargs="+", default=["32x64", "4x512", "1x2048"], help="what is timed, the first for plan"
+    )
+    options.add_argument("--only", nargs="+", default=[], help="conversions whose names contain one of these words")
+
+
 def of_ffn(steps: int = 0, **options: Any) -> Conversion:
     """FFN blocks alone, with these options of FFNPart and so many steps of `calibrate`."""
     return Conversion({"ffn": FFNPart(**options)}, {"steps": steps})
@@ -52,6 +72,7 @@ def compare_conversions(
     arguments: argparse.Namespace,
     *,
     title: str,
+    scored: str = "accuracy",
     **calibrating: Any,
 ) -> None:
     """Measure the teacher and its conversions, and write the report.
@@ -63,10 +84,11 @@ def compare_conversions(
         teacher: the fine-tuned classifier.
         conversions: by what they are called.
         calibration: batches without labels, for a seed and a conversion.
-        accuracy: the share of test examples that a model labels correctly.
+        accuracy: the share of test examples that a model labels correctly, or another score.
         timed: inputs of a forward pass, by what they are called; the first gives "speed-up".
         arguments: of the command line: repetitions, seeds, output, model.
         title: of the table.
+        scored: the name of the score.
         **calibrating: passed to `calibrate` every time.
     """
     first, *others = timed
@@ -89,7 +111,7 @@ def compare_conversions(
             seconds[name].append(time.perf_counter() - start)
             scores[name].append(accuracy(model))
             models.setdefault(name, model)
-            print(f"{name}, seed {seed}: accuracy {scores[name][-1]:.4f} after {seconds[name][-1]:.0f} s", flush=True)
+            print(f"{name}, seed {seed}: {scored} {scores[name][-1]:.4f} after {seconds[name][-1]:.0f} s", flush=True)
 
     def forward(model: nn.Module, inputs: Batch) -> Callable[[], None]:
         def run() -> None:
@@ -105,7 +127,7 @@ def compare_conversions(
     rows = [
         {
             "model": name,
-            "accuracy": statistics.mean(scores[name]),
+            scored: statistics.mean(scores[name]),
             "least": min(scores[name]),
             "greatest": max(scores[name]),
             "speed-up": ratio(latency[first]["teacher"], latency[first][name]),

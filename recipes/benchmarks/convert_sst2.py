@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from _bench import parser
-from _conversion import Conversion, compare_conversions, of_ffn
+from _conversion import Conversion, add_conversions, compare_conversions, of_ffn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
 
 from snnk_peft import AttentionPart, FFNPart
@@ -33,13 +33,13 @@ FFN_STEPS = 200  # of Adam per layer behind the closed form, where attention is 
 
 
 def conversions(layers: int, arguments: argparse.Namespace) -> dict[str, Conversion]:
-    """What is compared, in a model of so many layers."""
+    """What is compared, in a model of so many layers; of these, what `--only` names."""
     few, *more = arguments.units
     steps, features = arguments.steps, arguments.features
     attention = AttentionPart(component="mixture", projection="centroids", num_features=features)
     both = {"attention": attention, "ffn": FFNPart(num_features=more[-1])}
     heads = f"attention, {features} features"
-    return {
+    found = {
         f"{layers // 2} of {layers} FFNs, {few} features": of_ffn(
             FFN_STEPS, layers=f"top-{layers // 2}", num_features=few
         ),
@@ -51,6 +51,8 @@ def conversions(layers: int, arguments: argparse.Namespace) -> dict[str, Convers
             f"plan {budget}": Conversion({}, {"steps": FFN_STEPS}, budget, arguments.of) for budget in arguments.budgets
         },
     }
+    words = arguments.only or [""]
+    return {name: made for name, made in found.items() if any(word in name for word in words)}
 
 
 def batches(tokenizer, sentences: list[str], size: int = 64, max_length: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -116,22 +118,7 @@ def main() -> None:
     options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned classifier")
     options.add_argument("--data", required=True, help="folder that holds SST-2/{train,dev}.tsv")
     options.add_argument("--sentences", type=int, help="unlabelled training sentences (default 2500, whole ones 1200)")
-    options.add_argument("--seeds", type=int, default=3, help="calibrations of each kind (default 3)")
-    options.add_argument("--features", type=int, default=64, help="of each attention head (default 64)")
-    options.add_argument("--steps", type=int, default=400, help="of Adam per layer, where there are any (default 400)")
-    options.add_argument(
-        "--units",
-        nargs="+",
-        type=int,
-        default=[32, 128, 192],
-        help="features of the upper half of the FFNs, then of all",
-    )
-    options.add_argument("--budgets", nargs="*", default=["1.5x", "2.5x"], help="of plan (default 1.5x 2.5x)")
-    options.add_argument("--of", default="latency", help="what the budgets are of: latency, macs or bytes")
-    options.add_argument(
-        "--shapes", nargs="+", default=["32x64", "4x512", "1x2048"], help="what is timed, the first for plan"
-    )
-    options.add_argument("--only", nargs="+", default=[], help="conversions whose names contain one of these words")
+    add_conversions(options, seeds=3)
     options.add_argument("--landmarks", default="greedy", help="greedy or importance")
     arguments = options.parse_args()
     logging.set_verbosity_error()
@@ -139,8 +126,6 @@ def main() -> None:
 
     teacher, tokenizer, unlabelled, sentences, labels = load(arguments.model, arguments.data)
     wanted = conversions(teacher.config.num_hidden_layers, arguments)
-    if arguments.only:
-        wanted = {name: made for name, made in wanted.items() if any(word in name for word in arguments.only)}
 
     def calibration(seed: int, conversion: Conversion) -> list[dict[str, torch.Tensor]]:
         return batches(tokenizer, some(unlabelled, conversion.texts, seed, arguments.sentences))
