@@ -110,21 +110,21 @@ class Exact(NamedTuple):
     Attributes:
         logs: q·k, (B, H, L, N), ABSENT where a key is not seen.
         weights: their softmax.
-        share: of the far keys, (B, H, L).
-        far: logarithm of the far keys' sum, (B, H, L).
     """
 
     logs: Tensor
     weights: Tensor
-    share: Tensor
-    far: Tensor
 
     @classmethod
     def of(cls, scores: NearScores) -> Exact:
         """All that does not depend on the maps."""
-        logs = (scores.q @ scores.k.mT).masked_fill(~(scores.near | scores.far), ABSENT)
-        weights = logs.softmax(-1)
-        return cls(logs, weights, (weights * scores.far).sum(-1), logs.masked_fill(~scores.far, ABSENT).logsumexp(-1))
+        logs = exact_logarithms(scores)
+        return cls(logs, logs.softmax(-1))
+
+
+def exact_logarithms(scores: NearScores) -> Tensor:
+    """q·k, (B, H, L, N), ABSENT where a key is not seen."""
+    return (scores.q @ scores.k.mT).masked_fill(~(scores.near | scores.far), ABSENT)
 
 
 def joint_centroids(batches: Sequence[NearScores], rows: int, queries: int, generator: torch.Generator) -> JointMaps:
@@ -157,10 +157,10 @@ def far_logarithms(maps: JointMaps, scores: NearScores) -> Tensor:
     return ((logs - most).exp() @ (psi - top).exp().mT).clamp_min(LEAST).log() + most
 
 
-def joint_logarithms(maps: JointMaps, scores: NearScores, exact: Exact, far: Tensor) -> Tensor:
-    """Logarithms of all weights, normalised."""
+def joint_logarithms(maps: JointMaps, scores: NearScores, exact: Tensor, far: Tensor) -> Tensor:
+    """Logarithms of all weights, normalised: the exact ones of near keys, and those of the maps of far keys."""
     factor = scores.q @ maps.factor[:, :-1, None] + maps.factor[:, None, -1:]
-    return torch.where(scores.far, far + factor, exact.logs).log_softmax(-1)
+    return torch.where(scores.far, far + factor, exact).log_softmax(-1)
 
 
 def joint_divergence(maps: JointMaps, scores: NearScores) -> Tensor:
@@ -176,7 +176,7 @@ def joint_output_error(maps: JointMaps, scores: NearScores, readout: Tensor | No
         scores: what attends to what.
         readout: W_o (out, H·D), which reads all heads; errors are then those of its output. None: of the heads'.
     """
-    logs = joint_logarithms(maps, scores, Exact.of(scores), far_logarithms(maps, scores))
+    logs = joint_logarithms(maps, scores, exact_logarithms(scores), far_logarithms(maps, scores))
     missing = scores.out - logs.exp() @ scores.v
     wanted, missing = (each.transpose(1, 2)[scores.counted].flatten(1) for each in (scores.out, missing))
     if readout is not None:
@@ -185,7 +185,7 @@ def joint_output_error(maps: JointMaps, scores: NearScores, readout: Tensor | No
 
 
 def _divergence(maps: JointMaps, scores: NearScores, exact: Exact, far: Tensor) -> Tensor:
-    logs = joint_logarithms(maps, scores, exact, far)
+    logs = joint_logarithms(maps, scores, exact.logs, far)
     rows = (exact.weights * (exact.weights.clamp_min(LEAST).log() - logs)).sum(-1)
     affected = scores.affected.unsqueeze(1).to(logs.dtype)
     return (rows * affected).sum((0, 2)) / affected.sum().clamp_min(1)
@@ -218,13 +218,17 @@ def best_joint(maps: JointMaps, batches: Sequence[NearScores]) -> JointMaps:
         """(B, H, L, ...) of all batches as (H, n, ...), of the queries with far keys."""
         return torch.cat([v.transpose(0, 1)[:, s.affected] for v, s in zip(values, batches, strict=True)], 1)
 
-    q, share, total = rows([s.q for s in batches]), rows([e.share for e in exact]), rows([e.far for e in exact])
+    def far_sums(logs: Sequence[Tensor]) -> Tensor:
+        """Logarithms of the far keys' sums."""
+        return rows([each.masked_fill(~s.far, ABSENT).logsumexp(-1) for each, s in zip(logs, batches, strict=True)])
+
+    share = rows([(e.weights * s.far).sum(-1) for e, s in zip(exact, batches, strict=True)])
+    q, total = rows([s.q for s in batches]), far_sums([e.logs for e in exact])
     tried, found = [], []
     for tau in TEMPERATURES:
         sharp = maps.sharpened(tau)
         far = [far_logarithms(sharp, each) for each in batches]
-        sums = rows([f.masked_fill(~s.far, ABSENT).logsumexp(-1) for f, s in zip(far, batches, strict=True)])
-        sharp = sharp._replace(factor=fitted_factor(q, total - sums, share))
+        sharp = sharp._replace(factor=fitted_factor(q, total - far_sums(far), share))
         apart = [_divergence(sharp, *each) for each in zip(batches, exact, far, strict=True)]
         tried.append(sharp)
         found.append(torch.stack(apart).mean(0))
