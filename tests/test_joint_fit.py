@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tarfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,22 @@ def test_sequences_that_are_all_near_are_refused():
     with pytest.raises(ConfigError, match=r"has 42 tokens, all within near_field=64 and\s+sinks=4"):
         calibrate(model, sentences(), progress=False)
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize("room", [42, 43])
+def test_positions_that_were_never_seen_are_told(room):
+    """A warning, once for all layers; the longest sequence here has 42 tokens."""
+    model = vivid("llama")
+    model.config.max_position_embeddings = room
+    patched = get_snnk_model(
+        model, SNNKConfig(attention=AttentionPart(**JOINT, num_features=8, near_field=4), modules_to_save=[])
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        calibrate(patched.eval(), sentences(), progress=False)
+    told = [each for each in found if "has 42 tokens, and the model takes 43" in str(each.message)]
+    assert len(told) == (room == 43)
+    assert all(each.category is UserWarning and each.filename == __file__ for each in told)
 
 
 # --- the benchmark --------------------------------------------------------------------------------------------------

@@ -173,8 +173,11 @@ class Fitter:
         reduces: whether `fit` sums its statistics over the processes of torch.distributed, each of which reads its own
             share of the data (the `reduce` of the accumulators in calibration/). `calibrate` refuses a fitter that
             does not when there are several; what process 0 fitted then goes to all.
+        remark: what the user of the fitted model should know, once `fit` is done; `calibrate` warns of it, once for
+            all slots that say the same.
     """
 
+    remark: str | None = None
     reads = 1
     calls = False
     reduces = False

@@ -37,17 +37,29 @@ def most_queries(scores: NearScores) -> int:
 class JointFitter(AttentionFitter):
     """Fits the far field of one attention; arguments as in `AttentionFitter`."""
 
+    @property
+    def room(self) -> int | None:
+        """The longest sequence that the model takes, if its attention knows."""
+        config = getattr(self.module, "config", None)
+        return getattr(config, "max_position_embeddings", None)
+
     def _maps(self, train: Sample, generator: torch.Generator) -> JointMaps:  # type: ignore[override]
         joint = self.kernel.joint
         assert joint is not None
         batches = [NearScores.of(heard.scores(), joint.width, joint.sinks) for heard in train]
         batches = [each for each in batches if bool(each.affected.any())]
+        longest = max(int(heard.counted.sum(-1).max()) for heard in train)
         if not batches:
-            longest = max(int(heard.counted.sum(-1).max()) for heard in train)
             raise ConfigError(
                 f"the longest sequence that was given has {longest} tokens, all within near_field={joint.width} and "
                 f"sinks={joint.sinks} of each other, so nothing tells how far keys are attended to; expected sequences "
                 f"longer than {joint.width + joint.sinks}. Give longer ones, or a narrower near_field"
+            )
+        if self.room is not None and longest < self.room:
+            self.remark = (
+                f"the longest sequence that the far field was fitted to has {longest} tokens, and the model takes "
+                f"{self.room}. Queries and keys of later positions are unlike all that was seen, and far keys may do "
+                "worse there than none. Calibrate on sequences as long as those that the model will read"
             )
         maps = joint_centroids(batches, self.kernel.maps()[0].num_features, QUERIES, generator)
         every = max(1, len(batches) // TRIED)

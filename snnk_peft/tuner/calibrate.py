@@ -7,6 +7,7 @@ the batches. Inputs come from the stack as fitted so far, so a later layer repai
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -126,7 +127,7 @@ def calibrate(
     if faults:
         raise ConfigError(faults)
     with all_or_nothing(model):
-        reports = _fit_all(model, slots, survey, held_out, options, progress)
+        reports, remarks = _fit_all(model, slots, survey, held_out, options, progress)
         settings = {
             "landmarks": landmarks,
             "held_out": held_out,
@@ -137,6 +138,8 @@ def calibrate(
             "processes": processes(),
         }
         warn_of_few_tokens(reports)
+        for remark in remarks:
+            warnings.warn(remark, UserWarning, stacklevel=2)
         return CalibrationReport(reports, settings)
 
 
@@ -147,8 +150,8 @@ def _fit_all(
     held_out: float,
     options: FitOptions,
     progress: bool,
-) -> list[SlotReport]:
-    """Fit the slots one after the other, in the order in which the model runs them."""
+) -> tuple[list[SlotReport], list[str]]:
+    """Fit the slots one after the other, in the order in which the model runs them; and what is to be said of it."""
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -175,7 +178,8 @@ def _fit_all(
     finally:
         for module, training in was_training.items():
             module.training = training
-    return reports
+    said = [fitter.remark for fitter in fitters.values() if fitter.remark is not None]
+    return reports, list(dict.fromkeys(said))
 
 
 @dataclass(frozen=True)
