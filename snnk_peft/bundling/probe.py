@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from snnk_peft.errors import UnsupportedError
+from snnk_peft.functional.precision import full_precision
 
 EXAMPLES, TOKENS = 4, 16
 ANY_SIZE = 64  # of pictures for models whose config names no size (ResNet): convolutions read any
@@ -60,7 +61,7 @@ def text_room(config: Any) -> int | None:
 
 @torch.no_grad()
 def compare(model: nn.Module, bundled: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[float, str]:
-    """The largest difference between two models' outputs, relative to the largest value of that output.
+    """The largest difference between two models' outputs, relative to the largest value of that output; no autocast.
 
     Args:
         model: run in eval mode; its training flags are restored.
@@ -72,12 +73,14 @@ def compare(model: nn.Module, bundled: Callable[..., Any], inputs: Mapping[str, 
     """
     training = {module: module.training for module in model.modules()}
     model.eval()
-    try:
-        expected = model(**inputs, return_dict=True)
-    finally:
-        for module, flag in training.items():
-            module.training = flag
-    given = bundled(**inputs, return_dict=True)
+    tensors = (value for value in inputs.values() if isinstance(value, torch.Tensor))
+    with full_precision(next(tensors, torch.empty(0, device="meta"))):  # autocast rounds each of them in its own way
+        try:
+            expected = model(**inputs, return_dict=True)
+        finally:
+            for module, flag in training.items():
+                module.training = flag
+        given = bundled(**inputs, return_dict=True)
     worst, where = 0.0, "output"
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):

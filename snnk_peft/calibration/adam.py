@@ -46,3 +46,4 @@ def falling_adam(
                 )
             found.backward()
         optimizer.step()
+        torch.clear_autocast_cache()  # the caller's autocast would go on with copies of the tensors as they were

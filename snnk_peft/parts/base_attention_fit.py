@@ -32,7 +32,7 @@ from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand, offloaded
-from snnk_peft.functional.precision import as_a_linear, wide
+from snnk_peft.functional.precision import as_a_linear, full_precision, wide
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import (
@@ -182,7 +182,8 @@ class Ear:
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         pairs = pairwise_mask(mask, q, k, causal)
         keys, values = (repeat_kv(wide(each), q.shape[1] // k.shape[1]) for each in (k, v))
-        out = nn.functional.scaled_dot_product_attention(wide(q), keys, values, attn_mask=pairs, scale=scaling)
+        with full_precision(q):
+            out = nn.functional.scaled_dot_product_attention(wide(q), keys, values, attn_mask=pairs, scale=scaling)
         self.heard.append(Heard(q, k, v, out, mask, causal, scaling))
         return out.to(q.dtype)
 
@@ -262,6 +263,10 @@ class AttentionFitter(Fitter):
         first = self.kernel.maps()[0].projection
         generator = site_generator(first.seed, f"{first.site}.fit")  # the same in every fit
         train, test = self._listen(data, generator)
+        with full_precision(first.weight):  # logarithms of weights, whatever precision the model runs in
+            return self._fit(train, test, generator)
+
+    def _fit(self, train: Sample, test: Sample, generator: torch.Generator) -> Fit:
         before = ErrorMeter(self.weight)
         for heard in test:
             before.update(heard.softmax(), heard.linear(self.kernel))

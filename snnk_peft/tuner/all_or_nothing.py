@@ -50,6 +50,7 @@ class _Before:
             module.restore()
         for tensor in self.tensors:
             tensor.restore()
+        torch.clear_autocast_cache()
 
 
 class _Attributes:

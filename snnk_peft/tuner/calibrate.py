@@ -175,6 +175,7 @@ def _fit_all(
                 data = SlotInputs(model, slots[name], fitters[name], runs, survey, held_out, bar, start)
                 reports.append(_fit_slot(name, slots[name], fitters[name], data))
                 same_everywhere(slots[name].snnk_slots)
+                torch.clear_autocast_cache()  # the caller's autocast would go on with copies of what was there before
     finally:
         for module, training in was_training.items():
             module.training = training
