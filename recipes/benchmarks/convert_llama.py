@@ -97,9 +97,13 @@ def main() -> None:
     options.add_argument("--window", type=int, default=64, help="tokens that are near (default 64)")
     options.add_argument("--sinks", type=int, default=4, help="first tokens that are always near (default 4)")
     options.add_argument("--features", type=int, default=64, help="of each query head (default 64)")
-    options.add_argument("--steps", type=int, default=0, help="of Adam per layer behind the closed form (default 0)")
-    options.add_argument("--tokens", type=int, default=8192, help="to calibrate on (default 8192)")
-    options.add_argument("--length", type=int, default=512, help="of a sequence to calibrate on (default 512)")
+    options.add_argument(
+        "--steps", type=int, default=100, help="of Adam per layer behind the closed form (default 100)"
+    )
+    options.add_argument("--tokens", type=int, default=16384, help="to calibrate on (default 16384)")
+    options.add_argument(
+        "--length", type=int, default=2048, help="of a sequence to calibrate on (default 2048, as long as the test's)"
+    )
     options.add_argument("--test-tokens", type=int, default=8192, help="of other reviews (default 8192)")
     options.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="of the test (default 512 2048)")
     options.add_argument("--behind", type=int, nargs="+", default=[512, 8192], help="tokens in the cache")
