@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from table_glue import NAMES, on_plateau, rank, read_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LONG = (("4x512", "512"), ("1x2048", "2,048"))  # shapes of convert_sst2.py
+TASKS = {"mrpc": "MRPC classifier", "stsb": "STS-B model", "imdb": "IMDb classifier"}
 BEGIN, END = "<!-- results: begin (python recipes/table_results.py) -->", "<!-- results: end -->"
 
 
@@ -106,6 +108,10 @@ def render(root: Path) -> str:
         ["the same, ViT-S/16, 8 pictures of 224 × 224", vision, "`benchmarks/vision_step.py`"],
         ["GLUE dev average, MiniLM, 3 epochs, 1 to 3 seeds", glue(root), "`table_glue.py`"],
         *conversions,
+        *other_tasks(root, read_json),
+        *language_model(benchmark("convert_llama"), benchmark("convert_llama_ffn")),
+        peers(benchmark("convert_peers")),
+        exported(benchmark("export_latency")["rows"]),
         [heads, faster, "`benchmarks/attention.py`"],
         ["a token behind 8,192 others, two-layer Llama", token, "`benchmarks/attention.py`"],
         ["Long Range Arena, test accuracy after 15 CPU minutes each", long_range(root), "`table_lra.py`"],
@@ -118,6 +124,68 @@ def at_length(row: dict[str, Any]) -> str:
     """Of conversions that were timed on long inputs too, the speed-up there; the first one is at 64 tokens."""
     told = [f"{row[f'at {shape}, padded']:.2f} × at {tokens}" for shape, tokens in LONG if f"at {shape}, padded" in row]
     return f" at 64 tokens, {', '.join(told)}" if told else ""
+
+
+def other_tasks(root: Path, read: Callable[[Path], Any]) -> list[list[str]]:
+    """What `TASKS` became, each in one row."""
+    found = []
+    for task, what in TASKS.items():
+        teacher, *rows = read(root / f"recipes/benchmarks/results/convert_task/{task}.json")["rows"]
+        told = [f"{100 * row['score']:.1f} at {row['speed-up']:.2f} × ({row['model']})" for row in rows]
+        result = f"score {100 * teacher['score']:.1f}; {', '.join(told)}"
+        found.append([f"{what} converted without labels", result, "`benchmarks/convert_task.py`"])
+    return found
+
+
+def language_model(attention: dict[str, Any], ffn: dict[str, Any]) -> list[list[str]]:
+    """A Llama whose far attention became linear, and one with fewer hidden units."""
+    original, near, converted = attention["rows"]
+    told = [
+        f"at {length} tokens {converted[key]:.1f} (original {original[key]:.1f}, without far keys {near[key]:.1f})"
+        for length, key in (("512", "perplexity at 512"), ("2,048", "perplexity at 2048"))
+    ]
+    behind = {(row["model"], row["tokens"]): row for row in attention["decoding"]}
+    ours, softmax = behind["converted", 8192], behind["original", 8192]
+    times = f"{ours['ms per token']:.0f} ms (original {softmax['ms per token']:.0f})"
+    told.append(
+        f"a token behind 8,192 others takes {times} and a cache of {ours['cache bytes'] / 1e6:.0f} MB (original "
+        f"{softmax['cache bytes'] / 1e6:.0f})"
+    )
+    kept, narrow = ffn["rows"][0], ffn["rows"][-1]
+    smaller = (
+        f"perplexity {narrow['perplexity']:.1f} (original {kept['perplexity']:.1f}) with "
+        f"{narrow['parameters'] / 1e6:.0f} of {kept['parameters'] / 1e6:.0f} million parameters, after "
+        f"{narrow['conversion seconds']:.0f} s"
+    )
+    name = "SmolLM2-135M-Instruct without labels"
+    return [
+        [
+            f"{name}, {converted['model']}",
+            f"perplexity {'; '.join(told)}; after {converted['seconds of calibration']:.0f} s",
+            "`benchmarks/convert_llama.py`",
+        ],
+        [f"{name}, three quarters of the FFN units", smaller, "`benchmarks/convert_llama_ffn.py`"],
+    ]
+
+
+def peers(found: dict[str, Any]) -> list[str]:
+    """Every method at the latencies of the first one."""
+    told = []
+    for line in found["at_equal_latency"]:
+        scores = ((name, value) for name, value in line.items() if name not in ("speed-up", "ms"))
+        given = [f"{name} {'-' if value is None else f'{100 * value:.1f}'}" for name, value in scores]
+        told.append(f"{line['speed-up']:.2f} ×: {', '.join(given)}")
+    what = "SST-2 accuracy at equal latency, ways to make the classifier smaller (original "
+    return [f"{what}{100 * found['rows'][0]['accuracy']:.1f})", "; ".join(told), "`benchmarks/convert_peers.py`"]
+
+
+def exported(rows: list[dict[str, Any]]) -> list[str]:
+    """A bundle in torch, in ONNX and with int8 Linears."""
+    told = [
+        f"{row['model']}: accuracy {100 * row['accuracy']:.1f}, {row['MB']:.0f} MB, {row['ms per 32x64']:.0f} ms"
+        for row in rows
+    ]
+    return ["SST-2 classifier as a file, 32 × 64 tokens", "; ".join(told), "`benchmarks/export_latency.py`"]
 
 
 def glue(root: Path) -> str:
