@@ -284,6 +284,7 @@ def test_the_benchmark(tmp_path: Path):
         "features": 6,
         "tokens": 160,
         "length": 32,
+        "steps": 2,
         "test-tokens": 96,
         "written": 4,
         "repetitions": 1,
