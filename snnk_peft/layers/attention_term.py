@@ -13,6 +13,7 @@ what is computed in it. Positive exponential features, which estimate softmax, e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -41,13 +42,15 @@ class KeptMaps:
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[nn.Module, tuple[Any, tuple[LogLinear, LogLinear]]] = WeakKeyDictionary()
 
-    def of(self, term: AttentionTerm, root: float, like: torch.Tensor) -> tuple[LogLinear, LogLinear] | None:
-        """As `AttentionTerm.logarithms`, for components that do not adapt to tokens."""
-        if torch.is_grad_enabled() or exporting():
-            return term.logarithms({}, root, like)
+    def of(
+        self, term: AttentionTerm, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor
+    ) -> tuple[LogLinear, LogLinear] | None:
+        """As `AttentionTerm.logarithms`; those of components that adapt to tokens are formed anew."""
+        if statistics or torch.is_grad_enabled() or exporting():
+            return term.logarithms(statistics, root, like)
         kind, kept = (root, like.dtype, like.device), self._found.get(term)
         if kept is None or kept[0] != kind:
-            if (found := term.logarithms({}, root, like)) is None:
+            if (found := term.logarithms(statistics, root, like)) is None:
                 return None
             self._found[term] = kept = (kind, found)
         return kept[1]
@@ -117,8 +120,8 @@ class AttentionTerm(nn.Module):
             UnsupportedError: a component that adapts to all tokens of an example, in causal attention.
         """
         statistics, like = self.statistics(q, k, mask, causal=causal, root=root), wide(q.new_zeros(()))
-        kept = None if statistics else kept
-        logarithms = self.logarithms(statistics, root, like) if kept is None else kept.of(self, root, like)
+        form = self.logarithms if kept is None else partial(kept.of, self)
+        logarithms = form(statistics, root, like)
         if logarithms is None:
             return self._of_features(q, k, v, mask, statistics, causal, root, cast("AttentionState | None", state))
         check_finite("phi", q, self.pairs()[0][0].projection)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -281,8 +282,8 @@ def _maps(
 ) -> tuple[LogLinear, LogLinear]:
     """The logarithms of the features of queries and keys; of all tokens, where a component adapts to them."""
     root, like = scaling**0.5, wide(q.new_zeros(()))
-    statistics = term.statistics(q, k, mask, causal=causal, root=root)
-    found = term.logarithms(statistics, root, like) if kept is None or statistics else kept.of(term, root, like)
+    form = term.logarithms if kept is None else partial(kept.of, term)
+    found = form(term.statistics(q, k, mask, causal=causal, root=root), root, like)
     assert found is not None
     return found
 
