@@ -139,7 +139,7 @@ def other_tasks(root: Path, read: Callable[[Path], Any]) -> list[list[str]]:
 
 def language_model(attention: dict[str, Any], ffn: dict[str, Any]) -> list[list[str]]:
     """A Llama whose far attention became linear, and one with fewer hidden units."""
-    original, near, converted = attention["rows"]
+    original, near, *_, converted = attention["rows"]
     told = [
         f"at {length} tokens {converted[key]:.1f} (original {original[key]:.1f}, without far keys {near[key]:.1f})"
         for length, key in (("512", "perplexity at 512"), ("2,048", "perplexity at 2048"))
@@ -161,7 +161,7 @@ def language_model(attention: dict[str, Any], ffn: dict[str, Any]) -> list[list[
     return [
         [
             f"{name}, {converted['model']}",
-            f"perplexity {'; '.join(told)}; after {converted['seconds of calibration']:.0f} s",
+            f"perplexity {'; '.join(told)}; after {converted['seconds of conversion']:.0f} s",
             "`benchmarks/convert_llama.py`",
         ],
         [f"{name}, three quarters of the FFN units", smaller, "`benchmarks/convert_llama_ffn.py`"],

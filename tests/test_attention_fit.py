@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +320,22 @@ def test_grouped_heads_and_rotary_positions(heads, groups):
     calibrate(model, batches[2:], progress=False)
     errors = [float((each - wanted).square().mean()) for each in (before, outputs(model, batches[0]))]
     assert errors[1] < 0.7 * errors[0]
+
+
+def test_attention_that_is_lost_is_told_of():
+    """Sharp random heads look for single words; the more features there are, the more of them are found."""
+    found = {}
+    for features in (4, 64):
+        model = vivid(factor=20.0)
+        patched = get_snnk_model(model, SNNKConfig(attention=AttentionPart(**PART, num_features=features)))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            report = calibrate(patched, sentences(model), progress=False)
+        errors = {slot.path: slot.error_after for slot in report.slots}
+        poor = {path: error for path, error in errors.items() if error > 0.25}
+        texts = [str(each.message) for each in said if "attention is lost" in str(each.message)]
+        assert len(texts) == bool(poor)
+        for path, error in poor.items():
+            assert f"{path} ({error:.2f})" in texts[0]
+        found[features] = len(poor)
+    assert found == {4: 2, 64: 0}

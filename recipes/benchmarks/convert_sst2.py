@@ -35,18 +35,22 @@ FFN_STEPS = 200  # of Adam per layer behind the closed form, where attention is 
 def conversions(layers: int, arguments: argparse.Namespace) -> dict[str, Conversion]:
     """What is compared, in a model of so many layers; of these, what `--only` names."""
     few, *more = arguments.units
-    steps, features = arguments.steps, arguments.features
-    attention = AttentionPart(component="mixture", projection="centroids", num_features=features)
-    both = {"attention": attention, "ffn": FFNPart(num_features=more[-1])}
-    heads = f"attention, {features} features"
+    steps, features, half = arguments.steps, arguments.features, layers // 2
+    ffn = FFNPart(num_features=more[-1])
+    everywhere, above = (
+        AttentionPart("mixture", "centroids", num_features=features, layers=chosen) for chosen in ("all", f"top-{half}")
+    )
+    heads, upper = f"attention, {features} features", f"attention of {half} of {layers}, {features} features"
+    rest = f"and {layers} FFNs, {more[-1]}, {steps} steps"
+    stepping = {"steps": steps}
     found = {
-        f"{layers // 2} of {layers} FFNs, {few} features": of_ffn(
-            FFN_STEPS, layers=f"top-{layers // 2}", num_features=few
-        ),
+        f"{half} of {layers} FFNs, {few} features": of_ffn(FFN_STEPS, layers=f"top-{half}", num_features=few),
         **{f"{layers} of {layers} FFNs, {units} features": of_ffn(FFN_STEPS, num_features=units) for units in more},
-        f"{heads}, closed form": Conversion({"attention": attention}, texts=WHOLE),
-        f"{heads}, {steps} steps": Conversion({"attention": attention}, {"steps": steps}, texts=WHOLE),
-        f"{heads}, and {layers} FFNs, {more[-1]}, {steps} steps": Conversion(both, {"steps": steps}, texts=WHOLE),
+        f"{heads}, closed form": Conversion({"attention": everywhere}, texts=WHOLE),
+        f"{heads}, {steps} steps": Conversion({"attention": everywhere}, stepping, texts=WHOLE),
+        f"{heads}, {rest}": Conversion({"attention": everywhere, "ffn": ffn}, stepping, texts=WHOLE),
+        f"{upper}, closed form": Conversion({"attention": above}, texts=WHOLE),
+        f"{upper}, {rest}": Conversion({"attention": above, "ffn": ffn}, stepping, texts=WHOLE),
         **{
             f"plan {budget}": Conversion({}, {"steps": FFN_STEPS}, budget, arguments.of) for budget in arguments.budgets
         },

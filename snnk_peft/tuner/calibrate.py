@@ -27,7 +27,7 @@ from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.slots import FitOptions, Fitter, Slot
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import Batches, Survey
-from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport, warn_of_few_tokens
+from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport, warn_of_few_tokens, warn_of_poor_attention
 from snnk_peft.tuner.slot_inputs import SlotInputs, execution_order, root_of
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
 from snnk_peft.tuner.stored_inputs import StoredInputs
@@ -85,6 +85,7 @@ def calibrate(
     Warns:
         NumericalWarning: fewer tokens than determine a slot, with the number needed; held-out texts that are also
             fitted; batches that come in another order than before.
+        UserWarning: attention whose error stays above a quarter; a far field fitted to short sequences.
 
     Example:
         >>> import torch
@@ -138,6 +139,7 @@ def calibrate(
             "processes": processes(),
         }
         warn_of_few_tokens(reports)
+        warn_of_poor_attention(reports)
         for remark in remarks:
             warnings.warn(remark, UserWarning, stacklevel=2)
         return CalibrationReport(reports, settings)

@@ -13,7 +13,8 @@ from typing import Any
 
 from snnk_peft.errors import ConfigError, NumericalWarning
 
-SHOWN = 4  # slots that the warning names
+SHOWN = 4  # slots that a warning names
+POOR = 0.25  # error of an attention from which models were found to suffer: 3 to 5 points, or all that they knew
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,21 @@ def warn_of_few_tokens(slots: Sequence[SlotReport]) -> None:
             f"with {most} tokens, ten times as many as numbers, about a tenth of the error is due to their number. Or "
             "use fewer features",
             NumericalWarning,
+            stacklevel=3,
+        )
+
+
+def warn_of_poor_attention(slots: Sequence[SlotReport]) -> None:
+    """UserWarning about attention that its feature maps cannot stand in for, with the way out."""
+    poor = [slot for slot in slots if slot.divergence_after is not None and not slot.error_after <= POOR]
+    if poor:
+        named = [f"{slot.path} ({slot.error_after:.2f})" for slot in poor[:SHOWN]]
+        more = f" and {len(poor) - SHOWN} more" if len(poor) > SHOWN else ""
+        warnings.warn(
+            f"attention is lost: the error is more than {POOR} of the variance in {', '.join(named)}{more}. Heads that "
+            "look for the same word elsewhere, as models of sentence pairs have them, need a feature for every word. "
+            "Leave these layers as they are (layers= names the others), or give more features or steps",
+            UserWarning,
             stacklevel=3,
         )
 

@@ -1,0 +1,59 @@
+"""benchmarks/calibrate_memory.py and fused_products.py on small sizes: what is measured is there, and makes sense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fresh_process import run_python
+from tests.tiny_families import build, main_head
+
+BENCHMARKS = Path(__file__).parent.parent / "recipes" / "benchmarks"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak of a stretch of time")
+def test_memory_of_calibration_beside_a_forward_pass(tmp_path: Path) -> None:
+    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
+    build("bert", main_head("bert"), vocab_size=2000).save_pretrained(tmp_path / "model")
+    output = tmp_path / "metrics.json"
+    given = ["--model", str(tmp_path / "model"), "--tokens", "2000", "--length", "10", "--output", str(output)]
+    done = run_python([str(BENCHMARKS / "calibrate_memory.py"), *given, "--parts", "narrow heads", "low rank"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["run"] for row in rows] == ["forward pass", "narrow heads", "low rank"]
+    assert all(row["peak MB"] > row["growth MB"] >= 0 for row in rows)
+    assert rows[0]["times forward"] == 1.0
+    assert rows[1]["times forward"] == pytest.approx(rows[1]["peak MB"] / rows[0]["peak MB"])
+
+
+def test_the_peak_is_that_of_the_work(tmp_path: Path) -> None:
+    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
+    (tmp_path / "holder.py").write_text(
+        "def hold(megabytes):\n    return lambda: len(b'x' * (megabytes * 1_000_000))\n"
+    )
+    code = f"import sys; sys.path[:0] = {[str(BENCHMARKS), str(tmp_path)]!r}\n"
+    done = run_python(["-c", code + "import _bench, holder; print(*_bench.peak_of_process(holder.hold, 200))"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, growth = map(int, done.stdout.split())
+    assert before > 50e6
+    assert 190e6 < growth < 260e6
+    (tmp_path / "holder.py").write_text("def hold(megabytes):\n    raise OSError(megabytes)\n")
+    done = run_python(["-c", code + "import _bench, holder; print(*_bench.peak_of_process(holder.hold, 200))"])
+    assert done.returncode == 1
+    assert "ended with code 1" in done.stderr  # and is not waited for
+
+
+def test_one_product_instead_of_several(tmp_path: Path) -> None:
+    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
+    output = tmp_path / "metrics.json"
+    given = ["--shapes", "1x4", "--repetitions", "1", "--output", str(output)]
+    done = run_python([str(BENCHMARKS / "fused_products.py"), *given])
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["ms apart"] > 0
+        assert row["ms as one"] > 0
+        assert row["share of the model's time saved"] < 1
