@@ -324,3 +324,12 @@ def test_linear_attention_is_offered_where_it_pays():
     patched = get_snnk_model(model, found.config)
     calibrate(patched, long, progress=False)
     assert [hasattr(m, "snnk_kernel") for m in bundle(patched).modules()].count(True) == len(found.choices)
+
+
+def test_within_autocast_candidates_are_judged_as_they_were_fitted(planned):
+    """Autocast keeps copies of what it has cast once: those from before a fit would count as the candidate."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = plan(bert(), texts(), "1.4x", of="macs", parts=PARTS, progress=False)
+    errors = {(c.part, c.size, c.layer): c.output_error for c in planned[1].candidates}
+    for each in found.candidates:
+        assert each.output_error == pytest.approx(errors[each.part, each.size, each.layer], rel=0.3, abs=1e-4)

@@ -54,6 +54,7 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
         else:
             fitters = [fitter_of(templates[number].root, layer, OPTIONS) for number, _, layer in here]
             found = [fitter.fit(_Again(fitter, calls[path])).error_after for fitter in fitters]
+        torch.clear_autocast_cache()  # the caller's autocast would judge copies of what was there before
         errors |= {(number, key): error for (number, key, _), error in zip(here, found, strict=True)}
         tick(len(here))
         calls[path] = []  # the inputs of a layer are not needed any more
