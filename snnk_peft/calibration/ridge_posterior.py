@@ -45,8 +45,7 @@ class RidgePosterior:
     def __init__(self, moments: GramAccumulator, ridge: float):
         if not ridge > 0:
             raise ConfigError(f"ridge is {ridge}; expected a number above 0, without which variances are unbounded")
-        gram, cross = moments.normal_equations()
-        values, vectors = torch.linalg.eigh(gram)
+        values, vectors = torch.linalg.eigh(moments.normal_equations()[0])
         values = values.clamp_min(0)
         self._half = vectors * (values + ridge).rsqrt()  # (S + λI)⁻¹ = half halfᵀ
         self._mean = moments.feature_mean if moments.intercept else torch.zeros_like(moments.feature_mean)
