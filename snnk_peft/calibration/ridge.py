@@ -128,12 +128,17 @@ class GramAccumulator:
             raise ConfigError(faults)
         self.feature_dim, self.out_dim, self.intercept, self.dtype = feature_dim, out_dim, intercept, dtype
         self.output_weight = None if output_weight is None else output_weight.detach()
+        self._clear()
+
+    def _clear(self) -> None:
+        feature_dim, out_dim, dtype, output_weight = self.feature_dim, self.out_dim, self.dtype, self.output_weight
         self.count = 0
         self._feature_mean = torch.zeros(feature_dim, dtype=dtype)
         self._target_mean = torch.zeros(out_dim, dtype=dtype)
         self._gram = torch.zeros(feature_dim, feature_dim, dtype=dtype)
         self._cross = torch.zeros(out_dim, feature_dim, dtype=dtype)
-        self._spread = torch.zeros((), dtype=dtype)  # Σ ‖W₂(y − ȳ)‖²
+        rows = out_dim if output_weight is None else len(output_weight)
+        self._spread = torch.zeros(rows, dtype=dtype)  # Σ (W₂(y − ȳ))², each output's
 
     @torch.no_grad()
     def update(self, features: Tensor, targets: Tensor, mask: Tensor | None = None) -> None:
@@ -181,6 +186,32 @@ class GramAccumulator:
 
     def merge(self, other: GramAccumulator) -> None:
         """Add the tokens of another accumulator of the same shape."""
+        self._require_alike(other)
+        if other.count:
+            self._add(other.count, other._feature_mean, other._target_mean, other._gram, other._cross, other._spread)
+
+    def remove(self, other: GramAccumulator) -> None:
+        """Take away tokens that were added before, so that nothing of them is left but rounding.
+
+        Args:
+            other: their moments; that they were added is the caller's knowledge.
+
+        Raises:
+            ConfigError: another shape, or more tokens than there are.
+        """
+        self._require_alike(other)
+        if other.count > self.count:
+            raise ConfigError(
+                f"{other.count} tokens are to be removed of {self.count}; expected tokens that were added before"
+            )
+        if other.count == self.count:
+            self._clear()
+        elif other.count:
+            self._add(
+                -other.count, other._feature_mean, other._target_mean, -other._gram, -other._cross, -other._spread
+            )
+
+    def _require_alike(self, other: GramAccumulator) -> None:
         if (other.feature_dim, other.out_dim) != (self.feature_dim, self.out_dim):
             raise ConfigError(
                 f"cannot merge moments of ({other.feature_dim} features, {other.out_dim} outputs) into "
@@ -191,8 +222,6 @@ class GramAccumulator:
             ours is not None and theirs is not None and not torch.equal(ours.cpu(), theirs.cpu())
         ):
             raise ConfigError("cannot merge accumulators that measure errors behind different output weights")
-        if other.count:
-            self._add(other.count, other._feature_mean, other._target_mean, other._gram, other._cross, other._spread)
 
     def mapped(self, matrix: Tensor) -> GramAccumulator:
         """The moments of features Mφ, for M (k, m), from those of φ."""
@@ -221,7 +250,7 @@ class GramAccumulator:
         weight = output_weight.to(scatter)
         found.count, found._feature_mean, found._target_mean = count, mean[features], mean[:out_dim].clone()
         found._gram, found._cross = scatter[features][:, features], scatter[:out_dim, features]
-        found._spread = (weight @ scatter[:out_dim, :out_dim] * weight).sum()
+        found._spread = (weight @ scatter[:out_dim, :out_dim] * weight).sum(1)
         return found
 
     def reduce(self) -> None:
@@ -235,10 +264,10 @@ class GramAccumulator:
         self.count, self._feature_mean, self._target_mean = total, feature_mean, target_mean
 
     def _behind(self, columns: Tensor) -> Tensor:
-        """‖W₂ columns‖² in total, for (l, n)."""
+        """Σ (W₂ columns)² of each output (o,), for (l, n)."""
         if self.output_weight is not None:
             columns = self.output_weight.to(columns) @ columns
-        return columns.square().sum()
+        return columns.square().sum(1)
 
     def _add(
         self, count: int, feature_mean: Tensor, target_mean: Tensor, gram: Tensor, cross: Tensor, spread: Tensor
@@ -275,6 +304,11 @@ class GramAccumulator:
     def _readout(self, weight: Tensor) -> Readout:
         bias = self._target_mean - weight @ self._feature_mean if self.intercept else None
         return Readout(weight, bias, self.held_out_error(weight, bias))
+
+    @property
+    def feature_mean(self) -> Tensor:
+        """φ̄ (m,)."""
+        return self._feature_mean.clone()
 
     @property
     def ridge_scale(self) -> float:
@@ -314,6 +348,14 @@ class GramAccumulator:
             Σ‖W₂(y − Aφ − a)‖² / Σ‖W₂(y − ȳ)‖², with W₂ the `output_weight` (identity if none). For constant targets
             0 if they are reproduced, else infinity.
         """
+        residual = float(self.residuals(weight, bias).sum())
+        spread = float(self._spread.sum())
+        if spread > 0:
+            return residual / spread
+        return 0.0 if residual <= 1e-20 * self.count else math.inf
+
+    def residuals(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Σ (W₂(y − Aφ − a))² of each output over the tokens of this accumulator, (o,); arguments as above."""
         self._require_tokens()
         weight = weight.to(self._gram)
         offset = self._target_mean - weight @ self._feature_mean - (0 if bias is None else bias.to(self._gram))
@@ -321,13 +363,9 @@ class GramAccumulator:
         if self.output_weight is not None:
             output_weight = self.output_weight.to(self._gram)
             weight, offset, cross = output_weight @ weight, output_weight @ offset, output_weight @ cross
-        explained = (weight * (2 * cross - weight @ self._gram)).sum()
-        residual = float(self._spread - explained + self.count * offset.square().sum())
-        spread = float(self._spread)
-        residual = max(residual, 0.0)  # a perfect fit lands on either side of zero
-        if spread > 0:
-            return residual / spread
-        return 0.0 if residual <= 1e-20 * self.count else math.inf
+        explained = (weight * (2 * cross - weight @ self._gram)).sum(1)
+        # A perfect fit lands on either side of zero.
+        return (self._spread - explained + self.count * offset.square()).clamp_min(0)
 
 
 def _check_ridges(ridges: Sequence[float]) -> None:
