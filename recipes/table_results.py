@@ -164,7 +164,7 @@ def language_model(attention: dict[str, Any], ffn: dict[str, Any]) -> list[list[
             f"perplexity {'; '.join(told)}; after {converted['seconds of conversion']:.0f} s",
             "`benchmarks/convert_llama.py`",
         ],
-        [f"{name}, three quarters of the FFN units", smaller, "`benchmarks/convert_llama_ffn.py`"],
+        [f"{name}, {narrow['model']}", smaller, "`benchmarks/convert_llama_ffn.py`"],
     ]
 
 
