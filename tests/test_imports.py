@@ -24,6 +24,7 @@ LAYERS: list[set[str]] = [
     {"feature_map"},
     {"calibration"},  # solvers: tensors in, tensors out
     {"layers"},
+    {"heads"},
     {"families"},
     {"attention"},
     {"parts"},

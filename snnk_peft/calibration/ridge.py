@@ -16,7 +16,7 @@ Cost per token: m² + m l, plus l·o with an output metric W₂ (o, l).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from snnk_peft.calibration.reduce import pooled_mean, summed
 from snnk_peft.errors import ConfigError
 
+MOMENTS = ("feature_mean", "target_mean", "gram", "cross", "spread")
 DEFAULT_RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
@@ -222,6 +223,29 @@ class GramAccumulator:
             ours is not None and theirs is not None and not torch.equal(ours.cpu(), theirs.cpu())
         ):
             raise ConfigError("cannot merge accumulators that measure errors behind different output weights")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that was accumulated, as tensors that a file can hold; see `of_tensors`."""
+        return {"count": torch.tensor(self.count), **{name: getattr(self, f"_{name}") for name in MOMENTS}}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> GramAccumulator:
+        """An accumulator with an intercept and without output weight, from what `tensors` gave.
+
+        Raises:
+            ConfigError: tensors that are missing, or whose shapes do not fit.
+        """
+        missing = sorted({"count", *MOMENTS} - tensors.keys())
+        if missing:
+            raise ConfigError(f"tensors of the moments are missing: {', '.join(missing)}")
+        found = cls(tensors["feature_mean"].numel(), tensors["target_mean"].numel(), dtype=tensors["gram"].dtype)
+        for name in MOMENTS:
+            wanted, given = getattr(found, f"_{name}").shape, tensors[name].shape
+            if wanted != given:
+                raise ConfigError(f"{name} is {tuple(given)}; expected {tuple(wanted)}, as the means say")
+            setattr(found, f"_{name}", tensors[name].clone())
+        found.count = int(tensors["count"])
+        return found
 
     def mapped(self, matrix: Tensor) -> GramAccumulator:
         """The moments of features Mφ, for M (k, m), from those of φ."""

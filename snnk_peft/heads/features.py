@@ -1,0 +1,144 @@
+"""What a head reads of a Transformer: hidden states of any layers, pooled over the tokens that are no padding.
+
+    φ = [pool₁(h_{l₁}), pool₂(h_{l₂}), ...]        and, through a feature map,  [Φ(φ), φ]
+
+h₀ are the embeddings and h_l what layer l gives, as transformers counts `hidden_states`; l < 0 counts from the last.
+One vector of a pretrained model rarely holds all that a task needs ([CLS] of a model that was trained on means is
+nearly constant); several layers, and means beside maxima, cost nothing in one forward pass.
+
+Shapes: hidden states (B, L, width), mask (B, L), φ (B, views · width).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.feature_map.spec import FeatureMapSpec
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.registry import did_you_mean
+
+
+def _mean(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Over the tokens."""
+    return (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+
+
+def _maximum(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Of every coordinate."""
+    return hidden.masked_fill(~mask.unsqueeze(-1), -torch.inf).amax(1)
+
+
+def _at(hidden: Tensor, position: Tensor) -> Tensor:
+    return hidden.gather(1, position[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
+
+
+def _first(hidden: Tensor, mask: Tensor) -> Tensor:
+    """The first token, [CLS]; behind the padding where that comes first."""
+    return _at(hidden, mask.int().argmax(1))
+
+
+def _last(hidden: Tensor, mask: Tensor) -> Tensor:
+    """The last token, the only one that a causal model has let see all others."""
+    return _at(hidden, mask.shape[1] - 1 - mask.flip(1).int().argmax(1))
+
+
+POOLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": _mean, "max": _maximum, "first": _first, "last": _last}
+
+
+def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
+    """One vector per example, (B, width) in at least fp32.
+
+    Args:
+        hidden: (B, L, width).
+        mask: (B, L), zero at padding; None if there is none.
+        pool: a name of `POOLS`.
+
+    Raises:
+        ValueError: an example without tokens.
+    """
+    hidden = hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
+    counted = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if mask is None else mask.bool()
+    return POOLS[pool](hidden, counted)
+
+
+@dataclass(frozen=True)
+class HeadFeatures:
+    """What a head reads.
+
+    Args:
+        views: pairs (layer, pool): which hidden state, and how its tokens become one vector ("mean", "max", "first",
+            "last").
+        feature_map: fields of a FeatureMapSpec without `dim`: the vectors are then also given through this map. None
+            for the vectors alone.
+
+    Example:
+        >>> HeadFeatures([(2, "mean"), (-1, "mean"), (-1, "max")]).width(384)
+        1152
+    """
+
+    views: Sequence[tuple[int, str]] = ((-1, "mean"),)
+    feature_map: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        found = []
+        if not isinstance(self.views, (list, tuple)) or not self.views:
+            found.append(f"views is {self.views!r}; expected pairs (layer, pool), one at least")
+        else:
+            for index, view in enumerate(self.views):
+                if not isinstance(view, (list, tuple)) or len(view) != 2 or type(view[0]) is not int:
+                    found.append(f"views[{index}] is {view!r}; expected a pair (layer, pool) such as (-1, 'mean')")
+                elif view[1] not in POOLS:
+                    found.append(f"views[{index}]: {did_you_mean('pool', view[1], list(POOLS))}")
+        if self.feature_map is not None and not found:
+            found += FeatureMapSpec(**{"dim": 1, **self.feature_map}).faults("feature_map")
+        if found:
+            raise ConfigError(found)
+        object.__setattr__(self, "views", tuple((int(layer), str(pool)) for layer, pool in self.views))
+
+    def width(self, hidden: int) -> int:
+        """Length of φ for hidden states of this width, without the feature map."""
+        return len(self.views) * hidden
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "views": [list(view) for view in self.views]}
+
+
+class HeadReader(nn.Module):
+    """Makes φ of a model's hidden states.
+
+    Args:
+        features: what is read.
+        hidden: width of the hidden states.
+        layers: how many hidden states there are, embeddings included.
+
+    Raises:
+        ConfigError: a layer that the model does not have.
+    """
+
+    def __init__(self, features: HeadFeatures, hidden: int, layers: int):
+        super().__init__()
+        absent = [layer for layer, _ in features.views if not -layers <= layer < layers]
+        if absent:
+            raise ConfigError(
+                f"views name the hidden states {', '.join(map(str, absent))}; the model has {layers}, 0 to "
+                f"{layers - 1} or {-layers} to -1"
+            )
+        self.features = features
+        self.stage: FeatureStage | None = None
+        dim = features.width(hidden)
+        if features.feature_map is not None:
+            built = FeatureMapSpec(**{"site": "head", **features.feature_map, "dim": dim}).build()
+            self.stage = FeatureStage(built, normalize=True, scale=dim**-0.5, append_input=True)
+        self.out_dim = dim if self.stage is None else self.stage.out_dim
+
+    def forward(self, hidden_states: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
+        """(B, out_dim) of hidden states (B, L, width) each and a mask (B, L)."""
+        found = torch.cat([pooled(hidden_states[layer], mask, pool) for layer, pool in self.features.views], -1)
+        return found if self.stage is None else self.stage(found)

@@ -1,0 +1,180 @@
+"""A head in closed form, with what it knows of its own errors.
+
+    scores      s(φ) = A φ + a,   ridge regression (calibration/ridge.py); columns of φ are divided by their standard
+                deviations first, so that the penalty means the same for all of them
+    variance    of a new target, σ² (1 + h(φ))   (calibration/ridge_posterior.py)
+    probability softmax(t s) of classes, sigmoid(t (s − ½)) of labels. Least squares fits scores, not log-probabilities;
+                t > 0 is the one number that is missing. It minimises the negative log-likelihood of *leave-one-out*
+                scores, which cost no fit: y − (y − Hy)/(1 − h).
+
+Everything follows from moments but t, which takes the vectors of some examples that were fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from snnk_peft.calibration.ridge import DEFAULT_RIDGES
+from snnk_peft.calibration.ridge_posterior import RidgePosterior, cross_validated
+from snnk_peft.errors import ConfigError
+from snnk_peft.heads.statistics import HeadStatistics
+
+SHARPEST = 7.0  # log t at most; scores that separate all examples would ask for infinity
+CONSTANT = 1e-10  # a column whose standard deviation is below this share of its mean's size tells nothing
+
+
+@dataclass(frozen=True)
+class HeadFitReport:
+    """What a fit found.
+
+    Args:
+        examples: that were fitted.
+        ridge: λ as a fraction of the mean variance sum of the (standardised) columns.
+        cross_validated: generalised cross-validation error, relative to the variance of the targets.
+        degrees: effective number of parameters of each output.
+        temperature: t, or None as long as it is not known.
+    """
+
+    examples: int
+    ridge: float
+    cross_validated: float
+    degrees: float
+    temperature: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a metrics.json."""
+        return asdict(self)
+
+
+class FittedHead:
+    """The best head for statistics.
+
+    Args:
+        statistics: of the examples; later changes to them do not count.
+        ridges: candidates above 0, as fractions of the mean diagonal of the standardised Gram matrix; the one with the
+            least generalised cross-validation error is taken.
+
+    Attributes:
+        weight: A (outputs, width), for vectors as they are; fp64.
+        bias: a (outputs,).
+        temperature: t, or None before `temper`.
+
+    Raises:
+        ConfigError: no candidates, or some not above 0.
+        ValueError: no examples.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(200, 4)
+        >>> y = (x[:, 0] + 0.1 * torch.randn(200) > 0).long()
+        >>> statistics = HeadStatistics(4, 2, "classes")
+        >>> statistics.add(x, y)
+        >>> head = FittedHead(statistics)
+        >>> head.temper([(x, y)])
+        >>> bool(head.probabilities(torch.tensor([[2.0, 0.0, 0.0, 0.0]]))[0, 1] > 0.9)
+        True
+    """
+
+    def __init__(self, statistics: HeadStatistics, ridges: Sequence[float] = DEFAULT_RIDGES):
+        self.kind, self.count, moments = statistics.kind, statistics.count, statistics.moments
+        gram = moments.normal_equations()[0]
+        spread = (gram.diagonal() / self.count).clamp_min(0).sqrt()
+        told = spread > CONSTANT * moments.feature_mean.abs().clamp_min(1e-300)
+        self._scale = torch.where(told, 1 / torch.where(told, spread, 1.0), 0.0)
+        standardised = moments.mapped(torch.diag(self._scale))
+        fit = cross_validated(standardised, ridges)
+        self.ridge, self.cross_validated = fit.ridge, fit.error
+        self.posterior = RidgePosterior(standardised, fit.ridge * standardised.ridge_scale)
+        assert self.posterior.readout.bias is not None
+        self.weight, self.bias = self.posterior.readout.weight * self._scale, self.posterior.readout.bias
+        self._targets = statistics.targets
+        self.temperature: float | None = None
+
+    @property
+    def report(self) -> HeadFitReport:
+        """What was found."""
+        return HeadFitReport(self.count, self.ridge, self.cross_validated, self.posterior.degrees, self.temperature)
+
+    def scores(self, vectors: Tensor) -> Tensor:
+        """(n, width) -> (n, outputs) in fp64; numbers are told as they are, classes by the largest score."""
+        return vectors.to(self.weight) @ self.weight.T + self.bias
+
+    def variance(self, vectors: Tensor) -> Tensor:
+        """Of a new target at these vectors (n, width): (n, outputs)."""
+        return self.posterior.variance(vectors.to(self._scale) * self._scale)
+
+    def leave_one_out(self, vectors: Tensor, targets: Tensor) -> Tensor:
+        """Scores (n, outputs) of examples that were fitted, each from the head that has not seen it.
+
+        Args:
+            vectors: (n, width).
+            targets: as in `HeadStatistics.add`.
+        """
+        wanted = self._targets(targets).to(self._scale.device)
+        return wanted - self.posterior.leave_one_out(vectors.to(self._scale) * self._scale, wanted)
+
+    def temper(self, examples: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Find t.
+
+        Args:
+            examples: pairs (vectors, targets) that were fitted, all or some hundred of them.
+
+        Raises:
+            ConfigError: the head tells numbers, or there are no examples.
+        """
+        if self.kind == "numbers":
+            raise ConfigError("a head that tells numbers has no probabilities; expected kind 'classes' or 'labels'")
+        pairs = [(self.leave_one_out(*pair), self._targets(pair[1])) for pair in examples]
+        if not pairs:
+            raise ConfigError("no examples were given; expected some that were fitted")
+        scores, wanted = (torch.cat(parts).cpu() for parts in zip(*pairs, strict=True))
+
+        loss = cross_entropy if self.kind == "classes" else binary_cross_entropy_with_logits
+        logarithm = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.LBFGS([logarithm], max_iter=100, line_search_fn="strong_wolfe")
+
+        def likelihood() -> Tensor:
+            optimizer.zero_grad()
+            found = loss(self._logits(scores, logarithm.clamp(max=SHARPEST).exp()), wanted)
+            found.backward()
+            return found
+
+        with torch.enable_grad():
+            optimizer.step(likelihood)
+        self.temperature = float(logarithm.detach().clamp(max=SHARPEST).exp())
+
+    def _logits(self, scores: Tensor, temperature: Tensor | float) -> Tensor:
+        return temperature * (scores if self.kind == "classes" else scores - 0.5)
+
+    def probabilities(self, vectors: Tensor) -> Tensor:
+        """Of classes, which sum to one, or of labels: (n, width) -> (n, outputs).
+
+        Raises:
+            ConfigError: t is not known.
+        """
+        if self.temperature is None:
+            raise ConfigError("the temperature is not known; call temper(examples) first, on examples that were fitted")
+        logits = self._logits(self.scores(vectors), self.temperature)
+        return logits.softmax(-1) if self.kind == "classes" else logits.sigmoid()
+
+
+def expected_calibration_error(probabilities: Tensor, labels: Tensor, bins: int = 15) -> float:
+    """How far confidence is from accuracy: Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015).
+
+    Args:
+        probabilities: of classes, (n, classes).
+        labels: (n,).
+        bins: of equal width in the confidence, that is the largest probability.
+    """
+    confidence, found = probabilities.double().max(-1)
+    right = (found == labels.to(found.device)).double()
+    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    total = probabilities.new_zeros(bins, dtype=torch.float64).index_add(0, place, right - confidence)
+    return float(total.abs().sum() / len(labels))
