@@ -7,9 +7,10 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import _bench  # noqa: F401 - puts recipes/ on the path
 import torch
+from _lib.distillation import logit_loss
 from torch import Tensor
-from torch.nn.functional import kl_div
 from tqdm.auto import tqdm
 
 from snnk_peft.calibration.adam import falling_adam
@@ -44,8 +45,7 @@ def next_token_divergence(teacher: Any, student: Any, ids: Tensor) -> Tensor:
     with torch.no_grad():
         wanted = teacher(input_ids=ids, use_cache=False).logits
     given = student(input_ids=ids, use_cache=False).logits
-    target, mine = (logits.float().log_softmax(-1).flatten(0, 1) for logits in (wanted, given))
-    return kl_div(mine, target, log_target=True, reduction="batchmean")
+    return logit_loss(wanted.float().flatten(0, 1), given.float().flatten(0, 1), 1.0)
 
 
 def uptrain(

@@ -78,7 +78,7 @@ class RidgePosterior:
 
 
 def cross_validated(moments: GramAccumulator, ridges: Sequence[float] = DEFAULT_RIDGES) -> RidgeFit:
-    """The readout whose ridge has the least generalised cross-validation error, at the price of one decomposition.
+    """The readout whose ridge has the least generalised cross-validation error, however many are tried.
 
     Args:
         moments: of all examples.

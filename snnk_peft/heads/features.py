@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map.spec import FeatureMapSpec
+from snnk_peft.functional.precision import wide
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.registry import did_you_mean
 
@@ -62,7 +63,7 @@ def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
     Raises:
         ValueError: an example without tokens.
     """
-    hidden = hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
+    hidden = wide(hidden)
     counted = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if mask is None else mask.bool()
     return POOLS[pool](hidden, counted)
 
