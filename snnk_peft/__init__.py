@@ -10,6 +10,7 @@ Importing the package makes PEFT know the method "SNNK" and the Auto classes kno
 import snnk_peft.tuner  # noqa: F401 - registers the PEFT method
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.closed_form import fit_closed_form
+from snnk_peft.bundling.closed_form_head import ClosedFormHead
 from snnk_peft.components import COMPONENTS
 from snnk_peft.config import SNNKConfig
 from snnk_peft.exporting.export import export
@@ -17,6 +18,8 @@ from snnk_peft.exporting.report import ExportReport
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
 from snnk_peft.family_check import FamilyReport, check_family
 from snnk_peft.feature_map import build_feature_map
+from snnk_peft.heads.features import HeadFeatures
+from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.low_rank import LOW_RANK_INITS, Factors, InputMoments, factorize, factorize_many
 from snnk_peft.low_rank.frobenius_decay import FrobeniusDecay
 from snnk_peft.parts import PARTS, FeaturePart, Part, Patch, PatchContext
@@ -46,12 +49,15 @@ __all__ = [
     "AdapterPart",
     "AttentionPart",
     "CalibrationReport",
+    "ClosedFormHead",
     "ExportReport",
     "FFNPart",
     "Factors",
     "FamilyReport",
     "FeaturePart",
     "FrobeniusDecay",
+    "HeadFeatures",
+    "HeadStatistics",
     "InputMoments",
     "LowRankPart",
     "ModelFamily",

@@ -161,7 +161,7 @@ def _tensors(table: dict[str, Place], plan: FoldPlan, dtype: torch.dtype) -> tup
 
 def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state: Tensors, volatile: Tensors) -> Any:
     cls = bundle_model_class(type(base))
-    fields = {key: value for key, value in copy.deepcopy(base.config.to_dict()).items() if key not in _REMOVED_FIELDS}
+    fields = {key: value for key, value in copy.deepcopy(base.config.to_dict()).items() if key not in REMOVED_FIELDS}
     fields["snnk_plan"] = {
         "model_class": cls.__name__,
         "modules": {
@@ -180,6 +180,21 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
         if left_out := _left_out(bundled, table, plan):
             config.snnk_plan["modules"].update(left_out)
             bundled = cls(config)
+    return filled(bundled, base, state, volatile)
+
+
+def filled(bundled: Any, base: PreTrainedModel, state: Tensors, volatile: Tensors) -> Any:
+    """A bundle that was built on the meta device gets its tensors; in eval mode.
+
+    Args:
+        bundled: to be filled, in place.
+        base: the model it is made of.
+        state: everything in its state dict, by path.
+        volatile: buffers that checkpoints leave out, by path.
+
+    Raises:
+        UnsupportedError: tensors that do not fit, or a buffer without value: the config does not build such a model.
+    """
     try:
         bundled.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -205,7 +220,7 @@ def _left_out(built: nn.Module, table: dict[str, Place], plan: FoldPlan) -> dict
     return {path: spec_of(nn.Identity()) for path in sorted(identities & present)}
 
 
-_REMOVED_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version", "dtype")
+REMOVED_FIELDS = ("model_type", "architectures", "auto_map", "transformers_version", "dtype")
 
 
 def _write_report(

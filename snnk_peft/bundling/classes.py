@@ -23,12 +23,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from snnk_peft.bundling.code_file import FILE_NAME, code_file
 from snnk_peft.bundling.modules import FREE_ENTRIES, BundledConfig, BundledModel
+from snnk_peft.bundling.pooled_head import PooledHeadModel, forward_like
 from snnk_peft.bundling.report import BundleReport
 from snnk_peft.digests import stamp_entries, stamp_tensors
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.model_card import mentions_import, write_model_card
 
+PREFIX, POOLED_PREFIX = "Snnk", "SnnkPooled"  # of the names of bundle classes; the second have a pooled head
 AUTO_CLASSES: list[type[_BaseAutoModelClass]] = [
     value
     for value in vars(modeling_auto).values()
@@ -166,7 +168,7 @@ class LazyConfig(BundledConfig):
 
 def bundle_config_class(base: type[PretrainedConfig]) -> type[Any]:
     """The config class of bundles of models with config class `base`; made and registered on first use."""
-    name = f"Snnk{base.__name__}"
+    name = f"{PREFIX}{base.__name__}"
     if name not in globals():
         made = type(name, (LazyConfig, base), {"model_type": f"snnk_{base.model_type}", "__module__": __name__})
         made.__doc__ = f"{base.__name__} of a bundled model; `snnk_plan` says what was exchanged."
@@ -175,19 +177,28 @@ def bundle_config_class(base: type[PretrainedConfig]) -> type[Any]:
     return globals()[name]
 
 
-def bundle_model_class(base: type[PreTrainedModel]) -> type[Any]:
+def bundle_model_class(base: type[PreTrainedModel], pooled: bool = False) -> type[Any]:
     """The bundle class of a model class; made and registered with its Auto classes on first use.
+
+    Args:
+        base: the class of transformers, or of a user.
+        pooled: whether the head reads pooled hidden states (`bundling/pooled_head.py`).
 
     Raises:
         UnsupportedError: `base` has no config class, or another class of this name was bundled before.
     """
-    name = f"Snnk{base.__name__}"
+    name = f"{POOLED_PREFIX if pooled else PREFIX}{base.__name__}"
     if name not in globals():
         if base.config_class is None:
             raise UnsupportedError(f"{base.__name__} has no config_class, which a loadable bundle needs")
         config = bundle_config_class(base.config_class)
-        made = type(name, (SavedBundle, base), {"config_class": config, "__module__": __name__})
-        made.__doc__ = f"{base.__name__} with folded SNNK parts."
+        body: dict[str, Any] = {"config_class": config, "__module__": __name__}
+        if pooled:
+            made = type(name, (PooledHeadModel, SavedBundle, base), body | {"forward": forward_like(base)})
+            made.__doc__ = f"{base.__name__} with a head that reads pooled hidden states."
+        else:
+            made = type(name, (SavedBundle, base), body)
+            made.__doc__ = f"{base.__name__} with folded SNNK parts."
         globals()[name] = made
         for auto in auto_classes(base):
             # Several classes under one Auto class are told apart by config.architectures.
@@ -227,9 +238,16 @@ def register_models(config: type[Any], wanted: str | None = None) -> None:
             bundle_model_class(member)
     if wanted is not None and wanted not in globals() and base.__module__.startswith("transformers."):
         home = import_module(base.__module__.replace(".configuration_", ".modeling_"))
-        found = getattr(home, wanted.removeprefix("Snnk"), None)
+        original, pooled = _named(wanted)
+        found = getattr(home, original, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is base:
-            bundle_model_class(found)
+            bundle_model_class(found, pooled)
+
+
+def _named(bundle: str) -> tuple[str, bool]:
+    """Name of the original of a bundle class, and whether it has a pooled head."""
+    pooled = bundle.startswith(POOLED_PREFIX)
+    return bundle.removeprefix(POOLED_PREFIX if pooled else PREFIX), pooled
 
 
 def register_bundles(model_type: str) -> None:
@@ -246,9 +264,10 @@ def register_bundles(model_type: str) -> None:
 
 def __getattr__(name: str) -> Any:
     """Model classes by name, which unpickling needs before any config was made."""
-    base = getattr(transformers, name.removeprefix("Snnk"), None) if name.startswith("Snnk") else None
+    original, pooled = _named(name)
+    base = getattr(transformers, original, None) if name.startswith(PREFIX) else None
     if isinstance(base, type) and issubclass(base, PreTrainedModel):
-        return bundle_model_class(base)
+        return bundle_model_class(base, pooled)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

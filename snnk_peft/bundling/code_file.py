@@ -21,7 +21,11 @@ from snnk_peft.projections import PROJECTIONS
 
 FILE_NAME = "modeling_snnk_bundle.py"
 PACKAGE = "snnk_peft"
-ATTENTION = ("attention", "joint_attention")  # kinds of specs that need bundling/attention.py
+# Kinds of specs that need a module of their own.
+SPECIAL = {
+    **dict.fromkeys(("attention", "joint_attention"), "snnk_peft.bundling.attention"),
+    "pooled_head": "snnk_peft.bundling.pooled_head",
+}
 
 Import = tuple[str, str | None]
 
@@ -38,9 +42,10 @@ class {config}(BundledConfig, {base_config}):
     model_type = "{model_type}"
 
 
-class {model}(BundledModel, {base}):
+class {model}({mixin}, {base}):
     config_class = {config}
 """
+FORWARD = "    forward = forward_like({base})\n"
 
 
 def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapping[str, Any]) -> str:
@@ -59,8 +64,10 @@ def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapp
 
     stages = list(stage_specs(modules.values()))
     used = [COMPONENTS[stage["component"]] for stage in stages] + [PROJECTIONS[stage["projection"]] for stage in stages]
-    attention = ["snnk_peft.bundling.attention"] if any(s.get("kind") in ATTENTION for s in modules.values()) else []
-    names = ["snnk_peft.bundling.modules", *attention, *sorted({cls.__module__ for cls in used})]
+    kinds = {spec.get("kind") for spec in modules.values()}
+    special = sorted({module for kind, module in SPECIAL.items() if kind in kinds})
+    names = ["snnk_peft.bundling.modules", *special, *sorted({cls.__module__ for cls in used})]
+    pooled = "pooled_head" in kinds
     base_config = base.config_class
     imports, body = assemble(names)
     home = "transformers" if hasattr(transformers, base.__name__) else base.__module__
@@ -76,8 +83,10 @@ def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapp
             base_config=base_config.__name__,
             model_type=config.model_type,
             model=model_name,
+            mixin="PooledHeadModel" if pooled else "BundledModel",
             base=base.__name__,
-        ),
+        )
+        + (FORWARD.format(base=base.__name__) if pooled else ""),
     ]
     return "\n".join(lines)
 
@@ -86,7 +95,7 @@ def stage_specs(specs: Iterable[Any]) -> Iterable[dict[str, Any]]:
     """Every feature stage inside a plan's specs."""
     for spec in specs:
         if isinstance(spec, Mapping):
-            if "stage" in spec:
+            if spec.get("stage") is not None:
                 yield spec["stage"]
             for term in spec.get("terms", []):
                 yield from [*term["stages"], *(term["key_stages"] or [])]

@@ -75,8 +75,8 @@ class HeadFeatures:
     Args:
         views: pairs (layer, pool): which hidden state, and how its tokens become one vector ("mean", "max", "first",
             "last").
-        feature_map: fields of a FeatureMapSpec without `dim`: the vectors are then also given through this map. None
-            for the vectors alone.
+        feature_map: component, projection, num_features and what else a FeatureMapSpec has, without `dim`: the vectors
+            are then also given through this map. None for the vectors alone.
 
     Example:
         >>> HeadFeatures([(2, "mean"), (-1, "mean"), (-1, "max")]).width(384)
@@ -97,7 +97,7 @@ class HeadFeatures:
                 elif view[1] not in POOLS:
                     found.append(f"views[{index}]: {did_you_mean('pool', view[1], list(POOLS))}")
         if self.feature_map is not None and not found:
-            found += FeatureMapSpec(**{"dim": 1, **self.feature_map}).faults("feature_map")
+            found += _map_faults(self.feature_map)
         if found:
             raise ConfigError(found)
         object.__setattr__(self, "views", tuple((int(layer), str(pool)) for layer, pool in self.views))
@@ -109,6 +109,13 @@ class HeadFeatures:
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {**asdict(self), "views": [list(view) for view in self.views]}
+
+
+def _map_faults(given: Mapping[str, Any]) -> list[str]:
+    try:
+        return FeatureMapSpec.from_dict({"dim": 1, **given}).faults("feature_map")
+    except ConfigError as error:
+        return [f"feature_map: {error}"]
 
 
 class HeadReader(nn.Module):
@@ -131,13 +138,17 @@ class HeadReader(nn.Module):
                 f"views name the hidden states {', '.join(map(str, absent))}; the model has {layers}, 0 to "
                 f"{layers - 1} or {-layers} to -1"
             )
-        self.features = features
+        self.features, self.hidden, self.layers = features, hidden, layers
         self.stage: FeatureStage | None = None
         dim = features.width(hidden)
         if features.feature_map is not None:
-            built = FeatureMapSpec(**{"site": "head", **features.feature_map, "dim": dim}).build()
+            built = FeatureMapSpec.from_dict({"slot": "head", **features.feature_map, "dim": dim}).build()
             self.stage = FeatureStage(built, normalize=True, scale=dim**-0.5, append_input=True)
-        self.out_dim = dim if self.stage is None else self.stage.out_dim
+
+    @property
+    def out_dim(self) -> int:
+        """Length of φ."""
+        return self.features.width(self.hidden) if self.stage is None else self.stage.out_dim
 
     def forward(self, hidden_states: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
         """(B, out_dim) of hidden states (B, L, width) each and a mask (B, L)."""

@@ -1,0 +1,279 @@
+"""A head for a pretrained Transformer without backpropagation: one forward pass, statistics that add, a plain model.
+
+    head = ClosedFormHead(model, HeadFeatures([(2, "mean"), (4, "mean"), (-1, "mean"), (-1, "max")]))
+    head.add(batches)                # one pass; more may come later, and head.merge(other) takes those of a shard
+    head.remove(their_batches)       # as if they had never been counted
+    fitted = head.fit()              # scores, probabilities, variances, leave-one-out errors
+    model = head.bundle()            # a transformers model with this head, for pipelines and the Hub
+
+The head is ridge regression on what `HeadFeatures` read of the hidden states (heads/), so all that is kept of examples
+are moments: width² numbers, however many examples there are.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from snnk_peft.bundling.bundle import TOLERANCES
+from snnk_peft.bundling.head_bundle import head_report, with_head
+from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of
+from snnk_peft.bundling.probe import probe_inputs
+from snnk_peft.calibration.reduce import gathered
+from snnk_peft.calibration.ridge import DEFAULT_RIDGES
+from snnk_peft.calibration.token_sample import TokenSample
+from snnk_peft.digests import tensor_digest, value_digest
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.heads.features import HeadFeatures, HeadReader
+from snnk_peft.heads.fitted import FittedHead
+from snnk_peft.heads.statistics import HeadStatistics
+
+SAMPLE = 512  # examples whose vectors are kept for the temperature
+PROBLEMS = {
+    "classes": "single_label_classification",
+    "labels": "multi_label_classification",
+    "numbers": "regression",
+}
+
+
+class ClosedFormHead:
+    """Counts examples, fits a head to them, and puts it on the model.
+
+    Args:
+        model: a transformers model: an encoder, or one with any head, which is not used. Not changed.
+        features: what the head reads; the mean over the tokens of the last layer if None.
+        kind: "classes", "labels" (of which several may hold) or "numbers".
+        names: of the classes, labels or numbers; those of `model.config.id2label` if None.
+
+    Attributes:
+        statistics: of the examples counted so far. They can be saved, loaded, merged and taken away.
+        fitted: what `fit` made, or None; examples that are counted or forgotten later are not part of it.
+
+    Raises:
+        ConfigError: a layer that the model does not have; an unknown kind; fewer than two classes.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from snnk_peft import ClosedFormHead, HeadFeatures
+        >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> head = ClosedFormHead(BertModel(tiny), HeadFeatures([(1, "mean"), (-1, "max")]), names=["even", "odd"])
+        >>> ids = torch.randint(0, 1000, (64, 8))
+        >>> head.add([{"input_ids": ids, "labels": ids[:, 1] % 2}])
+        64
+        >>> head.fit().report.examples
+        64
+        >>> head.bundle().config.id2label
+        {0: 'even', 1: 'odd'}
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: HeadFeatures | None = None,
+        *,
+        kind: str = "classes",
+        names: Sequence[str] | None = None,
+    ):
+        if not isinstance(model, PreTrainedModel):
+            raise UnsupportedError(
+                f"{type(model).__name__} is not a transformers PreTrainedModel; expected an encoder, or a model with a "
+                "head. A patched model becomes one by snnk_peft.bundle"
+            )
+        self.model, self.features = model, features or HeadFeatures()
+        self.encoder: nn.Module = model.base_model
+        images = model.main_input_name == "pixel_values"
+        config = getattr(model.config, "vision_config", model.config) if images else model.config.get_text_config()
+        self.names = list(names or (model.config.id2label or {}).values())
+        self.reader = HeadReader(self.features, config.hidden_size, config.num_hidden_layers + 1)
+        self.reader.to(model.device).eval()
+        origin = {"weights": _digest(self.encoder), "features": self.features.to_dict(), "names": self.names}
+        self.statistics = HeadStatistics(self.reader.out_dim, len(self.names), kind, origin)
+        self.fitted: FittedHead | None = None
+        self._sample: TokenSample | None = None
+
+    @torch.no_grad()
+    def vectors(self, inputs: Mapping[str, Any]) -> Tensor:
+        """What the head reads for these inputs: (examples, width), in eval mode.
+
+        Raises:
+            UnsupportedError: the model gives no hidden states of one vector per token.
+        """
+        device, training = self.model.device, {module: module.training for module in self.encoder.modules()}
+        self.encoder.eval()
+        try:
+            given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+            _, states, mask = hidden_states_of(self.encoder, given)
+        finally:
+            for module, flag in training.items():
+                module.training = flag
+        if len(states) != self.reader.layers or states[-1].shape[-1] != self.reader.hidden:
+            raise UnsupportedError(
+                f"{type(self.encoder).__name__} gives {len(states)} hidden states of width {states[-1].shape[-1]}; its "
+                f"config promises {self.reader.layers} of width {self.reader.hidden}"
+            )
+        return self.reader(states, mask)
+
+    def _pairs(self, batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[Tensor, Tensor]]:
+        for index, batch in enumerate(batches):
+            if targets not in batch:
+                raise ConfigError(f"batch {index} has no {targets!r}; found {', '.join(sorted(batch))}")
+            inputs = {name: value for name, value in batch.items() if name != targets}
+            yield self.vectors(inputs), torch.as_tensor(batch[targets])
+
+    def _counted(self, batches: Iterable[Mapping[str, Any]], targets: str) -> tuple[HeadStatistics, TokenSample]:
+        """Statistics of batches by themselves, so that a fault in a late one counts none of them."""
+        mine = self.statistics
+        found = HeadStatistics(mine.moments.feature_dim, mine.moments.out_dim, mine.kind, mine.origin)
+        sample = TokenSample(SAMPLE, torch.Generator().manual_seed(0))
+        for vectors, wanted in self._pairs(batches, targets):
+            found.add(vectors, wanted)
+            sample.update(torch.cat([vectors.double().cpu(), found.targets(wanted).cpu()], 1))
+        return found, sample
+
+    def add(self, batches: Iterable[Mapping[str, Any]], targets: str = "labels") -> int:
+        """Count examples, in one forward pass.
+
+        Args:
+            batches: dicts of model inputs with targets: class indices (n,), labels (n, outputs) of zeros and ones, or
+                numbers (n,) or (n, outputs). Read once.
+            targets: key of the targets.
+
+        Returns:
+            How many were counted.
+
+        Raises:
+            ConfigError: no targets in a batch, or some that do not fit; nothing is counted then.
+            ValueError: NaN or infinity; likewise.
+        """
+        found, sample = self._counted(batches, targets)
+        self.statistics.merge(found)
+        if found.count:
+            self._sample = sample
+        return found.count
+
+    def remove(self, batches: Iterable[Mapping[str, Any]], targets: str = "labels") -> int:
+        """Forget examples that were counted here or in what was merged; arguments as in `add`.
+
+        The head is then that of the other examples, to rounding: give the rows as they were counted. Vectors that were
+        kept for the temperature are dropped as well, all of them.
+
+        Returns:
+            How many were forgotten.
+
+        Raises:
+            ConfigError: as in `add`, or more examples than there are; nothing is forgotten then.
+        """
+        found, _ = self._counted(batches, targets)
+        self.statistics.take_away(found)
+        self._sample = None
+        return found.count
+
+    def merge(self, other: ClosedFormHead | HeadStatistics | str | os.PathLike[str]) -> None:
+        """Count what another head, its statistics or their file counted.
+
+        Raises:
+            ConfigError: of another model, other features, or damaged.
+        """
+        if isinstance(other, (str, os.PathLike)):
+            other = HeadStatistics.load(other)
+        self.statistics.merge(other.statistics if isinstance(other, ClosedFormHead) else other)
+
+    def reduce(self) -> None:
+        """Count the examples of all other processes as well; every process calls this, once, after its `add`."""
+        self.statistics.reduce()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the statistics to a safetensors file, for `merge` here or on another machine."""
+        self.statistics.save(path)
+
+    def fit(
+        self,
+        examples: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        ridges: Sequence[float] = DEFAULT_RIDGES,
+        targets: str = "labels",
+    ) -> FittedHead:
+        """The best head for all examples counted.
+
+        Args:
+            examples: batches of some hundred examples that were counted, for the temperature of probabilities; those
+                that `add` kept if None.
+            ridges: candidates, of which generalised cross-validation chooses; see `FittedHead`.
+            targets: key of the targets.
+
+        Raises:
+            ValueError: no examples were counted.
+        """
+        fitted = FittedHead(self.statistics, ridges)
+        if fitted.kind != "numbers":
+            pairs = list(self._pairs(examples, targets)) if examples is not None else self._kept()
+            if pairs:
+                fitted.temper(pairs)
+            fitted.temperature = gathered(fitted.temperature)[0]
+        self.fitted = fitted
+        return fitted
+
+    def _kept(self) -> list[tuple[Tensor, Tensor]]:
+        """Vectors and targets of the sample of `add`, as it takes them."""
+        if self._sample is None:
+            return []
+        vectors, wanted = self._sample.reduced().split([self.reader.out_dim, len(self.names)], 1)
+        return [(vectors, wanted.argmax(1) if self.statistics.kind == "classes" else wanted)]
+
+    def bundle(self) -> Any:
+        """The model with this head, in eval mode, sharing no memory with `model`.
+
+        Returns:
+            A `PreTrainedModel` for sequence or image classification; `save_pretrained` writes a folder that loads with
+            the Auto classes and pipelines after `import snnk_peft`, or without it under `trust_remote_code=True`.
+
+        Raises:
+            ConfigError: nothing was fitted, or the temperature of the probabilities is not known.
+            UnsupportedError: transformers has no classifier of this architecture.
+            ValueError: its logits are not those of the fitted head, to the precision of its dtype.
+        """
+        fitted = self.fitted
+        if fitted is None:
+            raise ConfigError("nothing was fitted; call fit() first")
+        temperature, shift = 1.0, 0.0
+        if fitted.kind != "numbers":
+            if fitted.temperature is None:
+                raise ConfigError(
+                    "the temperature of the probabilities is not known, because no vectors are kept of what was merged "
+                    "or after something was forgotten; call fit(examples=batches) with some hundred counted examples"
+                )
+            temperature, shift = fitted.temperature, 0.5 if fitted.kind == "labels" else 0.0
+        head = PooledHead(copy.deepcopy(self.reader), len(self.names))
+        with torch.no_grad():
+            head.linear.weight.copy_(temperature * fitted.weight)
+            head.linear.bias.copy_(temperature * (fitted.bias - shift))
+        made = with_head(self.model, head, self.names, PROBLEMS[fitted.kind])
+        error = self._difference(made, temperature, shift)
+        tolerance = TOLERANCES.get(self.model.dtype, 1e-5)
+        if not error <= tolerance:
+            raise ValueError(
+                f"the bundle's logits differ from the fitted head's by {error:.1e} of the largest; expected at most "
+                f"{tolerance:.0e}. Load the model in float32"
+            )
+        made.config.snnk_plan["report"] = head_report(self.model, made, error, tolerance).to_dict()
+        return made
+
+    @torch.no_grad()
+    def _difference(self, made: nn.Module, temperature: float, shift: float) -> float:
+        """Of the logits of bundle and fitted head on random inputs, relative to the largest."""
+        assert self.fitted is not None
+        inputs = probe_inputs(self.model)
+        wanted = temperature * (self.fitted.scores(self.vectors(inputs)) - shift)
+        return float((made(**inputs).logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+
+
+def _digest(encoder: nn.Module) -> str:
+    """Of all tensors: statistics of other weights must not be added."""
+    return value_digest({name: tensor_digest(tensor) for name, tensor in encoder.state_dict().items()})

@@ -1,0 +1,152 @@
+"""A bundle whose head reads pooled hidden states of any layers, where the original class reads one vector of the last.
+
+    pooled_head     logits = A φ + a,  φ of heads/features.py      spec: views, stage, width, layers, outputs
+
+Modules of transformers hand one tensor on, and this head reads several, so the model's `forward` is another one; its
+arguments are the original's. Part of the code file of bundles that have such a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, BundledModel, Spec
+from snnk_peft.bundling.plan import FIELDS, SIZE, stage_faults
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.functional.precision import full_precision
+from snnk_peft.heads.features import HeadFeatures, HeadReader
+from snnk_peft.layers.feature_stage import FeatureStage
+
+HEAD = "snnk_head"  # path of the head in the model
+
+
+class PooledHead(nn.Module):
+    """One matrix over what a `HeadReader` makes of hidden states.
+
+    Args:
+        reader: makes φ.
+        outputs: classes, labels or numbers.
+    """
+
+    def __init__(self, reader: HeadReader, outputs: int):
+        super().__init__()
+        self.reader, self.linear = reader, nn.Linear(reader.out_dim, outputs)
+
+    def forward(self, hidden_states: tuple[Tensor, ...], mask: Tensor | None = None) -> Tensor:
+        """(B, outputs) of hidden states (B, L, width) and a mask (B, L); no autocast, which costs digits of sums."""
+        with full_precision(hidden_states[0]):
+            return self.linear(self.reader(hidden_states, mask).to(self.linear.weight.dtype))
+
+    def spec(self) -> Spec:
+        """Plain data from which the module is built again."""
+        features, stage = self.reader.features, self.reader.stage
+        return {
+            "kind": "pooled_head",
+            "views": [list(view) for view in features.views],
+            "stage": None if stage is None else stage.spec(),
+            "width": self.reader.hidden,
+            "layers": self.reader.layers,
+            "outputs": self.linear.out_features,
+        }
+
+
+def hidden_states_of(encoder: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, tuple[Tensor, ...], Tensor | None]:
+    """Outputs of an encoder, its hidden states and the mask that fits them.
+
+    Args:
+        encoder: a transformers model without head.
+        inputs: its keyword arguments.
+
+    Raises:
+        UnsupportedError: it gives no hidden states of one vector per token, or fewer of them than the mask has.
+    """
+    outputs = encoder(**{**inputs, "output_hidden_states": True, "return_dict": True})
+    states, mask = outputs.get("hidden_states"), inputs.get("attention_mask")
+    name = type(encoder).__name__
+    if not states or any(state.ndim != 3 or state.shape != states[-1].shape for state in states):
+        shapes = [tuple(state.shape) for state in states or ()]
+        raise UnsupportedError(
+            f"the hidden states of {name} are {shapes or 'missing'}; expected (examples, tokens, width) of every layer"
+        )
+    if mask is not None and mask.shape != states[-1].shape[:2]:
+        raise UnsupportedError(
+            f"attention_mask is {tuple(mask.shape)} and the hidden states of {name} are {tuple(states[-1].shape)}; "
+            "expected (examples, tokens) and (examples, tokens, width)"
+        )
+    return outputs, states, mask
+
+
+class PooledHeadModel(BundledModel):
+    """Mixin of a bundle's class: a PooledHead at `snnk_head` instead of the original pooler and head."""
+
+    snnk_head: PooledHead
+
+    def predict(self, inputs: dict[str, Any]) -> SequenceClassifierOutput | tuple[Any, ...]:
+        """What `forward` returns, for its arguments by name."""
+        labels, plain = inputs.pop("labels", None), inputs.pop("return_dict", None) is False
+        shown = inputs.pop("output_hidden_states", None)
+        shown = self.config.output_hidden_states if shown is None else shown
+        encoder: nn.Module = self.base_model  # type: ignore[attr-defined]
+        outputs, states, mask = hidden_states_of(encoder, inputs)
+        logits = self.snnk_head(states, mask)
+        loss = None
+        if labels is not None:
+            # transformers' loss reads the kind from the config, as in every classifier of its own
+            loss = ForSequenceClassificationLoss(labels, logits, self.config)
+        made = SequenceClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=states if shown else None,
+            attentions=outputs.get("attentions"),
+        )
+        return made.to_tuple() if plain else made
+
+
+def forward_like(original: type[Any]) -> Callable[..., Any]:
+    """`forward` of a PooledHeadModel, with the arguments of the original class: Trainer and pipelines read them."""
+    signature = inspect.signature(original.forward)
+    names = list(signature.parameters)[1:]
+
+    def forward(self: PooledHeadModel, *args: Any, **kwargs: Any) -> Any:
+        return self.predict({**dict(zip(names, args, strict=False)), **kwargs})
+
+    # No functools.wraps: accelerate takes its own wrappers off by following __wrapped__, and would follow this one too.
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    forward.__doc__ = original.forward.__doc__
+    return forward
+
+
+def _pooled_head(spec: Spec, present: nn.Module) -> nn.Module:
+    reader = HeadReader(HeadFeatures([tuple(view) for view in spec["views"]]), spec["width"], spec["layers"])
+    if spec["stage"] is not None:
+        reader.stage = FeatureStage.from_spec(spec["stage"])
+    return PooledHead(reader, spec["outputs"])
+
+
+def _view_faults(where: str, views: Any) -> list[str]:
+    try:
+        HeadFeatures(views)
+    except ConfigError as error:
+        return [f"{where}: {error}"]
+    return []
+
+
+def _stage_or_none(where: str, stage: Any) -> list[str]:
+    return [] if stage is None else stage_faults(where, stage)
+
+
+FIELDS["pooled_head"] = {
+    "views": _view_faults,
+    "stage": _stage_or_none,
+    "width": SIZE,
+    "layers": SIZE,
+    "outputs": SIZE,
+}
+BUILDERS["pooled_head"] = _pooled_head
+ADDITIONS.add("pooled_head")

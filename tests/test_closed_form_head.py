@@ -1,0 +1,324 @@
+"""Heads in closed form on real architectures: what they read, what is forgotten, and the models they become."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from sklearn.linear_model import Ridge
+from sklearn.preprocessing import StandardScaler
+from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+from snnk_peft import ClosedFormHead, FFNPart, HeadFeatures, HeadStatistics, SNNKConfig, bundle, get_snnk_model
+from snnk_peft.errors import ConfigError, UnsupportedError
+from tests.fresh_process import run_python
+from tests.tiny_families import CONFIGS, build, main_head
+from tests.tiny_models import tiny
+
+VIEWS = HeadFeatures([(0, "mean"), (1, "max"), (-1, "mean"), (-1, "first")])
+TOWERS = ["clip", "siglip"]  # their image classifiers keep the encoder elsewhere
+CLASSIFIERS = [
+    name
+    for name in CONFIGS
+    if main_head(name).endswith(("ForSequenceClassification", "ForImageClassification")) and name not in TOWERS
+]
+
+
+def text_batches(count: int = 12, kind: str = "classes", seed: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Sentences of different lengths and what is to be told of them."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        ids = torch.randint(3, 50, (8, 9), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[::3, 5:] = 0
+        ids = torch.where(mask.bool(), ids, 0)
+        several = torch.stack([ids[:, 1] % 2, ids[:, 2] % 2, ids[:, 3] % 2], 1)
+        wanted = {"classes": ids[:, 1] % 3, "labels": several, "numbers": ids[:, 1:4].float() / 25}[kind]
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": wanted})
+    return made
+
+
+def image_batches(config: Any, count: int = 12) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    size = (8, config.num_channels, config.image_size, config.image_size)
+    pictures = [torch.randn(size, generator=generator) for _ in range(count)]
+    return [{"pixel_values": each, "labels": (each.mean((1, 2, 3)) > 0).long()} for each in pictures]
+
+
+def read(encoder: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What VIEWS read, example by example and without padding."""
+    found = []
+    for row in range(len(batch["labels"])):
+        inputs = {name: value[row : row + 1] for name, value in batch.items() if name != "labels"}
+        with torch.no_grad():
+            states = encoder(**inputs, output_hidden_states=True).hidden_states
+        seen = inputs["attention_mask"][0].bool() if "attention_mask" in inputs else slice(None)
+        first, second, last = (states[index][0, seen] for index in (0, 1, -1))
+        found.append(torch.cat((first.mean(0), second.amax(0), last.mean(0), last[0])))
+    return torch.stack(found)
+
+
+def fitted(model: Any, batches: list[dict[str, torch.Tensor]], **options: Any) -> ClosedFormHead:
+    head = ClosedFormHead(model, VIEWS, **options)
+    assert head.add(iter(batches)) == sum(len(batch["labels"]) for batch in batches)
+    head.fit()
+    return head
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_every_classifier(family: str, tmp_path: Path) -> None:
+    """Logits are those of scikit-learn on vectors read example by example, before and after a round trip."""
+    model = build(family, main_head(family))
+    images = model.main_input_name == "pixel_values"
+    batches = image_batches(model.config) if images else text_batches()
+    head = fitted(model, batches, names=["a", "b"] if images else ["a", "b", "c"])
+    vectors = torch.cat([read(model.base_model, batch) for batch in batches]).double().numpy()
+    wanted = torch.nn.functional.one_hot(torch.cat([batch["labels"] for batch in batches])).double().numpy()
+    scaler = StandardScaler().fit(vectors)
+    peer = Ridge(alpha=head.fitted.ridge * len(vectors)).fit(scaler.transform(vectors), wanted)
+    expected = head.fitted.temperature * torch.from_numpy(peer.predict(scaler.transform(vectors[:8])))
+    small = head.bundle()
+    inputs = {name: value for name, value in batches[0].items() if name != "labels"}
+    with torch.no_grad():
+        found = small(**inputs).logits
+    largest = expected.abs().max()
+    assert (found - expected).abs().max() < 1e-3 * largest  # float32 vectors that hardly vary, divided by their spread
+    small.save_pretrained(tmp_path)
+    auto = AutoModelForImageClassification if images else AutoModelForSequenceClassification
+    again = auto.from_pretrained(tmp_path)
+    assert type(again).__name__ == f"SnnkPooled{main_head(family)}"
+    with torch.no_grad():
+        assert (again(**inputs).logits - found).abs().max() < 1e-6 * largest
+    assert not any("pooler" in name for name in again.state_dict())
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_encoders_elsewhere(family: str) -> None:
+    model = build(family, main_head(family))
+    batches = image_batches(model.config.vision_config)
+    with pytest.raises(UnsupportedError, match="the name that it gives its encoder"):
+        fitted(model, batches, names=["a", "b"]).bundle()
+
+
+def test_an_encoder_without_head_and_a_converted_one(tmp_path: Path) -> None:
+    batches = text_batches()
+    plain = tiny("bert", num_labels=3)
+    bare = fitted(plain.bert, batches).bundle()
+    with torch.no_grad():
+        expected = fitted(plain, batches).bundle()(**batches[0]).logits
+        assert torch.equal(bare(**batches[0]).logits, expected)
+    patched = get_snnk_model(plain, SNNKConfig(ffn=FFNPart(num_features=6, init="random")))
+    with pytest.raises(UnsupportedError, match=r"snnk_peft\.bundle"):
+        ClosedFormHead(patched)
+    converted = bundle(patched)
+    head = fitted(converted, batches)
+    small = head.bundle()
+    small.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with torch.no_grad():
+        vectors = read(converted.bert, batches[0])
+        wanted = head.fitted.temperature * head.fitted.scores(vectors)
+        assert (again(**batches[0]).logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert any(spec["kind"] == "features" for spec in again.config.snnk_plan["modules"].values())
+
+
+@pytest.mark.parametrize("kind", ["classes", "labels", "numbers"])
+def test_forgotten_and_merged(kind: str, tmp_path: Path) -> None:
+    """A forgotten batch was never seen; shards from files are one pass."""
+    model, batches = tiny("bert", num_labels=3), text_batches(kind=kind)
+    whole = fitted(model, batches, kind=kind)
+    never = fitted(model, batches[:4] + batches[6:], kind=kind)
+    assert whole.remove(batches[4:6]) == 16
+    weight = whole.fit(batches[:2]).weight
+    assert (weight - never.fitted.weight).abs().max() < 1e-8 * weight.abs().max()
+    parts = []
+    for index in range(4):
+        shard = ClosedFormHead(model, VIEWS, kind=kind)
+        shard.add(batches[index::4])
+        parts.append(tmp_path / f"{index}.safetensors")
+        shard.save(parts[-1])
+    merged = ClosedFormHead(model, VIEWS, kind=kind)
+    merged.merge(parts[0])
+    merged.merge(HeadStatistics.load(parts[1]))
+    for path in parts[2:]:
+        other = ClosedFormHead(model, VIEWS, kind=kind)
+        other.merge(path)
+        merged.merge(other)
+    one = fitted(model, batches, kind=kind).fitted.weight
+    assert (merged.fit(batches).weight - one).abs().max() < 1e-8 * one.abs().max()
+
+
+def test_what_was_forgotten_leaves_nothing() -> None:
+    """Neither the moments nor the vectors that were kept for the temperature."""
+    model, batches = tiny("bert", num_labels=3), text_batches()
+    head = fitted(model, batches)
+    assert head.fitted.temperature is not None
+    head.remove(batches[:1])
+    with pytest.raises(ConfigError, match=r"fit\(examples=batches\)"):
+        head.fit() and head.bundle()
+    assert head.fit(batches[1:]).temperature == pytest.approx(fitted(model, batches[1:]).fitted.temperature, rel=1e-4)
+
+
+def test_statistics_of_another_model_are_refused() -> None:
+    batches = text_batches(2)
+    head = fitted(tiny("bert", num_labels=3), batches)
+    before = head.statistics.moments.tensors()["gram"].clone() if "gram" in head.statistics.moments.tensors() else None
+    other = tiny("bert", num_labels=3)
+    other.bert.encoder.layer[0].output.dense.bias.data[0] += 1e-3
+    with pytest.raises(ConfigError, match="origin is"):
+        head.merge(fitted(other, batches))
+    with pytest.raises(ConfigError, match="origin is"):
+        head.merge(ClosedFormHead(tiny("bert", num_labels=3), HeadFeatures([(1, "mean")] * 4)))
+    with pytest.raises(ConfigError, match="24 tokens are to be removed of 16"):
+        head.remove(text_batches(3))
+    with pytest.raises(ConfigError, match="batch 1 has no 'labels'"):
+        head.add([batches[0], {"input_ids": batches[0]["input_ids"]}])
+    assert head.statistics.count == 16  # nothing of the first batch either
+    if before is not None:
+        assert torch.equal(head.statistics.moments.tensors()["gram"], before)
+
+
+def test_refusals() -> None:
+    model = tiny("bert", num_labels=3)
+    with pytest.raises(ConfigError, match="hidden states 3"):
+        ClosedFormHead(model, HeadFeatures([(3, "mean")]))
+    head = ClosedFormHead(model)
+    with pytest.raises(ConfigError, match="nothing was fitted"):
+        head.bundle()
+    with pytest.raises(ValueError, match="at least one"):
+        head.fit()
+    with pytest.raises(UnsupportedError, match="PreTrainedModel"):
+        ClosedFormHead(torch.nn.Linear(3, 3))
+    residual = pytest.importorskip("transformers").ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
+    residual.hidden_size, residual.num_hidden_layers = 8, 1
+    pictures = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+    from transformers import ResNetForImageClassification
+
+    with pytest.raises(UnsupportedError, match="examples, tokens, width"):
+        ClosedFormHead(ResNetForImageClassification(residual)).add([pictures])
+
+
+@pytest.mark.parametrize("component", ["relu", "cos"])
+@pytest.mark.parametrize("save", [True, False])
+def test_through_a_feature_map(component: str, save: bool, tmp_path: Path) -> None:
+    """Features of the vectors, stored or as a seed, also in half precision."""
+    model, batches = tiny("bert", num_labels=3), text_batches()
+    chosen = {"component": component, "projection": "orf", "num_features": 24, "save": save}
+    views = HeadFeatures([(1, "mean"), (-1, "max")], chosen)
+    head = ClosedFormHead(model, views)
+    head.add(batches)
+    head.fit()
+    head.bundle().save_pretrained(tmp_path)
+    wanted = head.fitted.temperature * head.fitted.scores(head.vectors(_inputs(batches[0])))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)):
+        again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=dtype)
+        with torch.no_grad():
+            found = again(**_inputs(batches[0])).logits
+        assert found.dtype == dtype
+        assert (found - wanted).abs().max() < tolerance * wanted.abs().max()
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("classes", torch.nn.functional.cross_entropy),
+        ("labels", torch.nn.functional.binary_cross_entropy_with_logits),
+        ("numbers", torch.nn.functional.mse_loss),
+    ],
+)
+def test_the_model_is_one_of_transformers(kind: str, loss: Any, tmp_path: Path) -> None:
+    """Loss, arguments by place, tuples, hidden states, Trainer's columns, autocast, copies, accelerate's wrappers."""
+    batches = text_batches(kind=kind)
+    small = fitted(tiny("bert", num_labels=3), batches, kind=kind).bundle()
+    batch = batches[0]
+    labels = batch["labels"].float() if kind == "labels" else batch["labels"]
+    with torch.no_grad():
+        out = small(**_inputs(batch), labels=labels)
+        assert torch.equal(small(batch["input_ids"], batch["attention_mask"]).logits, out.logits)
+        assert torch.equal(small(**_inputs(batch), return_dict=False)[0], out.logits)
+        assert small(**_inputs(batch), output_hidden_states=True).hidden_states[-1].shape == (8, 9, 32)
+        assert out.hidden_states is None
+        assert torch.equal(copy.deepcopy(small)(**_inputs(batch)).logits, out.logits)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert (small(**_inputs(batch)).logits - out.logits).abs().max() < 0.1 * out.logits.abs().max()
+    torch.testing.assert_close(out.loss, loss(out.logits, labels))
+    assert {"input_ids", "attention_mask", "labels"} <= set(inspect.signature(small.forward).parameters)
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    unwrapped = accelerator.unwrap_model(accelerator.prepare(copy.deepcopy(small)), keep_fp32_wrapper=False)
+    with torch.no_grad():
+        assert torch.equal(unwrapped(**_inputs(batch)).logits, out.logits)
+
+    rows = [{name: value[i] for name, value in batch.items()} | {"labels": labels[i], "extra": 1} for i in range(8)]
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, max_steps=2, save_strategy="no")
+    before = small.snnk_head.linear.weight.detach().clone()
+    Trainer(small, arguments, train_dataset=rows).train()
+    assert not torch.equal(small.snnk_head.linear.weight, before)
+
+
+def test_a_loaded_model_can_be_pickled(tmp_path: Path) -> None:
+    batches = text_batches()
+    fitted(tiny("bert", num_labels=3), batches).bundle().save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    copied = pickle.loads(pickle.dumps(again))
+    with torch.no_grad():
+        assert torch.equal(copied(**_inputs(batches[0])).logits, again(**_inputs(batches[0])).logits)
+
+
+@pytest.mark.parametrize("package", [True, False])
+def test_in_a_fresh_process(package: bool, tmp_path: Path) -> None:
+    """With the package, and without it as remote code."""
+    batches = text_batches()
+    chosen = {"component": "relu", "projection": "gaussian", "num_features": 8}
+    views = HeadFeatures([(1, "mean"), (-1, "last")], chosen)
+    head = ClosedFormHead(tiny("bert", num_labels=3), views, names=["bad", "fair", "good"])
+    head.add(batches)
+    head.fit()
+    small = head.bundle()
+    small.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        known = small(**_inputs(batches[0])).logits
+    torch.save({"inputs": _inputs(batches[0]), "logits": known}, tmp_path / "known.pt")
+    start = "import snnk_peft\n" if package else "import sys\nsys.modules['snnk_peft'] = None\n"
+    code = start + (
+        "import sys, torch\n"
+        "from transformers import AutoModelForSequenceClassification\n"
+        "known = torch.load('known.pt')\n"
+        f"model = AutoModelForSequenceClassification.from_pretrained('model', trust_remote_code={not package})\n"
+        "with torch.no_grad():\n    found = model(**known['inputs'])\n"
+        "torch.testing.assert_close(found.logits, known['logits'], rtol=1e-5, atol=1e-6)\n"
+        "assert model.config.id2label == {0: 'bad', 1: 'fair', 2: 'good'}\n"
+    )
+    done = run_python(["-c", code], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_changed_plan_is_refused(tmp_path: Path) -> None:
+    fitted(tiny("bert", num_labels=3), text_batches()).bundle().save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"max"', '"min"').replace('"snnk_digests"', '"old_digests"'))
+    with pytest.raises(ConfigError, match="views"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert sys.modules["snnk_peft"]
