@@ -64,6 +64,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         """The pretrained model, prepared by the method; calibrated, if that is asked for."""
         from _lib.data import calibration_batches
         from _lib.models import build_model, load_pretrained
+        from _lib.peers import start_at_prior
 
         config, device = self.config, accelerator.device
         base, fresh = load_pretrained(self.pretrained, self.task, config.model.pretrained)
@@ -71,6 +72,8 @@ class Finetuning(Experiment[FinetuneConfig]):
         random = [name for name in fresh if "pooler." in name and config.method.pooler == "frozen"]
         if random and config.method.name != "full":
             accelerator.print(f"note: {self.pretrained} has no pooler weights; the frozen pooler is random: {random}")
+        if config.method.head_bias == "prior" and not resumed:
+            start_at_prior(base, data.train.labels)
         calibration = None
         if config.method.calibrate and not resumed:
             rank, world = accelerator.process_index, accelerator.num_processes

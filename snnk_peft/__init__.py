@@ -29,6 +29,7 @@ from snnk_peft.parts.ffn import FFNPart
 from snnk_peft.parts.low_rank import LowRankPart
 from snnk_peft.parts.narrow_ffn import NarrowFFNPart
 from snnk_peft.parts.narrow_heads import NarrowHeadsPart
+from snnk_peft.parts.norms import NormsPart
 from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.planning.make import plan
 from snnk_peft.planning.result import Plan
@@ -63,6 +64,7 @@ __all__ = [
     "ModelFamily",
     "NarrowFFNPart",
     "NarrowHeadsPart",
+    "NormsPart",
     "Part",
     "Patch",
     "PatchContext",

@@ -131,6 +131,10 @@ class Option:
 def fits_type(value: Any, kind: Any) -> bool:
     """Whether a value is of an annotated type; of one that nothing is known about, everything is."""
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(fits_type(value, one) for one in inner)
     if origin in (int, float):
         return isinstance(value, int if origin is int else (int, float)) and not isinstance(value, bool)
     if origin in (list, Sequence):

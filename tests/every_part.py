@@ -16,6 +16,7 @@ from snnk_peft import (
     LowRankPart,
     NarrowFFNPart,
     NarrowHeadsPart,
+    NormsPart,
     PoolerPart,
     build_feature_map,
 )
@@ -26,6 +27,7 @@ PARTS: dict[str, dict[str, Any]] = {
     **{place: {"adapter": AdapterPart(num_features=4, placement=place)} for place in PLACES},
     **{f"{place}-paper": {"adapter": AdapterPart("cos", placement=place, init="paper")} for place in PLACES},
     "free": {"adapter": AdapterPart(projection="free", num_features=4)},
+    "norms": {"parts": [NormsPart()]},
     "ffn": {"ffn": FFNPart(num_features=6)},
     "ffn-drawn": {"ffn": FFNPart("relu", "orf", 6, linear_path=True, train_contraction=True)},
     "low-rank": {"parts": [LowRankPart("ffn", rank=3), LowRankPart("attention", rank_scale=0.9)]},

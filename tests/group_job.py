@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from snnk_peft import (
     AdapterPart,
+    ClosedFormHead,
     FFNPart,
+    HeadFeatures,
     NarrowFFNPart,
     NarrowHeadsPart,
     Part,
@@ -75,6 +77,16 @@ def closed_form(share: slice) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return dict(model.classifier.state_dict()), {**fit.to_dict(), "seconds": 0}
 
 
+def pooled_head(share: slice) -> dict[str, torch.Tensor]:
+    """A head on pooled hidden states, counted on a share of the batches; two are forgotten again."""
+    head = ClosedFormHead(tiny("bert", num_labels=3), HeadFeatures.across(2))
+    head.add(batches(7)[share])
+    head.reduce()
+    head.remove(batches(2))
+    fitted = head.fit(batches(7)[2:])
+    return {"weight": fitted.weight, "bias": fitted.bias, "temperature": torch.tensor(fitted.temperature)}
+
+
 def fault(share: slice, parts: list[Any], count: int = 11) -> str:
     """What calibrate refuses."""
     try:
@@ -119,6 +131,7 @@ def main(folder: Path) -> None:
     tensors |= {f"steps/{key}": value for key, value in slots.items()}
     head, reports["closed form"] = closed_form(share)
     tensors |= {f"closed form/{key}": value for key, value in head.items()}
+    tensors |= {f"pooled head/{key}": value for key, value in pooled_head(share).items()}
     reports["faults"] = [
         fault(share, [PARTS["features"]], count=1),
         fault(share, [TwoLinearsPart(targets="*.intermediate.dense")]),

@@ -177,6 +177,10 @@ def test_statistics_of_another_model_are_refused() -> None:
     other.bert.encoder.layer[0].output.dense.bias.data[0] += 1e-3
     with pytest.raises(ConfigError, match="origin is"):
         head.merge(fitted(other, batches))
+    pooled = tiny("bert", num_labels=3)
+    pooled.bert.pooler.dense.bias.data[0] += 1  # not read; of a model without one it is random
+    head.merge(fitted(pooled, batches))
+    head.remove(batches)
     with pytest.raises(ConfigError, match="origin is"):
         head.merge(ClosedFormHead(tiny("bert", num_labels=3), HeadFeatures([(1, "mean")] * 4)))
     with pytest.raises(ConfigError, match="24 tokens are to be removed of 16"):

@@ -19,7 +19,7 @@ from snnk_peft import COMPONENTS, PROJECTIONS, SNNKConfig, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
 from snnk_peft.feature_map.spec import SHARED_ARGUMENTS
-from snnk_peft.options import Option, documented, option, options_of, value_faults
+from snnk_peft.options import Option, documented, fits_type, option, options_of, value_faults
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
@@ -122,6 +122,20 @@ def test_settings_of_recipes_speak_yaml(door: str, name: str, value: Any, expect
         load_config(File, *given)
     words = expected.replace("None", "null").replace("True or False", "true or false")
     assert caught.value.faults == [f"things.{name} is {value!r}; expected {words}"]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "fits"),
+    [
+        ([[1, "mean"], [-1, "max"]], list[list[int | str]], True),
+        ([[1, "mean"], [-1, 0.5]], list[list[int | str]], False),
+        ([1, "mean"], list[list[int | str]], False),
+        ([1, None, {}], list[Any], True),
+        (None, int | None, True),
+    ],
+)
+def test_types_within_types(value: Any, kind: Any, fits: bool) -> None:
+    assert fits_type(value, kind) is fits
 
 
 def test_numbers_as_people_write_them() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,14 @@ def test_one_product_instead_of_several(tmp_path: Path) -> None:
         assert row["ms apart"] > 0
         assert row["ms as one"] > 0
         assert row["share of the model's time saved"] < 1
+
+
+def test_make_benchmarks_leaves_out_what_needs_a_model() -> None:
+    """A program with a required option would stop all that come after it."""
+    asked = ["make", "--dry-run", "benchmarks"]
+    told = subprocess.run(asked, cwd=BENCHMARKS.parent.parent, capture_output=True, text=True, check=True).stdout
+    run = {Path(name).name for name in re.findall(r"recipes/benchmarks/\w+\.py", told)}
+    programs = {path.name: path.read_text(encoding="utf-8") for path in BENCHMARKS.glob("[a-z]*.py")}
+    assert "fused_products.py" in run
+    assert run <= programs.keys()
+    assert not [name for name in run if "required=True" in programs[name]]

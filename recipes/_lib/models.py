@@ -1,4 +1,4 @@
-"""Models of the four methods, and how a trained one is read back."""
+"""Models of all methods, and how a trained one is read back."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from _lib.peers import PEFT_PEERS, train_biases_and_norms, with_peer
 from _lib.settings import MethodSection
 from snnk_peft.errors import ConfigError, UnsupportedError
 
@@ -143,7 +144,7 @@ def build_model(
         calibration: model inputs that `calibrate` reads before training; None leaves the parts as initialised.
 
     Returns:
-        a PeftModel for snnk and lora, `base` itself for full and linear_probe.
+        a PeftModel for snnk, lora, ia3 and vera, `base` itself for the others.
     """
     train_pooler = method.pooler == "dense"
     if method.name == "full":
@@ -155,29 +156,14 @@ def build_model(
         for name, parameter in base.named_parameters():
             parameter.requires_grad_(not name.startswith(prefix) or (train_pooler and bool(_POOLER.search(name))))
         return base
-    if method.name == "lora":
-        from peft import LoraConfig, get_peft_model
-        from peft.utils.error import NoMatchingPeftModuleError
-
-        lora, task_type = method.lora, _task_type(base)
+    if method.name == "bitfit":
+        train_biases_and_norms(base)
+        return base
+    if method.name in PEFT_PEERS:
+        task_type = _task_type(base)
         # Of the task types PEFT knows, it saves the head by itself.
         saved = [*(_heads(base) if task_type is None else []), *(["pooler"] if train_pooler else [])]
-        config = LoraConfig(
-            task_type=task_type,
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=lora.target_modules or lora_targets(base),
-            modules_to_save=saved or None,
-        )
-        try:
-            return get_peft_model(base, config)
-        except NoMatchingPeftModuleError as error:
-            found = {name.rpartition(".")[2] for name, m in base.named_modules() if isinstance(m, torch.nn.Linear)}
-            raise ConfigError(
-                f"method.lora.target_modules is {lora.target_modules!r}, which matches no module of "
-                f"{type(base).__name__}; expected names among {', '.join(sorted(found))}"
-            ) from error
+        return with_peer(base, method, saved, task_type, seed)
     from snnk_peft import get_snnk_model
 
     # None lets snnk_peft train the classifier; an explicit list has to name it too.
@@ -191,23 +177,6 @@ def build_model(
         if process() == 0:
             print(report)
     return model
-
-
-def lora_targets(model: PreTrainedModel) -> list[str] | None:
-    """Queries and values of the model's family where PEFT has no choice of its own; None where it has one."""
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOICES
-
-    from snnk_peft.families import known_family
-
-    family = known_family(model)
-    if model.config.model_type in CHOICES:
-        return None
-    if family is None or family.query is None or family.value is None:
-        raise ConfigError(
-            f"method.lora.target_modules is null, and PEFT has no choice for {model.config.model_type}; expected a "
-            "list of module names"
-        )
-    return [name.rpartition(".")[2] for name in (family.query, family.value)]
 
 
 def _heads(model: PreTrainedModel) -> list[str]:

@@ -83,6 +83,16 @@ def score_points(points: Mapping[str, tuple[int, float, float]], file: Path, tit
     _store(figure, file)
 
 
+def score_over_seconds(lines: Mapping[str, Sequence[tuple[float, float]]], file: Path, title: str) -> None:
+    """Scores over seconds of training, which are logarithmic: one line of (seconds, score) per name."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+    axes.set(xscale="log", xlabel="seconds of training", ylabel="evaluation score", title=title)
+    axes.legend(frameon=False)
+    _store(figure, file)
+
+
 def score_panels(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float]]]],
     file: Path,

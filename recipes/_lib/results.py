@@ -46,16 +46,7 @@ def save_models(
         metrics: of the best evaluation.
         examples: split name -> number of rows.
     """
-    task = find_task(config)
-    card = {
-        "base_model": config.model.name_or_path if config.model.name_or_path != "minilm" else MINILM,
-        "metrics": metrics,
-        "training": dataclasses.asdict(config.train),
-        "dataset": task.hub_path,
-        "data": task.source if config.data.dir is None else f"{task.source}, read from files in the official layout",
-        "examples": examples,
-        "title": f"{Path(config.model.name_or_path).name} with SNNK layers, fine-tuned on {task.title}",
-    }
+    card = card_of(config, find_task(config), metrics, examples)
 
     def put(name: str, content: Any) -> None:
         def fill(target: Path) -> None:
@@ -71,7 +62,7 @@ def save_models(
 
         write_folder(folder / name, fill)
 
-    if config.method.name in ("full", "linear_probe"):
+    if config.method.name in ("full", "bitfit", "linear_probe"):
         put("model", model)
         return
     put("adapter", model)
@@ -79,3 +70,18 @@ def save_models(
         from snnk_peft import bundle
 
         put("bundle", bundle(model))
+
+
+def card_of(
+    config: FinetuneConfig, task: Any, metrics: Mapping[str, float], examples: Mapping[str, int]
+) -> dict[str, Any]:
+    """What model cards say of a run, as arguments of `write_model_card`; arguments as in `save_models`."""
+    return {
+        "base_model": config.model.name_or_path if config.model.name_or_path != "minilm" else MINILM,
+        "metrics": metrics,
+        "training": dataclasses.asdict(config.train),
+        "dataset": task.hub_path,
+        "data": task.source if config.data.dir is None else f"{task.source}, read from files in the official layout",
+        "examples": examples,
+        "title": f"{Path(config.model.name_or_path).name} with SNNK layers, fine-tuned on {task.title}",
+    }

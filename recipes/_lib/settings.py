@@ -17,7 +17,7 @@ from _lib.config import option
 if TYPE_CHECKING:
     from snnk_peft.config import SNNKConfig
 
-METHODS = ("snnk", "lora", "full", "linear_probe")
+METHODS = ("snnk", "lora", "ia3", "vera", "bitfit", "full", "linear_probe")
 
 
 @dataclass
@@ -83,14 +83,16 @@ class AugmentSection:
 
 @dataclass
 class LoraSection:
-    """PEFT's LoRA, the peer."""
+    """PEFT's LoRA, the peer, and its kin."""
 
-    r: int = option(8, "rank", low=1)
+    r: int = option(8, "rank (lora, vera)", low=1)
     alpha: float = option(16.0, "scale: the update is multiplied by alpha / r", above=0)
     dropout: float = option(0.0, "dropout on the input of the update", low=0, high=0.99)
     target_modules: list[str] | None = option(
         None, "module names; null takes PEFT's choice for the model, or queries and values"
     )
+    dora: bool = option(False, "DoRA: lengths of the weights' columns are trained apart from their directions")
+    norms: bool = option(False, "normalisation layers are trained as well (lora, ia3, vera)")
 
 
 @dataclass
@@ -113,6 +115,11 @@ class MethodSection:
     calibrate_samples: int = option(1024, "training sentences that calibration reads", low=8)
     save_projection: bool = option(True, "store the random matrices; false stores a seed and a checksum")
     lora: LoraSection = field(default_factory=LoraSection)
+    head_bias: str = option(
+        "zero",
+        "what the classifier's bias starts with: zero, or prior: logarithms of the classes' shares, the mean number",
+        choices=("zero", "prior"),
+    )
 
     def __post_init__(self) -> None:
         """`method.name=lora` on a file that describes SNNK parts means LoRA without them; the record must say so."""
@@ -199,7 +206,7 @@ class OutputSection:
     """Where the run folder goes and what is put there."""
 
     dir: str = option(MISSING, "the run folder")
-    save_model: bool = option(True, "write adapter/ (snnk, lora) or model/ (full, linear_probe)")
+    save_model: bool = option(True, "write adapter/ (snnk, lora, ia3, vera) or model/ (full, bitfit, linear_probe)")
     bundle: bool = option(True, "also fold an SNNK model and write it to bundle/ (with save_model)")
     tensorboard: bool = option(True, "write TensorBoard events to tensorboard/")
 

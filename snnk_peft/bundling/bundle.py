@@ -121,7 +121,8 @@ def folded_model(base: nn.Module) -> tuple[Any, FoldPlan, dict[str, Place]]:
         )
     table = dict(places(base))
     plan = plan_folds(table, base.dtype)
-    if not plan.modules and not plan.additions:
+    retrained = any(place.module is not place.original for place in table.values())  # norms, say: nothing to fold
+    if not plan.modules and not plan.additions and not retrained:
         raise ConfigError(
             "nothing to bundle: no active SNNK adapter in this model; use get_snnk_model first, or activate one with "
             "set_adapter(name) and leave disable_adapter()"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from snnk_peft.bundling.bundle import TOLERANCES
-from snnk_peft.bundling.head_bundle import head_report, with_head
+from snnk_peft.bundling.head_bundle import PROBLEMS, head_report, with_head
 from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of
 from snnk_peft.bundling.probe import probe_inputs
 from snnk_peft.calibration.reduce import gathered
@@ -35,11 +35,6 @@ from snnk_peft.heads.fitted import FittedHead
 from snnk_peft.heads.statistics import HeadStatistics
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
-PROBLEMS = {
-    "classes": "single_label_classification",
-    "labels": "multi_label_classification",
-    "numbers": "regression",
-}
 
 
 class ClosedFormHead:
@@ -154,9 +149,13 @@ class ClosedFormHead:
         """
         found, sample = self._counted(batches, targets)
         self.statistics.merge(found)
-        if found.count:
-            self._sample = sample
+        self._keep(sample)
         return found.count
+
+    def _keep(self, sample: TokenSample | None) -> None:
+        """The larger sample of two; an empty one as well, so that every process of a group has one."""
+        if self._sample is None or (sample is not None and sample.count > self._sample.count):
+            self._sample = sample
 
     def remove(self, batches: Iterable[Mapping[str, Any]], targets: str = "labels") -> int:
         """Forget examples that were counted here or in what was merged; arguments as in `add`.
@@ -183,7 +182,11 @@ class ClosedFormHead:
         """
         if isinstance(other, (str, os.PathLike)):
             other = HeadStatistics.load(other)
-        self.statistics.merge(other.statistics if isinstance(other, ClosedFormHead) else other)
+        if isinstance(other, HeadStatistics):
+            self.statistics.merge(other)
+        else:
+            self.statistics.merge(other.statistics)
+            self._keep(other._sample)
 
     def reduce(self) -> None:
         """Count the examples of all other processes as well; every process calls this, once, after its `add`."""
@@ -275,5 +278,6 @@ class ClosedFormHead:
 
 
 def _digest(encoder: nn.Module) -> str:
-    """Of all tensors: statistics of other weights must not be added."""
-    return value_digest({name: tensor_digest(tensor) for name, tensor in encoder.state_dict().items()})
+    """Of all tensors but the pooler's, which are not read and often random: statistics of others must not be added."""
+    tensors = {name: tensor for name, tensor in encoder.state_dict().items() if not name.startswith("pooler.")}
+    return value_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})

@@ -23,6 +23,13 @@ from snnk_peft.bundling.report import BundleReport, Folded
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.model_card import hub_id
 
+# What a head tells -> `problem_type` of transformers' configs.
+PROBLEMS = {
+    "classes": "single_label_classification",
+    "labels": "multi_label_classification",
+    "numbers": "regression",
+}
+
 
 def classifier_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """The class of transformers that classifies what this model's encoder reads.

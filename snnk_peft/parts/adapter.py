@@ -138,6 +138,9 @@ def _stage(context: PatchContext, part: AdapterPart, dim: int, site: str) -> Fea
     # Learned rows take the factor themselves: else a step of the optimizer would move them by √dim less than LoRA's.
     if stage.feature_map.projection.absorb(scale):
         stage.scale = 1.0
+        if not normalize and part.init == "default":
+            # As small as an nn.Linear's rows, U(±dim^-½), begin: raw inputs are long, and a GELU would be a ReLU there.
+            stage.feature_map.projection.absorb((3 * dim) ** -0.5)
     return stage
 
 

@@ -1,0 +1,278 @@
+"""A classification head without backpropagation: one forward pass over the training examples, and one solve.
+
+    python recipes/fit_head.py recipes/configs/head.yaml task=sst2 data.dir=path/to/glue output.dir=runs/head
+    python recipes/fit_head.py recipes/configs/head.yaml task=stsb data.dir=path/to/glue output.dir=runs/head_stsb
+    torchrun --nproc_per_node 2 recipes/fit_head.py ...        (each process reads its share; the head is the same)
+
+The head reads hidden states of several layers, pooled over the tokens (method.views), and is ridge regression on them,
+its ridge chosen by generalised cross-validation. output.dir receives bundle/ (the model with its tokenizer and card, to
+be loaded like any other), statistics.safetensors (what `ClosedFormHead.merge` and `remove` take), metrics.json, and
+score_over_seconds.png: the score after an eighth, a quarter, ... of the examples, beside runs of finetune.py that
+method.beside names.
+
+Settings are `section.key=value`; `--help` lists them.
+"""
+
+# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from _lib.config import option
+from _lib.experiment import Data, Finished, Schedule
+from _lib.launch import launch
+from _lib.settings import FinetuneConfig, RunOutput, StepSettings
+from finetune import Finetuning
+
+if TYPE_CHECKING:
+    import torch
+    from _lib.data import ExampleSet
+
+    from snnk_peft import ClosedFormHead
+
+STATISTICS, RECORD = "statistics.safetensors", "head.json"  # what was fitted, written before the first checkpoint
+SAMPLE = 512  # training examples whose leave-one-out scores are reported
+
+
+@dataclass
+class HeadSection:
+    """What the head reads."""
+
+    views: list[list[int | str]] | None = option(
+        None,
+        "pairs [layer, pool] of hidden states, 0 the embeddings, -1 the last; pools: mean, max, first, last. null: "
+        "means after a third, two thirds and all layers, and the maximum of the last",
+    )
+    feature_map: dict[str, Any] | None = option(
+        None, "the vectors also through this map: component, projection, num_features"
+    )
+    points: int = option(4, "scored after n, n/2, n/4, ... examples, so often", low=1)
+    beside: list[str] | None = option(None, "run folders of finetune.py that the plot shows as well")
+
+
+@dataclass
+class FitHeadConfig(FinetuneConfig):
+    """Everything this recipe reads; of `train` only sizes of batches, number format and seed matter."""
+
+    output: RunOutput
+    method: HeadSection = field(default_factory=HeadSection)
+    train: StepSettings = field(default_factory=StepSettings)
+
+
+class FitHead(Finetuning):
+    """There is no training: the model is fitted when it is made."""
+
+    settings, program = FitHeadConfig, "fit_head.py"
+
+    @property
+    def method(self) -> str:
+        """In words."""
+        return "head in closed form"
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        """A bundle with the fitted head; of a run that was stopped, from what it had counted."""
+        import torch
+        from _lib.files import read_json
+        from _lib.models import load_pretrained
+
+        from snnk_peft import ClosedFormHead, HeadFeatures
+
+        config, task = self.config.method, self.task
+        base, _ = load_pretrained(self.pretrained, task)
+        self.modality.check(base, self.reader, self.config.data)
+        base.to(accelerator.device)
+        kind = "numbers" if task.num_labels == 1 else "classes"
+        layers = base.config.num_hidden_layers
+        if config.views is None:
+            features = HeadFeatures.across(layers, config.feature_map)
+        else:
+            features = HeadFeatures(config.views, config.feature_map)
+
+        def empty() -> ClosedFormHead:
+            return ClosedFormHead(base, features, kind=kind)
+
+        head = empty()
+        self.record: dict[str, Any] | None = None
+        self.head = head
+        if resumed:
+            folder = Path(self.config.output.dir)
+            head.merge(folder / STATISTICS)
+            head.fit().temperature = read_json(folder / RECORD)["fit"]["temperature"]
+        else:
+            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"):
+                self.record = self._fitted(head, empty, data, accelerator)
+        made = head.bundle()
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(name.startswith("snnk_head.linear."))
+        return made
+
+    def _fitted(
+        self, head: ClosedFormHead, empty: Callable[[], ClosedFormHead], data: Data, accelerator: Any
+    ) -> dict[str, Any]:
+        """Count all examples, a share at a time, and fit after each; returns what is written about it."""
+        from _lib.terminal import bar
+
+        config = self.config
+        size, rank, world = config.train.eval_batch_size, accelerator.process_index, accelerator.num_processes
+        shares = _shares(data.train.lengths, config.method.points, config.train.seed, size)
+        held = {name: _read(head, part, size, f"read {name}") for name, part in data.splits.items()}
+        points, seconds = [], 0.0
+        for number, batches in enumerate(shares, start=1):
+            start = time.perf_counter()
+            part = empty()
+            mine = [data.train.batch(indices) for indices in batches[rank::world]]
+            part.add(bar(mine, f"read train {number} of {len(shares)}"))
+            part.reduce()
+            head.merge(part)
+            fitted = head.fit()
+            seconds += time.perf_counter() - start
+            scores = {name: self.task.compute(fitted.scores(x).float(), y) for name, (x, y) in held.items()}
+            found = self.task.summarize(scores)
+            points.append({"examples": head.statistics.count, "seconds": seconds, "score": found["score"]})
+        report = head.fitted.report.to_dict()  # type: ignore[union-attr]
+        return {"points": points, "fit": report, **self._honesty(head, held, data)}
+
+    def _honesty(self, head: ClosedFormHead, held: Mapping[str, Any], data: Data) -> dict[str, Any]:
+        """Scores that the training examples foretell, and how far probabilities are from frequencies."""
+        import torch
+
+        from snnk_peft.heads.fitted import expected_calibration_error
+
+        fitted = head.fitted
+        assert fitted is not None
+        chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(self.config.train.seed))
+        batch = data.train.batch(chosen[:SAMPLE].tolist())
+        labels = batch.pop("labels")
+        found = fitted.leave_one_out(head.vectors(batch), labels).float().cpu()
+        told: dict[str, Any] = {"leave_one_out": self.task.compute(found, labels.cpu())}
+        if fitted.kind == "classes":
+            told["expected_calibration_error"] = {
+                name: expected_calibration_error(fitted.probabilities(x).cpu(), y) for name, (x, y) in held.items()
+            }
+        return told
+
+    def schedule(self, per_epoch: int) -> Schedule:
+        """No steps."""
+        return Schedule(total=0, eval_every=1, rate=lambda step, position: 0.0, eval_first=True)
+
+    def score(
+        self,
+        model: torch.nn.Module,
+        splits: Mapping[str, ExampleSet],
+        accelerator: Any,
+        stopped: Callable[[], bool],
+    ) -> dict[str, float] | None:
+        """Of the bundle; before that, what was fitted is written, because `--resume` does not repeat it."""
+        from _lib.files import write_json
+
+        if self.record is not None and accelerator.is_main_process:
+            folder = Path(self.config.output.dir)
+            self.head.save(folder / STATISTICS)
+            write_json(folder / RECORD, self.record)
+            self.record = None
+        return super().score(model, splits, accelerator, stopped)
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        """bundle/, the plot, and what was found."""
+        from _lib.files import read_json, write_folder
+        from _lib.results import card_of
+
+        record = read_json(done.folder / RECORD)
+        model, reader = done.model, self.reader
+        card = card_of(self.config, self.task, done.best["metrics"], done.data.sizes)
+        card |= {"title": f"{Path(self.config.model.name_or_path).name} with a head for {self.task.title}"}
+        card |= {"training": {"head": "ridge regression in closed form", "seconds": record["points"][-1]["seconds"]}}
+
+        def fill(target: Path) -> None:
+            from snnk_peft.model_card import write_model_card
+
+            model.save_pretrained(str(target))  # type: ignore[operator]
+            reader.save_pretrained(str(target))
+            write_model_card(target, report=model.bundle_report, **card)  # type: ignore[arg-type]
+
+        write_folder(done.folder / "bundle", fill)
+        return {
+            "score": done.best["score"],
+            "metrics": done.best["metrics"],
+            "seconds": record["points"][-1]["seconds"],
+            **record,
+            "device": str(done.device),
+        }
+
+    def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
+        """Scores over seconds, ours and those of the runs beside it."""
+        from _lib.files import read_json
+        from _lib.plots import score_over_seconds
+
+        record = read_json(file.parent / RECORD)
+        lines = {"head in closed form": [(point["seconds"], point["score"]) for point in record["points"]]}
+        for folder in map(Path, self.config.method.beside or []):
+            lines[folder.name] = _evaluations(folder)
+        score_over_seconds(lines, file.with_name("score_over_seconds.png"), self.title)
+
+    def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
+        """Points as a table."""
+        from _lib.tables import grid
+
+        rows = [
+            [f"{point['examples']:,}", f"{point['seconds']:.1f}", f"{point['score']:.4f}"]
+            for point in figures["points"]
+        ]
+        foretold = "  ".join(f"{name} {value:.4f}" for name, value in figures["leave_one_out"].items())
+        return "\n".join(
+            [
+                *grid(["examples", "seconds", "score"], rows),
+                f"leave-one-out, of training examples: {foretold}; the model is in {done.folder / 'bundle'}",
+            ]
+        )
+
+
+def _shares(lengths: Sequence[int], points: int, seed: int, size: int) -> list[list[list[int]]]:
+    """Batches of the first n/2^k examples in drawn order, then of the next as many, then of twice as many, ..."""
+    from _lib.texts import batches_by_length, drawn
+
+    order = drawn(len(lengths), len(lengths), seed)
+    ends = sorted({max(1, len(order) >> power) for power in range(points)})
+    starts = [0, *ends[:-1]]
+    return [batches_by_length(lengths, order[start:end], size) for start, end in zip(starts, ends, strict=True)]
+
+
+def _read(head: ClosedFormHead, examples: ExampleSet, size: int, title: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the head reads of all examples, and their labels."""
+    import torch
+    from _lib.terminal import bar
+
+    found = []
+    for indices in bar(list(examples.by_length(size)), title):
+        batch = examples.batch(indices)
+        labels = batch.pop("labels")
+        found.append((head.vectors(batch), labels))
+    vectors, labels = zip(*found, strict=True)
+    return torch.cat(vectors), torch.cat(labels)
+
+
+def _evaluations(folder: Path) -> list[tuple[float, float]]:
+    """(seconds of training, score) of a run of finetune.py."""
+    from _lib.files import read_json
+    from _lib.tracking import read_log
+
+    figures = read_json(folder / "metrics.json")
+    rows = [row for row in read_log(folder / "log.jsonl") if "score" in row]
+    last = max(row["step"] for row in rows)
+    return [(figures["train_seconds"] * row["step"] / last, row["score"]) for row in rows]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Fit as the command line says; returns the exit code (0 done, 2 wrong input, 130 or 143 stopped)."""
+    return launch(FitHead, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

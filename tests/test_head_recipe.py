@@ -1,0 +1,167 @@
+"""recipes/fit_head.py: a head in closed form from files to a bundle, in one process and in two."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+from accelerate.state import AcceleratorState
+from glue_files import write_task
+from recipe_world import RECIPES, write_world
+from safetensors.torch import load_file
+
+from snnk_peft import ClosedFormHead, HeadStatistics
+from tests.fresh_process import run_processes
+
+sys.path.append(str(RECIPES))
+
+import finetune
+import fit_head
+
+ROWS = 120
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bert/`, `glue/` with RTE and STS-B, and head.yaml."""
+    folder = write_world(tmp_path_factory.mktemp("world"))
+    for task in ("rte", "stsb"):
+        write_task(folder / "glue", task, n_train=ROWS, n_dev=12)
+    content = {
+        "task": "rte",
+        "model": {"name_or_path": str(folder / "bert")},
+        "data": {"dir": str(folder / "glue")},
+        "train": {"batch_size": 8, "eval_batch_size": 8, "device": "cpu"},
+        "output": {"dir": "run"},
+    }
+    (folder / "head.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+def fitted(world: Path, out: Path, *changes: str) -> dict:
+    assert fit_head.main([str(world / "head.yaml"), f"output.dir={out}", *changes]) == 0
+    return json.loads((out / "metrics.json").read_text())
+
+
+def test_from_files_to_a_pipeline(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ["method.name=lora", "train.epochs=2", f"output.dir={tmp_path / 'lora'}", "output.save_model=false"]
+    assert finetune.main([str(world / "head.yaml"), *lora]) == 0
+    AcceleratorState._reset_state(reset_partial_state=True)
+    figures = fitted(world, tmp_path / "head", f"method.beside=[{tmp_path / 'lora'}]")
+    assert [point["examples"] for point in figures["points"]] == [ROWS // 8, ROWS // 4, ROWS // 2, ROWS]
+    assert sorted(point["seconds"] for point in figures["points"]) == [p["seconds"] for p in figures["points"]]
+    assert figures["points"][-1]["score"] == pytest.approx(figures["score"], abs=1e-6)
+    assert 0 <= figures["leave_one_out"]["accuracy"] <= 1
+    assert 0 <= figures["expected_calibration_error"]["validation"] <= 1
+    shown = capsys.readouterr().out
+    assert "leave-one-out" in shown
+    with (tmp_path / "head/score_over_seconds.png").open("rb") as stream:
+        assert stream.read(4) == b"\x89PNG"
+
+    # What was scored is what was saved.
+    folder = tmp_path / "head/bundle"
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    lines = [line.split("\t") for line in (world / "glue/RTE/dev.tsv").read_text().splitlines()[1:]]
+    with torch.no_grad():
+        found = [model(**tokenizer(a, b, return_tensors="pt")).logits.argmax(-1).item() for _, a, b, _ in lines]
+    right = [model.config.id2label[index] == line[-1] for index, line in zip(found, lines, strict=True)]
+    assert sum(right) / len(right) == pytest.approx(figures["metrics"]["accuracy"], abs=1e-6)
+    told = pipeline("text-classification", str(folder), top_k=None)({"text": lines[0][1], "text_pair": lines[0][2]})
+    assert sum(entry["score"] for entry in told) == pytest.approx(1, abs=1e-5)
+
+    # The statistics are those of all rows, and forget them again.
+    statistics = HeadStatistics.load(tmp_path / "head/statistics.safetensors")
+    assert statistics.count == ROWS
+    rows = [line.split("\t") for line in (world / "glue/RTE/train.tsv").read_text().splitlines()[1:]]
+    base = AutoModelForSequenceClassification.from_pretrained(world / "bert", num_labels=2)
+    base.config.id2label = model.config.id2label
+    head = ClosedFormHead(base, fit_head_views(model))
+    head.merge(statistics)
+    inputs = tokenizer([r[1] for r in rows[:8]], [r[2] for r in rows[:8]], padding=True, return_tensors="pt")
+    labels = torch.tensor([model.config.label2id[row[-1]] for row in rows[:8]])
+    assert head.remove([{**inputs, "labels": labels}]) == 8
+    assert head.statistics.count == ROWS - 8
+
+
+def fit_head_views(model):
+    return model.snnk_head.reader.features
+
+
+def test_numbers_views_and_a_feature_map(world: Path, tmp_path: Path) -> None:
+    chosen = "method.feature_map={component: relu, projection: orf, num_features: 16}"
+    figures = fitted(world, tmp_path / "head", "task=stsb", "method.views=[[1, mean], [-1, max]]", chosen)
+    assert set(figures["leave_one_out"]) >= {"pearson", "spearmanr"}
+    assert "expected_calibration_error" not in figures
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "head/bundle")
+    assert model.config.problem_type == "regression"
+    assert model.snnk_head.linear.in_features == 16 + 2 * 32
+
+
+def test_two_processes_fit_the_head_of_one(world: Path, tmp_path: Path) -> None:
+    given = [str(RECIPES / "fit_head.py"), str(world / "head.yaml"), f"output.dir={tmp_path / 'two'}"]
+    for code, output in run_processes(given, env={"OMP_NUM_THREADS": "1"}):
+        assert code == 0, output[-3000:]
+    one = fitted(world, tmp_path / "one")
+    two = json.loads((tmp_path / "two/metrics.json").read_text())
+    assert two["fit"]["ridge"] == one["fit"]["ridge"]
+    assert two["fit"]["examples"] == one["fit"]["examples"] == ROWS
+    assert two["fit"]["cross_validated"] == pytest.approx(one["fit"]["cross_validated"], rel=1e-5)
+    tensors = [load_file(tmp_path / name / "bundle/model.safetensors") for name in ("one", "two")]
+    for key, value in tensors[0].items():
+        scale = max(1.0, float(value.abs().max()))
+        torch.testing.assert_close(tensors[1][key] / scale, value / scale, rtol=1e-3, atol=1e-4)
+
+
+def test_a_stopped_report_is_resumed(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was fitted is not fitted again."""
+    out = tmp_path / "head"
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_head.FitHead, "report", fail)
+        with pytest.raises(OSError, match="no space"):
+            fit_head.main([str(world / "head.yaml"), f"output.dir={out}"])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_head.FitHead, "_fitted", fail)
+        assert fit_head.main([str(world / "head.yaml"), f"output.dir={out}", "--resume"]) == 0
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plain = fitted(world, tmp_path / "plain")
+    resumed = json.loads((out / "metrics.json").read_text())
+    assert resumed["score"] == plain["score"]
+    assert resumed["fit"] == plain["fit"]
+    first, second = (load_file(path / "bundle/model.safetensors") for path in (out, tmp_path / "plain"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_wrong_views_are_refused_before_the_run(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(world / "head.yaml"), f"output.dir={tmp_path / 'run'}"]
+    assert fit_head.main([*given, "method.views=[[9, mean]]"]) == 2
+    assert "hidden states 9" in capsys.readouterr().err
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert fit_head.main([*given, "method.views=[[1, median]]"]) == 2
+    assert "median" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,123 @@
+"""Normalisation layers trained with an adapter: trained alone or beside rows, saved, switched, disabled, bundled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from snnk_peft import AdapterPart, NormsPart, SNNKConfig, bundle, get_snnk_model
+from snnk_peft.errors import ConfigError, UnsupportedError
+from tests.tiny_families import CONFIGS, build, main_head
+from tests.tiny_models import inputs_for, tiny, trained
+
+ROWS = AdapterPart(
+    placement="query_value", component="gelu", projection="free", num_features=3, normalize=False, scaling=4.0
+)
+
+
+def norms_of(model: nn.Module) -> dict[str, nn.Module]:
+    """By what they compute, and not by their class: the gain has the length of what is normalised."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if "norm" in type(module).__name__.lower() and [*module.parameters()] and not [*module.children()]
+    }
+
+
+def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**inputs)[0]
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_every_norm_of_every_family(family: str) -> None:
+    model = build(family, main_head(family))
+    expected = norms_of(model)
+    patched = get_snnk_model(model, SNNKConfig(parts=[NormsPart()], modules_to_save=[]))
+    assert set(patched.peft_config["default"].target_modules) == set(expected)
+    numbers = sum(parameter.numel() for module in expected.values() for parameter in module.parameters())
+    assert sum(p.numel() for p in patched.parameters() if p.requires_grad) == numbers
+
+
+@pytest.mark.parametrize("parts", [[NormsPart()], [NormsPart(), ROWS]], ids=["alone", "with rows"])
+@pytest.mark.parametrize("family", ["bert", "vit", "distilbert", "electra"])
+def test_saved_switched_disabled_bundled(family: str, parts: list[Any], tmp_path: Path) -> None:
+    model = tiny(family)
+    inputs = inputs_for(model)
+    original = logits(model, inputs)
+    patched = trained(get_snnk_model(model, SNNKConfig(parts=parts)), std=0.1)
+    changed = logits(patched, inputs)
+    assert not torch.allclose(changed, original, atol=1e-3)
+    with patched.disable_adapter():
+        assert torch.equal(logits(patched, inputs), original)
+
+    patched.add_adapter("second", SNNKConfig(parts=parts))
+    patched.set_adapter("second")
+    assert torch.equal(logits(patched, inputs), original)  # copies of what is there, and a readout of zeros
+    patched.set_adapter("default")
+    assert torch.equal(logits(patched, inputs), changed)
+
+    patched.save_pretrained(tmp_path / "adapter", selected_adapters=["default"])
+    again = PeftModel.from_pretrained(tiny(family), tmp_path / "adapter")
+    assert torch.equal(logits(again, inputs), changed)
+    small = bundle(again)
+    assert torch.allclose(logits(small, inputs), changed, atol=1e-5)
+    small.save_pretrained(tmp_path / "bundle")
+    if "input_ids" in inputs:
+        loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "bundle")
+        assert torch.allclose(logits(loaded, inputs), changed, atol=1e-5)
+
+
+def test_gains_and_biases_learn() -> None:
+    """One step of SGD moves exactly the norms, by minus the gradient that an unpatched model has for them."""
+    plain = tiny("bert", num_labels=3)
+    inputs = {**inputs_for(plain), "labels": torch.tensor([0, 1, 2])}
+    plain.eval()(**inputs).loss.backward()
+    norms = norms_of(plain)
+    expected = {path: (norm.weight - norm.weight.grad, norm.bias - norm.bias.grad) for path, norm in norms.items()}
+    patched = get_snnk_model(tiny("bert", num_labels=3), SNNKConfig(parts=[NormsPart()], modules_to_save=[]))
+    optimizer = torch.optim.SGD([p for p in patched.parameters() if p.requires_grad], lr=1.0)
+    patched.eval()(**inputs).loss.backward()
+    optimizer.step()
+    small = bundle(patched)
+    for path, (weight, bias) in expected.items():
+        norm = small.get_submodule(path)
+        torch.testing.assert_close(norm.weight, weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(norm.bias, bias, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_keeps_small_steps() -> None:
+    """A gain of 1 in bf16 does not see 0.001; what is trained is in fp32."""
+    model = tiny("bert").to(torch.bfloat16)
+    patched = get_snnk_model(model, SNNKConfig(parts=[NormsPart()], modules_to_save=[]))
+    own = [p for p in patched.parameters() if p.requires_grad]
+    assert {p.dtype for p in own} == {torch.float32}
+    assert logits(patched, inputs_for(model)).dtype == torch.bfloat16
+
+
+def test_a_pattern_and_one_without_match() -> None:
+    patched = get_snnk_model(tiny("bert"), SNNKConfig(parts=[NormsPart(targets="*.layer.1.*")], modules_to_save=[]))
+    assert set(patched.peft_config["default"].target_modules) == {
+        "bert.encoder.layer.1.attention.output.LayerNorm",
+        "bert.encoder.layer.1.output.LayerNorm",
+    }
+    with pytest.raises(UnsupportedError, match=r"'\*\.layer\.9\.\*'; expected a pattern for some of 'bert"):
+        get_snnk_model(tiny("bert"), SNNKConfig(parts=[NormsPart(targets="*.layer.9.*")]))
+    with pytest.raises(UnsupportedError, match="none at all"):
+        get_snnk_model(nn.Sequential(nn.Linear(3, 3)), SNNKConfig(parts=[NormsPart()]))
+    with pytest.raises(ConfigError, match="both replace"):
+        get_snnk_model(tiny("bert"), SNNKConfig(parts=[NormsPart(), NormsPart(targets="*.layer.1.*")]))
+
+
+def test_rows_of_the_adapter_begin_as_small_as_those_of_a_linear() -> None:
+    """Without normalisation: U(±d^-½) has the variance 1 / (3 d)."""
+    patched = get_snnk_model(tiny("bert", hidden_size=128, num_attention_heads=2), SNNKConfig(adapter=ROWS))
+    rows = torch.cat([p.flatten() for name, p in patched.named_parameters() if name.endswith("projection.weight")])
+    assert len(rows) == 4 * 3 * 128
+    assert rows.std().item() == pytest.approx((3 * 128) ** -0.5, rel=0.1)

@@ -1,0 +1,114 @@
+"""The peers of recipes/finetune.py: what each trains, that it starts as the original; a head that knows shares."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+from accelerate.state import AcceleratorState
+from recipe_world import RECIPES, recipe, write_settings, write_world
+
+from snnk_peft.errors import ConfigError
+from tests.tiny_families import build
+from tests.tiny_models import inputs_for, tiny
+
+sys.path.append(str(RECIPES))
+
+import finetune
+from _lib.models import build_model
+from _lib.peers import start_at_prior
+from _lib.settings import LoraSection, MethodSection
+
+evaluate = recipe("evaluate")
+HEAD = 32 * 3 + 3
+NORMS = 5 * 2 * 32  # embeddings, and two in each of two layers
+BIASES = 2 * (32 * 5 + 64) + 32  # q, k, v, o, contraction, expansion of two layers; pooler
+# (method, options of LoRA, numbers trained outside of the head)
+PEERS: list[tuple[str, dict[str, Any], int]] = [
+    ("lora", {"r": 2}, 2 * 2 * 2 * 2 * 32),
+    ("lora", {"r": 2, "dora": True}, 2 * 2 * 2 * 2 * 32 + 2 * 2 * 32),
+    ("lora", {"r": 2, "norms": True}, 2 * 2 * 2 * 2 * 32 + NORMS),
+    ("ia3", {}, 2 * (32 + 32 + 64 + 32)),
+    ("vera", {"r": 4}, 2 * 2 * (4 + 32)),
+    ("bitfit", {}, NORMS + BIASES),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(("name", "options", "numbers"), PEERS)
+def test_numbers_trained_and_the_start(name: str, options: dict[str, Any], numbers: int) -> None:
+    base = tiny("bert", num_labels=3)
+    inputs = inputs_for(base)
+    with torch.no_grad():
+        original = base(**inputs).logits
+    model = build_model(copy.deepcopy(base), MethodSection(name, lora=LoraSection(**options)), 0, None).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, original, rtol=1e-5, atol=1e-6)
+    trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    assert sum(value.numel() for value in trained.values()) == numbers + HEAD
+    model(**inputs, labels=torch.tensor([0, 1, 2])).loss.backward()
+    assert all(value.grad is not None for key, value in trained.items() if "pooler" not in key)
+
+
+def test_an_architecture_for_which_peft_has_no_choice() -> None:
+    with pytest.raises(ConfigError, match=r"PEFT has no choice for esm; expected names among .*query.*value"):
+        build_model(build("esm", "EsmForSequenceClassification"), MethodSection("ia3"), 0, None)
+
+
+@pytest.mark.parametrize("name", ["ia3", "vera", "bitfit"])
+def test_trained_saved_and_scored_again(name: str, tmp_path: Path) -> None:
+    world = write_world(tmp_path)
+    write_settings(tmp_path / "run.yaml", str(world / "bert"), str(world / "glue"), str(tmp_path / "run"), name)
+    changes = ["train.epochs=1", "output.save_model=true", "train.save_every_steps=null", "train.learning_rate=5e-2"]
+    assert finetune.main([str(tmp_path / "run.yaml"), *changes]) == 0
+    scored = json.loads((tmp_path / "run/metrics.json").read_text())["metrics"]
+    saved = tmp_path / "run" / ("model" if name == "bitfit" else "adapter")
+    assert evaluate.main([str(saved), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
+    assert json.loads((saved / "metrics.json").read_text())["metrics"] == scored
+
+
+def test_the_bias_knows_the_shares_of_the_classes() -> None:
+    """A head without weights then predicts the shares themselves; each class is counted once more than it occurs."""
+    model = tiny("bert", num_labels=3)
+    labels = torch.tensor([0] * 5 + [1] * 2 + [2] * 0 + [-100])
+    start_at_prior(model, labels)
+    torch.testing.assert_close(model.classifier.bias.softmax(-1), torch.tensor([6, 3, 1]) / 10)
+    single = tiny("roberta", num_labels=1)
+    start_at_prior(single, torch.tensor([1.0, 2.0, 6.0]))
+    assert single.classifier.out_proj.bias.item() == 3.0
+    causal = build("llama", "LlamaForSequenceClassification")
+    with pytest.raises(ConfigError, match=r"LlamaForSequenceClassification has no Linear.*head_bias=zero"):
+        start_at_prior(causal, labels)
+
+
+def test_a_run_starts_at_the_prior(tmp_path: Path) -> None:
+    """Steps of length zero leave it there."""
+    from safetensors.torch import load_file
+
+    world = write_world(tmp_path)
+    write_settings(tmp_path / "run.yaml", str(world / "bert"), str(world / "glue"), str(tmp_path / "run"), "lora")
+    still = ["train.epochs=1", "train.learning_rate=1e-12", "train.weight_decay=0", "output.save_model=true"]
+    assert finetune.main([str(tmp_path / "run.yaml"), *still, "method.head_bias=prior"]) == 0
+    tensors = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    (bias,) = (value for key, value in tensors.items() if key.endswith("classifier.bias"))
+    rows = [line.split("\t")[-1] for line in (world / "glue/RTE/train.tsv").read_text().splitlines()[1:]]
+    shares = torch.tensor([rows.count(label) + 1.0 for label in ("entailment", "not_entailment")])
+    torch.testing.assert_close(bias.softmax(-1), shares / shares.sum(), rtol=1e-4, atol=1e-5)
