@@ -44,6 +44,7 @@ PARTS: dict[str, Part] = {
 }
 EXAMPLES = 8
 STEPS = 60
+SHARDS = 100
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
@@ -78,12 +79,16 @@ def closed_form(share: slice) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def pooled_head(share: slice) -> dict[str, torch.Tensor]:
-    """A head on pooled hidden states, counted on a share of the batches; two are forgotten again."""
-    head = ClosedFormHead(tiny("bert", num_labels=3), HeadFeatures.across(2))
-    head.add(batches(7)[share])
+    """A head on pooled hidden states, merged from a hundred shards of one batch each; two are forgotten again."""
+    model, features = tiny("bert", num_labels=3), HeadFeatures.across(2)
+    head = ClosedFormHead(model, features)
+    for batch in batches(SHARDS)[share]:
+        shard = ClosedFormHead(model, features)
+        shard.add([batch])
+        head.merge(shard)
     head.reduce()
     head.remove(batches(2))
-    fitted = head.fit(batches(7)[2:])
+    fitted = head.fit(batches(20)[2:])
     return {"weight": fitted.weight, "bias": fitted.bias, "temperature": torch.tensor(fitted.temperature)}
 
 

@@ -70,12 +70,13 @@ def test_shares_fit_the_head_that_the_whole_fits(group) -> None:
 
 
 def test_shares_make_the_head_of_the_whole_and_forget_alike(group) -> None:
+    """A hundred shards in two processes are one process that read them, and sums differ in their order alone."""
     expected = group_job.pooled_head(slice(None))
     for tensors, _ in group:
         assert float(tensors["pooled head/temperature"]) == pytest.approx(float(expected["temperature"]), rel=1e-4)
         for key in ("weight", "bias"):
             difference = (tensors[f"pooled head/{key}"] - expected[key]).abs().max()
-            assert difference < 1e-7 * expected[key].abs().max()
+            assert difference < 1e-9 * expected[key].abs().max()
 
 
 def test_what_cannot_be_shared_is_refused_in_every_process(group) -> None:

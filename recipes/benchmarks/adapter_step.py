@@ -2,12 +2,14 @@
 
     python recipes/benchmarks/adapter_step.py
     python recipes/benchmarks/adapter_step.py --device cuda --dtype bfloat16
+    python recipes/benchmarks/adapter_step.py --methods snnk rows parallel lora lora_norms dora
 
-One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 ReLU features, Houlsby placement. LoRA:
-r = 8 on query and value. Both train the classifier. Times are medians over alternating repetitions in one process;
-peak memory is the growth of a fresh process's resident memory over three steps, the median of five processes in turn
-(one tells it to 5%: what the allocator keeps varies from run to run). On a GPU it is the peak of the allocated tensors
-over three steps, in one process, beyond weights and optimizer states; `--dtype bfloat16` trains under autocast.
+One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 ReLU features, Houlsby placement;
+"rows": 7 learned GELU rows beside query and value, and all norms; "parallel": 16 of them beside the FFN. LoRA: r = 8 on
+query and value; with all norms; as DoRA. All train the classifier. Times are medians over alternating repetitions in one
+process; peak memory is the growth of a fresh process's resident memory over three steps, the median of five processes in
+turn (one tells it to 5%: what the allocator keeps varies from run to run). On a GPU it is the peak of the allocated
+tensors over three steps, in one process, beyond weights and optimizer states; `--dtype bfloat16` trains under autocast.
 """
 
 from __future__ import annotations
@@ -20,23 +22,38 @@ from typing import Any
 import torch
 from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
 from _lib.models import resolve_model
+from _lib.peers import norm_names
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, logging
 
-from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
+from snnk_peft import AdapterPart, NormsPart, SNNKConfig, get_snnk_model
 
 TARGETS = ["query", "value"]
 
 
+# Learned rows on inputs as they are; 4 times the readout, which features of 7 rows divide by √7.
+LEARNED = {"component": "gelu", "projection": "free", "normalize": False, "scaling": 10.6}
 # As many trained numbers as LoRA of rank 8 on queries and values.
-ADAPTERS = {"snnk": {"num_features": 16}, "snnk_pfeiffer": {"num_features": 32, "placement": "pfeiffer"}}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "snnk": {"num_features": 16},
+    "snnk_pfeiffer": {"num_features": 32, "placement": "pfeiffer"},
+    "rows": {"num_features": 7, "placement": "query_value", **LEARNED},
+    "parallel": {"num_features": 16, "placement": "parallel", **LEARNED},
+}
+WITH_NORMS = ("rows", "lora_norms")
+LORAS: dict[str, dict[str, Any]] = {"lora": {}, "lora_norms": {}, "dora": {"use_dora": True}}
+METHODS = (*ADAPTERS, *LORAS)
 
 
-def adapted(base: torch.nn.Module, method: str, targets: Sequence[str], **config: Any) -> torch.nn.Module:
+def adapted(base: Any, method: str, targets: Sequence[str], **config: Any) -> torch.nn.Module:
     """`base` with one of `ADAPTERS`, or with LoRA of rank 8 on the modules of these names."""
     if method in ADAPTERS:
-        return get_snnk_model(base, SNNKConfig(adapter=AdapterPart(**ADAPTERS[method]), **config))
-    return get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=list(targets), **config))
+        parts = [NormsPart()] if method in WITH_NORMS else []
+        return get_snnk_model(base, SNNKConfig(adapter=AdapterPart(**ADAPTERS[method]), parts=parts, **config))
+    if method in WITH_NORMS:
+        config["modules_to_save"] = [*(config.get("modules_to_save") or ()), *norm_names(base)]
+    options = LORAS.get(method, {})
+    return get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=list(targets), **options, **config))
 
 
 def step_of(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], device: str, dtype: str) -> Callable[[], None]:
@@ -144,9 +161,12 @@ def main() -> None:
     options = parser(__doc__ or "", "adapter_step")
     add_options(options)
     options.add_argument("--length", type=int, default=128, help="tokens per text")
+    options.add_argument(
+        "--methods", nargs="+", default=["snnk", "lora"], choices=METHODS, help="snnk and lora among them (default)"
+    )
     arguments = options.parse_args()
     size = arguments.batch_size, arguments.length
-    figures, rows = compare(prepare, arguments, *size)
+    figures, rows = compare(prepare, arguments, *size, methods=arguments.methods)
     title = f"Training step, MiniLM, {size[0]} x {size[1]} tokens, {arguments.device}"
     report(figures, rows, arguments.output, title)
     say_ratios(figures)
