@@ -5,11 +5,12 @@
     python recipes/benchmarks/adapter_step.py --methods snnk rows parallel lora lora_norms dora
 
 One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 ReLU features, Houlsby placement;
-"rows": 7 learned GELU rows beside query and value, and all norms; "parallel": 16 of them beside the FFN. LoRA: r = 8 on
-query and value; with all norms; as DoRA. All train the classifier. Times are medians over alternating repetitions in one
-process; peak memory is the growth of a fresh process's resident memory over three steps, the median of five processes in
-turn (one tells it to 5%: what the allocator keeps varies from run to run). On a GPU it is the peak of the allocated
-tensors over three steps, in one process, beyond weights and optimizer states; `--dtype bfloat16` trains under autocast.
+"rows": 7 learned GELU rows beside query and value, and all norms; "parallel": 16 of them beside the FFN. LoRA: r = 8
+on query and value; with all norms; as DoRA. All train the classifier. Times are medians over alternating repetitions
+in one process; peak memory is the growth of a fresh process's resident memory over three steps, the median of five
+processes in turn (one tells it to 5%: what the allocator keeps varies from run to run). On a GPU it is the peak of the
+allocated tensors over three steps, in one process, beyond weights and optimizer states; `--dtype bfloat16` trains under
+autocast.
 """
 
 from __future__ import annotations
