@@ -21,7 +21,6 @@ CONCLUSIONS = {
     "04_vision": "The reloaded model predicts the same.",
     "05_low_rank": "The reloaded model gives the same embeddings.",
     "06_convert_and_ship": "The shipped model is loaded like any other.",
-    "07_head_in_closed_form": "The bundle predicts what the head does.",
 }
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
