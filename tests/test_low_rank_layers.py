@@ -211,3 +211,17 @@ def test_a_split_kernel_starts_from_the_function_of_whole_outputs(bias):
         nonlinearity("relu"), conv.weight.flatten(1), thin.product(thin.U, thin.V), conv.bias, thin.bias
     )
     assert error["function"] == pytest.approx(float((found / energy).detach()), rel=0.02)  # 6400 · 7 outputs, dependent
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_kernels_lie_in_memory_as_dense_ones(kernel, split):
+    """Views that pass for channels last crash oneDNN's backward pass on some processors; strides are what decides."""
+    layer = LowRankConv2d(3, 12, kernel, 2, stride=2, padding=kernel // 2, split=split)
+    for found in layer._kernels():
+        assert found.stride() == torch.empty(found.shape).stride()
+    pictures = torch.randn(2, 3, 8, 8, requires_grad=True)
+    out = layer(pictures)
+    assert out.stride() == torch.empty(out.shape).stride()
+    out.square().sum().backward()
+    assert pictures.grad.isfinite().all()
