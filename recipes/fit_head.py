@@ -78,7 +78,6 @@ class FitHead(Finetuning):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """A bundle with the fitted head; of a run that was stopped, from what it had counted."""
-        import torch
         from _lib.files import read_json
         from _lib.models import load_pretrained
 
@@ -106,7 +105,7 @@ class FitHead(Finetuning):
             head.merge(folder / STATISTICS)
             head.fit().temperature = read_json(folder / RECORD)["fit"]["temperature"]
         else:
-            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"):
+            with accelerator.autocast():
                 self.record = self._fitted(head, empty, data, accelerator)
         made = head.bundle()
         for name, parameter in made.named_parameters():
@@ -141,14 +140,13 @@ class FitHead(Finetuning):
 
     def _honesty(self, head: ClosedFormHead, held: Mapping[str, Any], data: Data) -> dict[str, Any]:
         """Scores that the training examples foretell, and how far probabilities are from frequencies."""
-        import torch
+        from _lib.texts import drawn
 
         from snnk_peft.heads.fitted import expected_calibration_error
 
         fitted = head.fitted
         assert fitted is not None
-        chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(self.config.train.seed))
-        batch = data.train.batch(chosen[:SAMPLE].tolist())
+        batch = data.train.batch(drawn(len(data.train), SAMPLE, self.config.train.seed))
         labels = batch.pop("labels")
         found = fitted.leave_one_out(head.vectors(batch), labels).float().cpu()
         told: dict[str, Any] = {"leave_one_out": self.task.compute(found, labels.cpu())}

@@ -124,8 +124,7 @@ class ClosedFormHead:
 
     def _counted(self, batches: Iterable[Mapping[str, Any]], targets: str) -> tuple[HeadStatistics, TokenSample]:
         """Statistics of batches by themselves, so that a fault in a late one counts none of them."""
-        mine = self.statistics
-        found = HeadStatistics(mine.moments.feature_dim, mine.moments.out_dim, mine.kind, mine.origin)
+        found = self.statistics.empty()
         sample = TokenSample(SAMPLE, torch.Generator().manual_seed(0))
         for vectors, wanted in self._pairs(batches, targets):
             found.add(vectors, wanted)

@@ -87,9 +87,13 @@ class HeadStatistics:
         self.take_away(self._of(vectors, targets))
 
     def _of(self, vectors: Tensor, targets: Tensor) -> HeadStatistics:
-        found = HeadStatistics(self.moments.feature_dim, self.moments.out_dim, self.kind, self.origin)
+        found = self.empty()
         found.add(vectors, targets)
         return found
+
+    def empty(self) -> HeadStatistics:
+        """Of the same kind, origin and shape, without examples."""
+        return HeadStatistics(self.moments.feature_dim, self.moments.out_dim, self.kind, self.origin)
 
     def merge(self, other: HeadStatistics) -> None:
         """Count all examples of the other.

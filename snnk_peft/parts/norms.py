@@ -2,8 +2,7 @@
 
     y = g ⊙ (x − mean) / std + b        g and b are trained; nothing is added and nothing costs time
 
-By themselves they adapt a model a little (Zhao et al. 2023, "Tuning LayerNorm in Attention"); beside non-linear rows at
-query and value they are worth one to three points on GLUE.
+By themselves (Zhao et al. 2023, "Tuning LayerNorm in Attention") or beside an adapter.
 """
 
 from __future__ import annotations
