@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from _lib.experiment import Data, Experiment, Finished, Schedule
@@ -38,9 +39,15 @@ class Finetuning(Experiment[FinetuneConfig]):
         """SNNK or its peer."""
         return self.config.method.name
 
+    @property
+    def choose_share(self) -> float | None:
+        """Share of the training examples that chooses the epoch, None for none."""
+        share: float | None = self.config.train.choose_share
+        return share
+
     def data(self, accelerator: Any) -> Data:
         """The task's examples, as the model reads them."""
-        from _lib.evaluation import evaluation_splits
+        from _lib.evaluation import evaluation_splits, held_back_rows
         from _lib.modality import modality_of
         from _lib.models import resolve_model
 
@@ -52,27 +59,34 @@ class Finetuning(Experiment[FinetuneConfig]):
             accelerator.print(f"note: {note}")
         limits = {"train": config.data.max_train_samples}
         data = task.load(config.data.dir, max_samples=limits, seed=config.train.seed)
+        rows, choosing = data["train"], {}
+        if self.choose_share is not None:
+            rows, choosing["held back"] = held_back_rows(rows, self.choose_share)
         seed = config.train.seed
-        examples = modality.training_examples(data["train"], reader, config.data, task, config.augment, seed)
-        splits = {
-            name: modality.examples(rows, reader, config.data, task)
-            for name, rows in evaluation_splits(task, data, config.data.max_eval_samples).items()
-        }
-        return Data(examples, splits)
+        examples = modality.training_examples(rows, reader, config.data, task, config.augment, seed)
+        evaluated, chosen_on = (
+            {name: modality.examples(part, reader, config.data, task) for name, part in parts.items()}
+            for parts in (evaluation_splits(task, data, config.data.max_eval_samples), choosing)
+        )
+        return Data(examples, chosen_on, evaluated) if chosen_on else Data(examples, evaluated)
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The pretrained model, prepared by the method; calibrated, if that is asked for."""
         from _lib.data import calibration_batches
-        from _lib.models import build_model, load_pretrained
-        from _lib.peers import start_at_prior
+        from _lib.models import build_model, dropout_settings, load_pretrained
+        from _lib.peers import head_with_bias, start_at_prior
 
         config, device = self.config, accelerator.device
-        base, fresh = load_pretrained(self.pretrained, self.task, config.model.pretrained)
+        quiet = dropout_settings(self.pretrained, config.train.dropout)
+        base, fresh = load_pretrained(self.pretrained, self.task, config.model.pretrained, **quiet)
         self.modality.check(base, self.reader, config.data)
         random = [name for name in fresh if "pooler." in name and config.method.pooler == "frozen"]
         if random and config.method.name != "full":
             accelerator.print(f"note: {self.pretrained} has no pooler weights; the frozen pooler is random: {random}")
-        if config.method.head_bias == "prior" and not resumed:
+        if not resumed and (
+            config.method.head_bias == "prior"
+            or (config.method.head_bias == "auto" and head_with_bias(base, fresh) is not None)
+        ):
             start_at_prior(base, data.train.labels)
         calibration = None
         if config.method.calibrate and not resumed:
@@ -99,16 +113,29 @@ class Finetuning(Experiment[FinetuneConfig]):
         from _lib.results import save_models
 
         state, best = done.state, done.best
+        metrics = done.test or best["metrics"]
         if self.config.output.save_model:
-            save_models(done.model, self.reader, self.config, done.folder, best["metrics"], done.data.sizes)
+            save_models(done.model, self.reader, self.config, done.folder, metrics, done.data.sizes)
+        chosen = {"score_held_back": best["score"]} if done.test else {}
         return {
-            "score": best["score"],
-            "metrics": best["metrics"],
+            "score": metrics["score"],
+            "metrics": metrics,
+            **chosen,
             "best_epoch": best["step"] / done.per_epoch,
             "trainable_parameters_without_classifier": done.counts["trainable_without_classifier"],
             "seconds_per_epoch": state.train_seconds / state.step * done.per_epoch,
+            "processor_seconds_per_epoch": state.cpu_seconds / state.step * done.per_epoch,
             "device": str(done.device),
         }
+
+    def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
+        """The score, and that of the examples that chose the checkpoint, if they are others."""
+        if not done.test:
+            return super().summary(done, figures)
+        return (
+            f"score {figures['score']:.4f}, {done.best['score']:.4f} on the examples held back, at step "
+            f"{done.best['step']}; everything is in {done.folder}"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

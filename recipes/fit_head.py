@@ -76,6 +76,10 @@ class FitHead(Finetuning):
         """In words."""
         return "head in closed form"
 
+    @property
+    def choose_share(self) -> None:
+        """There is no epoch to choose."""
+
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """A bundle with the fitted head; of a run that was stopped, from what it had counted."""
         from _lib.files import read_json

@@ -54,7 +54,7 @@ from _lib.quickstart_tools import (
     weight_bytes,
 )
 from _lib.run_folder import best_checkpoint, environment
-from _lib.settings import DataSection, FinetuneConfig, LoraSection, MethodSection, OutputSection, TrainSection
+from _lib.settings import DataSection, FinetuneConfig, FinetuneTrain, LoraSection, MethodSection, OutputSection
 from _lib.terminal import quiet
 from accelerate import Accelerator
 from finetune import Finetuning
@@ -149,7 +149,7 @@ class Stages:
             method: for the record; `build` acts on it.
             data: as for `Stage`.
             build: as for `Stage`.
-            train: fields of TrainSection, such as epochs and learning_rate.
+            train: fields of FinetuneTrain, such as epochs and learning_rate.
         """
         folder = self.folder / name
         settings = {"batch_size": BATCH_SIZE, "schedule": "linear", "eval_every": "end", "device": "cpu", **train}
@@ -158,7 +158,7 @@ class Stages:
             task=self.task,
             data=DataSection(max_length=CUT["max_length"]),
             method=method,
-            train=TrainSection(mixed_precision=self.precision, seed=self.seed, **settings),
+            train=FinetuneTrain(mixed_precision=self.precision, seed=self.seed, **settings),
         )
         stage = Stage(config, data, build)
         if self.resume and (folder / "metrics.json").is_file():

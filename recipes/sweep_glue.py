@@ -5,37 +5,70 @@
 
 Each run goes to OUT/<task>/<method>/seed<k>. Finished runs (metrics.json) are skipped, interrupted ones resumed. The
 last line of each run tells how long the rest will take. Settings given as section.key=value apply to every run.
+Learning rates are those that recipes/tune_glue.py found; `--stored model_cards/glue` continues the table there.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
+from pathlib import Path
 
 from _lib import sweep
 
 TASKS = ("rte", "mrpc", "stsb", "cola", "sst2")
-# A linear probe's model/ would be the whole pretrained model once more; its run folder evaluates without it.
+# The epoch is chosen on held-back training rows; what is scored once is the official dev set.
+RECIPE = ["train.choose_share=0.1", "output.save_model=false"]
+# Rows of a Linear's size on inputs as they are; a readout of 4 gelu(W x): features of m rows are divided by sqrt(m).
+LEARNED = "component: gelu, projection: free, normalize: false"
 METHODS = {
-    "snnk_relu16": ["method.adapter={component: relu, num_features: 16}"],
-    "snnk_cos16": ["method.adapter={component: cos, num_features: 16}"],
-    # As many numbers as the Houlsby adapters and LoRA train, in half as many places.
-    "snnk_relu32_parallel": ["method.adapter={component: relu, num_features: 32, placement: parallel}"],
-    # The same number again with a learned projection: half the features, and W is trained with A.
-    "snnk_relu8_free": ["method.adapter={component: relu, num_features: 8, projection: free}"],
-    # In LoRA's place, with as many numbers: a learned projection beside the query and value projections.
-    "snnk_relu8_query_value": [
-        "method.adapter={component: relu, num_features: 8, projection: free, placement: query_value}"
+    # In LoRA's place, with as many numbers, and with the normalisation layers.
+    "rows7_query_value_norms": [
+        f"method.adapter={{{LEARNED}, num_features: 7, scaling: 10.6, placement: query_value}}",
+        "method.parts=[{part: norms}]",
     ],
+    "rows16_parallel": [f"method.adapter={{{LEARNED}, num_features: 16, scaling: 16, placement: parallel}}"],
+    # The paper's: fixed random features behind attention and FFN.
+    "snnk_relu16": ["method.adapter={component: relu, num_features: 16}"],
     "lora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16"],
-    "linear_probe": ["method.name=linear_probe", "output.save_model=false"],
+    "lora_r8_norms": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16", "method.lora.norms=true"],
+    "dora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16", "method.lora.dora=true"],
+    "ia3": ["method.name=ia3"],
+    "vera_r256": ["method.name=vera", "method.lora.r=256"],
+    "norms_biases": ["method.name=bitfit"],
+    "full": ["method.name=full"],
+    "linear_probe": ["method.name=linear_probe"],
     "pooler_cos": ["method.adapter=null", "method.pooler={component: cos}"],
-    "pooler_dense": ["method.name=linear_probe", "method.pooler=dense", "output.save_model=false"],
+    "pooler_dense": ["method.name=linear_probe", "method.pooler=dense"],
 }
+# Where the reports are kept, and those of recipes/tune_glue.py.
+CARDS = Path(__file__).resolve().parent.parent / "model_cards/glue"
+RATES = CARDS / "rates"
+
+
+def chosen_rates(folder: Path = RATES) -> dict[str, float]:
+    """The learning rate of every method: of those tried on all tasks of the tuning the one with the best mean score.
+
+    Args:
+        folder: of the reports of recipes/tune_glue.py, <task>/<method>@<rate>/seed<k>.json.
+    """
+    from _lib.tables import rates
+
+    means = {
+        method: {rate: statistics.mean(scores.values()) for rate, scores in tried.items()}
+        for method, tried in rates(folder).items()
+    }
+    return {method: max(tried, key=lambda rate: tried[rate]) for method, tried in means.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped."""
-    return sweep.main(__doc__, "finetune.py", "{task}_adapter.yaml", "glue", TASKS, METHODS, argv)
+    rates = chosen_rates()
+    methods = {
+        name: [*RECIPE, *settings, *([f"train.learning_rate={rates[name]:g}"] if name in rates else [])]
+        for name, settings in METHODS.items()
+    }
+    return sweep.main(__doc__, "finetune.py", "{task}_adapter.yaml", "glue", TASKS, methods, argv)
 
 
 if __name__ == "__main__":

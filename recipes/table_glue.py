@@ -3,8 +3,9 @@
     python recipes/table_glue.py                                  (runs/glue -> model_cards/glue)
     python recipes/table_glue.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and
-OUT/scores.png from all files in OUT. Without runs, the table is rendered again from the stored files alone.
+Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, the reports of
+recipes/tune_glue.py likewise to OUT/rates, then writes OUT/README.md and OUT/scores.png from all files in OUT. Without
+runs, the table is rendered again from the stored files alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from _lib.tables import Table, collect, grid, read_reports, spread
+from _lib.tables import Rates, Table, collect, grid, rates, read_reports, spread
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a model that gives every example the same answer scores on the official dev sets: the most frequent class
@@ -24,14 +25,20 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTANT = {"rte": 0.5271, "mrpc": 0.7480, "stsb": 0.0, "cola": 0.0, "sst2": 0.5092}
 # A run that has gone at most this part of the way from there to the best run of its task has stayed on the plateau.
 NEAR = 0.25
+# What the others are compared to.
+PEER = "lora_r8"
 # The methods of recipes/sweep_glue.py, in words, in the order of the table.
 NAMES = {
-    "snnk_relu16": "Houlsby adapters",
-    "snnk_cos16": "Houlsby adapters with cosines",
-    "snnk_relu32_parallel": "parallel adapters",
-    "snnk_relu8_query_value": "adapters beside queries and values",
-    "snnk_relu8_free": "Houlsby adapters with learned rows",
+    "rows7_query_value_norms": "learned rows beside queries and values, and norms",
+    "rows16_parallel": "learned rows beside the FFN",
+    "snnk_relu16": "random features behind attention and FFN",
     "lora_r8": "LoRA",
+    "lora_r8_norms": "LoRA and norms",
+    "dora_r8": "DoRA",
+    "ia3": "(IA)³",
+    "vera_r256": "VeRA",
+    "norms_biases": "norms and biases alone",
+    "full": "all weights",
     "linear_probe": "linear probe",
     "pooler_cos": "random-feature pooler",
     "pooler_dense": "trained pooler",
@@ -42,21 +49,22 @@ def main(argv: list[str] | None = None) -> int:
     """Read the command line; 0 done, 2 nothing to render."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/glue", help="folder of recipes/sweep_glue.py")
+    parser.add_argument("--rates", type=Path, default=ROOT / "runs/glue_rates", help="folder of recipes/tune_glue.py")
     parser.add_argument("--out", type=Path, default=ROOT / "model_cards/glue", help="where files and table go")
     arguments = parser.parse_args(argv)
     from _lib.guard import guarded
 
-    return guarded(lambda: write(arguments.runs, arguments.out))
+    return guarded(lambda: write(arguments.runs, arguments.rates, arguments.out))
 
 
-def write(runs: Path, out: Path) -> None:
+def write(runs: Path, tuned: Path, out: Path) -> None:
     """Copy the reports, then render page and figure."""
     from _lib.files import write_text
     from _lib.plots import score_bars
 
-    copied = collect(runs, out)
+    copied = collect(runs, out) + collect(tuned, out / "rates")
     table = read_table(out)
-    write_text(out / "README.md", render(table))
+    write_text(out / "README.md", render(table, rates(out / "rates")))
     scores = {
         task: {method: spread(reports, "score") for method, reports in row.items()} for task, row in table.items()
     }
@@ -104,7 +112,45 @@ def rank(method: str) -> tuple[int, str]:
     return (names.index(method) if method in NAMES else len(names), method)
 
 
-def render(table: Table) -> str:
+def differences(table: Table) -> list[list[str]]:
+    """A row per method beside LoRA: the mean of the differences to LoRA with the same seed, ± standard error."""
+    rows = []
+    for method in sorted({method for row in table.values() for method in row} - {PEER}, key=rank):
+        pairs = [_pairs(row, method) for row in table.values()]
+        if not any(pairs):
+            continue
+        average = f"{100 * statistics.mean(map(statistics.mean, pairs)):+.1f}" if all(pairs) else "–"
+        rows.append([method, *(with_error(found, "+.1f") if found else "–" for found in pairs), average])
+    return rows
+
+
+def _pairs(row: Mapping[str, list[dict[str, Any]]], method: str) -> list[float]:
+    """Score minus LoRA's, of all seeds that both have."""
+    mine, peer = ({report["seed"]: report["score"] for report in row.get(name, [])} for name in (method, PEER))
+    return [mine[seed] - peer[seed] for seed in sorted(mine.keys() & peer.keys())]
+
+
+def with_error(values: list[float], form: str = ".1f") -> str:
+    """Mean ± standard error (number) of `values`, in percent."""
+    mean = format(100 * statistics.mean(values), form)
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {100 * statistics.stdev(values) / len(values) ** 0.5:.1f} ({len(values)})"
+
+
+def tuning(tried: Rates) -> list[list[str]]:
+    """A row per method: its rates with the mean scores on held-back rows, the best in bold."""
+    rows = []
+    for method in sorted(tried, key=rank):
+        means = {rate: statistics.mean(scores.values()) for rate, scores in sorted(tried[method].items())}
+        best = max(means, key=lambda rate: means[rate])
+        texts = [f"{rate:g}: {100 * mean:.1f}" for rate, mean in means.items()]
+        marked = [f"**{text}**" if rate == best else text for rate, text in zip(means, texts, strict=True)]
+        rows.append([method, ", ".join(marked)])
+    return rows
+
+
+def render(table: Table, tried: Rates) -> str:
     """The Markdown page."""
     tasks = list(table)
     methods = sorted({method for row in table.values() for method in row}, key=rank)
@@ -112,58 +158,67 @@ def render(table: Table) -> str:
     models = ", ".join(sorted({report["config"]["model"]["name_or_path"] for report in reports}))
 
     def cell(task: str, method: str) -> str:
-        if method not in table[task]:
-            return "–"
-        found = table[task][method]
-        mean, deviation = spread(found, "score")
-        return f"{100 * mean:.1f}" + (f" ± {100 * deviation:.1f} ({len(found)})" if len(found) > 1 else "")
+        found = table[task].get(method)
+        return with_error([report["score"] for report in found]) if found else "–"
 
-    # An average over different tasks would compare nothing: only tasks that every method has.
-    common = [task for task in tasks if len(table[task]) == len(methods)]
-
+    # An average over different tasks would compare nothing: only methods that ran all.
     def average(method: str) -> str:
-        if not common:
+        if any(method not in row for row in table.values()):
             return "–"
-        return f"{100 * statistics.mean(spread(table[task][method], 'score')[0] for task in common):.1f}"
+        return f"{100 * statistics.mean(spread(row[method], 'score')[0] for row in table.values()):.1f}"
 
     def size(method: str) -> str:
         counts = {report["trainable_parameters"] for row in table.values() for report in row.get(method, [])}
         return f"{min(counts):,}" + (f" to {max(counts):,}" if len(counts) > 1 else "")
 
     def pace(task: str, method: str) -> str:
-        return f"{min(r['seconds_per_epoch'] for r in table[task][method]):.1f}" if method in table[task] else "–"
+        found = table[task].get(method)
+        return f"{min(report['processor_seconds_per_epoch'] for report in found):.0f}" if found else "–"
 
     rows = [[method, *(cell(task, method) for task in tasks), average(method), size(method)] for method in methods]
     times = [[method, *(pace(task, method) for task in tasks)] for method in methods]
     sizes = ["training examples", *(f"{_train(table[task]):,}" for task in tasks), "", ""]
     constants = ", ".join(f"{task} {100 * CONSTANT[task]:.1f}" for task in tasks if task in CONSTANT)
     devices = ", ".join(sorted({f"{r['device']} ({r['environment']['torch_threads']} threads)" for r in reports}))
-    return "\n".join(
-        [
-            f"# GLUE dev scores ({models})",
+    lines = [
+        f"# GLUE dev scores ({models})",
+        "",
+        "Rendered by `recipes/table_glue.py` from the JSON files beside this page; every file holds the settings",
+        "and the environment of its run. Scores in percent: accuracy (RTE, SST-2), mean of accuracy and F1 (MRPC),",
+        "mean of Pearson and Spearman (STS-B), Matthews (CoLA). The epoch is chosen on a tenth of the training rows,",
+        "which is held back; the dev set is scored once. Mean ± standard error (number of seeds). The average is",
+        "that of methods that ran all tasks here.",
+        "",
+        *grid(["method", *tasks, "average", "trained parameters"], [*rows, sizes]),
+        "",
+        *(f"- {method}: {NAMES[method]}" for method in methods if method in NAMES),
+        "",
+        "Every seed. A star says that the run stayed on the plateau where it began: from the score of a constant",
+        f"answer ({constants}) it has gone at most {NEAR:.0%} of the way",
+        "to the best run of the task.",
+        "",
+        *grid(["method", *tasks], seeds(table)),
+        "",
+        "Differences to LoRA with the same seed, mean ± standard error (number of pairs):",
+        "",
+        *grid(["method", *tasks, "average"], differences(table)),
+        "",
+        f"Processor seconds per epoch of training on {devices}, the quickest seed; steps are compared side by side",
+        "by `recipes/benchmarks/adapter_step.py`:",
+        "",
+        *grid(["method", *tasks], times),
+        "",
+    ]
+    if tried:
+        tuned = sorted({task for scores in tried.values() for found in scores.values() for task in found})
+        lines += [
+            f"Learning rates (`recipes/tune_glue.py` on {' and '.join(tuned)}, a seed of its own; mean scores on",
+            "held-back training rows). Methods that are not listed have the rate of the settings files:",
             "",
-            "Rendered by `recipes/table_glue.py` from the JSON files beside this page; every file holds the settings",
-            "and the environment of its run. Scores in percent: accuracy (RTE, SST-2), mean of accuracy and F1 (MRPC),",
-            "mean of Pearson and Spearman (STS-B), Matthews (CoLA), at the best epoch. The epoch is chosen on the",
-            "same dev set, which flatters every method a little. Mean ± standard deviation (number of seeds).",
-            f"The average is over the tasks that all methods ran: {', '.join(common) or 'none'}.",
-            "",
-            *grid(["method", *tasks, "average", "trained parameters"], [*rows, sizes]),
-            "",
-            "Every seed. A star says that the run stayed on the plateau where it began: from the score of a constant",
-            f"answer ({constants}) it has gone at most {NEAR:.0%} of the way",
-            "to the best run of the task.",
-            "",
-            *grid(["method", *tasks], seeds(table)),
-            "",
-            f"Seconds per epoch of training on {devices}; wall time of the quickest seed:",
-            "",
-            *grid(["method", *tasks], times),
-            "",
-            "![scores](scores.png)",
+            *grid(["method", "rate: score"], tuning(tried)),
             "",
         ]
-    )
+    return "\n".join([*lines, "![scores](scores.png)", ""])
 
 
 def _train(row: dict[str, list[dict[str, Any]]]) -> int:

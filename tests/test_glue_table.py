@@ -18,6 +18,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 import sweep_glue
 import table_glue
 import table_results
+import tune_glue
+from _lib.tables import rates
 
 
 def store(root: Path, scores: dict[tuple[str, str], list[float]]) -> None:
@@ -27,7 +29,8 @@ def store(root: Path, scores: dict[tuple[str, str], list[float]]) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({
                 "score": score,
-                "seconds_per_epoch": 1.0,
+                "seed": seed,
+                "processor_seconds_per_epoch": 1.0,
                 "trainable_parameters": 7,
                 "examples": {"train": 10},
                 "device": "cpu",
@@ -38,7 +41,7 @@ def store(root: Path, scores: dict[tuple[str, str], list[float]]) -> None:
 
 def test_every_seed_is_listed_and_plateaus_are_marked(tmp_path: Path) -> None:
     store(tmp_path, {("stsb", "lora_r8"): [0.8, 0.07, -0.03, 0.4], ("cola", "lora_r8"): [0.0], ("stsb", "mine"): [0.5]})
-    page = table_glue.render(table_glue.read_table(tmp_path / "model_cards/glue"))
+    page = table_glue.render(table_glue.read_table(tmp_path / "model_cards/glue"), {})
     lines = page.split("Every seed.")[1].splitlines()
     assert any(line.startswith("| method |") for line in lines)
     # The best CoLA run is no better than a constant answer, and has stayed there like any other.
@@ -49,10 +52,48 @@ def test_every_seed_is_listed_and_plateaus_are_marked(tmp_path: Path) -> None:
 def test_the_readme_names_every_method_that_ran(tmp_path: Path) -> None:
     store(tmp_path, {("stsb", "lora_r8"): [0.8, 0.0], ("stsb", "linear_probe"): [0.1], ("cola", "lora_r8"): [0.2]})
     store(tmp_path, {("stsb", "unheard_of"): [0.6]})
+    assert table_results.glue(tmp_path) == "2 tasks (cola, stsb): LoRA 30.0 (1 of 3 runs on a plateau)"
+    store(tmp_path, {("cola", "linear_probe"): [0.0], ("cola", "unheard_of"): [0.4]})
     assert table_results.glue(tmp_path) == (
-        "1 tasks (stsb): LoRA 40.0 (1 of 2 runs on a plateau), linear probe 10.0 (1 of 1 runs on a plateau), "
-        "unheard_of 60.0"
+        "2 tasks (cola, stsb): LoRA 30.0 (1 of 3 runs on a plateau), linear probe 5.0 (2 of 2 runs on a plateau), "
+        "unheard_of 50.0"
     )
+
+
+def test_differences_are_between_runs_of_one_seed(tmp_path: Path) -> None:
+    store(tmp_path, {("stsb", "lora_r8"): [0.8, 0.6], ("stsb", "full"): [0.9, 0.75, 0.1], ("stsb", "ia3"): [0.7]})
+    store(tmp_path, {("cola", "lora_r8"): [0.2], ("cola", "full"): [0.1]})
+    rows = table_glue.differences(table_glue.read_table(tmp_path / "model_cards/glue"))
+    assert rows == [["ia3", "–", "-10.0", "–"], ["full", "-10.0", "+12.5 ± 2.5 (2)", "+1.2"]]
+
+
+def test_the_rate_is_that_of_the_best_mean_over_all_tasks(tmp_path: Path) -> None:
+    """A rate that has not run everywhere yet is no candidate; the dev score plays no part."""
+    scores = {"lora_r8@0.001": [0.5, 0.3], "lora_r8@0.002": [0.4, 0.6], "lora_r8@0.004": [0.9], "full@5e-05": [0.1, 0]}
+    for method, values in scores.items():
+        for task, value in zip(("mrpc", "cola"), values, strict=False):
+            file = tmp_path / task / method / "seed100.json"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps({"score_held_back": value, "score": 1 - value}))
+    assert sweep_glue.chosen_rates(tmp_path) == {"lora_r8": 0.002, "full": 5e-05}
+    assert sweep_glue.chosen_rates(tmp_path / "none") == {}
+    assert table_glue.tuning(rates(tmp_path)) == [
+        ["lora_r8", "0.001: 40.0, **0.002: 50.0**"],
+        ["full", "**5e-05: 5.0**"],
+    ]
+
+
+def test_every_method_is_tuned_with_equal_effort() -> None:
+    """As many rates for each, and nothing else differs from the runs of the table."""
+    points = tune_glue.points()
+    assert len(points) == 3 * len(sweep_glue.METHODS)
+    for name, settings in points.items():
+        method, _, rate = name.rpartition("@")
+        assert settings == [
+            *sweep_glue.RECIPE,
+            *sweep_glue.METHODS[method],
+            f"train.learning_rate={float(rate):g}",
+        ]
 
 
 def test_every_method_of_the_sweep_has_a_name() -> None:

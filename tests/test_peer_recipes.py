@@ -95,18 +95,19 @@ def test_the_bias_knows_the_shares_of_the_classes() -> None:
     start_at_prior(single, torch.tensor([1.0, 2.0, 6.0]))
     assert single.classifier.out_proj.bias.item() == 3.0
     causal = build("llama", "LlamaForSequenceClassification")
-    with pytest.raises(ConfigError, match=r"LlamaForSequenceClassification has no Linear.*head_bias=zero"):
+    with pytest.raises(ConfigError, match=r"LlamaForSequenceClassification has no Linear.*head_bias=auto"):
         start_at_prior(causal, labels)
 
 
-def test_a_run_starts_at_the_prior(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", ["prior", "auto"])
+def test_a_run_starts_at_the_prior(tmp_path: Path, asked: str) -> None:
     """Steps of length zero leave it there."""
     from safetensors.torch import load_file
 
     world = write_world(tmp_path)
     write_settings(tmp_path / "run.yaml", str(world / "bert"), str(world / "glue"), str(tmp_path / "run"), "lora")
     still = ["train.epochs=1", "train.learning_rate=1e-12", "train.weight_decay=0", "output.save_model=true"]
-    assert finetune.main([str(tmp_path / "run.yaml"), *still, "method.head_bias=prior"]) == 0
+    assert finetune.main([str(tmp_path / "run.yaml"), *still, f"method.head_bias={asked}"]) == 0
     tensors = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
     (bias,) = (value for key, value in tensors.items() if key.endswith("classifier.bias"))
     rows = [line.split("\t")[-1] for line in (world / "glue/RTE/train.tsv").read_text().splitlines()[1:]]

@@ -43,8 +43,9 @@ from _lib import checkpoint as checkpoints
 from _lib import training
 from _lib.config import describe, load_config
 from _lib.data import Examples, epoch_plan, share, steps_per_epoch
-from _lib.evaluation import DivergedError
+from _lib.evaluation import DivergedError, held_back_rows
 from _lib.loop import FiniteWatch, make_optimizer, train_step
+from _lib.models import dropout_settings, load_pretrained
 from _lib.schedule import learning_rate
 from _lib.settings import RECIPE_OF, FinetuneConfig, TrainSection
 from _lib.sweep import Run, time_left
@@ -330,6 +331,45 @@ def test_a_run_leaves_everything_that_is_promised(finished: Path, world: Path) -
         ".safetensors",
     }
     assert load_config(FinetuneConfig, finished / "config.yaml").output.dir == str(finished)
+
+
+def test_the_epoch_may_be_chosen_on_training_examples(world: Path, tmp_path: Path) -> None:
+    """The dev set is then scored once, by the checkpoint that was best on what was held back."""
+    changes = ["train.epochs=3", "train.choose_share=0.2", "train.learning_rate=5e-2", "train.save_every_steps=null"]
+    assert finetune.main(settings(world, tmp_path / "run", *changes, "output.save_model=true", method="lora")) == 0
+    metrics = json.loads((tmp_path / "run/metrics.json").read_text())
+    assert metrics["examples"] == {"train": 56, "held back": 14, "validation": 20}
+    logged = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    scores = [row["score"] for row in logged if "score" in row]
+    assert len(scores) == 3
+    assert metrics["score_held_back"] == max(scores)
+    # The score is that of the dev set, as the saved adapter has it.
+    assert evaluate.main([str(tmp_path / "run/adapter"), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
+    evaluated = json.loads((tmp_path / "run/adapter/metrics.json").read_text())["metrics"]
+    assert metrics["metrics"] == evaluated
+    assert metrics["score"] == evaluated["score"]
+
+
+def test_rows_held_back_are_of_every_class_and_not_trained_on() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"sentence1": [str(i) for i in range(50)], "label": [0] * 40 + [1] * 10})
+    kept, held = held_back_rows(rows, 0.2)
+    assert sorted(held["label"]) == [0] * 8 + [1] * 2
+    assert {*kept["sentence1"], *held["sentence1"]} == {*rows["sentence1"]}
+    assert len(kept) == 40
+    numbers = datasets.Dataset.from_dict({"label": [0.5 * i for i in range(50)]})
+    assert [len(part) for part in held_back_rows(numbers, 0.2)] == [40, 10]
+    with pytest.raises(ConfigError, match="none of 2 training examples can be held back"):
+        held_back_rows(datasets.Dataset.from_dict({"label": [0, 1]}), 0.2)
+
+
+def test_dropout_is_what_the_settings_say(world: Path) -> None:
+    """Of every kind that the configuration knows; without one, a value is refused."""
+    assert dropout_settings(str(world / "bert"), None) == {}
+    found = dropout_settings(str(world / "bert"), 0.25)
+    assert found == dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), 0.25)
+    model, _ = load_pretrained(str(world / "bert"), TASKS["rte"], **found)
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}
 
 
 @pytest.mark.parametrize("method", ["snnk", "lora", "linear_probe", "full"])
@@ -751,10 +791,12 @@ def test_the_recipes_do_not_hide_the_evaluate_package() -> None:
 
 
 def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
-    def report(score: float, train: int) -> dict[str, Any]:
+    def report(score: float, train: int, seed: int) -> dict[str, Any]:
         return {
             "score": score,
+            "seed": seed,
             "seconds_per_epoch": 12.34,
+            "processor_seconds_per_epoch": 11.9,
             "trainable_parameters": 74498,
             "examples": {"train": train, "validation": 9},
             "device": "cpu",
@@ -770,14 +812,16 @@ def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
     ):
         file = tmp_path / "runs" / task / method / f"seed{seed}/metrics.json"
         file.parent.mkdir(parents=True)
-        file.write_text(json.dumps(report(score, 100 if task == "rte" else 200)))
+        file.write_text(json.dumps(report(score, 100 if task == "rte" else 200, seed)))
     arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]
+    arguments += ["--rates", str(tmp_path / "rates")]
     assert table_glue.main(arguments) == 0
     page = (tmp_path / "cards/README.md").read_text()
-    assert "| snnk_relu16 | 65.0 | 85.0 | 65.0 | 74,498 |" in page
-    assert "| lora_r8 | 62.0 ± 2.8 (2) | – | 62.0 | 74,498 |" in page
+    assert "| snnk_relu16 | 65.0 | 85.0 | 75.0 | 74,498 |" in page
+    assert "| lora_r8 | 62.0 ± 2.0 (2) | – | – | 74,498 |" in page
+    assert "| snnk_relu16 | +5.0 | – | – |" in page  # to LoRA with seed 0
     assert "| training examples | 100 | 200 |" in page
-    assert "| lora_r8 | 12.3 | – |" in page
+    assert "| lora_r8 | 12 | – |" in page
     assert (tmp_path / "cards/rte/lora_r8/seed1.json").is_file()
     assert (tmp_path / "cards/scores.png").read_bytes().startswith(b"\x89PNG")
     # The stored files alone give the same page.
@@ -815,5 +859,5 @@ def test_a_sweep_runs_skips_and_resumes(
     output = capfd.readouterr().out
     assert "2 runs, 1 finished" in output
     assert "rte/lora_r8/seed0 (resumed)" in output
-    assert "continuing after step 3" in output
+    assert "continuing after step 2" in output
     assert json.loads((tmp_path / "rte/lora_r8/seed0/metrics.json").read_text())["score"] == reports["lora_r8"]["score"]

@@ -58,7 +58,10 @@ def test_one_product_instead_of_several(tmp_path: Path) -> None:
     for row in rows:
         assert row["ms apart"] > 0
         assert row["ms as one"] > 0
-        assert row["share of the model's time saved"] < 1
+        # One repetition: the ratio is of these two, and the sign of what is saved that of their difference. How large
+        # it is says nothing here; a busy processor makes it any number.
+        assert row["speed-up of the products"] == pytest.approx(row["ms apart"] / row["ms as one"])
+        assert (row["share of the model's time saved"] > 0) == (row["ms apart"] > row["ms as one"])
 
 
 def test_make_benchmarks_leaves_out_what_needs_a_model() -> None:

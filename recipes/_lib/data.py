@@ -30,9 +30,11 @@ class ExampleSet(ABC):
 
     Attributes:
         lengths: tokens per example, by which batches are grouped.
+        labels: of all examples, or of all their words; those that do not count are negative.
     """
 
     lengths: list[int]
+    labels: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -97,6 +99,7 @@ class Examples(ExampleSet):
         self.columns = {name: [np.asarray(ids, dtype=np.int64) for ids in values] for name, values in encoded.items()}
         if of_words:
             self.columns["labels"] = _at_first_tokens(encoded, list(rows["label"]))
+            self.labels = torch.from_numpy(np.concatenate(self.columns["labels"]))
         else:
             labels = np.asarray(list(rows["label"]))
             self.labels = torch.from_numpy(labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64))

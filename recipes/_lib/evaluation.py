@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from _lib.data import ExampleSet, share
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._hold_out import held_back
 from snnk_peft.tasks.base_text import IGNORED
 
 
@@ -52,6 +55,24 @@ def evaluation_splits(
         return [i * count // size for i in range(size)] if task.modality == "image" else range(size)
 
     return {name: rows.select(chosen(len(rows))) for name, rows in splits.items()}
+
+
+def held_back_rows(rows: Any, share: float, seed: int = 0) -> tuple[Any, Any]:
+    """(rows to train on, rows to choose the epoch on): of every class its share, of other labels of all rows.
+
+    Args:
+        rows: a `datasets.Dataset` with the column label.
+        share: part that is held back.
+        seed: decides which ones.
+    """
+    labels = rows["label"][:]
+    groups = np.asarray(labels) if isinstance(labels[0], int) else np.zeros(len(rows), int)
+    held = held_back(groups, share, seed)
+    if not held:
+        raise ConfigError(
+            f"train.choose_share is {share}: none of {len(rows)} training examples can be held back (no class has two)"
+        )
+    return rows.select(np.setdiff1d(np.arange(len(rows)), held).tolist()), rows.select(held)
 
 
 @torch.no_grad()

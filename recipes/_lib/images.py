@@ -48,6 +48,7 @@ class ImageExamples(ExampleSet):
         check_not_empty(rows)
         self._rows, self._processor, self._channels, self._classes = rows, processor, channels, classes
         self._augmentation, self._workers, self._limit = augmentation, workers, max_unreadable
+        self.labels = torch.from_numpy(np.asarray(rows.labels))
         self.unreadable: dict[int, str] = {}
         # Pictures of a batch have one size: their order needs no lengths.
         self.lengths = [1] * len(rows)

@@ -132,6 +132,27 @@ def load_pretrained(
     return model, sorted({*report["missing_keys"], *(name for name, *_ in report.get("mismatched_keys", ()))})
 
 
+def dropout_settings(folder: str, probability: float | None) -> dict[str, float]:
+    """Entries of the configuration that set every kind of dropout to `probability`; none for None.
+
+    Args:
+        folder: of the model, or a name on the Hub.
+        probability: of all of them.
+
+    Raises:
+        ConfigError: the configuration has no such entry.
+    """
+    if probability is None:
+        return {}
+    known = AutoConfig.from_pretrained(folder).to_dict()
+    found = {key for key, value in known.items() if "drop" in key and type(value) in (int, float)}
+    if not found:
+        raise ConfigError(
+            f"train.dropout is {probability}; the configuration of {folder!r} has no entry for dropout: leave it out"
+        )
+    return dict.fromkeys(sorted(found), probability)
+
+
 def build_model(
     base: PreTrainedModel, method: MethodSection, seed: int, calibration: list[dict[str, torch.Tensor]] | None
 ) -> Any:

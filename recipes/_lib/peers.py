@@ -7,6 +7,7 @@ bitfit              all biases and normalisation layers (Zaken et al. 2022)
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -99,6 +100,21 @@ def query_value_names(model: PreTrainedModel) -> list[str] | None:
     return [name.rpartition(".")[2] for name in (family.query, family.value)]
 
 
+def head_with_bias(model: PreTrainedModel, among: Collection[str] | None = None) -> torch.nn.Linear | None:
+    """The last Linear with an output per label, or None if there is none or it has no bias.
+
+    Args:
+        model: with a head.
+        among: names of tensors, one of which the bias must be (those that are newly initialised), or None.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    heads = {name: linear for name, linear in linears.items() if linear.out_features == model.config.num_labels}
+    if not heads:
+        return None
+    name, head = list(heads.items())[-1]
+    return head if head.bias is not None and (among is None or f"{name}.bias" in among) else None
+
+
 def start_at_prior(model: PreTrainedModel, labels: torch.Tensor) -> None:
     """The head's bias becomes what is known of an example before it is read: log frequencies, or the mean number.
 
@@ -111,20 +127,16 @@ def start_at_prior(model: PreTrainedModel, labels: torch.Tensor) -> None:
     Raises:
         ConfigError: the head has no bias.
     """
-    outputs = [
-        module
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear) and module.out_features == model.config.num_labels
-    ]
-    if not outputs or outputs[-1].bias is None:
+    head = head_with_bias(model)
+    if head is None:
         raise ConfigError(
             f"method.head_bias is prior, and {type(model).__name__} has no Linear with {model.config.num_labels} "
-            "outputs and a bias; set method.head_bias=zero"
+            "outputs and a bias; set method.head_bias=auto"
         )
     with torch.no_grad():
         if labels.is_floating_point():
-            outputs[-1].bias.fill_(labels.mean())
+            head.bias.fill_(labels.mean())
         else:
             counts = torch.bincount(labels[labels >= 0].flatten(), minlength=model.config.num_labels) + 1
             logarithm = counts.double().log()
-            outputs[-1].bias.copy_(logarithm - logarithm.mean())
+            head.bias.copy_(logarithm - logarithm.mean())

@@ -116,9 +116,11 @@ class MethodSection:
     save_projection: bool = option(True, "store the random matrices; false stores a seed and a checksum")
     lora: LoraSection = field(default_factory=LoraSection)
     head_bias: str = option(
-        "zero",
-        "what the classifier's bias starts with: zero, or prior: logarithms of the classes' shares, the mean number",
-        choices=("zero", "prior"),
+        "auto",
+        "what the classifier's bias starts with: zero; prior, logarithms of the classes' shares or the mean number, "
+        "without which adapters begin with learning that, and may lose the examples over it (tests/test_plateau.py); "
+        "auto: prior where the classifier has a bias",
+        choices=("auto", "zero", "prior"),
     )
 
     def __post_init__(self) -> None:
@@ -194,6 +196,22 @@ class TrainSection(StepSettings):
 
 
 @dataclass
+class FinetuneTrain(TrainSection):
+    """The optimisation of a pretrained model."""
+
+    choose_share: float | None = option(
+        None,
+        "share of the training examples that is held back to choose the epoch: the evaluation splits are then scored "
+        "once, with the checkpoint that was chosen; null chooses on these splits, which flatters the score a little",
+        above=0,
+        high=0.5,
+    )
+    dropout: float | None = option(
+        None, "probability of every kind of dropout in the model; null keeps the model's own", low=0, high=0.99
+    )
+
+
+@dataclass
 class RunOutput:
     """Where the run folder goes."""
 
@@ -221,7 +239,7 @@ class FinetuneConfig:
     data: DataSection = field(default_factory=DataSection)
     augment: AugmentSection = field(default_factory=AugmentSection)
     method: MethodSection = field(default_factory=MethodSection)
-    train: TrainSection = field(default_factory=TrainSection)
+    train: FinetuneTrain = field(default_factory=FinetuneTrain)
 
     def check(self) -> list[str]:
         """The task must exist and fit the data settings; what is said of pictures is for pictures."""

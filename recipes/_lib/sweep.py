@@ -44,6 +44,7 @@ class Sweep(NamedTuple):
         overrides: settings of every run.
         configs: folder of the settings files.
         out: folder of all runs.
+        stored: folder of the reports of runs that count as finished, or None.
     """
 
     program: str
@@ -52,6 +53,12 @@ class Sweep(NamedTuple):
     overrides: Sequence[str]
     configs: Path
     out: Path
+    stored: Path | None = None
+
+    def finished(self, run: Run) -> bool:
+        """Whether its report is there."""
+        kept = self.stored is not None and (self.stored / f"{run.name}.json").is_file()
+        return kept or (self.out / run.name / "metrics.json").is_file()
 
 
 def main(
@@ -63,6 +70,7 @@ def main(
     methods: Mapping[str, Sequence[str]],
     argv: list[str] | None,
     configs_in: str | None = None,
+    seeds: Sequence[int] = (0,),
 ) -> int:
     """Read the command line of a sweep and run what is missing.
 
@@ -75,6 +83,7 @@ def main(
         methods: settings of each method.
         argv: the arguments, or None for those of this process.
         configs_in: the name below recipes/configs, where it is not `folder`.
+        seeds: run unless `--seeds` says otherwise.
 
     Returns:
         0 if everything is finished, 1 if something failed, 130 or 143 if stopped by Ctrl-C or SIGTERM.
@@ -88,7 +97,10 @@ def main(
     parser.add_argument(
         "--methods", nargs="+", default=list(methods), choices=methods, metavar="METHOD", help=" ".join(methods)
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
+    parser.add_argument("--seeds", nargs="+", type=int, default=seeds, help=f"default: {' '.join(map(str, seeds))}")
+    parser.add_argument(
+        "--stored", type=Path, help="also skip runs whose reports were stored here (as in model_cards/glue)"
+    )
     arguments, rest = parser.parse_known_args(argv)
     # argparse cannot mix options that take lists with positionals; settings are recognised by their "=".
     misplaced = [text for text in rest if "=" not in text or text.startswith("-")]
@@ -106,7 +118,7 @@ def main(
     overrides = [*arguments.overrides, *rest]
     from _lib.guard import guarded
 
-    grid = Sweep(program, config, methods, overrides, arguments.configs, arguments.out)
+    grid = Sweep(program, config, methods, overrides, arguments.configs, arguments.out, arguments.stored)
     return guarded(lambda: sweep(grid, runs))
 
 
@@ -118,7 +130,7 @@ def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
         grid.out.mkdir(parents=True, exist_ok=True)
     record = grid.out / "seconds.json"
     seconds: dict[str, float] = read_json(record) if record.is_file() else {}
-    pending = [run for run in runs if not (grid.out / run.name / "metrics.json").is_file()]
+    pending = [run for run in runs if not grid.finished(run)]
     print(f"{len(runs)} runs, {len(runs) - len(pending)} finished; {time_left(pending, seconds)}", flush=True)
     failed: list[str] = []
     for number, run in enumerate(pending):

@@ -9,6 +9,7 @@ from typing import Any
 
 # What imports torch is imported in the functions, so that `--help` answers at once.
 
+Rates = dict[str, dict[float, dict[str, float]]]  # method -> learning rate -> task -> score on held-back examples
 Table = dict[str, dict[str, list[dict[str, Any]]]]  # task -> method -> one report per seed
 
 
@@ -38,6 +39,26 @@ def read_reports(out: Path, sweep: str) -> Table:
     if not table:
         raise ConfigError(f"no */*/seed*.json in {out} and no finished run; run {sweep} first")
     return {task: dict(row) for task, row in table.items()}
+
+
+def rates(folder: Path) -> Rates:
+    """method -> learning rate -> task -> score on held-back examples, of rates that ran on every task of the folder.
+
+    Args:
+        folder: of reports, <task>/<method>@<rate>/seed<k>.json.
+    """
+    from _lib.files import read_json
+
+    found: defaultdict[str, defaultdict[float, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for file in sorted(folder.glob("*/*@*/seed*.json")):
+        method, _, rate = file.parts[-2].rpartition("@")
+        found[method][float(rate)][file.parts[-3]] = read_json(file)["score_held_back"]
+    tasks = {task for tried in found.values() for scores in tried.values() for task in scores}
+    whole = {
+        method: {rate: scores for rate, scores in tried.items() if scores.keys() == tasks}
+        for method, tried in found.items()
+    }
+    return {method: tried for method, tried in whole.items() if tried}
 
 
 def spread(reports: list[dict[str, Any]], key: str) -> tuple[float, float]:

@@ -37,8 +37,8 @@ class AdapterPart(FeaturePart):
         "houlsby",
         '"houlsby" (after attention and after the FFN), "pfeiffer" (after the FFN only), "parallel" (beside the FFN: '
         'reads the FFN\'s input, adds to its output; folds completely when bundled) or "query_value" (beside the query '
-        "and value projections, LoRA's place; each becomes one Linear of [Φ(x), x] when bundled; slow to start on some "
-        "seeds, see model_cards/glue).",
+        "and value projections, LoRA's place; each becomes one Linear of [Φ(x), x] when bundled; the bias of a fresh "
+        "head should start at the labels' mean or shares, as in recipes/finetune.py).",
         choices=("houlsby", "pfeiffer", "parallel", "query_value"),
     )
     init: str = option(
