@@ -30,6 +30,7 @@ PEER = "lora_r8"
 # The methods of recipes/sweep_glue.py, in words, in the order of the table.
 NAMES = {
     "rows7_query_value_norms": "learned rows beside queries and values, and norms",
+    "rows8_upper_norms": "the same in all layers but the first",
     "rows16_parallel": "learned rows beside the FFN",
     "snnk_relu16": "random features behind attention and FFN",
     "lora_r8": "LoRA",

@@ -116,3 +116,20 @@ def test_faults() -> None:
         head.temper([])
     with pytest.raises(ValueError, match="no tokens"):
         FittedHead(HeadStatistics(3, 2, "classes"))
+
+
+def test_as_many_examples_as_columns_are_no_harm() -> None:
+    """The best ridge is then larger than the mean variance sum of a column; a head held to less predicts nothing."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(2210, 200, generator=generator)
+    numbers = vectors[:, :4].sum(1, keepdim=True) + 2 * torch.randn(2210, 1, generator=generator)  # half of it is noise
+    statistics = HeadStatistics(200, 1, "numbers")
+    statistics.add(vectors[:210], numbers[:210])
+
+    def error(head: FittedHead) -> float:
+        return float((head.scores(vectors[210:]) - numbers[210:]).square().mean() / numbers[210:].var())
+
+    best = min(error(FittedHead(statistics, [10 ** (exponent / 4)])) for exponent in range(-8, 12))
+    assert best < 0.9
+    assert error(FittedHead(statistics)) < best + 0.1
+    assert error(FittedHead(statistics, [0.1, 0.01])) > best + 0.15  # the check tells a short list from a good one

@@ -5,8 +5,9 @@
     python recipes/benchmarks/adapter_step.py --methods snnk rows parallel lora lora_norms dora
 
 One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 ReLU features, Houlsby placement;
-"rows": 7 learned GELU rows beside query and value, and all norms; "parallel": 16 of them beside the FFN. LoRA: r = 8
-on query and value; with all norms; as DoRA. All train the classifier. Times are medians over alternating repetitions
+"rows": 7 learned GELU rows beside query and value, and all norms; "upper": 8 in all layers but the first, which the
+backward pass does not enter, and these layers' norms; "parallel": 16 beside the FFN. LoRA: r = 8 on query and value;
+with all norms; as DoRA. All train the classifier. Times are medians over alternating repetitions
 in one process; peak memory is the growth of a fresh process's resident memory over three steps, the median of five
 processes in turn (one tells it to 5%: what the allocator keeps varies from run to run). On a GPU it is the peak of the
 allocated tensors over three steps, in one process, beyond weights and optimizer states; `--dtype bfloat16` trains under
@@ -39,9 +40,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "snnk": {"num_features": 16},
     "snnk_pfeiffer": {"num_features": 32, "placement": "pfeiffer"},
     "rows": {"num_features": 7, "placement": "query_value", **LEARNED},
+    "upper": {"num_features": 8, "placement": "query_value", **LEARNED, "layers": [1, 2, 3, 4, 5]},
     "parallel": {"num_features": 16, "placement": "parallel", **LEARNED},
 }
-WITH_NORMS = ("rows", "lora_norms")
+WITH_NORMS = {"rows": "*", "upper": "*.layer.[1-5].*", "lora_norms": "*"}
 LORAS: dict[str, dict[str, Any]] = {"lora": {}, "lora_norms": {}, "dora": {"use_dora": True}}
 METHODS = (*ADAPTERS, *LORAS)
 
@@ -49,7 +51,7 @@ METHODS = (*ADAPTERS, *LORAS)
 def adapted(base: Any, method: str, targets: Sequence[str], **config: Any) -> torch.nn.Module:
     """`base` with one of `ADAPTERS`, or with LoRA of rank 8 on the modules of these names."""
     if method in ADAPTERS:
-        parts = [NormsPart()] if method in WITH_NORMS else []
+        parts = [NormsPart(targets=WITH_NORMS[method])] if method in WITH_NORMS else []
         return get_snnk_model(base, SNNKConfig(adapter=AdapterPart(**ADAPTERS[method]), parts=parts, **config))
     if method in WITH_NORMS:
         config["modules_to_save"] = [*(config.get("modules_to_save") or ()), *norm_names(base)]

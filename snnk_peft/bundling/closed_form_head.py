@@ -26,12 +26,11 @@ from snnk_peft.bundling.head_bundle import PROBLEMS, head_report, with_head
 from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of
 from snnk_peft.bundling.probe import probe_inputs
 from snnk_peft.calibration.reduce import gathered
-from snnk_peft.calibration.ridge import DEFAULT_RIDGES
 from snnk_peft.calibration.token_sample import TokenSample
 from snnk_peft.digests import tensor_digest, value_digest
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.heads.features import HeadFeatures, HeadReader
-from snnk_peft.heads.fitted import FittedHead
+from snnk_peft.heads.fitted import HEAD_RIDGES, FittedHead
 from snnk_peft.heads.statistics import HeadStatistics
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
@@ -199,7 +198,7 @@ class ClosedFormHead:
         self,
         examples: Iterable[Mapping[str, Any]] | None = None,
         *,
-        ridges: Sequence[float] = DEFAULT_RIDGES,
+        ridges: Sequence[float] = HEAD_RIDGES,
         targets: str = "labels",
     ) -> FittedHead:
         """The best head for all examples counted.

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from snnk_peft.calibration.ridge import DEFAULT_RIDGES
 from snnk_peft.calibration.ridge_posterior import RidgePosterior, cross_validated
 from snnk_peft.errors import ConfigError
 from snnk_peft.heads.statistics import HeadStatistics
 
+# From shrinking all columns to interpolating: hidden states have a few directions that hold nearly all of the variance,
+# so with as many examples as columns the best ridge is far above their mean, which is what a ridge is measured in.
+HEAD_RIDGES = tuple(10 ** (exponent / 2) for exponent in range(6, -17, -1))
 SHARPEST = 7.0  # log t at most; scores that separate all examples would ask for infinity
 CONSTANT = 1e-10  # a column whose standard deviation is below this share of its mean's size tells nothing
 
@@ -82,7 +84,7 @@ class FittedHead:
         True
     """
 
-    def __init__(self, statistics: HeadStatistics, ridges: Sequence[float] = DEFAULT_RIDGES):
+    def __init__(self, statistics: HeadStatistics, ridges: Sequence[float] = HEAD_RIDGES):
         self.kind, self.count, moments = statistics.kind, statistics.count, statistics.moments
         gram = moments.normal_equations()[0]
         spread = (gram.diagonal() / self.count).clamp_min(0).sqrt()

@@ -1,8 +1,9 @@
 """Normalisation layers trained along: gains and biases of every LayerNorm or RMSNorm, a few thousand numbers.
 
-    y = g ⊙ (x − mean) / std + b        g and b are trained; nothing is added and nothing costs time
+    y = g ⊙ (x − mean) / std + b        g and b are trained; nothing is added
 
-By themselves (Zhao et al. 2023, "Tuning LayerNorm in Attention") or beside an adapter.
+The backward pass goes down to the lowest of them: those of the embeddings cost it the queries, keys and values of the
+first layer, `targets` can leave them out. By themselves (Zhao et al. 2023, "Tuning LayerNorm in Attention") or beside an adapter.
 """
 
 from __future__ import annotations
