@@ -47,8 +47,9 @@ class HeadSection:
 
     views: list[list[int | str]] | None = option(
         None,
-        "pairs [layer, pool] of hidden states, 0 the embeddings, -1 the last; pools: mean, max, first, last. null: "
-        "means after a third, two thirds and all layers, and the maximum of the last",
+        "pairs [layer, pool] of hidden states, 0 the embeddings, -1 the last; pools: mean, max, first, last, and, of "
+        "pairs of texts, apart and product. null: means after a third, two thirds and all layers, and "
+        "the maximum of the last; of pairs also how the two differ after two thirds and all layers",
     )
     feature_map: dict[str, Any] | None = option(
         None, "the vectors also through this map: component, projection, num_features"
@@ -94,7 +95,7 @@ class FitHead(Finetuning):
         kind = "numbers" if task.num_labels == 1 else "classes"
         layers = base.config.num_hidden_layers
         if config.views is None:
-            features = HeadFeatures.across(layers, config.feature_map)
+            features = HeadFeatures.across(layers, config.feature_map, pairs=self._pairs(base, data, accelerator))
         else:
             features = HeadFeatures(config.views, config.feature_map)
 
@@ -115,6 +116,18 @@ class FitHead(Finetuning):
         for name, parameter in made.named_parameters():
             parameter.requires_grad_(name.startswith("snnk_head.linear."))
         return made
+
+    def _pairs(self, base: Any, data: Data, accelerator: Any) -> bool:
+        """Whether the examples are pairs of texts that the head can tell apart."""
+        from snnk_peft.bundling.pooled_head import separator_of
+
+        if not data.train.pairs or "token_type_ids" in data.train.batch([0]) or separator_of(base.config) is not None:
+            return data.train.pairs
+        accelerator.print(
+            f"note: the head reads both texts of a pair as one: the tokenizer gives no token_type_ids, and the "
+            f"configuration of {self.pretrained} names no separator (sep_token_id)"
+        )
+        return False
 
     def _fitted(
         self, head: ClosedFormHead, empty: Callable[[], ClosedFormHead], data: Data, accelerator: Any

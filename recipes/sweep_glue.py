@@ -29,7 +29,8 @@ METHODS = {
     ],
     # As many numbers in all layers but the first: the backward pass need not enter that one.
     "rows8_upper_norms": [
-        f"method.adapter={{{LEARNED}, num_features: 8, scaling: 11.3, placement: query_value, layers: [1, 2, 3, 4, 5]}}",
+        f"method.adapter={{{LEARNED}, num_features: 8, scaling: 11.3, placement: query_value}}",
+        "method.adapter.layers=[1, 2, 3, 4, 5]",
         'method.parts=[{part: norms, targets: "*.layer.[1-5].*"}]',
     ],
     "rows16_parallel": [f"method.adapter={{{LEARNED}, num_features: 16, scaling: 16, placement: parallel}}"],

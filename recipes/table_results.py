@@ -107,6 +107,7 @@ def render(root: Path) -> str:
         ["training step of adapters, MiniLM, 32 × 128 tokens", adapters, "`benchmarks/adapter_step.py`"],
         ["the same, ViT-S/16, 8 pictures of 224 × 224", vision, "`benchmarks/vision_step.py`"],
         ["GLUE dev average, MiniLM", glue(root), "`table_glue.py`"],
+        ["heads in closed form beside LoRA (seed 0 of that table), MiniLM", heads_beside_lora(root), "`fit_head.py`"],
         *conversions,
         *other_tasks(root, read_json),
         *language_model(benchmark("convert_llama"), benchmark("convert_llama_ffn")),
@@ -201,7 +202,23 @@ def glue(root: Path) -> str:
         runs = [on_plateau(task, report["score"], table[task]) for task in common for report in table[task][method]]
         stuck = f" ({sum(runs)} of {len(runs)} runs on a plateau)" if any(runs) else ""
         parts.append(f"{NAMES.get(method, method)} {100 * mean:.1f}{stuck}")
-    return f"{len(common)} tasks ({', '.join(common)}): {', '.join(parts)}"
+    counts = sorted({len(table[task][method]) for task in common for method in methods if method in table[task]})
+    seeds = f"{counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")
+    return f"{len(common)} tasks ({', '.join(common)}; seeds: {seeds}): {', '.join(parts)}"
+
+
+def heads_beside_lora(root: Path) -> str:
+    """Of every task with a head: both scores, what the head has of LoRA's score, and what it took of its time."""
+    from _lib.files import read_json
+
+    table, parts = read_table(root / "model_cards/glue"), []
+    for file in sorted((root / "model_cards/head").glob("*/metrics.json")):
+        task, head = file.parent.name, read_json(file)
+        lora = next(report for report in table[task]["lora_r8"] if report["seed"] == head["seed"])
+        score, peer = head["score"], lora["score"]
+        share, time = score / peer, head["seconds"] / lora["train_seconds"]
+        parts.append(f"{task} {100 * score:.1f} and {100 * peer:.1f} ({share:.0%} in {time:.0%} of the time)")
+    return ", ".join(parts)
 
 
 def long_range(root: Path) -> str:

@@ -319,6 +319,76 @@ def test_in_a_fresh_process(package: bool, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+SEPARATOR = 2
+
+
+def pair_batches(types: bool, count: int = 12) -> list[dict[str, torch.Tensor]]:
+    """Pairs of texts: 0 A 2 B 2, or 0 A 2 2 B 2 as RoBERTa has them; alike if they begin with words of one parity."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for _ in range(count):
+        rows = []
+        for length in (3, 5, 4, 2) * 2:
+            a, b = torch.randint(3, 50, (2, length), generator=generator)
+            middle = [SEPARATOR] if types else [SEPARATOR, SEPARATOR]
+            rows.append(
+                ([0, *a.tolist(), *middle[:1]], [*middle[1:], *b.tolist(), SEPARATOR], int(a[0] % 2 == b[0] % 2))
+            )
+        longest = max(len(a) + len(b) for a, b, _ in rows)
+        ids, mask, second = torch.full((8, longest), 1), torch.zeros(8, longest).long(), torch.zeros(8, longest).long()
+        for row, (a, b, _) in enumerate(rows):
+            ids[row, : len(a) + len(b)] = torch.tensor([*a, *b])
+            mask[row, : len(a) + len(b)] = 1
+            second[row, len(a) : len(a) + len(b)] = 1
+        told = {"token_type_ids": second} if types else {}
+        labels = torch.tensor([label for *_, label in rows])
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": labels, **told})
+    return made
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_pairs_of_texts(family: str, tmp_path: Path) -> None:
+    """Token types or separators tell the texts apart; vectors are those of a loop, loaded bundles have their logits."""
+    types = family == "bert"
+    model = tiny(family, num_labels=2)
+    if not types:
+        model.config.sep_token_id, model.config.eos_token_id = None, SEPARATOR
+    head = ClosedFormHead(model, HeadFeatures([(-1, "mean"), (1, "apart"), (-1, "product")]))
+    batches = pair_batches(types)
+    head.add(batches)
+    head.fit()
+    batch, expected = batches[0], []
+    for row, ids in enumerate(batch["input_ids"]):
+        length = int(batch["attention_mask"][row].sum())
+        alone = {name: value[row : row + 1, :length] for name, value in batch.items() if name != "labels"}
+        with torch.no_grad():
+            states = head.encoder(**alone, output_hidden_states=True).hidden_states
+        start = ids.tolist().index(SEPARATOR) + 1
+        a, b = (
+            (states[1][0, part].mean(0), states[-1][0, part].mean(0)) for part in (slice(start), slice(start, None))
+        )
+        expected.append(torch.cat((states[-1][0].mean(0), (a[0] - b[0]).abs(), a[1] * b[1])))
+    torch.testing.assert_close(head.vectors(_inputs(batch)), torch.stack(expected), rtol=1e-4, atol=1e-5)
+    head.bundle().save_pretrained(tmp_path / "model")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        found = loaded(**_inputs(batch)).logits
+    assert head.fitted is not None
+    torch.testing.assert_close(
+        found.softmax(-1), head.fitted.probabilities(head.vectors(_inputs(batch))).float(), rtol=1e-3, atol=1e-4
+    )
+
+
+def test_pairs_that_nothing_tells_apart() -> None:
+    model = tiny("bert", num_labels=2)
+    model.config.sep_token_id = model.config.eos_token_id = None
+    head = ClosedFormHead(model, HeadFeatures([(-1, "apart")]))
+    with pytest.raises(
+        UnsupportedError, match=r"token_type_ids, or input_ids and the separator in config\.sep_token_id"
+    ):
+        head.add(pair_batches(types=False))
+
+
 def test_a_changed_plan_is_refused(tmp_path: Path) -> None:
     fitted(tiny("bert", num_labels=3), text_batches()).bundle().save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()

@@ -118,6 +118,17 @@ def test_faults() -> None:
         FittedHead(HeadStatistics(3, 2, "classes"))
 
 
+def test_repeated_examples_are_no_harm() -> None:
+    """With as many columns as examples cross-validation would take interpolation for perfect: nothing is left over."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(2160, 200, generator=generator)
+    numbers = vectors[:, :4].sum(1, keepdim=True) + 2 * torch.randn(2160, 1, generator=generator)
+    statistics = HeadStatistics(200, 1, "numbers")
+    statistics.add(torch.cat((vectors[:160], vectors[:8])), torch.cat((numbers[:160], numbers[:8])))
+    error = (FittedHead(statistics).scores(vectors[160:]) - numbers[160:]).square().mean() / numbers[160:].var()
+    assert error < 1
+
+
 def test_as_many_examples_as_columns_are_no_harm() -> None:
     """The best ridge is then larger than the mean variance sum of a column; a head held to less predicts nothing."""
     generator = torch.Generator().manual_seed(0)

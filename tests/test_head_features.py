@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.heads.features import POOLS, HeadFeatures, HeadReader, pooled
+from snnk_peft.heads.features import PAIR_POOLS, POOLS, HeadFeatures, HeadReader, pooled
 
 LENGTHS = (5, 1, 3)
 
@@ -31,8 +31,11 @@ ORACLES = {
 }
 
 
+SINGLE = [pool for pool in POOLS if pool not in PAIR_POOLS]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("pool", SINGLE)
 def test_padding_does_not_count(pool: str, side: str) -> None:
     hidden, mask = states(side)
     expected = torch.stack([ORACLES[pool](row[counted.bool()]) for row, counted in zip(hidden, mask, strict=True)])
@@ -41,7 +44,35 @@ def test_padding_does_not_count(pool: str, side: str) -> None:
     torch.testing.assert_close(pooled(hidden, None, pool), whole)
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pool", PAIR_POOLS)
+def test_two_texts_are_averaged_apart(pool: str, side: str) -> None:
+    """Of the example with one token all of it is the first text, and the mean of the second is zero."""
+    hidden, mask = states(side)
+    second = torch.zeros_like(mask)
+    expected = []
+    for row, counted in enumerate(mask.bool()):
+        places = counted.nonzero().flatten()
+        split = (len(places) + 1) // 2
+        second[row, places[split:]] = 1
+        a = hidden[row, places[:split]].mean(0)
+        b = hidden[row, places[split:]].mean(0) if len(places) > split else torch.zeros(4, dtype=hidden.dtype)
+        expected.append((a - b).abs() if pool == "apart" else a * b)
+    second = torch.where(mask.bool(), second, 1 - second)  # what padding says must not count
+    torch.testing.assert_close(pooled(hidden, mask, pool, second), torch.stack(expected))
+    with pytest.raises(ValueError, match="which tokens are of the second one"):
+        pooled(hidden, mask, pool)
+
+
+def test_default_views_of_pairs() -> None:
+    alone = HeadFeatures.across(6)
+    pairs = HeadFeatures.across(6, pairs=True)
+    assert pairs.views == (*alone.views, (4, "apart"), (4, "product"), (6, "apart"), (6, "product"))
+    assert pairs.of_pairs
+    assert not alone.of_pairs
+
+
+@pytest.mark.parametrize("pool", SINGLE)
 def test_half_precision_is_pooled_in_float32(pool: str) -> None:
     hidden, mask = states("right", torch.bfloat16)
     found = pooled(hidden, mask, pool)

@@ -31,9 +31,11 @@ class ExampleSet(ABC):
     Attributes:
         lengths: tokens per example, by which batches are grouped.
         labels: of all examples, or of all their words; those that do not count are negative.
+        pairs: whether they are pairs of texts.
     """
 
     lengths: list[int]
+    pairs = False
     labels: torch.Tensor
 
     def __len__(self) -> int:
@@ -89,6 +91,7 @@ class Examples(ExampleSet):
         check_not_empty(rows)
         of_words = "words" in rows.column_names
         names = [name for name in ("words", "sentence1", "sentence2") if name in rows.column_names]
+        self.pairs = "sentence2" in names
         encoded = tokenizer(
             *(list(rows[name]) for name in names),
             is_split_into_words=of_words,

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from snnk_peft.bundling.bundle import TOLERANCES
 from snnk_peft.bundling.head_bundle import PROBLEMS, head_report, with_head
-from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of
+from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of, second_text, separator_of
 from snnk_peft.bundling.probe import probe_inputs
 from snnk_peft.calibration.reduce import gathered
 from snnk_peft.calibration.token_sample import TokenSample
@@ -112,7 +112,7 @@ class ClosedFormHead:
                 f"{type(self.encoder).__name__} gives {len(states)} hidden states of width {states[-1].shape[-1]}; its "
                 f"config promises {self.reader.layers} of width {self.reader.hidden}"
             )
-        return self.reader(states, mask)
+        return self.reader(states, mask, second_text(self.reader, self.model.config, given))
 
     def _pairs(self, batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[Tensor, Tensor]]:
         for index, batch in enumerate(batches):
@@ -271,6 +271,13 @@ class ClosedFormHead:
         """Of the logits of bundle and fitted head on random inputs, relative to the largest."""
         assert self.fitted is not None
         inputs = probe_inputs(self.model)
+        if self.reader.features.of_pairs:
+            ids, separator = inputs["input_ids"], separator_of(self.model.config)
+            half = ids.shape[1] // 2
+            if separator is None:
+                inputs["token_type_ids"] = (torch.arange(ids.shape[1], device=ids.device) >= half).long().expand_as(ids)
+            else:
+                ids[:, half] = separator
         wanted = temperature * (self.fitted.scores(self.vectors(inputs)) - shift)
         return float((made(**inputs).logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
 

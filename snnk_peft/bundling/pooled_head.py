@@ -38,10 +38,12 @@ class PooledHead(nn.Module):
         super().__init__()
         self.reader, self.linear = reader, nn.Linear(reader.out_dim, outputs)
 
-    def forward(self, hidden_states: tuple[Tensor, ...], mask: Tensor | None = None) -> Tensor:
-        """(B, outputs) of hidden states (B, L, width) and a mask (B, L); no autocast, which costs digits of sums."""
+    def forward(
+        self, hidden_states: tuple[Tensor, ...], mask: Tensor | None = None, second: Tensor | None = None
+    ) -> Tensor:
+        """(B, outputs), arguments as of `HeadReader`; no autocast, which costs digits of sums."""
         with full_precision(hidden_states[0]):
-            return self.linear(self.reader(hidden_states, mask).to(self.linear.weight.dtype))
+            return self.linear(self.reader(hidden_states, mask, second).to(self.linear.weight.dtype))
 
     def spec(self) -> Spec:
         """Plain data from which the module is built again."""
@@ -82,6 +84,41 @@ def hidden_states_of(encoder: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any
     return outputs, states, mask
 
 
+def separator_of(config: Any) -> int | None:
+    """The token that stands between two texts, as far as a model's configuration says."""
+    found = [getattr(config, name, None) for name in ("sep_token_id", "eos_token_id")]
+    return next((value for value in found if isinstance(value, int)), None)
+
+
+def second_text(reader: HeadReader, config: Any, inputs: Mapping[str, Any]) -> Tensor | None:
+    """Which tokens are of the second text, (B, L) bool; None for a reader that need not know.
+
+    Those with the token type 1; of a model that has no token types, those behind the first separator.
+
+    Args:
+        reader: of the hidden states.
+        config: of the model, for the separator.
+        inputs: of the model.
+
+    Raises:
+        UnsupportedError: nothing tells.
+    """
+    if not reader.features.of_pairs:
+        return None
+    types: Tensor | None = inputs.get("token_type_ids")
+    if types is not None:
+        return types == 1
+    ids: Tensor | None = inputs.get("input_ids")
+    separator = separator_of(config)
+    if ids is None or separator is None:
+        raise UnsupportedError(
+            "the head reads pairs of texts, and nothing tells which tokens are of the second one; expected "
+            "token_type_ids, or input_ids and the separator in config.sep_token_id or config.eos_token_id"
+        )
+    separates = (ids == separator).int()
+    return separates.cumsum(1) - separates > 0
+
+
 class PooledHeadModel(BundledModel):
     """Mixin of a bundle's class: a PooledHead at `snnk_head` instead of the original pooler and head."""
 
@@ -94,7 +131,7 @@ class PooledHeadModel(BundledModel):
         shown = self.config.output_hidden_states if shown is None else shown
         encoder: nn.Module = self.base_model  # type: ignore[attr-defined]
         outputs, states, mask = hidden_states_of(encoder, inputs)
-        logits = self.snnk_head(states, mask)
+        logits = self.snnk_head(states, mask, second_text(self.snnk_head.reader, self.config, inputs))
         loss = None
         if labels is not None:
             # transformers' loss reads the kind from the config, as in every classifier of its own

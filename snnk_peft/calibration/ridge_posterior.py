@@ -24,6 +24,8 @@ from torch import Tensor
 from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, Readout, RidgeFit
 from snnk_peft.errors import ConfigError
 
+LEFT = 0.25  # share of the degrees of freedom that generalised cross-validation needs
+
 
 class RidgePosterior:
     """A readout with its uncertainty.
@@ -31,6 +33,7 @@ class RidgePosterior:
     Args:
         moments: of features and targets; later changes to them do not count.
         ridge: λ > 0, absolute.
+        eigen: what `moments.eigen` returned, if it is known.
 
     Attributes:
         readout: the solution; weight (l, m), bias (l,).
@@ -42,15 +45,15 @@ class RidgePosterior:
         ValueError: no examples.
     """
 
-    def __init__(self, moments: GramAccumulator, ridge: float):
+    def __init__(self, moments: GramAccumulator, ridge: float, eigen: tuple[Tensor, Tensor] | None = None):
         if not ridge > 0:
             raise ConfigError(f"ridge is {ridge}; expected a number above 0, without which variances are unbounded")
-        values, vectors = torch.linalg.eigh(moments.normal_equations()[0])
+        values, vectors = eigen = moments.eigen() if eigen is None else eigen
         values = values.clamp_min(0)
         self._half = vectors * (values + ridge).rsqrt()  # (S + λI)⁻¹ = half halfᵀ
         self._mean = moments.feature_mean if moments.intercept else torch.zeros_like(moments.feature_mean)
         self._constant = 1 / moments.count if moments.intercept else 0.0
-        self.readout = moments.solve(ridge)
+        self.readout = moments.solve_path([ridge], eigen)[0]
         self.degrees = self._constant * moments.count + float((values / (values + ridge)).sum())
         left = moments.count - self.degrees
         residual = moments.residuals(self.readout.weight, self.readout.bias)
@@ -77,12 +80,20 @@ class RidgePosterior:
         return (targets.to(predicted) - predicted) / (1 - self.leverage(features)).unsqueeze(-1)
 
 
-def cross_validated(moments: GramAccumulator, ridges: Sequence[float] = DEFAULT_RIDGES) -> RidgeFit:
+def cross_validated(
+    moments: GramAccumulator,
+    ridges: Sequence[float] = DEFAULT_RIDGES,
+    eigen: tuple[Tensor, Tensor] | None = None,
+) -> RidgeFit:
     """The readout whose ridge has the least generalised cross-validation error, however many are tried.
+
+    Ridges that leave less than a quarter of the degrees of freedom are taken only if all do: with as many features as
+    examples the error is then a quotient of two numbers near 0, which repeated examples and rounding decide.
 
     Args:
         moments: of all examples.
         ridges: candidates above 0, as fractions of the mean diagonal of S.
+        eigen: what `moments.eigen` returned, if it is known.
 
     Returns:
         RidgeFit; `error` is that estimate, relative to the variance of the targets. Of equal ones, the larger ridge.
@@ -95,11 +106,12 @@ def cross_validated(moments: GramAccumulator, ridges: Sequence[float] = DEFAULT_
     if not ordered or not all(ridge > 0 for ridge in ordered):
         raise ConfigError(f"ridges are {list(ridges)}; expected at least one number above 0")
     scale, constant = moments.ridge_scale, float(moments.intercept)
-    values = torch.linalg.eigvalsh(moments.normal_equations()[0]).clamp_min(0)
+    eigen = moments.eigen() if eigen is None else eigen
+    values = eigen[0].clamp_min(0)
     best: tuple[float, float, Readout] | None = None
-    for ridge, readout in zip(ordered, moments.solve_path([ridge * scale for ridge in ordered]), strict=True):
+    for ridge, readout in zip(ordered, moments.solve_path([r * scale for r in ordered], eigen), strict=True):
         left = moments.count - constant - float((values / (values + ridge * scale)).sum())
-        error = readout.relative_error * (moments.count / left) ** 2 if left > 0 else torch.inf
+        error = readout.relative_error * (moments.count / left) ** 2 if left > LEFT * moments.count else torch.inf
         if best is None or error < best[0]:
             best = error, ridge, readout
     assert best is not None

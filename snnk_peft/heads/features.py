@@ -2,6 +2,9 @@
 
     φ = [pool₁(h_{l₁}), pool₂(h_{l₂}), ...]        and, through a feature map,  [Φ(φ), φ]
 
+Of pairs of texts also |a − b| ("apart") and a ⊙ b ("product") of the means a and b over either text's tokens: how two
+texts differ is not a linear function of the mean over both.
+
 h₀ are the embeddings and h_l what layer l gives, as transformers counts `hidden_states`; l < 0 counts from the last.
 One vector of a pretrained model rarely holds all that a task needs ([CLS] of a model that was trained on means is
 nearly constant); several layers, and means beside maxima, cost nothing in one forward pass.
@@ -24,13 +27,15 @@ from snnk_peft.functional.precision import wide
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.registry import did_you_mean
 
+Pool = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-def _mean(hidden: Tensor, mask: Tensor) -> Tensor:
+
+def _mean(hidden: Tensor, mask: Tensor, second: Tensor | None = None) -> Tensor:
     """Over the tokens."""
     return (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
 
 
-def _maximum(hidden: Tensor, mask: Tensor) -> Tensor:
+def _maximum(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
     """Of every coordinate."""
     return hidden.masked_fill(~mask.unsqueeze(-1), -torch.inf).amax(1)
 
@@ -39,33 +44,55 @@ def _at(hidden: Tensor, position: Tensor) -> Tensor:
     return hidden.gather(1, position[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
 
 
-def _first(hidden: Tensor, mask: Tensor) -> Tensor:
+def _first(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
     """The first token, [CLS]; behind the padding where that comes first."""
     return _at(hidden, mask.int().argmax(1))
 
 
-def _last(hidden: Tensor, mask: Tensor) -> Tensor:
+def _last(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
     """The last token, the only one that a causal model has let see all others."""
     return _at(hidden, mask.shape[1] - 1 - mask.flip(1).int().argmax(1))
 
 
-POOLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": _mean, "max": _maximum, "first": _first, "last": _last}
+def _of_either(hidden: Tensor, mask: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Means over the first and over the second text, 0 for a text without tokens."""
+    if second is None:
+        raise ValueError("the head reads pairs of texts; expected to be told which tokens are of the second one")
+    parts = (mask & ~second, mask & second)
+    return tuple((hidden * part.unsqueeze(-1)).sum(1) / part.sum(1, keepdim=True).clamp_min(1) for part in parts)  # type: ignore[return-value]
 
 
-def pooled(hidden: Tensor, mask: Tensor | None, pool: str) -> Tensor:
+def _apart(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
+    """|a − b| of the two texts' means."""
+    a, b = _of_either(hidden, mask, second)
+    return (a - b).abs()
+
+
+def _product(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
+    """a ⊙ b of the two texts' means."""
+    a, b = _of_either(hidden, mask, second)
+    return a * b
+
+
+PAIR_POOLS: dict[str, Pool] = {"apart": _apart, "product": _product}
+POOLS: dict[str, Pool] = {"mean": _mean, "max": _maximum, "first": _first, "last": _last, **PAIR_POOLS}
+
+
+def pooled(hidden: Tensor, mask: Tensor | None, pool: str, second: Tensor | None = None) -> Tensor:
     """One vector per example, (B, width) in at least fp32.
 
     Args:
         hidden: (B, L, width).
         mask: (B, L), zero at padding; None if there is none.
         pool: a name of `POOLS`.
+        second: (B, L), nonzero at tokens of the second text; for "apart" and "product".
 
     Raises:
-        ValueError: an example without tokens.
+        ValueError: one of these without `second`.
     """
     hidden = wide(hidden)
     counted = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if mask is None else mask.bool()
-    return POOLS[pool](hidden, counted)
+    return POOLS[pool](hidden, counted, None if second is None else second.bool())
 
 
 @dataclass(frozen=True)
@@ -74,7 +101,7 @@ class HeadFeatures:
 
     Args:
         views: pairs (layer, pool): which hidden state, and how its tokens become one vector ("mean", "max", "first",
-            "last").
+            "last"; of pairs of texts also "apart" and "product").
         feature_map: component, projection, num_features and what else a FeatureMapSpec has, without `dim`: the vectors
             are then also given through this map. None for the vectors alone.
 
@@ -103,15 +130,26 @@ class HeadFeatures:
         object.__setattr__(self, "views", tuple((int(layer), str(pool)) for layer, pool in self.views))
 
     @classmethod
-    def across(cls, layers: int, feature_map: Mapping[str, Any] | None = None) -> HeadFeatures:
+    def across(cls, layers: int, feature_map: Mapping[str, Any] | None = None, *, pairs: bool = False) -> HeadFeatures:
         """Means after a third, two thirds and all of so many layers, and the maximum after all.
+
+        Args:
+            layers: of the model.
+            feature_map: as for the class.
+            pairs: of pairs of texts; then also how the two differ after two thirds and all of the layers.
 
         Example:
             >>> HeadFeatures.across(6).views
             ((2, 'mean'), (4, 'mean'), (6, 'mean'), (6, 'max'))
         """
         places = sorted({max(1, round(layers * part / 3)) for part in (1, 2, 3)})
-        return cls([*((place, "mean") for place in places), (layers, "max")], feature_map)
+        between = [(place, pool) for place in places[-2:] for pool in PAIR_POOLS] if pairs else []
+        return cls([*((place, "mean") for place in places), (layers, "max"), *between], feature_map)
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether some views need to know which text a token is of."""
+        return any(pool in PAIR_POOLS for _, pool in self.views)
 
     def width(self, hidden: int) -> int:
         """Length of φ for hidden states of this width, without the feature map."""
@@ -161,7 +199,10 @@ class HeadReader(nn.Module):
         """Length of φ."""
         return self.features.width(self.hidden) if self.stage is None else self.stage.out_dim
 
-    def forward(self, hidden_states: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
-        """(B, out_dim) of hidden states (B, L, width) each and a mask (B, L)."""
-        found = torch.cat([pooled(hidden_states[layer], mask, pool) for layer, pool in self.features.views], -1)
+    def forward(
+        self, hidden_states: Sequence[Tensor], mask: Tensor | None = None, second: Tensor | None = None
+    ) -> Tensor:
+        """(B, out_dim) of hidden states (B, L, width) each, a mask and places of the second text, (B, L) both."""
+        views = self.features.views
+        found = torch.cat([pooled(hidden_states[layer], mask, pool, second) for layer, pool in views], -1)
         return found if self.stage is None else self.stage(found)

@@ -91,9 +91,10 @@ class FittedHead:
         told = spread > CONSTANT * moments.feature_mean.abs().clamp_min(1e-300)
         self._scale = torch.where(told, 1 / torch.where(told, spread, 1.0), 0.0)
         standardised = moments.mapped(torch.diag(self._scale))
-        fit = cross_validated(standardised, ridges)
+        eigen = standardised.eigen()
+        fit = cross_validated(standardised, ridges, eigen)
         self.ridge, self.cross_validated = fit.ridge, fit.error
-        self.posterior = RidgePosterior(standardised, fit.ridge * standardised.ridge_scale)
+        self.posterior = RidgePosterior(standardised, fit.ridge * standardised.ridge_scale, eigen)
         assert self.posterior.readout.bias is not None
         self.weight, self.bias = self.posterior.readout.weight * self._scale, self.posterior.readout.bias
         self._targets = statistics.targets

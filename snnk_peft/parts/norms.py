@@ -2,8 +2,9 @@
 
     y = g ⊙ (x − mean) / std + b        g and b are trained; nothing is added
 
-The backward pass goes down to the lowest of them: those of the embeddings cost it the queries, keys and values of the
-first layer, `targets` can leave them out. By themselves (Zhao et al. 2023, "Tuning LayerNorm in Attention") or beside an adapter.
+By themselves (Zhao et al. 2023, "Tuning LayerNorm in Attention") or beside an adapter. The backward pass goes down to
+the lowest of them: those of the embeddings cost it the queries, keys and values of the first layer; `targets` can leave
+them out.
 """
 
 from __future__ import annotations
