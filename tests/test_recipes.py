@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -31,6 +32,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
+from snnk_peft.tasks.base_image import Images
 from tests.fresh_process import FreshProcess, run_python, start_python
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -357,6 +359,8 @@ def test_rows_held_back_are_of_every_class_and_not_trained_on() -> None:
     assert sorted(held["label"]) == [0] * 8 + [1] * 2
     assert {*kept["sentence1"], *held["sentence1"]} == {*rows["sentence1"]}
     assert len(kept) == 40
+    pictures = Images(range(50), np.array([0] * 40 + [1] * 10))  # type: ignore[arg-type]
+    assert sorted(held_back_rows(pictures, 0.2)[1]["label"]) == [0] * 8 + [1] * 2
     numbers = datasets.Dataset.from_dict({"label": [0.5 * i for i in range(50)]})
     assert [len(part) for part in held_back_rows(numbers, 0.2)] == [40, 10]
     with pytest.raises(ConfigError, match="none of 2 training examples can be held back"):

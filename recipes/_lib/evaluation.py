@@ -66,7 +66,7 @@ def held_back_rows(rows: Any, share: float, seed: int = 0) -> tuple[Any, Any]:
         seed: decides which ones.
     """
     labels = rows["label"][:]
-    groups = np.asarray(labels) if isinstance(labels[0], int) else np.zeros(len(rows), int)
+    groups = np.asarray(labels) if isinstance(labels[0], int | np.integer) else np.zeros(len(rows), int)
     held = held_back(groups, share, seed)
     if not held:
         raise ConfigError(
