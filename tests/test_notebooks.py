@@ -21,6 +21,7 @@ CONCLUSIONS = {
     "04_vision": "The reloaded model predicts the same.",
     "05_low_rank": "The reloaded model gives the same embeddings.",
     "06_convert_and_ship": "The shipped model is loaded like any other.",
+    "07_head_without_backpropagation": "The bundle gives the probabilities of the head.",
 }
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
