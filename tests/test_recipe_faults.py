@@ -110,7 +110,17 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "sklearn", "accelerate")
     "name",
     [
         *("finetune", "train_lra", "tiny_llama", "closed_form", "evaluate", "convert"),
-        *("bundle", "export", "sweep_glue", "sweep_lra", "write_listops", "table_glue", "table_lra", "table_results"),
+        *(
+            "bundle",
+            "export",
+            "sweep_glue",
+            "tune_glue",
+            "sweep_lra",
+            "write_listops",
+            "table_glue",
+            "table_lra",
+            "table_results",
+        ),
         *("train_lowrank", "sweep_lowrank", "table_lowrank", "convert_efficientnet_lite"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -47,12 +48,11 @@ def rates(folder: Path) -> Rates:
     Args:
         folder: of reports, <task>/<method>@<rate>/seed<k>.json.
     """
-    from _lib.files import read_json
-
+    # Read without `_lib.files`, which loads torch: recipes/sweep_glue.py asks before it knows whether help is wanted.
     found: defaultdict[str, defaultdict[float, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for file in sorted(folder.glob("*/*@*/seed*.json")):
         method, _, rate = file.parts[-2].rpartition("@")
-        found[method][float(rate)][file.parts[-3]] = read_json(file)["score_held_back"]
+        found[method][float(rate)][file.parts[-3]] = json.loads(file.read_text(encoding="utf-8"))["score_held_back"]
     tasks = {task for tried in found.values() for scores in tried.values() for task in scores}
     whole = {
         method: {rate: scores for rate, scores in tried.items() if scores.keys() == tasks}
