@@ -83,10 +83,10 @@ class Finetuning(Experiment[FinetuneConfig]):
         random = [name for name in fresh if "pooler." in name and config.method.pooler == "frozen"]
         if random and config.method.name != "full":
             accelerator.print(f"note: {self.pretrained} has no pooler weights; the frozen pooler is random: {random}")
-        if not resumed and (
-            config.method.head_bias == "prior"
-            or (config.method.head_bias == "auto" and head_with_bias(base, fresh) is not None)
-        ):
+        wanted = config.method.head_bias
+        if wanted == "auto":
+            wanted = "zero" if head_with_bias(base, fresh) is None else "prior"
+        if wanted == "prior" and not resumed:
             start_at_prior(base, data.train.labels)
         calibration = None
         if config.method.calibrate and not resumed:

@@ -71,6 +71,7 @@ class FitHead(Finetuning):
     """There is no training: the model is fitted when it is made."""
 
     settings, program = FitHeadConfig, "fit_head.py"
+    paths = (("method", "beside"),)
 
     @property
     def method(self) -> str:

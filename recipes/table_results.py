@@ -211,6 +211,8 @@ def heads_beside_lora(root: Path) -> str:
     """Of every task with a head: both scores, what the head has of LoRA's score, and what it took of its time."""
     from _lib.files import read_json
 
+    from snnk_peft.errors import ConfigError
+
     table, parts = read_table(root / "model_cards/glue"), []
     for file in sorted((root / "model_cards/head").glob("*/metrics.json")):
         task, head = file.parent.name, read_json(file)
@@ -218,6 +220,8 @@ def heads_beside_lora(root: Path) -> str:
         score, peer = head["score"], lora["score"]
         share, time = score / peer, head["seconds"] / lora["train_seconds"]
         parts.append(f"{task} {100 * score:.1f} and {100 * peer:.1f} ({share:.0%} in {time:.0%} of the time)")
+    if not parts:
+        raise ConfigError("model_cards/head has no */metrics.json; run recipes/fit_head.py")
     return ", ".join(parts)
 
 

@@ -105,6 +105,7 @@ class Experiment(ABC, Generic[Config]):
         settings: the dataclass of the settings.
         program: the recipe's file in recipes/.
         advice: what to try when training diverged.
+        paths: (section, key) of settings that are paths, besides those of the data: metrics.json does without.
         task: computes the metrics; an experiment without one replaces `score`.
     """
 
@@ -112,6 +113,7 @@ class Experiment(ABC, Generic[Config]):
     program: str
     advice = "Try a lower train.learning_rate."
     task: Any = None
+    paths: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, config: Config):
         self.config: Any = config

@@ -177,7 +177,8 @@ def _common_figures(experiment: Experiment[Any], done: Finished, total: int, mem
     settings = dataclasses.asdict(experiment.config)
     del settings["output"]
     settings["data"] = {key: value for key, value in settings["data"].items() if key not in PATHS}
-    settings.get("method", {}).pop("beside", None)  # run folders that a plot shows
+    for section, key in experiment.paths:
+        del settings[section][key]
     return {
         "task": experiment.config.task,
         "method": experiment.method,

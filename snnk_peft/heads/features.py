@@ -58,8 +58,11 @@ def _of_either(hidden: Tensor, mask: Tensor, second: Tensor | None) -> tuple[Ten
     """Means over the first and over the second text, 0 for a text without tokens."""
     if second is None:
         raise ValueError("the head reads pairs of texts; expected to be told which tokens are of the second one")
-    parts = (mask & ~second, mask & second)
-    return tuple((hidden * part.unsqueeze(-1)).sum(1) / part.sum(1, keepdim=True).clamp_min(1) for part in parts)  # type: ignore[return-value]
+
+    def mean(part: Tensor) -> Tensor:
+        return (hidden * part.unsqueeze(-1)).sum(1) / part.sum(1, keepdim=True).clamp_min(1)
+
+    return mean(mask & ~second), mean(mask & second)
 
 
 def _apart(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
