@@ -89,7 +89,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         if wanted == "prior" and not resumed:
             start_at_prior(base, data.train.labels)
         calibration = None
-        if config.method.calibrate and not resumed:
+        if (config.method.calibrate or config.method.calibrate_adapters) and not resumed:
             rank, world = accelerator.process_index, accelerator.num_processes
             calibration = calibration_batches(data.train, config, device, rank, world)
         return build_model(base.to(device), config.method, config.train.seed, calibration)

@@ -27,6 +27,18 @@ METHODS = {
         f"method.adapter={{{LEARNED}, num_features: 7, scaling: 10.6, placement: query_value}}",
         "method.parts=[{part: norms}]",
     ],
+    # The same with rows from one labelled pass.
+    "rows7_informed_norms": [
+        f"method.adapter={{{LEARNED}, num_features: 7, scaling: 10.6, placement: query_value}}",
+        "method.parts=[{part: norms}]",
+        *("method.calibrate_adapters=true", "method.calibrate_samples=512"),
+    ],
+    # An adapter of less than 300 kB for MiniLM.
+    "rows6_informed_norms": [
+        f"method.adapter={{{LEARNED}, num_features: 6, scaling: 9.8, placement: query_value}}",
+        "method.parts=[{part: norms}]",
+        *("method.calibrate_adapters=true", "method.calibrate_samples=512"),
+    ],
     # As many numbers in all layers but the first: the backward pass need not enter that one.
     "rows8_upper_norms": [
         f"method.adapter={{{LEARNED}, num_features: 8, scaling: 11.3, placement: query_value}}",
@@ -36,6 +48,10 @@ METHODS = {
     "rows16_parallel": [f"method.adapter={{{LEARNED}, num_features: 16, scaling: 16, placement: parallel}}"],
     # The paper's: fixed random features behind attention and FFN.
     "snnk_relu16": ["method.adapter={component: relu, num_features: 16}"],
+    "snnk_informed16": [
+        "method.adapter={component: relu, projection: informed, num_features: 16}",
+        *("method.calibrate_adapters=true", "method.calibrate_samples=512"),
+    ],
     "lora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16"],
     "lora_r8_norms": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16", "method.lora.norms=true"],
     "dora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16", "method.lora.dora=true"],

@@ -35,6 +35,7 @@ from snnk_peft.planning.make import plan
 from snnk_peft.planning.result import Plan
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.calibrate import calibrate
+from snnk_peft.tuner.calibrate_adapters import AdapterReport, calibrate_adapters
 from snnk_peft.tuner.calibration_report import CalibrationReport
 from snnk_peft.tuner.fit_attention import fit_attention
 from snnk_peft.tuner.get_model import get_snnk_model
@@ -48,6 +49,7 @@ __all__ = [
     "PARTS",
     "PROJECTIONS",
     "AdapterPart",
+    "AdapterReport",
     "AttentionPart",
     "CalibrationReport",
     "ClosedFormHead",
@@ -74,6 +76,7 @@ __all__ = [
     "build_feature_map",
     "bundle",
     "calibrate",
+    "calibrate_adapters",
     "check_family",
     "export",
     "factorize",

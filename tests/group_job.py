@@ -25,6 +25,7 @@ from snnk_peft import (
     SNNKConfig,
     bundle,
     calibrate,
+    calibrate_adapters,
     fit_closed_form,
     get_snnk_model,
 )
@@ -68,6 +69,14 @@ def calibrated(
     report = calibrate(model, batches(count)[share], steps=steps, progress=False)
     slots = {key: value for key, value in model.state_dict().items() if "snnk" in key}
     return slots, [{**slot, "seconds": 0} for slot in report.to_dict()["slots"]]
+
+
+def informed(share: slice) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """The adapters' rows that are made from a share of the batches, and the report."""
+    part = AdapterPart("gelu", "informed", num_features=4, placement="query_value")
+    model = get_snnk_model(tiny("bert", num_labels=3), SNNKConfig(adapter=part))
+    report = calibrate_adapters(model, batches(11)[share], progress=False)
+    return {key: value for key, value in model.state_dict().items() if "snnk" in key}, report.to_dict()["slots"]
 
 
 def closed_form(share: slice) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -134,6 +143,8 @@ def main(folder: Path) -> None:
         tensors |= {f"{name}/{key}": value for key, value in slots.items()}
     slots, reports["steps"] = calibrated("units", share, steps=STEPS)
     tensors |= {f"steps/{key}": value for key, value in slots.items()}
+    rows, reports["informed"] = informed(share)
+    tensors |= {f"informed/{key}": value for key, value in rows.items()}
     head, reports["closed form"] = closed_form(share)
     tensors |= {f"closed form/{key}": value for key, value in head.items()}
     tensors |= {f"pooled head/{key}": value for key, value in pooled_head(share).items()}

@@ -24,6 +24,7 @@ from snnk_peft import (
     LowRankPart,
     NarrowFFNPart,
     NarrowHeadsPart,
+    NormsPart,
     PoolerPart,
     SNNKConfig,
     bundle,
@@ -141,6 +142,14 @@ KINDS = {
     "adapter, ffn, pooler, near field": ("bert", PARTS["everything"], ONE),
     "attention that adapts to its input": ("bert", PARTS["adapts to its input"], ONE),
     "attention of some layers": ("modernbert", PARTS["some layers"], {}),
+    "learned rows beside queries and values, norms": (
+        "bert",
+        {
+            "adapter": AdapterPart("gelu", "free", num_features=4, placement="query_value", normalize=False),
+            "parts": [NormsPart()],
+        },
+        ONE,
+    ),
     "centroids, parallel adapter": (
         "bert",
         {"attention": CENTROIDS, "adapter": AdapterPart(num_features=4, placement="parallel")},

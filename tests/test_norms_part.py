@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from snnk_peft import AdapterPart, NormsPart, SNNKConfig, bundle, get_snnk_model
+from snnk_peft import AdapterPart, NormsPart, SNNKConfig, bundle, calibrate_adapters, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from tests.tiny_families import CONFIGS, build, main_head
 from tests.tiny_models import inputs_for, tiny, trained
@@ -121,3 +122,39 @@ def test_rows_of_the_adapter_begin_as_small_as_those_of_a_linear() -> None:
     rows = torch.cat([p.flatten() for name, p in patched.named_parameters() if name.endswith("projection.weight")])
     assert len(rows) == 4 * 3 * 128
     assert rows.std().item() == pytest.approx((3 * 128) ** -0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(("rows", "layers", "kilobytes"), [(6, "all", 300), (8, "top-5", 300)])
+def test_on_minilm(rows: int, layers: str, kilobytes: int, minilm_dir: Path, tmp_path: Path) -> None:
+    """The form of the GLUE table: rows from a labelled pass, trained for some steps, saved, loaded again, bundled."""
+    said = ["a fine film", "nothing works here and nobody cares", "well made, warm and funny", "a waste of time"]
+    texts = [f"{text} {end}" for end in (".", ", they said", "to me", "in the end") for text in said]
+    inputs = AutoTokenizer.from_pretrained(minilm_dir)(texts, padding=True, return_tensors="pt")
+    labels = torch.tensor([1, 0, 1, 0])
+    batches = [{**{k: v[i : i + 4] for k, v in inputs.items()}, "labels": labels} for i in range(0, 16, 4)]
+    targets = "*" if layers == "all" else "*.layer.[1-5].*"
+    form = replace(ROWS, num_features=rows, scaling=4 * rows**0.5, layers=layers)
+
+    def base() -> Any:
+        torch.manual_seed(0)
+        return AutoModelForSequenceClassification.from_pretrained(minilm_dir, num_labels=2)
+
+    model = get_snnk_model(base(), SNNKConfig(adapter=form, parts=[NormsPart(targets=targets)], task_type="SEQ_CLS"))
+    report = calibrate_adapters(model, batches, progress=False)
+    assert len(report.slots) == (12 if layers == "all" else 10)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    for _ in range(3):
+        loss = model.train()(**batches[0]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    expected = logits(model, inputs)
+    assert not torch.allclose(expected, logits(base(), inputs), atol=1e-2)
+
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter/adapter_model.safetensors").stat().st_size < 1000 * kilobytes
+    again = PeftModel.from_pretrained(base(), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again, inputs), expected, rtol=0, atol=1e-6)
+    bundle(model).save_pretrained(tmp_path / "bundle")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "bundle")
+    torch.testing.assert_close(logits(loaded, inputs), expected, rtol=0, atol=1e-5)

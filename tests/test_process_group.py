@@ -59,6 +59,21 @@ def test_steps_see_the_tokens_of_all_processes(group) -> None:
         assert moved["error_after"] == pytest.approx(one["error_after"], rel=0.2)
 
 
+def test_shares_make_the_rows_of_the_whole(group) -> None:
+    expected, report = group_job.informed(slice(None))
+    for tensors, reports in group:
+        for key, value in expected.items():
+            torch.testing.assert_close(tensors[f"informed/{key}"], value, rtol=1e-3, atol=1e-4)
+        assert [slot["taken"] for slot in reports["informed"]] == [slot["taken"] for slot in report]
+        for found, wanted in zip(reports["informed"], report, strict=True):
+            assert found["tokens"] == wanted["tokens"]
+            assert found["slope_after"] == pytest.approx(wanted["slope_after"], rel=1e-3, abs=1e-9)
+    first, second = group
+    for key, value in expected.items():
+        assert torch.equal(first[0][f"informed/{key}"], second[0][f"informed/{key}"]), key
+    assert any(slot["taken"] for slot in report)
+
+
 def test_shares_fit_the_head_that_the_whole_fits(group) -> None:
     tensors, reports = group[0]
     expected, report = group_job.closed_form(slice(None))

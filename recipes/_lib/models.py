@@ -162,7 +162,8 @@ def build_model(
         base: the pretrained model with a fresh classifier.
         method: the settings.
         seed: of the random features.
-        calibration: model inputs that `calibrate` reads before training; None leaves the parts as initialised.
+        calibration: model inputs, with labels, that calibration reads before training; None leaves the parts as
+            initialised.
 
     Returns:
         a PeftModel for snnk, lora, ia3 and vera, `base` itself for the others.
@@ -191,12 +192,14 @@ def build_model(
     kept = [*_heads(base), "pooler"] if train_pooler else None
     model = get_snnk_model(base, method.snnk_config(_task_type(base), seed=seed, modules_to_save=kept))
     if calibration is not None:
-        from snnk_peft import calibrate
+        from snnk_peft import calibrate, calibrate_adapters
         from snnk_peft.calibration.reduce import process
 
-        report = calibrate(model, calibration)
-        if process() == 0:
-            print(report)
+        for wanted, fit in ((method.calibrate, calibrate), (method.calibrate_adapters, calibrate_adapters)):
+            if wanted:
+                report = fit(model, calibration)
+                if process() == 0:
+                    print(report)
     return model
 
 

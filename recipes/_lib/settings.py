@@ -112,6 +112,9 @@ class MethodSection:
         None, "further parts, of which there may be several of one kind: each names its 'part' beside its fields"
     )
     calibrate: bool = option(False, "fit replaced layers to the originals before training (method snnk)")
+    calibrate_adapters: bool = option(
+        False, "make the adapters' rows from the gradients of one labelled pass; for projections free and informed"
+    )
     calibrate_samples: int = option(1024, "training sentences that calibration reads", low=8)
     save_projection: bool = option(True, "store the random matrices; false stores a seed and a checksum")
     lora: LoraSection = field(default_factory=LoraSection)
@@ -145,6 +148,8 @@ class MethodSection:
             faults.append(f"pooler is a PoolerPart, which method {self.name} has no use for; set method.name=snnk")
         if self.calibrate:
             faults.append(f"calibrate is true; method {self.name} has no replaced layer to fit: set it to false")
+        if self.calibrate_adapters:
+            faults.append(f"calibrate_adapters is true; method {self.name} has no rows to make: set it to false")
         return faults
 
     def snnk_config(self, task_type: str = "SEQ_CLS", **arguments: Any) -> SNNKConfig:

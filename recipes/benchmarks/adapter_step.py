@@ -2,12 +2,15 @@
 
     python recipes/benchmarks/adapter_step.py
     python recipes/benchmarks/adapter_step.py --device cuda --dtype bfloat16
-    python recipes/benchmarks/adapter_step.py --methods snnk rows parallel lora lora_norms dora
+    python recipes/benchmarks/adapter_step.py --methods snnk rows upper parallel lora lora_norms dora
+    python recipes/benchmarks/adapter_step.py --model llama --checkpointing --methods snnk rows upper lora lora_norms
 
 One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 ReLU features, Houlsby placement;
 "rows": 7 learned GELU rows beside query and value, and all norms; "upper": 8 in all layers but the first, which the
-backward pass does not enter, and these layers' norms; "parallel": 16 beside the FFN. LoRA: r = 8 on query and value;
-with all norms; as DoRA. All train the classifier. Times are medians over alternating repetitions
+backward pass does not enter, and these layers' norms; "parallel": 16 beside the FFN (not in a Llama, whose FFN is
+gated). LoRA: r = 8 on query and value; with all norms; as DoRA. All train the classifier. `--model llama` is one of 4
+layers x 512 with random weights, on which neither time nor memory depends; `--checkpointing` computes activations again
+in the backward pass. Times are medians over alternating repetitions
 in one process; peak memory is the growth of a fresh process's resident memory over three steps, the median of five
 processes in turn (one tells it to 5%: what the allocator keeps varies from run to run). On a GPU it is the peak of the
 allocated tensors over three steps, in one process, beyond weights and optimizer states; `--dtype bfloat16` trains under
@@ -26,24 +29,35 @@ from _bench import add_device, allocated_growth, alternate, parser, peak_growth,
 from _lib.models import resolve_model
 from _lib.peers import norm_names
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForSequenceClassification, logging
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, logging
 
 from snnk_peft import AdapterPart, NormsPart, SNNKConfig, get_snnk_model
 
 TARGETS = ["query", "value"]
+TARGETS_OF = {"minilm": TARGETS, "llama": ["q_proj", "v_proj"]}
+LLAMA = {
+    "vocab_size": 20_000,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 1376,
+    "pad_token_id": 0,
+}
 
 
 # Learned rows on inputs as they are; 4 times the readout, which features of 7 rows divide by √7.
 LEARNED = {"component": "gelu", "projection": "free", "normalize": False, "scaling": 10.6}
+# All layers but the first, of a model of any depth.
+UPPER = "upper"
 # As many trained numbers as LoRA of rank 8 on queries and values.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "snnk": {"num_features": 16},
     "snnk_pfeiffer": {"num_features": 32, "placement": "pfeiffer"},
     "rows": {"num_features": 7, "placement": "query_value", **LEARNED},
-    "upper": {"num_features": 8, "placement": "query_value", **LEARNED, "layers": [1, 2, 3, 4, 5]},
+    "upper": {"num_features": 8, "placement": "query_value", **LEARNED, "layers": UPPER},
     "parallel": {"num_features": 16, "placement": "parallel", **LEARNED},
 }
-WITH_NORMS = {"rows": "*", "upper": "*.layer.[1-5].*", "lora_norms": "*"}
+WITH_NORMS = ("rows", "upper", "lora_norms")
 LORAS: dict[str, dict[str, Any]] = {"lora": {}, "lora_norms": {}, "dora": {"use_dora": True}}
 METHODS = (*ADAPTERS, *LORAS)
 
@@ -51,8 +65,11 @@ METHODS = (*ADAPTERS, *LORAS)
 def adapted(base: Any, method: str, targets: Sequence[str], **config: Any) -> torch.nn.Module:
     """`base` with one of `ADAPTERS`, or with LoRA of rank 8 on the modules of these names."""
     if method in ADAPTERS:
-        parts = [NormsPart(targets=WITH_NORMS[method])] if method in WITH_NORMS else []
-        return get_snnk_model(base, SNNKConfig(adapter=AdapterPart(**ADAPTERS[method]), parts=parts, **config))
+        depth, options, norms = base.config.num_hidden_layers, dict(ADAPTERS[method]), "*"
+        if options.get("layers") == UPPER:
+            options["layers"], norms = f"top-{depth - 1}", f"*.layer*.[1-{depth - 1}].*"
+        parts = [NormsPart(targets=norms)] if method in WITH_NORMS else []
+        return get_snnk_model(base, SNNKConfig(adapter=AdapterPart(**options), parts=parts, **config))
     if method in WITH_NORMS:
         config["modules_to_save"] = [*(config.get("modules_to_save") or ()), *norm_names(base)]
     options = LORAS.get(method, {})
@@ -77,15 +94,29 @@ def step_of(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], device: s
     return step
 
 
-def prepare(method: str, device: str, dtype: str, batch_size: int, length: int) -> Callable[[], None]:
-    """A step on MiniLM."""
+def prepare(
+    method: str,
+    device: str,
+    dtype: str,
+    batch_size: int,
+    length: int,
+    name: str = "minilm",
+    checkpointing: bool = False,
+) -> Callable[[], None]:
+    """A step on MiniLM or on the small Llama."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    base = AutoModelForSequenceClassification.from_pretrained(resolve_model("minilm"), num_labels=2)
+    if name == "llama":
+        base: Any = LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=2))
+    else:
+        base = AutoModelForSequenceClassification.from_pretrained(resolve_model(name), num_labels=2)
     ids = torch.randint(1000, 20000, (batch_size, length))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 2, (batch_size,))}
-    return step_of(adapted(base, method, TARGETS, task_type="SEQ_CLS"), batch, device, dtype)
+    model = adapted(base, method, TARGETS_OF[name], task_type="SEQ_CLS")
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return step_of(model, batch, device, dtype)
 
 
 def three_steps(preparing: Callable[..., Callable[[], None]], *arguments: Any) -> Callable[[], object]:
@@ -138,6 +169,7 @@ def compare(
             "seconds per step": statistics.median(seconds[method]),
             "peak memory MB": memory[method] / 2**20 if memory else None,
             "time / LoRA": ratio(seconds[method], seconds["lora"]),
+            "memory / LoRA": memory[method] / memory["lora"] if memory else None,
         }
         for method in methods
     ]
@@ -167,10 +199,15 @@ def main() -> None:
     options.add_argument(
         "--methods", nargs="+", default=["snnk", "lora"], choices=METHODS, help="snnk and lora among them (default)"
     )
+    options.add_argument("--model", default="minilm", choices=TARGETS_OF, help="what is trained")
+    options.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
     arguments = options.parse_args()
     size = arguments.batch_size, arguments.length
-    figures, rows = compare(prepare, arguments, *size, methods=arguments.methods)
-    title = f"Training step, MiniLM, {size[0]} x {size[1]} tokens, {arguments.device}"
+    given = (*size, arguments.model, arguments.checkpointing)
+    figures, rows = compare(prepare, arguments, *given, methods=arguments.methods)
+    figures |= {"model": arguments.model, "checkpointing": arguments.checkpointing}
+    how = ", gradient checkpointing" if arguments.checkpointing else ""
+    title = f"Training step, {arguments.model}, {size[0]} x {size[1]} tokens, {arguments.device}{how}"
     report(figures, rows, arguments.output, title)
     say_ratios(figures)
 

@@ -62,20 +62,41 @@ class FeatureStage(nn.Module):
         self.register_buffer("shift", shift)
         self.register_buffer("inverse_std", inverse_std)
         center = center and feature_map.component.elementwise()
-        self.register_buffer("means", self._feature_means() if center else None)
+        self.register_buffer("means", self._means_of_normalized() if center else None)
 
     @torch.no_grad()
-    def _feature_means(self) -> torch.Tensor:
+    def _means_of_normalized(self) -> torch.Tensor:
         """E of each feature for standard normal inputs, (feature_dim,)."""
-        projection, component = self.feature_map.projection, self.feature_map.component
+        projection = self.feature_map.projection
         if projection.is_blank():  # a loader brings learned rows, and these means, from the checkpoint
             return torch.empty(self.feature_map.feature_dim, device="meta")
         std = projection.squared_row_norms().sqrt().double().cpu() * abs(self.scale)
-        offset = torch.zeros_like(std)
+        return self._means(torch.zeros_like(std), std)
+
+    def _means(self, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+        """E f(z + c) for z ~ N(mean, std²), one of each per row; fp64, on the CPU."""
+        projection, component = self.feature_map.projection, self.feature_map.component
         for added in (projection.bias, component.offsets(projection.num_features)):
-            offset = offset if added is None else offset + added.to(std)
-        mean = hermite_coefficients(component.function, offset, std, degree=0)[:, 0]
-        return (mean * projection.amplitudes()).float()
+            mean = mean if added is None else mean + added.to(mean)
+        found = hermite_coefficients(component.function, mean, std, degree=0)[:, 0]
+        return (found * projection.amplitudes()).float()
+
+    @torch.no_grad()
+    def recenter(self, mean: torch.Tensor, std: torch.Tensor) -> None:
+        """Subtract the features' means for inputs whose products with the rows are known; nothing without `center`.
+
+        Args:
+            mean: (num_features,), E of these products.
+            std: (num_features,).
+        """
+        if self.means is not None:
+            self.means = self._means(mean.double().cpu(), std.double().cpu()).to(self.means)
+
+    def seen(self, x: torch.Tensor) -> torch.Tensor:
+        """What the rows are multiplied with, (..., dim)."""
+        if self.normalize:
+            return nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * self.scale
+        return self.transform(x)
 
     @property
     def dim(self) -> int:
@@ -106,7 +127,7 @@ class FeatureStage(nn.Module):
     def _features(self, x: torch.Tensor) -> torch.Tensor:
         projection = self.feature_map.projection
         if self.normalize and not self.feature_map.component.elementwise():
-            features = self.feature_map(nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * self.scale)
+            features = self.feature_map(self.seen(x))
         elif self.normalize:
             check_finite("phi", x, projection)
             z = projection.normalized(x, self.scale)

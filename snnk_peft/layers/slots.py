@@ -7,6 +7,7 @@ hold the new parameters; the original stays where it is. The slots themselves st
     placed       they are in the model
     forward      what the place computes now
     fitter       how they are fitted to what they replace (`calibrate`), or None
+    reads_out    which features are added to an output by which matrix (`calibrate_adapters`), or None
     fold         which plain module takes their place (`bundle`)
 """
 
@@ -22,6 +23,8 @@ from torch import nn
 
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.readout import GatedReadout
 
 Base = Callable[..., torch.Tensor]
 # (is it held out?, inputs (n, dim)), batch by batch; can be read again. With `Fitter.calls`, calls instead of inputs.
@@ -228,6 +231,14 @@ class Slot(nn.Module):
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter | None:
         """How the slot is fitted; a slot that does not define this is only trained."""
+        return None
+
+    def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout] | None:
+        """The features of an adapter and what adds them to an output, if the features are made here.
+
+        Args:
+            slots_at: the active slots at a path of the unpatched model.
+        """
         return None
 
     def changes(self, path: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -209,6 +210,10 @@ class After(Slot):
         """(..., dim) -> (..., dim)."""
         return self.adapter(base(x, *args, **kwargs))
 
+    def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout]:
+        """See `Slot.reads_out`."""
+        return self.adapter.stage, self.adapter.readout
+
     def fold(self, place: FoldPlace) -> None:
         """x + scaling · v ⊙ (Φ(x) Aᵀ) becomes x + Φ(x) Mᵀ, behind the module."""
         matrix = plain_linear(self.adapter.readout.matrix(), None)
@@ -221,6 +226,10 @@ class BesideLinear(Slot, SNNKAdapter):
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:  # type: ignore[override]
         """x (..., dim) -> (..., out_dim)."""
         return SNNKAdapter.forward(self, x, base(x, *args, **kwargs))
+
+    def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout]:
+        """See `Slot.reads_out`."""
+        return self.stage, self.readout
 
     def fold(self, place: FoldPlace) -> None:
         """W x + scaling · v ⊙ (Φ(x) Aᵀ) becomes [M, W] [Φ(x), x]."""
@@ -252,6 +261,12 @@ class BesideExpansion(Slot):
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """x (..., dim) -> (..., hidden + feature_dim)."""
         return beside(base, self.stage, x, *args, **kwargs)
+
+    def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout]:
+        """See `Slot.reads_out`."""
+        return self.stage, next(
+            slot.readout for slot in slots_at(self.behind[1]) if isinstance(slot, BesideContraction)
+        )
 
     def changes(self, path: str) -> tuple[str, ...]:
         """The whole FFN."""

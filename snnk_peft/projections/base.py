@@ -39,6 +39,7 @@ class Projection(Drawn):
         needs_layer: whether the rows are taken from a pretrained layer, by `from_layer`; there are at most as many as
             the layer has, and they are made for its inputs as they are.
         selects_rows: whether the rows are chosen among those of that layer, by `select`, whichever these are.
+        takes_rows: whether W is plain numbers that may be any, by `take`.
         of_attention: whether it is for attention only, with rows of queries and of keys for every head.
         layer_arguments: those of the member's arguments that are tensors of that layer, hence in no config.
         formula: the rows in a line, for tables.
@@ -55,7 +56,7 @@ class Projection(Drawn):
     sampled_lengths = True
     fast = False
     trainable = False
-    needs_layer = selects_rows = of_attention = False
+    needs_layer = selects_rows = takes_rows = of_attention = False
     layer_arguments: tuple[str, ...] = ()
 
     params: Mapping[str, Any] = MappingProxyType({})
@@ -143,6 +144,14 @@ class Projection(Drawn):
             The chosen row indices, (num_features,).
         """
         raise TypeError(f"{type(self).__name__} takes no rows of a layer")
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Let W be these rows; for members with `takes_rows`.
+
+        Args:
+            rows: (num_features, dim).
+        """
+        raise TypeError(f"{type(self).__name__} makes its own rows")
 
     def settle(self) -> list[str]:
         """Decide what depends on the sizes, before the draw; messages for sizes the member cannot have."""

@@ -30,6 +30,7 @@ class Free(Learned):
     cost = "m·d"
 
     resamplable = False
+    takes_rows = True
 
     def __init__(
         self,
@@ -62,6 +63,11 @@ class Free(Learned):
         """See `Projection.absorb`."""
         self.weight.mul_(factor)
         return True
+
+    @torch.no_grad()
+    def take(self, rows: torch.Tensor) -> None:
+        """See `Projection.take`."""
+        self.weight.copy_(rows)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """None: what was random at the start is learned."""

@@ -49,7 +49,8 @@ def calibrate(
     All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was.
 
     Adapters, and linear attention over other rows than `centroids`, hold nothing that stands for a module's output.
-    They stay as they are, and what is fitted sees their effect in its inputs.
+    They stay as they are, and what is fitted sees their effect in its inputs. Rows of adapters are made from labels:
+    `calibrate_adapters`.
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
@@ -113,7 +114,7 @@ def calibrate(
         faults.append(
             "the model has no active part that can be calibrated; expected a model from get_snnk_model with ffn=, "
             "pooler=, low_rank=, attention over projection 'centroids' or a part such as NarrowHeadsPart, with that "
-            "adapter active (adapters and other linear attention are trained, not calibrated)"
+            "adapter active (other linear attention is trained, and adapters have calibrate_adapters)"
         )
     if away := [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]:
         faults.append(
