@@ -189,6 +189,9 @@ def test_the_faults_of_a_part_and_of_the_task_are_reported(tmp_path: Path) -> No
         load_config(
             FinetuneConfig, None, ["task=rte", "output.dir=x", "method.name=lora", "method.pooler={component: cos}"]
         )
+    for name, message in (("calibrate", "has no replaced layer to fit"), ("calibrate_adapters", "has no rows to make")):
+        with pytest.raises(ConfigError, match=message):
+            load_config(FinetuneConfig, None, ["task=rte", "output.dir=x", "method.name=lora", f"method.{name}=true"])
     (tmp_path / "broken.yaml").write_text("train: [1,\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(FinetuneConfig, tmp_path / "broken.yaml")
@@ -475,17 +478,28 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(
         ("train.mixed_precision=bf16", "train.gradient_accumulation=2", "train.schedule=linear", "train.epochs=5"),
         # What calibration wrote (landmarks, readouts) does not follow from the settings: the checkpoint has to hold it.
         ("method.adapter=null", "method.ffn={num_features: 8}", "method.calibrate=true", "method.pooler={init: paper}"),
+        # So do rows made of labels.
+        (
+            "method.adapter={component: relu, projection: informed, num_features: 4}",
+            *("method.calibrate_adapters=true", "method.calibrate_samples=40"),
+        ),
         (
             "method.adapter=null",
             "method.parts=[{part: ffn, num_features: 8, layers: [0]}, {part: adapter, num_features: 4}]",
         ),
     ],
-    ids=["adapter", "bf16", "calibrated", "parts"],
+    ids=["adapter", "bf16", "calibrated", "informed", "parts"],
 )
 def test_resume_of_snnk_parts_is_exact(
-    world: Path, tmp_path: Path, interrupt: Any, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...]
+    world: Path,
+    tmp_path: Path,
+    interrupt: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    parts: tuple[str, ...],
 ) -> None:
     assert finetune.main(settings(world, tmp_path / "straight", *parts, method="snnk")) == 0
+    assert ("of all rows" in capsys.readouterr().out) == ("method.calibrate_adapters=true" in parts)
     arguments = settings(world, tmp_path / "run", *parts, method="snnk")
     interrupt(13)
     with pytest.raises(Interrupted):
