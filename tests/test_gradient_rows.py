@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from accelerate import cpu_offload
 from peft import PeftModel
 from torch import nn
 
@@ -389,6 +390,30 @@ def test_batches_without_labels() -> None:
 def test_held_out_is_a_fraction(held_out: float) -> None:
     with pytest.raises(ConfigError, match="held_out is"):
         calibrate_adapters(patched(), batches(), held_out=held_out, progress=False)
+
+
+@pytest.mark.parametrize("ridges", [(), (0.1, 0.0)])
+def test_ridges_are_positive(ridges: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="expected numbers above 0, at least one"):
+        calibrate_adapters(patched(), batches(), ridges=ridges, progress=False)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["base offloaded", "all offloaded"])
+def test_offloaded_models(whole: bool) -> None:
+    """An adapter on an offloaded base gets the rows that it gets in memory; an offloaded adapter is refused."""
+    expected = patched()
+    calibrate_adapters(expected, batches(), progress=False)
+    config = SNNKConfig(adapter=part(), task_type="SEQ_CLS")
+    if whole:
+        with pytest.raises(ConfigError, match="are offloaded to memory or disk"):
+            calibrate_adapters(cpu_offload(patched(), torch.device("cpu")), batches(), progress=False)
+        return
+    model = get_snnk_model(cpu_offload(louder(tiny("bert")), torch.device("cpu")), config)
+    calibrate_adapters(model, batches(), progress=False)
+    found, wanted = ({k: v for k, v in state(m).items() if "feature_map" in k} for m in (model, expected))
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:

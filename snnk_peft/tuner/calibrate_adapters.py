@@ -159,6 +159,8 @@ def calibrate_adapters(
     adapters, faults = _adapters(model)
     if not 0 < held_out < 1:
         faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
+    if not ridges or not all(ridge > 0 for ridge in ridges):
+        faults.append(f"ridges is {ridges!r}; expected numbers above 0, at least one")
     if not faults:
         survey = Survey(model, batches, held_out)
         faults = survey.faults
