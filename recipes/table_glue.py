@@ -30,8 +30,8 @@ PEER = "lora_r8"
 # The methods of recipes/sweep_glue.py, in words, in the order of the table.
 NAMES = {
     "rows7_query_value_norms": "learned rows beside queries and values, and norms",
-    "rows7_informed_norms": "the same, rows from one labelled pass",
-    "rows6_informed_norms": "six of these instead of seven",
+    "rows7_informed_norms": "learned rows that one labelled pass made, and norms",
+    "rows6_informed_norms": "six learned rows that one labelled pass made, and norms",
     "rows8_upper_norms": "learned rows and norms in all layers but the first",
     "rows16_parallel": "learned rows beside the FFN",
     "snnk_relu16": "random features behind attention and FFN",
