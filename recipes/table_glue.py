@@ -33,6 +33,7 @@ NAMES = {
     "rows7_informed_norms": "learned rows that one labelled pass made, and norms",
     "rows6_informed_norms": "six learned rows that one labelled pass made, and norms",
     "rows8_upper_norms": "learned rows and norms in all layers but the first",
+    "rows8_upper_informed_norms": "learned rows that one labelled pass made, and norms, in all layers but the first",
     "rows16_parallel": "learned rows beside the FFN",
     "snnk_relu16": "random features behind attention and FFN",
     "snnk_informed16": "the same, rows from one labelled pass",

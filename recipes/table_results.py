@@ -21,6 +21,15 @@ from table_glue import NAMES, on_plateau, rank, read_table
 ROOT = Path(__file__).resolve().parent.parent
 LONG = (("4x512", "512"), ("1x2048", "2,048"))  # shapes of convert_sst2.py
 TASKS = {"mrpc": "MRPC classifier", "stsb": "STS-B model", "imdb": "IMDb classifier"}
+STEP, STEP_RESULTS = "`benchmarks/adapter_step.py`", "recipes/benchmarks/results/adapter_step"
+STEPS = {
+    "rows": "learned rows beside queries and values, and norms",
+    "upper": "these in all layers but the first",
+    "parallel": "learned rows beside the FFN",
+    "snnk": "random features behind attention and FFN",
+    "lora_norms": "LoRA and norms",
+    "dora": "DoRA",
+}
 BEGIN, END = "<!-- results: begin (python recipes/table_results.py) -->", "<!-- results: end -->"
 
 
@@ -40,6 +49,12 @@ def main(argv: list[str] | None = None) -> int:
         print(table)
 
     return guarded(work)
+
+
+def steps(report: dict[str, Any]) -> str:
+    """Time and memory of every method of `benchmarks/adapter_step.py` as multiples of LoRA's."""
+    found = {row["method"]: f"{row['time / LoRA']:.2f} ×, {row['memory / LoRA']:.2f} ×" for row in report["rows"]}
+    return "; ".join(f"{what} {found[method]}" for method, what in STEPS.items() if method in found)
 
 
 def replaced(text: str, table: str) -> str:
@@ -64,17 +79,14 @@ def render(root: Path) -> str:
     def benchmark(name: str) -> dict[str, Any]:
         return read_json(root / f"recipes/benchmarks/results/{name}/metrics.json")
 
-    step, pictures, attention = benchmark("adapter_step"), benchmark("vision_step"), benchmark("attention")
+    pictures, attention = benchmark("vision_step"), benchmark("attention")
+    step = {name: steps(read_json(root / STEP_RESULTS / f"{name}.json")) for name in ("metrics", "llama")}
     texts, cifar = benchmark("convert_sst2")["rows"], benchmark("convert_cifar10")["rows"]
     speed = {
         kind: {row["length"]: row["speed_up"] for row in attention[kind]} for kind in ("forward", "training", "causal")
     }
     decoding = {row["attention"]: row for row in attention["decoding"]}  # the longer prefix comes last
     kept = [decoding[name]["bytes"] / 1e6 for name in ("linear", "softmax")]
-    adapters = (
-        f"{step['step_time_ratio']:.2f} × the time and {step['peak_memory_ratio']:.2f} × the memory of LoRA "
-        "with as many parameters"
-    )
     places = {row["method"]: row["time / LoRA"] for row in pictures["rows"] if row["model"] == "vit_small"}
     vision = (
         f"{places['snnk']:.2f} × the time and {pictures['vit_small']['peak_memory_ratio']:.2f} × the memory of LoRA; "
@@ -104,8 +116,9 @@ def render(root: Path) -> str:
     )
     heads = "linear attention against torch's fused softmax attention, 12 heads of 64, 64 features"
     rows = [
-        ["training step of adapters, MiniLM, 32 × 128 tokens", adapters, "`benchmarks/adapter_step.py`"],
-        ["the same, ViT-S/16, 8 pictures of 224 × 224", vision, "`benchmarks/vision_step.py`"],
+        ["training step beside LoRA's (time, memory), MiniLM, 32 × 128 tokens", step["metrics"], STEP],
+        ["the same, a Llama of 4 layers × 512", step["llama"], STEP],
+        ["SNNK adapters, ViT-S/16, 8 pictures of 224 × 224", vision, "`benchmarks/vision_step.py`"],
         ["GLUE dev average, MiniLM", glue(root), "`table_glue.py`"],
         ["heads in closed form beside LoRA (seed 0 of that table), MiniLM", heads_beside_lora(root), "`fit_head.py`"],
         *conversions,

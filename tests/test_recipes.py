@@ -189,12 +189,21 @@ def test_the_faults_of_a_part_and_of_the_task_are_reported(tmp_path: Path) -> No
         load_config(
             FinetuneConfig, None, ["task=rte", "output.dir=x", "method.name=lora", "method.pooler={component: cos}"]
         )
-    for name, message in (("calibrate", "has no replaced layer to fit"), ("calibrate_adapters", "has no rows to make")):
-        with pytest.raises(ConfigError, match=message):
-            load_config(FinetuneConfig, None, ["task=rte", "output.dir=x", "method.name=lora", f"method.{name}=true"])
+    with pytest.raises(ConfigError, match="has no replaced layer to fit"):
+        load_config(FinetuneConfig, None, ["task=rte", "output.dir=x", "method.name=lora", "method.calibrate=true"])
     (tmp_path / "broken.yaml").write_text("train: [1,\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(FinetuneConfig, tmp_path / "broken.yaml")
+
+
+@pytest.mark.parametrize("name", ["lora", "full", "linear_probe"])
+def test_another_method_on_a_file_of_adapters_has_none_of_theirs(name: str) -> None:
+    file = RECIPES / "configs/glue/rte_adapter.yaml"
+    ours = load_config(FinetuneConfig, file).method
+    assert (ours.parts, ours.calibrate_adapters) == ([{"part": "norms"}], True)
+    assert ours.adapter["placement"] == "query_value"
+    other = load_config(FinetuneConfig, file, [f"method.name={name}"]).method
+    assert (other.adapter, other.parts, other.calibrate_adapters) == (None, None, False)
 
 
 def test_overrides_create_sections_and_numbers_may_be_written_as_people_do() -> None:

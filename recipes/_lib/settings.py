@@ -130,6 +130,7 @@ class MethodSection:
         """`method.name=lora` on a file that describes SNNK parts means LoRA without them; the record must say so."""
         if self.name != "snnk":
             self.adapter = self.ffn = self.attention = self.parts = None
+            self.calibrate_adapters = False
         if self.name == "full":
             self.pooler = "dense"
 
@@ -148,11 +149,9 @@ class MethodSection:
             faults.append(f"pooler is a PoolerPart, which method {self.name} has no use for; set method.name=snnk")
         if self.calibrate:
             faults.append(f"calibrate is true; method {self.name} has no replaced layer to fit: set it to false")
-        if self.calibrate_adapters:
-            faults.append(f"calibrate_adapters is true; method {self.name} has no rows to make: set it to false")
         return faults
 
-    def snnk_config(self, task_type: str = "SEQ_CLS", **arguments: Any) -> SNNKConfig:
+    def snnk_config(self, task_type: str | None = "SEQ_CLS", **arguments: Any) -> SNNKConfig:
         """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
         from snnk_peft.config import SNNKConfig
 
