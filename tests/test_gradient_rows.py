@@ -222,6 +222,24 @@ def test_moments_are_the_gradients_of_pytorch(placement: str, monkeypatch: pytes
         assert float(G.norm()) > 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:.*held-out rows are also among:snnk_peft.errors.NumericalWarning")
+@pytest.mark.parametrize("projection", ["free", "informed"])
+def test_fewer_directions_than_rows(projection: str) -> None:
+    """One sentence of two tokens: two rows of four can see anything, the others stay as drawn."""
+    model = patched(projection=projection)
+    (batch,) = batches(1)
+    batch = {"input_ids": batch["input_ids"][:1, :2], "labels": batch["labels"][:1]}
+    before = state(model)
+    report = calibrate_adapters(model, [batch] * 4, progress=False)
+    after = state(model)
+    assert any(slot.taken for slot in report.slots)
+    assert all(value.isfinite().all() for value in after.values() if value.is_floating_point())
+    for slot in report.slots:
+        (path,) = [name for name in before if f"{slot.path}.snnk" in name and "feature_map.projection." in name]
+        assert before[path].shape[0] == 4
+        assert (after[path] == before[path]).all(1).sum() == (2 if slot.taken else 4)
+
+
 @pytest.mark.parametrize("projection", ["free", "informed"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_rows_are_exchanged_and_nothing_else(placement: str, projection: str) -> None:

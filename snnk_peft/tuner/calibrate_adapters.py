@@ -30,6 +30,7 @@ from snnk_peft.tuner.slot_inputs import root_of
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 ROOM = 1 << 28  # bytes of statistics at a time; more adapters than that take further passes
+_UNSEEN = 1e-8  # mean square of a row's product with the inputs, beside that of a row drawn without looking
 FP16_SCALE = 1024.0  # gradients of a loss in fp16 vanish otherwise
 
 
@@ -353,8 +354,11 @@ def _settle(adapter: _Adapter, moments: GradientMoments, ridges: Sequence[float]
     taken = found.slope > max(found.slope_before, 0.0)
     if taken:
         C = moments.moment
-        squares = ((before @ C) * before).sum(-1).mean() / ((found.rows @ C) * found.rows).sum(-1)
-        rows = found.rows * squares.sqrt()[:, None]
+        wanted, squares = (((rows @ C) * rows).sum(-1) for rows in (before, found.rows))
+        # Of inputs that span fewer directions than there are rows, the others see nothing: these rows stay.
+        seen = squares > _UNSEEN * found.rows.square().sum(-1) * C.diagonal().mean()
+        factors = (wanted.mean() / squares.where(seen, 1.0)).sqrt()
+        rows = torch.where(seen[:, None], found.rows * factors[:, None], before)
         projection.take(rows)
         mean = rows @ moments.mean
         adapter.stage.recenter(mean, (((rows @ C) * rows).sum(-1) - mean.square()).clamp_min(0).sqrt())
