@@ -136,9 +136,8 @@ def test_a_csv_with_three_labels(here: Path, capsys: pytest.CaptureFixture[str])
     write_csv(here / "x.csv", ["id", "text", "label"], [(i, *row) for i, row in enumerate(train_rows)])
     write_csv(here / "y.csv", ["label", "text"], [(label, text) for text, label in eval_rows])
     files = ["data.train_file=x.csv", "data.eval_file=y.csv", "data.text=text", "data.label=label"]
-    fixed = ["method.adapter={component: cos, num_features: 64}", "method.parts=null"]
-    fixed += ["method.calibrate_adapters=false"]
-    wide = [*fixed, "method.pooler=dense"]
+    fixed = ["method.adapter={component: cos, num_features: 64}", "method.calibrate_adapters=false"]
+    wide = [*fixed, "method.parts=null", "method.pooler=dense"]
     learns = [*wide, "train.learning_rate=0.01", "train.schedule=linear", "train.eval_every=60"]
     assert train(*files, *learns, epochs=10) == 0
     said = capsys.readouterr().out

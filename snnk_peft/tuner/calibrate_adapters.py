@@ -30,8 +30,8 @@ from snnk_peft.tuner.slot_inputs import root_of
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 ROOM = 1 << 28  # bytes of statistics at a time; more adapters than that take further passes
-_UNSEEN = 1e-8  # mean square of a row's product with the inputs, beside that of a row drawn without looking
 FP16_SCALE = 1024.0  # gradients of a loss in fp16 vanish otherwise
+_UNSEEN = 1e-8  # rows whose products with the inputs are so much smaller than a random row's (mean squares) see nothing
 
 
 @dataclass(frozen=True)
