@@ -4,9 +4,10 @@
     python recipes/closed_form.py recipes/configs/closed_form.yaml task=mrpc data.dir=path/to/glue output.dir=runs/mrpc
 
 The pooler becomes Φ(x)A with random features and is bundled with the classifier, so the head is one matrix W̄ that reads
-Φ of the frozen encoder's [CLS] vector. `fit_closed_form` finds it in one pass (ridge regression, one-hot targets for
-classes; the ridge chosen on every fifth batch). Next to it the same head is trained with AdamW on cached features, in
-the loop of all recipes, and scikit-learn's Ridge is fitted to them as an independent check.
+Φ of the frozen encoder's [CLS] vector or, where the checkpoint was trained with it, of the mean over the tokens
+(`method.pooling`). `fit_closed_form` finds it in one pass (ridge regression, one-hot targets for classes; the ridge
+chosen on every fifth batch). Next to it the same head is trained with AdamW on cached features, in the loop of all
+recipes, and scikit-learn's Ridge is fitted to them as an independent check.
 
 Settings are `section.key=value`; `--help` lists them. `--resume` continues a run that was stopped.
 """
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from _lib.config import option
 from _lib.experiment import Data, Finished
 from _lib.launch import launch
-from _lib.settings import FinetuneConfig, RunOutput
+from _lib.settings import FinetuneConfig, PoolingSection, RunOutput
 from finetune import Finetuning
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class HeadSection:
+class HeadSection(PoolingSection):
     """The features that the head reads."""
 
     component: str = option("cos", "component function of the features")
@@ -61,7 +62,7 @@ class ClosedForm(Finetuning):
         from _lib.heads import Vectors
         from _lib.models import load_pretrained
 
-        from snnk_peft import PoolerPart, SNNKConfig, bundle, get_snnk_model
+        from snnk_peft import MeanPoolingPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
         from snnk_peft.bundling.closed_form import bundled_head, head_features
 
         config, texts = self.config, super().data(accelerator)
@@ -69,7 +70,8 @@ class ClosedForm(Finetuning):
         base, _ = load_pretrained(self.pretrained, self.task)
         self.modality.check(base, self.reader, config.data)
         part = PoolerPart(component=config.method.component, num_features=config.method.num_features)
-        self.encoder = bundle(get_snnk_model(base, SNNKConfig(pooler=part, seed=config.train.seed)))
+        means = [MeanPoolingPart()] if config.method.pooling == "mean" else []
+        self.encoder = bundle(get_snnk_model(base, SNNKConfig(pooler=part, parts=means, seed=config.train.seed)))
         self.texts, (_, self.head, _) = texts.train, bundled_head(self.encoder)
 
         def encode(inputs: dict[str, torch.Tensor]) -> torch.Tensor:

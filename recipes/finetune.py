@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import launch
-from _lib.settings import FinetuneConfig, completed, find_task
+from _lib.settings import FinetuneConfig, completed, find_task, with_pooling
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     def __init__(self, config: FinetuneConfig):
         self.task = find_task(config)
-        super().__init__(completed(config, self.task))
+        super().__init__(with_pooling(completed(config, self.task), self.task))
 
     @property
     def method(self) -> str:
@@ -57,6 +57,8 @@ class Finetuning(Experiment[FinetuneConfig]):
         self.reader = reader = modality.reader(self.pretrained, task)
         for note in task.notes:
             accelerator.print(f"note: {note}")
+        if getattr(config.method, "pooling", None) == "mean":
+            accelerator.print("note: the pooler reads the mean over the tokens; method.pooling=first: the first token")
         limits = {"train": config.data.max_train_samples}
         data = task.load(config.data.dir, max_samples=limits, seed=config.train.seed)
         rows, choosing = data["train"], {}

@@ -70,8 +70,11 @@ METHODS = {
     "norms_biases": ["method.name=bitfit"],
     "full": ["method.name=full"],
     "linear_probe": ["method.name=linear_probe"],
+    # What they read is the mean over the tokens, with which MiniLM was trained; then [CLS].
     "pooler_cos": ["method.adapter=null", "method.pooler={component: cos}"],
-    "pooler_dense": ["method.name=linear_probe", "method.pooler=dense"],
+    "pooler_dense": ["method.adapter=null", "method.pooler=dense", "method.parts=[{part: mean_pooling}]"],
+    "pooler_cos_first": ["method.adapter=null", "method.pooler={component: cos}", "method.pooling=first"],
+    "pooler_dense_first": ["method.name=linear_probe", "method.pooler=dense"],
 }
 # Where the reports are kept, and those of recipes/tune_glue.py.
 CARDS = Path(__file__).resolve().parent.parent / "model_cards/glue"

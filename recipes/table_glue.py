@@ -45,8 +45,10 @@ NAMES = {
     "norms_biases": "norms and biases alone",
     "full": "all weights",
     "linear_probe": "linear probe",
-    "pooler_cos": "random-feature pooler",
-    "pooler_dense": "trained pooler",
+    "pooler_cos": "random-feature pooler over the mean",
+    "pooler_dense": "trained pooler over the mean",
+    "pooler_cos_first": "random-feature pooler over [CLS]",
+    "pooler_dense_first": "trained pooler over [CLS]",
 }
 
 

@@ -27,6 +27,7 @@ from snnk_peft.parts.adapter import AdapterPart
 from snnk_peft.parts.attention import AttentionPart
 from snnk_peft.parts.ffn import FFNPart
 from snnk_peft.parts.low_rank import LowRankPart
+from snnk_peft.parts.mean_pooling import MeanPoolingPart
 from snnk_peft.parts.narrow_ffn import NarrowFFNPart
 from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.norms import NormsPart
@@ -63,6 +64,7 @@ __all__ = [
     "HeadStatistics",
     "InputMoments",
     "LowRankPart",
+    "MeanPoolingPart",
     "ModelFamily",
     "NarrowFFNPart",
     "NarrowHeadsPart",

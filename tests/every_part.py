@@ -14,6 +14,7 @@ from snnk_peft import (
     AttentionPart,
     FFNPart,
     LowRankPart,
+    MeanPoolingPart,
     NarrowFFNPart,
     NarrowHeadsPart,
     NormsPart,
@@ -32,6 +33,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "ffn-drawn": {"ffn": FFNPart("relu", "orf", 6, linear_path=True, train_contraction=True)},
     "low-rank": {"parts": [LowRankPart("ffn", rank=3), LowRankPart("attention", rank_scale=0.9)]},
     "pooler": {"pooler": PoolerPart(num_features=6)},
+    "mean_pooling": {"pooler": PoolerPart(num_features=6), "parts": [MeanPoolingPart()]},
     "attention": {"attention": AttentionPart(num_features=6, near_field=2)},
     "attention-learned": {
         "attention": AttentionPart("hrf", "gmm", 6, per_head=True, separate_maps=True, sum_of=[{"component": "elu"}])

@@ -14,7 +14,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
+from _lib.files import read_json
 from _lib.peers import PEFT_PEERS, train_biases_and_norms, with_peer
 from _lib.settings import MethodSection
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -78,6 +80,25 @@ def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
     # Byte-level ones write the space before a word into its token, and a word alone has none.
     alone = "ByteLevel" in str(tokenizer.backend_tokenizer.pre_tokenizer)
     return AutoTokenizer.from_pretrained(folder, add_prefix_space=True) if alone else tokenizer
+
+
+def trained_on_means(folder: str) -> bool:
+    """Whether a checkpoint says that its text vectors are means over tokens, as sentence-transformers writes it.
+
+    Args:
+        folder: of the model, or its name on the Hub.
+    """
+    steps = _json_of(folder, "modules.json") or []
+    pooling = next((step["path"] for step in steps if step.get("type", "").endswith(".Pooling")), None)
+    said = None if pooling is None else _json_of(folder, f"{pooling}/config.json")
+    # One word since sentence-transformers 5.2, a flag for each way before.
+    return said is not None and (said.get("pooling_mode") == "mean" or said.get("pooling_mode_mean_tokens") is True)
+
+
+def _json_of(folder: str, name: str) -> Any:
+    """A file beside a model, or None if it has none of this name."""
+    found = cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else read_json(Path(found))
 
 
 def _task_type(model: PreTrainedModel) -> str | None:

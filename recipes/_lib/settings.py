@@ -96,7 +96,24 @@ class LoraSection:
 
 
 @dataclass
-class MethodSection:
+class PoolingSection:
+    """Where the vector of a text comes from."""
+
+    pooling: str = option(
+        "auto",
+        "what a pooler that is exchanged or trained reads of a text: first, its first token; mean, the mean over its "
+        "tokens; auto: the mean where the checkpoint was trained with it, as sentence encoders say of themselves",
+        choices=("auto", "first", "mean"),
+    )
+
+    @property
+    def moves_pooler(self) -> bool:
+        """Whether there is a pooler that need not read what the pretrained one read."""
+        return True
+
+
+@dataclass
+class MethodSection(PoolingSection):
     """What is trained. The classifier always is."""
 
     name: str = option("snnk", "how the model is adapted", choices=METHODS)
@@ -134,6 +151,12 @@ class MethodSection:
         if self.name == "full":
             self.pooler = "dense"
 
+    @property
+    def moves_pooler(self) -> bool:
+        """See `PoolingSection.moves_pooler`."""
+        given = any(part.get("part") == "mean_pooling" for part in self.parts or [])
+        return self.name == "snnk" and self.pooler != "frozen" and not given
+
     def check(self) -> list[str]:
         """Faults that involve several values, and the faults of the parts themselves."""
         from snnk_peft.errors import ConfigError
@@ -145,6 +168,11 @@ class MethodSection:
                 return error.faults
             return []
         faults = []
+        if self.pooling == "mean":
+            faults.append(
+                f"pooling is mean, and method {self.name} leaves what the pooler reads as it is; set method.name=snnk, "
+                "with pooler=dense to train the pooler as it is"
+            )
         if isinstance(self.pooler, dict):
             faults.append(f"pooler is a PoolerPart, which method {self.name} has no use for; set method.name=snnk")
         if self.calibrate:
@@ -160,7 +188,7 @@ class MethodSection:
             ffn=self.ffn,  # type: ignore[arg-type]
             attention=self.attention,  # type: ignore[arg-type]
             pooler=self.pooler if isinstance(self.pooler, dict) else None,  # type: ignore[arg-type]
-            parts=self.parts or [],  # type: ignore[arg-type]
+            parts=[*(self.parts or []), *([{"part": "mean_pooling"}] if self.pooling == "mean" else [])],  # type: ignore[list-item]
             save_projection=self.save_projection,
             task_type=task_type,
             **arguments,
@@ -337,3 +365,20 @@ def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] 
 def completed(config: FinetuneConfig, task: Any) -> FinetuneConfig:
     """The settings with what the task inferred, as the record of the run must have it."""
     return replace(config, data=replace(config.data, **task.inferred))
+
+
+def with_pooling(config: Any, task: Any) -> Any:
+    """The settings with what the pooler reads, as the record of the run must have it.
+
+    Args:
+        config: with the sections model and method.
+        task: what the examples are; pictures have no tokens to take means of.
+    """
+    method = config.method
+    is_asked = isinstance(method, PoolingSection) and method.pooling == "auto" and method.moves_pooler
+    if not is_asked or task.modality != "text":
+        return config
+    from _lib.models import resolve_model, trained_on_means
+
+    means = trained_on_means(resolve_model(config.model.name_or_path))
+    return replace(config, method=replace(method, pooling="mean" if means else "first"))

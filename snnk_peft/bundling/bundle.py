@@ -122,7 +122,7 @@ def folded_model(base: nn.Module) -> tuple[Any, FoldPlan, dict[str, Place]]:
     table = dict(places(base))
     plan = plan_folds(table, base.dtype)
     retrained = any(place.module is not place.original for place in table.values())  # norms, say: nothing to fold
-    if not plan.modules and not plan.additions and not retrained:
+    if not (plan.modules or plan.additions or plan.altered or retrained):
         raise ConfigError(
             "nothing to bundle: no active SNNK adapter in this model; use get_snnk_model first, or activate one with "
             "set_adapter(name) and leave disable_adapter()"
@@ -168,7 +168,7 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
         "modules": {
             **{path: spec_of(module, table[path].module) for path, module in plan.modules.items()},
             **{path: attention_spec(kernel) for path, kernel in plan.additions.items()},
-            **{path: {"kind": "heads", "size": size} for path, size in plan.heads.items()},
+            **plan.altered,
         },
         "head": plan.head,
         "pooler": plan.pooler,

@@ -87,7 +87,7 @@ class FoldPlan:
         folded: one entry per group of modules that were folded together.
         remarks: what could not be folded further, and why.
         additions: path -> the module that is put where the original has none.
-        heads: path of an attention module -> the size of the heads that it splits into from now on.
+        altered: path of a module that stays -> the spec by which it works from now on.
         head: path of the Linear that reads the pooler's features, if there is one.
         pooler: path of the stage that makes these features.
     """
@@ -98,7 +98,7 @@ class FoldPlan:
     folded: list[Folded] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     additions: dict[str, Any] = field(default_factory=dict)
-    heads: dict[str, int] = field(default_factory=dict)
+    altered: dict[str, dict[str, Any]] = field(default_factory=dict)
     head: str | None = None
     pooler: str | None = None
 
@@ -154,9 +154,11 @@ class PlaceInPlan:
         self.plan.additions[f"{self.path}.{name}"] = module
         self.plan.folded.append(Folded([self.path], before, after, 0, stored_bytes(module, self.plan.dtype)))
 
-    def resize_heads(self, size: int) -> None:
-        """The attention module here splits into heads of this size."""
-        self.plan.heads[self.path] = size
+    def alter(self, kind: str, before: str = "", after: str = "", **values: Any) -> None:
+        """The module here stays and works otherwise."""
+        self.plan.altered[self.path] = {"kind": kind, **values}
+        if after:
+            self.plan.folded.append(Folded([self.path], before, after, 0, 0))
 
     def remark(self, text: str) -> None:
         """Tell the reader of the report."""

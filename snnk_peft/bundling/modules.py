@@ -13,6 +13,7 @@ plan, {module path: spec}, stored in the config; a spec says what stands at that
     beside                  features next to a module's output             x -> [module(x), Φ(x)]
     leading                 a module acting on the first entries only      [h, z] -> [module(h), z]
     heads                   the module that is there, splitting into heads of another size
+    mean_first              the layer that is there, giving the mean over the tokens in the first one's place
     attention               linear attention inside an attention module    see bundling/attention.py
 
 This module is also part of the self-contained code file of every saved bundle, so it needs torch and the feature maps,
@@ -43,6 +44,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.layers.adapter import Beside, Leading, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.heads import resize_heads
+from snnk_peft.layers.mean_pooling import put_mean_first
 from snnk_peft.projections.base import Projection
 
 Spec = dict[str, Any]
@@ -113,6 +115,7 @@ BUILDERS: dict[str, Callable[[Spec, nn.Module], nn.Module]] = {
     ),
     "leading": lambda spec, present: Leading(build_module(spec["module"], present), spec["width"]),
     "heads": lambda spec, present: resize_heads(present, spec["size"]),
+    "mean_first": lambda spec, present: put_mean_first(present),
 }
 
 

@@ -102,6 +102,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "beside": {"module": spec_faults, "stage": stage_faults},
     "leading": {"module": spec_faults, "width": SIZE},
     "heads": {"size": SIZE},
+    "mean_first": {},
 }
 
 

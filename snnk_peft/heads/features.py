@@ -25,14 +25,15 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map.spec import FeatureMapSpec
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.mean_pooling import token_mean
 from snnk_peft.registry import did_you_mean
 
 Pool = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def _mean(hidden: Tensor, mask: Tensor, second: Tensor | None = None) -> Tensor:
+def _mean(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
     """Over the tokens."""
-    return (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+    return token_mean(hidden, mask)
 
 
 def _maximum(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:

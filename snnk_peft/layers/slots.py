@@ -91,8 +91,15 @@ class FoldPlace(Protocol):
     def add(self, name: str, module: nn.Module, before: str, after: str) -> None:
         """Put `module` inside the one that stands here, under a new name; `before` and `after` say what that means."""
 
-    def resize_heads(self, size: int) -> None:
-        """Let the attention module that stands here split into heads of this size; its Linears have that width."""
+    def alter(self, kind: str, before: str = "", after: str = "", **values: Any) -> None:
+        """Keep the module that stands here and let it work otherwise, as a kind of `bundling/modules.py` says.
+
+        Args:
+            kind: "heads" (an attention module splits into heads of `size`) or "mean_first" (a layer gives the mean).
+            before: what the report says of it, if anything.
+            after: likewise.
+            **values: fields of that kind.
+        """
 
     def remark(self, text: str) -> None:
         """Tell the reader of the report."""

@@ -159,7 +159,7 @@ class NarrowHeads(Slot):
         attention = place.at(self.attention)
         if any(slot is not self for slot in attention.slots):
             raise no_folded_form(attention, self)
-        attention.resize_heads(self.size)
+        attention.alter("heads", size=self.size)
 
 
 class FittedHeads(NarrowHeads):

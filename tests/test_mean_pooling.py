@@ -1,0 +1,379 @@
+"""The mean over the tokens instead of [CLS]: against means taken example by example, through every door."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for package in ("accelerate", "datasets", "rich", "yaml"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+import yaml
+from peft import PeftModel
+from recipe_world import RECIPES
+from sklearn.linear_model import Ridge
+from torch import Tensor
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+from snnk_peft import (
+    AdapterPart,
+    AttentionPart,
+    MeanPoolingPart,
+    NormsPart,
+    PoolerPart,
+    SNNKConfig,
+    bundle,
+    calibrate,
+    export,
+    fit_closed_form,
+    get_snnk_model,
+)
+from snnk_peft.errors import UnsupportedError
+from snnk_peft.layers.mean_pooling import counted_tokens
+from tests.fresh_process import run_python
+from tests.tiny_families import CONFIGS, build, main_head
+
+sys.path.append(str(RECIPES))
+
+import finetune
+from _lib.config import load_config
+from _lib.models import trained_on_means
+from _lib.settings import FinetuneConfig, find_task, with_pooling
+
+NOUNS = ("dog", "film", "report", "storm", "king", "sea", "house", "train", "song", "cake")
+# What each head makes of the last hidden states, by its own modules.
+HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "bert": lambda model, h: model.classifier(model.bert.pooler(h)),
+    "distilbert": lambda model, h: model.classifier(torch.relu(model.pre_classifier(h[:, 0]))),
+    "deberta-v2": lambda model, h: model.classifier(model.pooler(h)),
+    **dict.fromkeys(("camembert", "electra", "mpnet", "roberta", "xlm-roberta"), lambda model, h: model.classifier(h)),
+}
+PADDINGS = {"right": [[1] * 7, [1] * 4 + [0] * 3], "left": [[1] * 7, [0] * 3 + [1] * 4], "none": [[1] * 7] * 2}
+
+
+def padded(padding: str = "right") -> dict[str, Tensor]:
+    ids = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "attention_mask": torch.tensor(PADDINGS[padding])}
+
+
+def mean_in_front(hidden: Tensor, mask: Tensor) -> Tensor:
+    """One example after the other."""
+    hidden = hidden.detach().clone()
+    for example, counted in zip(hidden, mask, strict=True):
+        example[0] = torch.stack([token for token, real in zip(example, counted, strict=True) if real]).mean(0)
+    return hidden
+
+
+def expected_logits(family: str, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        hidden = model.base_model(**inputs).last_hidden_state
+        return HEADS[family](model, mean_in_front(hidden, inputs["attention_mask"]))
+
+
+def logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+def mean_pooled(family: str, *parts: Any, **options: Any) -> Any:
+    return get_snnk_model(build(family, main_head(family)), SNNKConfig(parts=[MeanPoolingPart(), *parts], **options))
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_every_family_reads_the_mean_or_is_refused(family: str) -> None:
+    if family in HEADS:
+        assert mean_pooled(family) is not None
+        return
+    with pytest.raises(UnsupportedError, match="expected an encoder of texts with a pooler"):
+        mean_pooled(family)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", HEADS)
+def test_logits_are_those_of_the_mean(family: str, backend: str, padding: str) -> None:
+    model = build(family, main_head(family))
+    if family not in ("deberta-v2", "mpnet"):  # which have one way to attend
+        model.set_attn_implementation(backend)
+    inputs = padded(padding)
+    first, expected = logits(model, inputs), expected_logits(family, model, inputs)
+    patched = get_snnk_model(model, SNNKConfig(parts=[MeanPoolingPart()]))
+    found = logits(patched, inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(found, first, atol=1e-4)
+    with patched.disable_adapter():
+        assert torch.equal(logits(patched, inputs), first)
+    small = bundle(patched)
+    torch.testing.assert_close(logits(small, inputs), expected, rtol=1e-5, atol=1e-6)
+    assert small.num_parameters() == build(family, main_head(family)).num_parameters()
+
+
+def test_modernbert_says_how_it_does_so_by_itself() -> None:
+    with pytest.raises(UnsupportedError, match=r"set config\.classifier_pooling to 'mean'"):
+        mean_pooled("modernbert")
+
+
+@pytest.mark.parametrize(("head", "reason"), [("BertForMaskedLM", "no pooler"), ("BertForTokenClassification", "no p")])
+def test_heads_that_read_every_token_are_refused(head: str, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        get_snnk_model(build("bert", head), SNNKConfig(parts=[MeanPoolingPart()]))
+
+
+def test_an_example_does_not_depend_on_the_others() -> None:
+    model, inputs = mean_pooled("bert"), padded()
+    alone = {name: values[1:, :4] for name, values in inputs.items()}
+    torch.testing.assert_close(logits(model, inputs)[1:], logits(model, alone), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model, inputs = build("bert", main_head("bert")), padded()
+    expected = expected_logits("bert", model, inputs)
+    patched = get_snnk_model(model.to(dtype), SNNKConfig(parts=[MeanPoolingPart()], modules_to_save=[]))
+    found = logits(patched, inputs)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.02)
+
+
+def test_beside_parts_of_the_last_layer_and_linear_attention() -> None:
+    parts = (AdapterPart(num_features=4), NormsPart(), AttentionPart(num_features=6))
+    model, inputs = mean_pooled("bert", *parts), padded()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    found = logits(model, inputs)
+    without = get_snnk_model(build("bert", main_head("bert")), SNNKConfig(parts=list(parts)))
+    own = model.state_dict()  # the same tensors, but for the layer's second wrapper
+    without.load_state_dict({name: own[_wrapped(name, own)] for name in without.state_dict()})
+    hidden = without.eval().base_model.model.bert(**inputs).last_hidden_state
+    inside = without.base_model.model
+    expected = inside.classifier(inside.bert.pooler(mean_in_front(hidden, inputs["attention_mask"])))
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(bundle(model), inputs), found, rtol=1e-4, atol=1e-5)
+
+
+def _wrapped(name: str, among: Any) -> str:
+    inside = name.replace(".encoder.layer.1.", ".encoder.layer.1.base_layer.")
+    return inside if inside in among else name
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_the_mean(checkpointing: bool) -> None:
+    model, inputs = mean_pooled("bert", NormsPart()), {**padded(), "labels": torch.tensor([0, 1])}
+    plain = build("bert", main_head("bert"))
+    hidden = plain.bert(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+    counted = inputs["attention_mask"].unsqueeze(-1)
+    front = torch.cat(((hidden * counted).sum(1, keepdim=True) / counted.sum(1, keepdim=True), hidden[:, 1:]), 1)
+    score = plain.classifier(plain.bert.pooler(front))
+    torch.nn.functional.cross_entropy(score, inputs["labels"]).backward()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model(**inputs).loss.backward()
+    name = "encoder.layer.0.output.LayerNorm"
+    own = model.base_model.model.bert.get_submodule(name).snnk_slots["default"][0].module
+    expected = plain.bert.get_submodule(name).weight.grad
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(own.weight.grad, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_saved_switched_and_loaded(tmp_path: Path) -> None:
+    model, inputs = mean_pooled("roberta", PoolerPart(num_features=6)), padded()
+    found = logits(model, inputs)
+    model.add_adapter("first", SNNKConfig(pooler=PoolerPart(num_features=6)))
+    model.set_adapter("first")
+    first = logits(model, inputs)
+    assert not torch.allclose(first, found, atol=1e-4)
+    model.set_adapter("default")
+    model.save_pretrained(tmp_path / "adapter", selected_adapters=["default"])
+    again = PeftModel.from_pretrained(build("roberta", main_head("roberta")), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again, inputs), found, rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits(copy.deepcopy(again), inputs), logits(again, inputs))
+
+
+@pytest.mark.parametrize("package", [True, False], ids=["with the package", "without it"])
+def test_a_bundle_in_a_fresh_process(package: bool, tmp_path: Path) -> None:
+    model, inputs = mean_pooled("bert", PoolerPart(num_features=6)), padded()
+    small = bundle(model)
+    assert any(entry.after == "the mean over the tokens" for entry in small.bundle_report.folded)
+    torch.testing.assert_close(logits(pickle.loads(pickle.dumps(small)), inputs), logits(small, inputs))
+    small.save_pretrained(tmp_path / "bundle")
+    torch.save({"inputs": inputs, "logits": logits(model, inputs)}, tmp_path / "expected.pt")
+    code = f"""
+import sys
+{"import snnk_peft" if package else "sys.modules['snnk_peft'] = None"}
+import torch
+from transformers import AutoModelForSequenceClassification as Auto
+given = torch.load("expected.pt")
+model = Auto.from_pretrained("bundle", trust_remote_code={not package}).eval()
+with torch.no_grad():
+    torch.testing.assert_close(model(**given["inputs"]).logits, given["logits"], rtol=1e-5, atol=1e-6)
+print("agrees")
+"""
+    done = run_python(["-c", code], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "agrees" in done.stdout
+
+
+def test_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="pip install snnk-peft[onnx]")
+    import onnxruntime
+
+    small = bundle(mean_pooled("bert", PoolerPart(num_features=6)))
+    export(small, "onnx", tmp_path / "model.onnx", batches=[padded()])
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for padding in PADDINGS:
+        inputs = padded(padding)
+        given = {each.name: inputs[each.name].numpy() for each in session.get_inputs() if each.name in inputs}
+        assert "attention_mask" in given
+        found = torch.from_numpy(session.run(None, given)[0])
+        torch.testing.assert_close(found, logits(small, inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        {
+            "input_ids": torch.randint(3, 50, (8, 7), generator=generator),
+            "attention_mask": (torch.arange(7) < torch.randint(3, 8, (8, 1), generator=generator)).long(),
+            "labels": torch.randn(8, 2, generator=generator),
+        }
+        for _ in range(12)
+    ]
+
+
+def means(batch: dict[str, Tensor]) -> Tensor:
+    """(B, width) of the plain model."""
+    with torch.no_grad():
+        hidden = build("bert", main_head("bert")).bert(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+    return mean_in_front(hidden, batch["attention_mask"])[:, 0]
+
+
+def with_new_pooler() -> Any:
+    config = SNNKConfig(pooler=PoolerPart(num_features=16), parts=[MeanPoolingPart()], modules_to_save=[])
+    return get_snnk_model(build("bert", main_head("bert")), config)
+
+
+def test_calibrate_fits_the_pooler_on_means(batches: list[dict[str, Tensor]]) -> None:
+    """It gives what the original makes of the means, and fits these better than first tokens."""
+    model = with_new_pooler()
+    pooler = build("bert", main_head("bert")).bert.pooler
+    report = calibrate(model, batches, progress=False)
+    assert report.slots[0].error_after < 0.5 * report.slots[0].error_before
+    with torch.no_grad():
+        mean = torch.cat([means(batch) for batch in batches])
+        found, wanted = model.base_model.model.bert.pooler(mean.unsqueeze(1)), pooler(mean.unsqueeze(1))
+    assert (found - wanted).square().sum() < 0.2 * (wanted - wanted.mean(0)).square().sum()
+
+
+def test_closed_form_is_ridge_regression_on_means(batches: list[dict[str, Tensor]]) -> None:
+    small = bundle(with_new_pooler())
+    fit_closed_form(small, batches, ridge=0.3)
+    stage = small.bert.pooler.dense
+    with torch.no_grad():
+        features = torch.cat([stage(means(batch)) for batch in batches])
+    oracle = Ridge(alpha=0.3).fit(features.numpy(), torch.cat([batch["labels"] for batch in batches]).numpy())
+    torch.testing.assert_close(small.classifier.weight, torch.tensor(oracle.coef_), rtol=1e-4, atol=1e-4)
+
+
+def test_masks_that_say_nothing_are_refused() -> None:
+    hidden = torch.zeros(2, 7, 4)
+    with pytest.raises(UnsupportedError, match="is missing for hidden states"):
+        counted_tokens(hidden, (), {})
+    with pytest.raises(UnsupportedError, match=r"is \(2, 1, 1, 5\) for hidden states \(2, 7, 4\)"):
+        counted_tokens(hidden, (torch.zeros(2, 1, 1, 5),), {})
+
+
+# What sentence-transformers wrote before 5.2, and writes since; what says nothing of means.
+SAID = [
+    ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, True),
+    ({"embedding_dimension": 16, "pooling_mode": "mean"}, True),
+    ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, False),
+    ({"pooling_mode": ["mean", "max"]}, False),
+    (None, False),
+]
+
+
+@pytest.mark.parametrize(("said", "is_mean"), SAID)
+def test_a_checkpoint_says_what_it_was_trained_on(said: dict[str, Any] | None, is_mean: bool, tmp_path: Path) -> None:
+    if said is not None:
+        steps = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.models.Pooling"}]
+        (tmp_path / "modules.json").write_text(json.dumps(steps))
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling/config.json").write_text(json.dumps(said))
+    assert trained_on_means(str(tmp_path)) is is_mean
+
+
+def reads(run: Path) -> str:
+    return yaml.safe_load((run / "config.yaml").read_text())["method"]["pooling"]
+
+
+POOLERS = {
+    "exchanged": ["method.adapter=null", "method.pooler={component: cos}"],
+    "trained": ["method.pooler=dense"],
+}
+
+
+@pytest.mark.parametrize("form", POOLERS)
+@pytest.mark.parametrize("pooling", ["auto", "first"])
+def test_a_recipe_reads_what_its_checkpoint_was_trained_on(
+    form: str, pooling: str, minilm_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"gj04\t{number % 2}\t\tThe {noun} was there.\n" for number, noun in enumerate(NOUNS)]
+    (tmp_path / "CoLA").mkdir()
+    for name in ("train", "dev"):
+        (tmp_path / f"CoLA/{name}.tsv").write_text("".join(rows))
+    given = [f"data.dir={tmp_path}", f"model.name_or_path={minilm_dir}", f"output.dir={tmp_path / 'run'}"]
+    quick = ["train.epochs=1", "output.tensorboard=false", "method.parts=null", "method.calibrate_adapters=false"]
+    settings = [*given, *quick, *POOLERS[form], f"method.pooling={pooling}"]
+    assert finetune.main([str(RECIPES / "configs/glue/cola_adapter.yaml"), *settings]) == 0
+    is_mean = pooling == "auto"
+    assert ("the pooler reads the mean over the tokens" in capsys.readouterr().out) is is_mean
+    assert reads(tmp_path / "run") == ("mean" if is_mean else "first")
+    small = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/bundle").eval()
+    inputs = AutoTokenizer.from_pretrained(minilm_dir)(["A king.", "The film was there, too."], padding=True)
+    inputs = {name: torch.tensor(values) for name, values in inputs.items()}
+    seen: list[Tensor] = []
+    small.bert.pooler.dense.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    logits(small, inputs)
+    # The plain encoder says what the mean is; with adapters in it, the bundle's own other tokens do.
+    with torch.no_grad():
+        hidden = small.bert(**inputs).last_hidden_state
+    if form == "exchanged":
+        with torch.no_grad():
+            hidden = AutoModel.from_pretrained(minilm_dir).eval()(**inputs).last_hidden_state
+        expected = mean_in_front(hidden, inputs["attention_mask"]) if is_mean else hidden
+        torch.testing.assert_close(seen[0], expected[:, 0], rtol=1e-4, atol=1e-5)
+    again = [str(RECIPES / "configs/glue/cola_adapter.yaml"), *settings, "--resume"]
+    assert finetune.main(again) == 0  # "auto" means the same again
+
+
+@pytest.mark.parametrize("method", ["lora", "full", "linear_probe"])
+def test_peers_that_cannot_are_refused(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"method.name={method}", "method.pooling=mean", f"output.dir={tmp_path / 'run'}"]
+    assert finetune.main([str(RECIPES / "configs/glue/cola_adapter.yaml"), *given]) == 2
+    assert "method.pooling is mean, and method" in capsys.readouterr().err
+
+
+def test_frozen_poolers_read_what_they_read() -> None:
+    """Adapters beside a frozen pooler are compared with LoRA beside the same one."""
+    file = RECIPES / "configs/glue/cola_adapter.yaml"
+    config = load_config(FinetuneConfig, file, ["output.dir=nowhere"])
+    assert with_pooling(config, find_task(config)) is config
