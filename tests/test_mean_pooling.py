@@ -29,12 +29,14 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from snnk_peft import (
     AdapterPart,
     AttentionPart,
+    FFNPart,
     MeanPoolingPart,
     NormsPart,
     PoolerPart,
     SNNKConfig,
     bundle,
     calibrate,
+    calibrate_adapters,
     export,
     fit_closed_form,
     get_snnk_model,
@@ -281,6 +283,20 @@ def test_calibrate_fits_the_pooler_on_means(batches: list[dict[str, Tensor]]) ->
         mean = torch.cat([means(batch) for batch in batches])
         found, wanted = model.base_model.model.bert.pooler(mean.unsqueeze(1)), pooler(mean.unsqueeze(1))
     assert (found - wanted).square().sum() < 0.2 * (wanted - wanted.mean(0)).square().sum()
+
+
+def test_reports_name_modules_of_the_plain_model(batches: list[dict[str, Tensor]]) -> None:
+    """Those of the last layer too, around which the part stands."""
+    rows = AdapterPart(
+        "gelu", "free", num_features=2, placement="query_value", normalize=False, scaling=4.0, layers=[1]
+    )
+    model = mean_pooled("bert", rows, FFNPart(num_features=4, layers=[1]))
+    plain = {path for path, _ in build("bert", main_head("bert")).named_modules()}
+    labelled = [{**batch, "labels": torch.arange(8) % 2} for batch in batches]
+    paths = [slot.path for slot in calibrate_adapters(model, labelled, progress=False).slots]
+    paths += [slot.path for slot in calibrate(model, batches, progress=False).slots]
+    assert len(paths) == 3
+    assert set(paths) <= plain
 
 
 def test_closed_form_is_ridge_regression_on_means(batches: list[dict[str, Tensor]]) -> None:

@@ -29,7 +29,7 @@ from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import Batches, Survey
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport, warn_of_few_tokens, warn_of_poor_attention
 from snnk_peft.tuner.slot_inputs import SlotInputs, execution_order, root_of
-from snnk_peft.tuner.slot_layer import SlotLayer, active_module
+from snnk_peft.tuner.slot_layer import SlotLayer, active_module, original_path
 from snnk_peft.tuner.stored_inputs import StoredInputs
 
 
@@ -218,7 +218,7 @@ def fitter_of(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter
 
 @torch.no_grad()
 def _fit_slot(name: str, layer: SlotLayer, fitter: Fitter, data: SlotInputs) -> SlotReport:
-    start, path = time.perf_counter(), name.removeprefix("base_model.model.")
+    start, path = time.perf_counter(), original_path(name.removeprefix("base_model.model."))
     try:
         fit = fitter.fit(data)
     except (ValueError, NumericalError) as error:

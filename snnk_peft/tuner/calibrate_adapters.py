@@ -27,7 +27,7 @@ from snnk_peft.layers.slots import Slot, real_tokens
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import Batch, Batches, Survey, is_held_out
 from snnk_peft.tuner.slot_inputs import root_of
-from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 ROOM = 1 << 28  # bytes of statistics at a time; more adapters than that take further passes
 FP16_SCALE = 1024.0  # gradients of a loss in fp16 vanish otherwise
@@ -206,7 +206,7 @@ def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str]]:
             elif offloaded(slot):
                 away.append(name)
             else:
-                found.append(_Adapter(name.removeprefix("base_model.model."), *pair))
+                found.append(_Adapter(original_path(name.removeprefix("base_model.model.")), *pair))
     faults = []
     if away:
         faults.append(
@@ -335,7 +335,7 @@ def _gradients(
         found = torch.autograd.grad(loss.float() * scale, flat, allow_unused=True)
     if not bool(torch.isfinite(loss)) or any(g is not None and not bool(torch.isfinite(g).all()) for g in found):
         raise ValueError(
-            f"batch {index}: the loss is {float(loss):g}, and it or a gradient is not finite; expected finite numbers. "
+            f"batch {index}: the loss is {loss.item():g}, and it or a gradient is not finite; expected finite numbers. "
             "Look at this batch and its labels, or run the model in fp32 or bf16"
         )
     plain = iter([torch.zeros_like(o) if g is None else g.double() / scale for o, g in zip(flat, found, strict=True)])
