@@ -95,7 +95,7 @@ class LoraSection:
     norms: bool = option(False, "normalisation layers are trained as well (lora, ia3, vera)")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PoolingSection:
     """Where the vector of a text comes from."""
 

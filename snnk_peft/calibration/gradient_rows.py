@@ -26,6 +26,7 @@ from snnk_peft.errors import NumericalError
 
 # The same as a fraction of the mean square of an input; gradients are noisier than what is fitted in closed form.
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+_RANK = 1e-10  # of the largest squared singular value: below is what rounding in fp32 leaves of 0
 
 
 class GradientMoments:
@@ -104,7 +105,7 @@ class GradientRows:
     """Rows and what they are worth.
 
     Args:
-        rows: W (m, dim), fp64; W (C + λI) Wᵀ = I and W E x >= 0.
+        rows: W (m, dim), fp64; W (C + λI) Wᵀ = I and W E x >= 0. Rows are 0 where G has fewer directions than m.
         ridge: the chosen λ, as a fraction of the mean eigenvalue of C.
         slope: of the held-out loss, per unit of change of the outputs (root mean square), under the step that the
             fitted examples say is best for rows made from them. Positive where the loss falls.
@@ -167,11 +168,13 @@ class _Eigenbasis:
     judge: Tensor
 
     def leading(self, ridge: float, m: int) -> Tensor:
-        """The leading m right singular vectors of G (C + λI)^-½, times that root: (m, dim)."""
+        """The leading m right singular vectors of G (C + λI)^-½, times that root: (m, dim); 0 beyond its rank."""
         root = (self.values + ridge).rsqrt()
         whitened = self.gradient * root
-        _, right = torch.linalg.eigh(whitened.T @ whitened)
-        return right[:, -m:].flip(1).T * root
+        squares, right = torch.linalg.eigh(whitened.T @ whitened)
+        # Vectors of the singular value 0 could be any: which ones is the matrix library's choice.
+        has_gradient = squares[-m:] > _RANK * squares[-1]
+        return (right[:, -m:] * has_gradient).flip(1).T * root
 
     def slope(self, rows: Tensor) -> float:
         """Of the judge's loss under the best step of a readout of W (m, dim)."""

@@ -31,7 +31,6 @@ from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 ROOM = 1 << 28  # bytes of statistics at a time; more adapters than that take further passes
 FP16_SCALE = 1024.0  # gradients of a loss in fp16 vanish otherwise
-_UNSEEN = 1e-8  # rows whose products with the inputs are so much smaller than a random row's (mean squares) see nothing
 
 
 @dataclass(frozen=True)
@@ -355,10 +354,10 @@ def _settle(adapter: _Adapter, moments: GradientMoments, ridges: Sequence[float]
     if taken:
         C = moments.moment
         wanted, squares = (((rows @ C) * rows).sum(-1) for rows in (before, found.rows))
-        # Of inputs that span fewer directions than there are rows, the others see nothing: these rows stay.
-        seen = squares > _UNSEEN * found.rows.square().sum(-1) * C.diagonal().mean()
-        factors = (wanted.mean() / squares.where(seen, 1.0)).sqrt()
-        rows = torch.where(seen[:, None], found.rows * factors[:, None], before)
+        # Where the gradient has fewer directions than there are rows, the others stay as they are.
+        made = found.rows.any(1)
+        factors = (wanted.mean() / squares.where(made, 1.0)).sqrt()
+        rows = torch.where(made[:, None], found.rows * factors[:, None], before)
         projection.take(rows)
         mean = rows @ moments.mean
         adapter.stage.recenter(mean, (((rows @ C) * rows).sum(-1) - mean.square()).clamp_min(0).sqrt())
