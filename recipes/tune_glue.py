@@ -3,9 +3,10 @@
     python recipes/tune_glue.py data.dir=path/to/glue
     python recipes/tune_glue.py data.dir=path/to/glue --methods lora_r8@0.001 lora_r8@0.002 lora_r8@0.004
 
-Every method tries three rates on two tasks; what counts is the score on held-back training rows, so the dev sets stay
-unseen. Runs go to OUT/<task>/<method>@<rate>/seed<k>; recipes/table_glue.py keeps their reports, and
-recipes/sweep_glue.py takes the best rate of each method from there.
+Every method tries three rates on CoLA, and the better two of them or all on MRPC (`--tasks`, `--methods`); what counts
+is the mean score on held-back training rows, so the dev sets stay unseen. Runs go to
+OUT/<task>/<method>@<rate>/seed<k>; recipes/table_glue.py keeps their reports, and recipes/sweep_glue.py takes the best
+rate of each method from there.
 """
 
 from __future__ import annotations
