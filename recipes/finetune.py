@@ -90,11 +90,18 @@ class Finetuning(Experiment[FinetuneConfig]):
             wanted = "zero" if head_with_bias(base, fresh) is None else "prior"
         if wanted == "prior" and not resumed:
             start_at_prior(base, data.train.labels)
-        calibration = None
-        if (config.method.calibrate or config.method.calibrate_adapters) and not resumed:
+        calibration, base = None, base.to(device)
+        if (config.method.calibrate or config.method.calibrate_adapters or config.method.fit_head) and not resumed:
             rank, world = accelerator.process_index, accelerator.num_processes
             calibration = calibration_batches(data.train, config, device, rank, world)
-        return build_model(base.to(device), config.method, config.train.seed, calibration)
+        if config.method.fit_head and calibration is not None:
+            from snnk_peft import fit_closed_form
+
+            fit = fit_closed_form(base, calibration, as_logits=True)
+            accelerator.print(
+                f"head {fit.head} fitted to {fit.examples} examples, relative error {fit.relative_error:.3f}"
+            )
+        return build_model(base, config.method, config.train.seed, calibration)
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Whole epochs; the warm-up is a part of all steps."""

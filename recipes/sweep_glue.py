@@ -21,7 +21,7 @@ TASKS = ("rte", "mrpc", "stsb", "cola", "sst2")
 # The settings files describe our default: a method here starts without its parts.
 RECIPE = [
     *("train.choose_share=0.1", "output.save_model=false"),
-    *("method.parts=null", "method.calibrate_adapters=false"),
+    *("method.parts=null", "method.calibrate_adapters=false", "method.fit_head=false"),
 ]
 # Rows of a Linear's size on inputs as they are; a readout of 4 gelu(W x): features of m rows are divided by sqrt(m).
 LEARNED = "component: gelu, projection: free, normalize: false"
@@ -43,6 +43,12 @@ METHODS = {
         "method.parts=[{part: norms}]",
         *("method.calibrate_adapters=true", "method.calibrate_samples=512"),
     ],
+    # The same behind a head that was fitted in closed form to the same examples.
+    "rows6_fitted_head": [
+        f"method.adapter={{{LEARNED}, num_features: 6, scaling: 9.8, placement: query_value}}",
+        "method.parts=[{part: norms}]",
+        *("method.calibrate_adapters=true", "method.calibrate_samples=512", "method.fit_head=true"),
+    ],
     # As many numbers in all layers but the first: the backward pass need not enter that one.
     "rows8_upper_norms": [
         f"method.adapter={{{LEARNED}, num_features: 8, scaling: 11.3, placement: query_value}}",
@@ -63,6 +69,10 @@ METHODS = {
         *("method.calibrate_adapters=true", "method.calibrate_samples=512"),
     ],
     "lora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16"],
+    "lora_r8_fitted_head": [
+        *("method.name=lora", "method.lora.r=8", "method.lora.alpha=16"),
+        *("method.calibrate_samples=512", "method.fit_head=true"),
+    ],
     "lora_r8_norms": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16", "method.lora.norms=true"],
     "dora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16", "method.lora.dora=true"],
     "ia3": ["method.name=ia3"],

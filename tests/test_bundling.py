@@ -478,8 +478,6 @@ def test_closed_form_refusals():
     model = bundled(3)
     with pytest.raises(ConfigError, match="at least one batch"):
         fit_closed_form(model, [], ridge=1.0)
-    with pytest.raises(ConfigError, match="at least 5 batches"):
-        fit_closed_form(model, regression_batches(model, 3, count=2))
     with pytest.raises(ConfigError, match="batch 0 has no 'label'; found input_ids, labels"):
         fit_closed_form(model, regression_batches(model, 3), targets="label")
     with pytest.raises(ConfigError, match="labels run from 0 to 3; expected 0 to 2"):
@@ -488,10 +486,76 @@ def test_closed_form_refusals():
         fit_closed_form(bundled(1), regression_batches(model, 2), ridge=1.0)
     with pytest.raises(ConfigError, match="1 columns; the head has 3 outputs"):
         fit_closed_form(model, regression_batches(model), ridge=1.0)
-    with pytest.raises(UnsupportedError, match="no Linear that reads pooler features"):
-        fit_closed_form(bundle(patched("bert", PARTS["ffn"])), regression_batches(model), ridge=1.0)
-    with pytest.raises(UnsupportedError, match="not a bundle"):
-        fit_closed_form(tiny("bert"), regression_batches(model), ridge=1.0)
+    with pytest.raises(UnsupportedError, match="no Linear of BertModel gives its logits"):
+        fit_closed_form(tiny("bert", "BertModel"), regression_batches(model), ridge=1.0)
+    with pytest.raises(UnsupportedError, match="no Linear of BertForTokenClassification gives its logits"):
+        fit_closed_form(tiny("bert", "BertForTokenClassification"), regression_batches(model), ridge=1.0)
+
+
+PLAIN = {
+    "bert": lambda model, ids: model.bert(ids).pooler_output,
+    "distilbert": lambda model, ids: torch.relu(model.pre_classifier(model.distilbert(ids).last_hidden_state[:, 0])),
+    "roberta": lambda model, ids: torch.tanh(model.classifier.dense(model.roberta(ids).last_hidden_state[:, 0])),
+}
+
+
+@pytest.mark.parametrize("form", ["plain", "patched", "lora", "bundle"])
+@pytest.mark.parametrize("family", PLAIN)
+def test_any_classifier_is_fitted_on_what_its_last_linear_reads(family, form):
+    plain = tiny(family, num_labels=3)
+    batches = list(regression_batches(plain, 3))
+    with torch.no_grad():
+        features = torch.cat([PLAIN[family](plain, batch["input_ids"]) for batch in batches]).double()
+    labels = torch.cat([batch["labels"] for batch in batches])
+    oracle = Ridge(alpha=0.3).fit(features.numpy(), nn.functional.one_hot(labels, 3).double().numpy())
+    model = tiny(family, num_labels=3)
+    if form == "lora":
+        model = peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                task_type="SEQ_CLS", target_modules=["q_lin", "v_lin"] if family == "distilbert" else ["query", "value"]
+            ),
+        )
+    elif form != "plain":
+        model = get_snnk_model(model, SNNKConfig(adapter=AdapterPart(num_features=4)))
+    model = bundle(model) if form == "bundle" else model
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    fit = fit_closed_form(model.train(), batches, ridge=0.3)
+    assert model.training
+    head = model.get_submodule(fit.head)
+    assert "classifier" in fit.head
+    assert fit.head.endswith(".out_proj") == (family == "roberta")
+    torch.testing.assert_close(head.weight.double(), torch.tensor(oracle.coef_), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(head.bias.double(), torch.tensor(oracle.intercept_), rtol=1e-4, atol=1e-5)
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved == {f"{fit.head}.weight", f"{fit.head}.bias"}
+
+
+def test_logits_have_the_fitted_shares_to_first_order():
+    """Little is known of labels of very different frequency: the softmax gives the shares that were fitted."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 100, (12, 40, 6), generator=generator)
+    labels = torch.multinomial(torch.tensor([0.7, 0.25, 0.05]), 480, replacement=True, generator=generator).view(12, 40)
+    batches = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+    shares, logits = tiny("bert", num_labels=3), tiny("bert", num_labels=3)
+    fit_closed_form(shares, batches, ridge=30.0)
+    fit_closed_form(logits, batches, ridge=30.0, as_logits=True)
+    with torch.no_grad():
+        wanted, found = (m(input_ids=ids.flatten(0, 1)).logits for m in (shares, logits))
+    found = found.softmax(-1)
+    prior = torch.bincount(labels.flatten(), minlength=3) / 480
+    signal = (wanted - prior).abs().amax(0)
+    assert signal.max() > 0.02
+    assert ((found - wanted).abs().amax(0) < 0.25 * signal + 0.01).all()
+    torch.testing.assert_close(found.mean(0), prior, rtol=0, atol=0.01)
+
+
+def test_logits_of_numbers_are_the_numbers():
+    batches = list(regression_batches(tiny("bert", num_labels=1)))
+    plain, again = tiny("bert", num_labels=1), tiny("bert", num_labels=1)
+    assert fit_closed_form(plain, batches, ridge=1.0).ridge == 1.0
+    fit_closed_form(again, batches, ridge=1.0, as_logits=True)
+    assert torch.equal(plain.classifier.weight, again.classifier.weight)
 
 
 @pytest.mark.parametrize("component", ["cos", "gelu", "sin"])

@@ -133,6 +133,11 @@ class MethodSection(PoolingSection):
         False, "make the adapters' rows from the gradients of one labelled pass; for projections free and informed"
     )
     calibrate_samples: int = option(1024, "training sentences that calibration reads", low=8)
+    fit_head: bool = option(
+        False,
+        "fit the new head in closed form to the labels of calibrate_samples examples before anything is trained: "
+        "gradients then say from the first step on what tells examples apart",
+    )
     save_projection: bool = option(True, "store the random matrices; false stores a seed and a checksum")
     lora: LoraSection = field(default_factory=LoraSection)
     head_bias: str = option(

@@ -1,14 +1,21 @@
-"""Training and differentiating a bundled head without backpropagation (SNNK paper, section 3.3 and App. J.3).
+"""Training and differentiating a head without backpropagation (SNNK paper, section 3.3 and App. J.3).
 
-A bundled head is y = W̄ φ(x) + b with a fixed φ. For the squared error the best (W̄, b) is ridge regression on φ, found
-in one pass over the data with moments in fp64; classes become one-hot targets. Its Jacobian in x is explicit as well,
-J = W̄ diag(s f'(G x + c)) G, without a backward pass.
+A head is y = W̄ φ(x) + b; of a bundle, φ are the pooler's features, of another classifier what its last Linear reads.
+For the squared error the best (W̄, b) is ridge regression on φ, found in one pass over the data with moments in fp64;
+classes become one-hot targets. A bundle's Jacobian in x is explicit as well, J = W̄ diag(s f'(G x + c)) G, without a
+backward pass.
+
+A head that is trained on should give logits. With p the fitted shares, π the shares of the classes and z₀ = log π, to
+first order around z₀ the softmax has the shares p where
+
+    z = z₀ + (p − π) / π,        since  ∂ softmax / ∂z = diag(π) − ππᵀ  and  Σ (p − π) = 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,13 +24,13 @@ from torch import nn
 
 from snnk_peft.bundling.classes import SavedBundle
 from snnk_peft.calibration.closed_form import one_hot_targets
-from snnk_peft.calibration.reduce import global_index, same_everywhere
-from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, fit_ridge
+from snnk_peft.calibration.reduce import same_everywhere
+from snnk_peft.calibration.ridge import GramAccumulator
+from snnk_peft.calibration.ridge_posterior import cross_validated
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.folding import bundle_jacobian
+from snnk_peft.heads.fitted import HEAD_RIDGES
 from snnk_peft.layers.feature_stage import FeatureStage
-
-HELD_OUT = 5  # every fifth batch chooses the ridge
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class HeadFit:
 
     Args:
         head: path of the fitted Linear.
-        examples: number of examples of all processes, those that chose the ridge included.
+        examples: number of examples of all processes.
         ridge: the λ that was used, absolute (scikit-learn's alpha).
         relative_error: squared error on the fitted examples divided by the variance of the targets.
         seconds: wall time, forward passes included.
@@ -54,30 +61,34 @@ def fit_closed_form(
     batches: Iterable[Mapping[str, Any]],
     *,
     ridge: float | None = None,
-    ridges: Sequence[float] = DEFAULT_RIDGES,
+    ridges: Sequence[float] = HEAD_RIDGES,
     targets: str = "labels",
+    as_logits: bool = False,
 ) -> HeadFit:
-    """Fit the head of a bundle to labels in one pass, in place.
+    """Fit the head of a classifier to labels in one pass, in place.
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches, of any size:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
     same bits in every process.
 
     Args:
-        model: from `bundle`, of a model whose pooler was replaced and folded into the classifier (BERT, ELECTRA), or
-            put before it (image classifiers).
+        model: whose last Linear gives the logits: from `bundle`, of a model whose pooler was replaced and folded into
+            the classifier (BERT, ELECTRA) or put before it (image classifiers); or any other classifier, patched or
+            plain, which keeps its pooler as it is.
         batches: dicts of model inputs with targets, read once. Integer targets (n,) are classes, floating ones (n,) or
             (n, k) are regressed.
-        ridge: λ >= 0 of the penalty λ‖W̄‖², scikit-learn's `alpha`; the bias is not penalised. None chooses it on every
-            fifth batch and then fits to all of them, still in one pass.
+        ridge: λ >= 0 of the penalty λ‖W̄‖², scikit-learn's `alpha`; the bias is not penalised. None chooses it by
+            generalised cross-validation, still in one pass.
         ridges: the candidates for that, as fractions of the mean squared feature deviation.
         targets: key of the targets in a batch.
+        as_logits: let the outputs for classes be logits and not the targets 0 and 1: where training goes on from. Same
+            predictions, but for classes that differ in size, whose shares they tell from the start.
 
     Returns:
         A HeadFit. The model's head now holds the solution, rounded to its dtype.
 
     Raises:
-        UnsupportedError: the model has no Linear that reads pooler features.
+        UnsupportedError: no Linear gives the model's logits, or it has no bias.
         ConfigError: no batches, no targets in a batch, labels that do not fit the head.
         ValueError: features or targets hold NaN or infinity.
 
@@ -93,31 +104,99 @@ def fit_closed_form(
         >>> fit.relative_error < 1
         True
     """
-    path, head, _ = bundled_head(model)
     start = time.perf_counter()
-    train, held_out = (GramAccumulator(head.in_features, head.out_features) for _ in range(2))
+    bundled = isinstance(model, SavedBundle) and model.config.snnk_plan.get("head") is not None
+    found = bundled_head(model)[:2] if bundled else None
+    of_classes, moments = False, _moments_of(found)
     for index, batch in enumerate(batches):
         if targets not in batch:
             raise ConfigError(f"batch {index} has no {targets!r}; found {', '.join(sorted(batch))}")
-        features = head_features(model, head, {key: value for key, value in batch.items() if key != targets})
-        wanted = _as_targets(batch[targets], head.out_features).to(features.device)
-        choosing = ridge is None and global_index(index) % HELD_OUT == HELD_OUT - 1
-        (held_out if choosing else train).update(features, wanted)
-    train.reduce()
-    held_out.reduce()
-    if train.count == 0 or (ridge is None and held_out.count == 0):
-        need = "at least one batch" if ridge is not None else f"at least {HELD_OUT} batches, or a given ridge"
-        raise ConfigError(f"batches held {train.count} examples; expected {need}")
+        inputs = {key: value for key, value in batch.items() if key != targets}
+        path, head = found = logits_head(model, inputs) if found is None else found
+        if index == 0:
+            moments = _moments_of(found)
+        features = head_features(model, head, inputs)
+        moments.update(features, _as_targets(batch[targets], head.out_features).to(features.device))
+        of_classes = not torch.as_tensor(batch[targets]).is_floating_point()
+    moments.reduce()
+    if moments.count == 0:
+        raise ConfigError("batches held no examples; expected at least one batch")
     if ridge is None:
-        chosen = fit_ridge(train, held_out, ridges).ridge
-        train.merge(held_out)
-        ridge = chosen * train.ridge_scale
-    fit = train.solve(ridge)
+        ridge = cross_validated(moments, ridges).ridge * moments.ridge_scale
+    fit = moments.solve(ridge)
+    weight, bias = fit.weight, fit.bias
+    assert bias is not None
+    if as_logits and of_classes:
+        found_shares = moments.target_mean
+        shares = (found_shares * moments.count + 1) / (moments.count + head.out_features)  # none is 0
+        weight, prior = weight / shares[:, None], shares.log()
+        bias = prior - prior.mean() + (bias - found_shares) / shares
     with torch.no_grad():
-        head.weight.copy_(fit.weight)
-        head.bias.copy_(fit.bias)  # type: ignore[arg-type]
+        head.weight.copy_(weight)
+        head.bias.copy_(bias)
     same_everywhere(head)
-    return HeadFit(path, train.count, ridge, fit.relative_error, time.perf_counter() - start)
+    return HeadFit(path, moments.count, ridge, fit.relative_error, time.perf_counter() - start)
+
+
+def _moments_of(found: tuple[str, nn.Linear] | None) -> GramAccumulator:
+    return GramAccumulator(1, 1) if found is None else GramAccumulator(found[1].in_features, found[1].out_features)
+
+
+@torch.no_grad()
+def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Linear]:
+    """Path and module of the Linear whose output is the model's logits, (n, outputs).
+
+    Args:
+        model: a classifier.
+        inputs: of a batch.
+
+    Raises:
+        UnsupportedError: there is none, or it has no bias.
+    """
+    given: list[tuple[str, nn.Linear, torch.Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda linear, args, out, path=path: given.append((path, linear, out)))
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    try:
+        with evaluating(model):
+            logits = getattr(model(**on_device_of(model, inputs)), "logits", None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for path, linear, out in reversed(given):
+        if (
+            isinstance(logits, torch.Tensor)
+            and out.ndim == 2
+            and out.shape == logits.shape
+            and torch.equal(out, logits)
+        ):
+            if linear.bias is None:
+                raise UnsupportedError(f"{path}, which gives the logits, has no bias to fit; expected one that has")
+            return path, linear
+    raise UnsupportedError(
+        f"no Linear of {type(model).__name__} gives its logits (examples, outputs); expected a classifier whose last "
+        "step is one Linear on a vector per example, such as BERT's, or a bundle of a pooler part"
+    )
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules in eval mode, and back to what they were."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+
+
+def on_device_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs where the model is."""
+    device = next(model.parameters()).device
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
 
 
 def bundled_head(model: nn.Module) -> tuple[str, nn.Linear, FeatureStage]:
@@ -147,15 +226,11 @@ def head_features(model: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) 
     """What the head reads for these inputs, (n, features), in eval mode."""
     caught: list[torch.Tensor] = []
     hook = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
-    training = {module: module.training for module in model.modules()}
-    model.eval()
     try:
-        device = head.weight.device
-        model(**{key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()})
+        with evaluating(model):
+            model(**on_device_of(model, inputs))
     finally:
         hook.remove()
-        for module, flag in training.items():
-            module.training = flag
     return caught[0]
 
 

@@ -335,6 +335,11 @@ class GramAccumulator:
         return self._feature_mean.clone()
 
     @property
+    def target_mean(self) -> Tensor:
+        """ȳ (l,)."""
+        return self._target_mean.clone()
+
+    @property
     def ridge_scale(self) -> float:
         """The mean diagonal entry of the Gram matrix: multiply a relative ridge by it to get an absolute one."""
         return float(self.normal_equations()[0].diagonal().mean())
