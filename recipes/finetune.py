@@ -94,7 +94,9 @@ class Finetuning(Experiment[FinetuneConfig]):
         if (config.method.calibrate or config.method.calibrate_adapters or config.method.fit_head) and not resumed:
             rank, world = accelerator.process_index, accelerator.num_processes
             calibration = calibration_batches(data.train, config, device, rank, world)
-        if config.method.fit_head and calibration is not None:
+        if config.method.fit_head and head_with_bias(base, fresh) is None:
+            accelerator.print("note: method.fit_head fits new heads with a bias; this model's stays as it is")
+        elif config.method.fit_head and calibration is not None:
             from snnk_peft import fit_closed_form
 
             fit = fit_closed_form(base, calibration, as_logits=True)

@@ -9,6 +9,7 @@ import json
 import pickle
 import sys
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -43,6 +44,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.adapter import SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections import PROJECTIONS
+from tests.tiny_families import build
 from tests.tiny_models import CLASSIFIERS, TEXT, inputs_for, same, tiny, trained
 
 PARTS = {
@@ -476,6 +478,7 @@ def test_closed_form_chooses_the_ridge_in_one_pass():
 
 def test_closed_form_refusals():
     model = bundled(3)
+    small = [{"input_ids": torch.randint(3, 50, (4, 6)), "labels": torch.tensor([0, 1, 0, 1])}]
     with pytest.raises(ConfigError, match="at least one batch"):
         fit_closed_form(model, [], ridge=1.0)
     with pytest.raises(ConfigError, match="batch 0 has no 'label'; found input_ids, labels"):
@@ -488,8 +491,8 @@ def test_closed_form_refusals():
         fit_closed_form(model, regression_batches(model), ridge=1.0)
     with pytest.raises(UnsupportedError, match="no Linear of BertModel gives its logits"):
         fit_closed_form(tiny("bert", "BertModel"), regression_batches(model), ridge=1.0)
-    with pytest.raises(UnsupportedError, match="no Linear of BertForTokenClassification gives its logits"):
-        fit_closed_form(tiny("bert", "BertForTokenClassification"), regression_batches(model), ridge=1.0)
+    with pytest.raises(UnsupportedError, match="no Linear of LlamaForSequenceClassification gives its logits"):
+        fit_closed_form(build("llama", "LlamaForSequenceClassification"), small, ridge=1.0)
 
 
 PLAIN = {
@@ -529,6 +532,23 @@ def test_any_classifier_is_fitted_on_what_its_last_linear_reads(family, form):
     torch.testing.assert_close(head.bias.double(), torch.tensor(oracle.intercept_), rtol=1e-4, atol=1e-5)
     moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
     assert moved == {f"{fit.head}.weight", f"{fit.head}.bias"}
+
+
+def test_words_with_labels_are_fitted_one_by_one():
+    model = tiny("bert", "BertForTokenClassification", num_labels=3)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 100, (10, 6), generator=generator)
+    labels = torch.randint(-1, 3, (10, 6), generator=generator).where(ids > 10, -100)
+    with torch.no_grad():
+        features = model.bert(ids).last_hidden_state
+    rows = [(x, y) for xs, ys in zip(features, labels.tolist(), strict=True) for x, y in zip(xs, ys, strict=True)]
+    counted = [(x.numpy(), np.eye(3)[y]) for x, y in rows if y >= 0]
+    assert 20 < len(counted) < 60
+    oracle = Ridge(alpha=0.3).fit(np.stack([x for x, _ in counted]), np.stack([y for _, y in counted]))
+    fit = fit_closed_form(model, [{"input_ids": ids, "labels": labels}], ridge=0.3)
+    assert fit.examples == len(counted)
+    weight = torch.tensor(oracle.coef_, dtype=torch.float32)
+    torch.testing.assert_close(model.classifier.weight, weight, rtol=1e-3, atol=1e-4)
 
 
 def test_logits_have_the_fitted_shares_to_first_order():

@@ -37,6 +37,7 @@ def test_all_files_of_texts_train_the_same() -> None:
     assert len(methods) == 10
     for method in methods:
         assert (method.adapter, method.parts) == (methods[0].adapter, methods[0].parts)
+        assert method.fit_head
         assert method.calibrate_adapters
         assert method.calibrate_samples == 512
 
@@ -63,7 +64,9 @@ def test_from_the_settings_file_to_onnx(minilm_dir: Path, tmp_path: Path, capsys
     given = [f"data.dir={tmp_path}", f"model.name_or_path={minilm_dir}", f"output.dir={tmp_path / 'run'}"]
     quick = ["train.epochs=1", "train.batch_size=8", "output.tensorboard=false"]
     assert finetune.main([str(RECIPES / "configs/glue/cola_adapter.yaml"), *given, *quick]) == 0
-    assert "of all rows" in capsys.readouterr().out  # the labelled pass
+    said = capsys.readouterr().out
+    assert "head classifier fitted to 45 examples" in said
+    assert "of all rows" in said  # the labelled pass
     file = tmp_path / "run/adapter/adapter_model.safetensors"
     assert 100_000 < file.stat().st_size < LIMIT
 

@@ -490,7 +490,7 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(
         # So do rows made of labels.
         (
             "method.adapter={component: relu, projection: informed, num_features: 4}",
-            *("method.calibrate_adapters=true", "method.calibrate_samples=40"),
+            *("method.calibrate_adapters=true", "method.calibrate_samples=40", "method.fit_head=true"),
         ),
         (
             "method.adapter=null",

@@ -135,8 +135,8 @@ class MethodSection(PoolingSection):
     calibrate_samples: int = option(1024, "training sentences that calibration reads", low=8)
     fit_head: bool = option(
         False,
-        "fit the new head in closed form to the labels of calibrate_samples examples before anything is trained: "
-        "gradients then say from the first step on what tells examples apart",
+        "fit the new head in closed form to the labels of calibrate_samples examples before anything is trained, for "
+        "every method: gradients then say from the first step on what tells examples apart",
     )
     save_projection: bool = option(True, "store the random matrices; false stores a seed and a checksum")
     lora: LoraSection = field(default_factory=LoraSection)

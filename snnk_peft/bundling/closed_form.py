@@ -75,8 +75,8 @@ def fit_closed_form(
         model: whose last Linear gives the logits: from `bundle`, of a model whose pooler was replaced and folded into
             the classifier (BERT, ELECTRA) or put before it (image classifiers); or any other classifier, patched or
             plain, which keeps its pooler as it is.
-        batches: dicts of model inputs with targets, read once. Integer targets (n,) are classes, floating ones (n,) or
-            (n, k) are regressed.
+        batches: dicts of model inputs with targets, read once. Integer targets (n,) are classes, or (n, tokens) those
+            of words, where negative ones do not count; floating ones (n,) or (n, k) are regressed.
         ridge: λ >= 0 of the penalty λ‖W̄‖², scikit-learn's `alpha`; the bias is not penalised. None chooses it by
             generalised cross-validation, still in one pass.
         ridges: the candidates for that, as fractions of the mean squared feature deviation.
@@ -115,9 +115,11 @@ def fit_closed_form(
         path, head = found = logits_head(model, inputs) if found is None else found
         if index == 0:
             moments = _moments_of(found)
-        features = head_features(model, head, inputs)
-        moments.update(features, _as_targets(batch[targets], head.out_features).to(features.device))
-        of_classes = not torch.as_tensor(batch[targets]).is_floating_point()
+        features, labels = head_features(model, head, inputs), torch.as_tensor(batch[targets])
+        of_classes = not labels.is_floating_point()
+        if of_classes and features.ndim == 3 and labels.shape == features.shape[:2]:  # of words; others are negative
+            features, labels = features[labels >= 0], labels[labels >= 0]
+        moments.update(features, _as_targets(labels, head.out_features).to(features.device))
     moments.reduce()
     if moments.count == 0:
         raise ConfigError("batches held no examples; expected at least one batch")
@@ -144,7 +146,7 @@ def _moments_of(found: tuple[str, nn.Linear] | None) -> GramAccumulator:
 
 @torch.no_grad()
 def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Linear]:
-    """Path and module of the Linear whose output is the model's logits, (n, outputs).
+    """Path and module of the Linear whose output is the model's logits, (n, outputs) or (n, tokens, outputs).
 
     Args:
         model: a classifier.
@@ -166,18 +168,13 @@ def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Li
         for hook in hooks:
             hook.remove()
     for path, linear, out in reversed(given):
-        if (
-            isinstance(logits, torch.Tensor)
-            and out.ndim == 2
-            and out.shape == logits.shape
-            and torch.equal(out, logits)
-        ):
+        if isinstance(logits, torch.Tensor) and out.shape == logits.shape and torch.equal(out, logits):
             if linear.bias is None:
                 raise UnsupportedError(f"{path}, which gives the logits, has no bias to fit; expected one that has")
             return path, linear
     raise UnsupportedError(
-        f"no Linear of {type(model).__name__} gives its logits (examples, outputs); expected a classifier whose last "
-        "step is one Linear on a vector per example, such as BERT's, or a bundle of a pooler part"
+        f"no Linear of {type(model).__name__} gives its logits; expected a classifier whose last step is one Linear, "
+        "such as BERT's, or a bundle of a pooler part"
     )
 
 
