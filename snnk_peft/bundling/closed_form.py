@@ -13,9 +13,8 @@ first order around z₀ the softmax has the shares p where
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,6 +30,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.folding import bundle_jacobian
 from snnk_peft.heads.fitted import HEAD_RIDGES
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.tuner.batches import evaluating, model_inputs
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Li
     ]
     try:
         with evaluating(model):
-            logits = getattr(model(**on_device_of(model, inputs)), "logits", None)
+            logits = getattr(model(**model_inputs(model, inputs)), "logits", None)
     finally:
         for hook in hooks:
             hook.remove()
@@ -176,24 +176,6 @@ def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Li
         f"no Linear of {type(model).__name__} gives its logits; expected a classifier whose last step is one Linear, "
         "such as BERT's, or a bundle of a pooler part"
     )
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """All modules in eval mode, and back to what they were."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in training.items():
-            module.training = flag
-
-
-def on_device_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs where the model is."""
-    device = next(model.parameters()).device
-    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
 
 
 def bundled_head(model: nn.Module) -> tuple[str, nn.Linear, FeatureStage]:
@@ -225,7 +207,7 @@ def head_features(model: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) 
     hook = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
     try:
         with evaluating(model):
-            model(**on_device_of(model, inputs))
+            model(**model_inputs(model, inputs))
     finally:
         hook.remove()
     return caught[0]

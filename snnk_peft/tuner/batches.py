@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -128,6 +129,18 @@ class Survey:
                 NumericalWarning,
                 stacklevel=5,
             )
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules in eval mode, and back to what they were."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:

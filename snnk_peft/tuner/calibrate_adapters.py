@@ -7,9 +7,8 @@ after, so all of them are looked at in the same forward and backward passes.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,7 +24,7 @@ from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.slots import Slot, real_tokens
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
-from snnk_peft.tuner.batches import Batch, Batches, Survey, is_held_out
+from snnk_peft.tuner.batches import Batch, Batches, Survey, evaluating, is_held_out
 from snnk_peft.tuner.slot_inputs import root_of
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
@@ -166,7 +165,7 @@ def calibrate_adapters(
         faults = survey.faults
     if faults:
         raise ConfigError(faults)
-    with all_or_nothing(model), _evaluating(model):
+    with all_or_nothing(model), evaluating(model), torch.enable_grad():
         slots = []
         groups = _groups(adapters)
         with tqdm(
@@ -239,19 +238,6 @@ def _groups(adapters: Sequence[_Adapter]) -> list[list[_Adapter]]:
         groups[-1].append(adapter)
         left -= adapter.room
     return groups
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and with gradients of activations."""
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for module, training in was_training.items():
-            module.training = training
 
 
 def _one_pass(
