@@ -8,7 +8,7 @@ The head reads hidden states of several layers, pooled over the tokens (method.v
 its ridge chosen by generalised cross-validation. output.dir receives bundle/ (the model with its tokenizer and card, to
 be loaded like any other), statistics.safetensors (what `ClosedFormHead.merge` and `remove` take), metrics.json, and
 score_over_seconds.png: the score after an eighth, a quarter, ... of the examples, beside runs of finetune.py that
-method.beside names.
+method.beside names. The seconds of such a point are those of reading so many examples and of one fit.
 
 Settings are `section.key=value`; `--help` lists them.
 """
@@ -140,7 +140,7 @@ class FitHead(Finetuning):
         size, rank, world = config.train.eval_batch_size, accelerator.process_index, accelerator.num_processes
         shares = _shares(data.train.lengths, config.method.points, config.train.seed, size)
         held = {name: _read(head, part, size, f"read {name}") for name, part in data.splits.items()}
-        points, seconds = [], 0.0
+        points, reading = [], 0.0
         for number, batches in enumerate(shares, start=1):
             start = time.perf_counter()
             part = empty()
@@ -148,8 +148,10 @@ class FitHead(Finetuning):
             part.add(bar(mine, f"read train {number} of {len(shares)}"))
             part.reduce()
             head.merge(part)
+            read = time.perf_counter()
             fitted = head.fit()
-            seconds += time.perf_counter() - start
+            reading += read - start
+            seconds = reading + time.perf_counter() - read  # who stops here has fitted nothing before
             scores = {name: self.task.compute(fitted.scores(x).float(), y) for name, (x, y) in held.items()}
             found = self.task.summarize(scores)
             points.append({"examples": head.statistics.count, "seconds": seconds, "score": found["score"]})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from recipe_world import RECIPES, write_world
 from safetensors.torch import load_file
 
 from snnk_peft import ClosedFormHead, HeadStatistics
-from tests.fresh_process import run_processes
+from tests.fresh_process import run_processes, run_python
 
 sys.path.append(str(RECIPES))
 
@@ -68,7 +69,7 @@ def test_from_files_to_a_pipeline(world: Path, tmp_path: Path, capsys: pytest.Ca
     AcceleratorState._reset_state(reset_partial_state=True)
     figures = fitted(world, tmp_path / "head", f"method.beside=[{tmp_path / 'lora'}]")
     assert [point["examples"] for point in figures["points"]] == [ROWS // 8, ROWS // 4, ROWS // 2, ROWS]
-    assert sorted(point["seconds"] for point in figures["points"]) == [p["seconds"] for p in figures["points"]]
+    assert all(point["seconds"] > 0 for point in figures["points"])
     assert figures["points"][-1]["score"] == pytest.approx(figures["score"], abs=1e-6)
     assert 0 <= figures["leave_one_out"]["accuracy"] <= 1
     assert str(tmp_path) not in json.dumps(figures)  # no path of this machine
@@ -105,6 +106,49 @@ def test_from_files_to_a_pipeline(world: Path, tmp_path: Path, capsys: pytest.Ca
 
 def fit_head_views(model):
     return model.snnk_head.reader.features
+
+
+def test_seconds_are_of_reading_and_one_fit(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stops at all examples has not fitted a half of them before."""
+    fit = ClosedFormHead.fit
+
+    def slow(self, *given):
+        time.sleep(1)
+        return fit(self, *given)
+
+    monkeypatch.setattr(ClosedFormHead, "fit", slow)
+    first, *_, last = (point["seconds"] for point in fitted(world, tmp_path / "head")["points"])
+    assert first > 1
+    assert last - first < 1.9  # with every fit 3 at least
+
+
+def test_beside_lora_in_one_run(world: Path, tmp_path: Path) -> None:
+    """benchmarks/head_beside_lora.py: figures are those of its runs, which are not repeated."""
+    runs, output = tmp_path / "runs", tmp_path / "metrics.json"
+    asked = [
+        *(str(RECIPES / "benchmarks/head_beside_lora.py"), "--data", str(world / "glue"), "--tasks", "rte", "stsb"),
+        *("--runs", str(runs), "--output", str(output), "--set", f"model.name_or_path={world / 'bert'}"),
+        *("train.device=cpu", "data.max_train_samples=64"),
+    ]
+    first = run_python(asked)
+    assert first.returncode == 0, first.stderr[-3000:]
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["task"] for row in rows] == ["rte"] * 4 + ["stsb"] * 4 + ["mean"] * 4
+    for row in rows:
+        assert row["score / LoRA's"] == pytest.approx(row["score"] / row["LoRA's score"], abs=1e-4)
+        assert row["seconds / LoRA's"] == pytest.approx(row["seconds"] / row["LoRA's seconds"], abs=1e-4)
+    whole = [row for row in rows if row["share of examples"] == 1]
+    for row in whole[:2]:
+        folders = [runs / row["task"] / method / "seed0" for method in ("head", "lora_r8")]
+        head, lora = (json.loads((folder / "metrics.json").read_text()) for folder in folders)
+        assert (row["score"], row["LoRA's score"]) == (head["points"][-1]["score"], lora["score"])
+        assert (row["seconds"], row["LoRA's seconds"]) == (head["seconds"], lora["train_seconds"])
+        assert head["examples"]["train"] == 64
+        assert lora["config"]["method"]["name"] == "lora"
+    assert whole[2]["score"] == pytest.approx((whole[0]["score"] + whole[1]["score"]) / 2)
+    again = run_python(asked)
+    assert again.returncode == 0
+    assert again.stdout.count("1 runs, 1 finished") == 4
 
 
 def test_numbers_views_and_a_feature_map(world: Path, tmp_path: Path) -> None:

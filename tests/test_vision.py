@@ -261,7 +261,7 @@ def test_what_a_new_pooler_cannot_have():
     small = bundle(get_snnk_model(build("deit", "DeiTForImageClassificationWithTeacher"), SNNKConfig(pooler=part)))
     assert any("one of several heads" in remark for remark in small.bundle_report.remarks)
     batch = {"pixel_values": torch.randn(4, 3, 8, 8), "labels": torch.tensor([0, 1, 0, 1])}
-    with pytest.raises(UnsupportedError, match="no Linear of SnnkDeiT.*WithTeacher gives its logits"):
+    with pytest.raises(UnsupportedError, match=r"no Linear of SnnkDeiT.*WithTeacher gives its logits"):
         fit_closed_form(small, [batch], ridge=0.1)
 
 

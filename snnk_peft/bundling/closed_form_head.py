@@ -32,6 +32,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.heads.features import HeadFeatures, HeadReader
 from snnk_peft.heads.fitted import HEAD_RIDGES, FittedHead
 from snnk_peft.heads.statistics import HeadStatistics
+from snnk_peft.tuner.batches import evaluating, model_inputs
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
 
@@ -99,14 +100,9 @@ class ClosedFormHead:
         Raises:
             UnsupportedError: the model gives no hidden states of one vector per token.
         """
-        device, training = self.model.device, {module: module.training for module in self.encoder.modules()}
-        self.encoder.eval()
-        try:
-            given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        given = model_inputs(self.model, inputs)
+        with evaluating(self.encoder):
             _, states, mask = hidden_states_of(self.encoder, given)
-        finally:
-            for module, flag in training.items():
-                module.training = flag
         if len(states) != self.reader.layers or states[-1].shape[-1] != self.reader.hidden:
             raise UnsupportedError(
                 f"{type(self.encoder).__name__} gives {len(states)} hidden states of width {states[-1].shape[-1]}; its "

@@ -248,9 +248,14 @@ class GramAccumulator:
         return found
 
     def mapped(self, matrix: Tensor) -> GramAccumulator:
-        """The moments of features Mφ, for M (k, m), from those of φ."""
+        """The moments of features Mφ, for M (k, m) or the diagonal of M (m,), from those of φ."""
         found = GramAccumulator(len(matrix), self.out_dim, self.intercept, self.dtype, self.output_weight)
         matrix = matrix.to(self._gram)
+        if matrix.ndim == 1:
+            found.count, found._target_mean, found._spread = self.count, self._target_mean.clone(), self._spread.clone()
+            found._feature_mean, found._cross = matrix * self._feature_mean, self._cross * matrix
+            found._gram = matrix[:, None] * self._gram * matrix
+            return found
         found.count, found._target_mean, found._spread = self.count, self._target_mean.clone(), self._spread.clone()
         found._feature_mean = matrix @ self._feature_mean
         found._gram, found._cross = matrix @ self._gram @ matrix.T, self._cross @ matrix.T
@@ -303,8 +308,9 @@ class GramAccumulator:
         feature_step = feature_mean.to(self._gram) - self._feature_mean
         target_step = target_mean.to(self._gram) - self._target_mean
         between = self.count * count / total
-        self._gram += gram.to(self._gram) + between * torch.outer(feature_step, feature_step)
-        self._cross += cross.to(self._gram) + between * torch.outer(target_step, feature_step)
+        # In place: with thousands of features a pass over the matrix costs as much as the product of a small batch.
+        self._gram.add_(gram.to(self._gram)).addr_(feature_step, feature_step, alpha=between)
+        self._cross.add_(cross.to(self._gram)).addr_(target_step, feature_step, alpha=between)
         self._spread += spread.to(self._gram) + between * self._behind(target_step.unsqueeze(1))
         self._feature_mean += feature_step * (count / total)
         self._target_mean += target_step * (count / total)

@@ -90,7 +90,7 @@ class FittedHead:
         spread = (gram.diagonal() / self.count).clamp_min(0).sqrt()
         told = spread > CONSTANT * moments.feature_mean.abs().clamp_min(1e-300)
         self._scale = torch.where(told, 1 / torch.where(told, spread, 1.0), 0.0)
-        standardised = moments.mapped(torch.diag(self._scale))
+        standardised = moments.mapped(self._scale)
         eigen = standardised.eigen()
         fit = cross_validated(standardised, ridges, eigen)
         self.ridge, self.cross_validated = fit.ridge, fit.error

@@ -1,0 +1,107 @@
+"""Heads in closed form beside LoRA, score and seconds of both, in turn on one machine.
+
+    python recipes/benchmarks/head_beside_lora.py --data path/to/glue
+    python recipes/benchmarks/head_beside_lora.py --data path/to/glue --tasks rte --seeds 0 1 2
+
+Of each task and seed: recipes/finetune.py as recipes/sweep_glue.py runs LoRA, then recipes/fit_head.py on as many
+examples. LoRA's seconds are those of its training steps; those of a head are of one pass over the examples and one fit,
+once for an eighth of the examples, a quarter, ... Runs go to RUNS/<task>/<method>/seed<k>: what is finished is not run
+again, what was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from _bench import parser, report
+from _lib.files import read_json
+from _lib.sweep import RECIPES, Run, Sweep, sweep
+from sweep_glue import METHODS, RECIPE, chosen_rates
+
+LORA, HEAD = "lora_r8", "head"
+MEAN = "mean"
+
+
+def run_both(task: str, seed: int, runs: Path, overrides: list[str]) -> int:
+    """Run what is not finished of one task and seed; returns the exit code."""
+    lora = [*RECIPE, *METHODS[LORA], f"train.learning_rate={chosen_rates()[LORA]:g}"]
+    beside = runs / Run(task, LORA, seed).name
+    configs = RECIPES / "configs"
+    code = sweep(
+        Sweep("finetune.py", "{task}_adapter.yaml", {LORA: lora}, overrides, configs / "glue", runs),
+        [Run(task, LORA, seed)],
+    )
+    if code:
+        return code
+    read = read_json(beside / "metrics.json")["config"]["data"]
+    given = {name: "null" if read[name] is None else read[name] for name in ("max_train_samples", "max_length")}
+    same = [f"data.{name}={value}" for name, value in given.items()]
+    head = [f"task={task}", f"method.beside=[{beside}]", *same]
+    return sweep(Sweep("fit_head.py", "head.yaml", {HEAD: head}, overrides, configs, runs), [Run(task, HEAD, seed)])
+
+
+def compared(head: dict[str, Any], lora: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each share of the examples, from both reports."""
+    return [
+        {
+            "task": head["task"],
+            "seed": head["seed"],
+            "share of examples": round(point["examples"] / head["examples"]["train"], 3),
+            "score": point["score"],
+            "LoRA's score": lora["score"],
+            "seconds": point["seconds"],
+            "LoRA's seconds": lora["train_seconds"],
+        }
+        for point in head["points"]
+    ]
+
+
+def with_ratios(row: dict[str, Any]) -> dict[str, Any]:
+    """With what the head has of LoRA's score and time."""
+    score, seconds = row["score"] / row["LoRA's score"], row["seconds"] / row["LoRA's seconds"]
+    return {**row, "score / LoRA's": round(score, 4), "seconds / LoRA's": round(seconds, 4)}
+
+
+def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Over tasks and seeds, for each share that all of them have."""
+    runs = {(row["task"], row["seed"]) for row in rows}
+    found = []
+    for share in sorted({row["share of examples"] for row in rows}):
+        alike = [row for row in rows if row["share of examples"] == share]
+        if len(alike) == len(runs):
+            numbers = ("score", "LoRA's score", "seconds", "LoRA's seconds")
+            mean = {name: statistics.mean(row[name] for row in alike) for name in numbers}
+            found.append({"task": MEAN, "seed": None, "share of examples": share, **mean})
+    return found
+
+
+def main() -> int:
+    """Run, compare and write; 0 done, otherwise the exit code of a run."""
+    options = parser(__doc__ or "", "head_beside_lora")
+    options.add_argument("--data", type=Path, required=True, help="folder of GLUE")
+    options.add_argument("--tasks", nargs="+", default=["mrpc", "stsb", "sst2"], help="(default mrpc stsb sst2)")
+    options.add_argument("--seeds", nargs="+", type=int, default=[0], help="(default 0)")
+    options.add_argument("--runs", type=Path, default=Path("runs/head_beside_lora"), help="(default %(default)s)")
+    options.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="settings of every run")
+    arguments = options.parse_args()
+    rows: list[dict[str, Any]] = []
+    for seed in arguments.seeds:
+        for task in arguments.tasks:
+            overrides = [f"data.dir={arguments.data}", *arguments.set]
+            if code := run_both(task, seed, arguments.runs, overrides):
+                return code
+            head, lora = (
+                read_json(arguments.runs / Run(task, method, seed).name / "metrics.json") for method in (HEAD, LORA)
+            )
+            rows += compared(head, lora)
+    rows = [with_ratios(row) for row in [*rows, *means(rows)]]
+    settings = {"tasks": arguments.tasks, "seeds": arguments.seeds, "settings": arguments.set}
+    report(settings, rows, arguments.output, "Heads in closed form beside LoRA")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
