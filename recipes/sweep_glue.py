@@ -61,6 +61,12 @@ METHODS = {
         'method.parts=[{part: norms, targets: "*.layer.[1-5].*"}]',
         *("method.calibrate_adapters=true", "method.calibrate_samples=512"),
     ],
+    "rows8_upper_fitted_head": [
+        f"method.adapter={{{LEARNED}, num_features: 8, scaling: 11.3, placement: query_value}}",
+        "method.adapter.layers=[1, 2, 3, 4, 5]",
+        'method.parts=[{part: norms, targets: "*.layer.[1-5].*"}]',
+        *("method.calibrate_adapters=true", "method.calibrate_samples=512", "method.fit_head=true"),
+    ],
     "rows16_parallel": [f"method.adapter={{{LEARNED}, num_features: 16, scaling: 16, placement: parallel}}"],
     # The paper's: fixed random features behind attention and FFN.
     "snnk_relu16": ["method.adapter={component: relu, num_features: 16}"],

@@ -120,7 +120,11 @@ def render(root: Path) -> str:
         ["the same, a Llama of 4 layers × 512", step["llama"], STEP],
         ["SNNK adapters, ViT-S/16, 8 pictures of 224 × 224", vision, "`benchmarks/vision_step.py`"],
         ["GLUE dev average, MiniLM", glue(root), "`table_glue.py`"],
-        ["heads in closed form beside LoRA (seed 0 of that table), MiniLM", heads_beside_lora(root), "`fit_head.py`"],
+        [
+            "heads in closed form beside LoRA, MiniLM",
+            heads_beside_lora(benchmark("head_beside_lora")),
+            "`benchmarks/head_beside_lora.py`",
+        ],
         *conversions,
         *other_tasks(root, read_json),
         *language_model(benchmark("convert_llama"), benchmark("convert_llama_ffn")),
@@ -220,22 +224,21 @@ def glue(root: Path) -> str:
     return f"{len(common)} tasks ({', '.join(common)}; seeds: {seeds}): {', '.join(parts)}"
 
 
-def heads_beside_lora(root: Path) -> str:
-    """Of every task with a head: both scores, what the head has of LoRA's score, and what it took of its time."""
-    from _lib.files import read_json
-
-    from snnk_peft.errors import ConfigError
-
-    table, parts = read_table(root / "model_cards/glue"), []
-    for file in sorted((root / "model_cards/head").glob("*/metrics.json")):
-        task, head = file.parent.name, read_json(file)
-        lora = next(report for report in table[task]["lora_r8"] if report["seed"] == head["seed"])
-        score, peer = head["score"], lora["score"]
-        share, time = score / peer, head["seconds"] / lora["train_seconds"]
-        parts.append(f"{task} {100 * score:.1f} and {100 * peer:.1f} ({share:.0%} in {time:.0%} of the time)")
-    if not parts:
-        raise ConfigError("model_cards/head has no */metrics.json; run recipes/fit_head.py")
-    return ", ".join(parts)
+def heads_beside_lora(figures: dict[str, Any]) -> str:
+    """From a half and from all examples: mean scores, what heads have of LoRA's, and in which part of its time."""
+    rows = {(row["task"], row["seed"], row["share of examples"]): row for row in figures["rows"]}
+    parts = []
+    for share, what in ((0.5, "from half of the examples"), (1.0, "from all")):
+        mean = rows["mean", None, share]
+        tasks = [
+            f"{task} {100 * row['score']:.1f}"
+            for (task, seed, of), row in rows.items()
+            if of == share and seed == figures["seeds"][0]
+        ]
+        lora = mean["LoRA's score"]
+        part, time = mean["score / LoRA's"], mean["seconds / LoRA's"]
+        parts.append(f"{what} {100 * mean['score']:.1f} ({', '.join(tasks)}), {part:.1%} in {time:.0%} of the time")
+    return "; ".join(parts) + f"; LoRA {100 * lora:.1f}"
 
 
 def long_range(root: Path) -> str:

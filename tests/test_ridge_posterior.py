@@ -114,6 +114,19 @@ def test_what_is_removed_was_never_there() -> None:
     torch.testing.assert_close(everything.solve(1.0).weight, without.solve(1.0).weight, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize(
+    "matrix", [torch.randn(5, 12, dtype=F64), torch.rand(12, dtype=F64) + 0.5], ids=["M", "diagonal"]
+)
+def test_moments_of_mapped_features(matrix: torch.Tensor, intercept: bool) -> None:
+    features, targets = examples()
+    mapped = features * matrix if matrix.ndim == 1 else features @ matrix.T
+    one, other = moments_of(features, targets, intercept).mapped(matrix), moments_of(mapped, targets, intercept)
+    for name, tensor in one.tensors().items():
+        torch.testing.assert_close(tensor, other.tensors()[name], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(one.solve(0.3).weight, other.solve(0.3).weight, rtol=1e-9, atol=1e-9)
+
+
 def test_faults() -> None:
     features, targets = examples()
     moments = moments_of(features, targets)

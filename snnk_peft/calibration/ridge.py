@@ -251,14 +251,13 @@ class GramAccumulator:
         """The moments of features Mφ, for M (k, m) or the diagonal of M (m,), from those of φ."""
         found = GramAccumulator(len(matrix), self.out_dim, self.intercept, self.dtype, self.output_weight)
         matrix = matrix.to(self._gram)
-        if matrix.ndim == 1:
-            found.count, found._target_mean, found._spread = self.count, self._target_mean.clone(), self._spread.clone()
-            found._feature_mean, found._cross = matrix * self._feature_mean, self._cross * matrix
-            found._gram = matrix[:, None] * self._gram * matrix
-            return found
+
+        def rows(of: Tensor) -> Tensor:
+            return matrix[:, None] * of if matrix.ndim == 1 else matrix @ of
+
         found.count, found._target_mean, found._spread = self.count, self._target_mean.clone(), self._spread.clone()
-        found._feature_mean = matrix @ self._feature_mean
-        found._gram, found._cross = matrix @ self._gram @ matrix.T, self._cross @ matrix.T
+        found._feature_mean = rows(self._feature_mean[:, None]).squeeze(1)
+        found._gram, found._cross = rows(rows(self._gram).T), rows(self._cross.T).T
         return found
 
     @classmethod
