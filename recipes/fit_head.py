@@ -232,7 +232,8 @@ class FitHead(Finetuning):
         record = read_json(file.parent / RECORD)
         lines = {"head in closed form": [(point["seconds"], point["score"]) for point in record["points"]]}
         for folder in map(Path, self.config.method.beside or []):
-            lines[folder.name] = _evaluations(folder)
+            figures = read_json(folder / "metrics.json")
+            lines[f"{figures['method']}, {folder.name}"] = _evaluations(folder, figures)
         score_over_seconds(lines, file.with_name("score_over_seconds.png"), self.title)
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
@@ -276,12 +277,12 @@ def _read(head: ClosedFormHead, examples: ExampleSet, size: int, title: str) -> 
     return torch.cat(vectors), torch.cat(labels)
 
 
-def _evaluations(folder: Path) -> list[tuple[float, float]]:
-    """(seconds of training, score) of a run of finetune.py."""
-    from _lib.files import read_json
+def _evaluations(folder: Path, figures: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """(seconds of training, score) of a run of finetune.py; its last alone, where it held back rows for the others."""
     from _lib.tracking import read_log
 
-    figures = read_json(folder / "metrics.json")
+    if "score_held_back" in figures:
+        return [(figures["train_seconds"], figures["score"])]
     rows = [row for row in read_log(folder / "log.jsonl") if "score" in row]
     last = max(row["step"] for row in rows)
     return [(figures["train_seconds"] * row["step"] / last, row["score"]) for row in rows]
