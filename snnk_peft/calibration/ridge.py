@@ -1,31 +1,27 @@
 """Streaming ridge regression: the readout A minimising Σ_t ‖y_t − A φ_t − a‖² + λ‖A‖² over tokens t.
 
-Only the moments of (φ, y) are kept, so memory is O(m² + m l) whatever the number of tokens, and any number of λ share
-one eigendecomposition. With S = Σ (φ−φ̄)(φ−φ̄)ᵀ and C = Σ (y−ȳ)(φ−φ̄)ᵀ,
+Only the moments of (φ, y) are kept (calibration/moments.py), so memory is O(m² + m l) whatever the number of tokens,
+and any number of λ share one eigendecomposition. With S = Σ (φ−φ̄)(φ−φ̄)ᵀ and C = Σ (y−ȳ)(φ−φ̄)ᵀ,
 
     A = C (S + λI)^{-1},     a = ȳ − A φ̄
 
 (without intercept, the uncentred moments). λ = 0 gives least squares, of minimum norm where S is singular. The same
 moments taken on other tokens score any readout without touching a token again:
 Σ‖W₂(y − Aφ − a)‖² = Σ‖W₂(y−ȳ)‖² − 2 tr(W₂ A Cᵀ W₂ᵀ) + tr(W₂ A S Aᵀ W₂ᵀ) + n‖W₂(ȳ − Aφ̄ − a)‖².
-
-Moments are centred and merged batch by batch (Chan, Golub & LeVeque), which does not cancel when means are large.
-Cost per token: m² + m l, plus l·o with an output metric W₂ (o, l).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.reduce import pooled_mean, summed
+from snnk_peft.calibration.moments import Moments
 from snnk_peft.errors import ConfigError
 
-MOMENTS = ("feature_mean", "target_mean", "gram", "cross", "spread")
 DEFAULT_RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
@@ -89,7 +85,7 @@ def _spectral_solve(values: Tensor, vectors: Tensor, rotated: Tensor, ridge: flo
     return (rotated * inverse) @ vectors.T
 
 
-class GramAccumulator:
+class GramAccumulator(Moments):
     """Collects the moments of features and targets over any number of batches, then solves for readouts.
 
     Args:
@@ -110,244 +106,9 @@ class GramAccumulator:
         tensor([[1., 2.]], dtype=torch.float64)
     """
 
-    def __init__(
-        self,
-        feature_dim: int,
-        out_dim: int,
-        intercept: bool = True,
-        dtype: torch.dtype = torch.float64,
-        output_weight: Tensor | None = None,
-    ):
-        faults = [
-            f"{name} is {value}; expected >= 1"
-            for name, value in (("feature_dim", feature_dim), ("out_dim", out_dim))
-            if value < 1
-        ]
-        if output_weight is not None and (output_weight.ndim != 2 or output_weight.shape[1] != out_dim):
-            faults.append(f"output_weight is {tuple(output_weight.shape)}; expected (any, out_dim={out_dim})")
-        if faults:
-            raise ConfigError(faults)
-        self.feature_dim, self.out_dim, self.intercept, self.dtype = feature_dim, out_dim, intercept, dtype
-        self.output_weight = None if output_weight is None else output_weight.detach()
-        self._clear()
-
-    def _clear(self) -> None:
-        feature_dim, out_dim, dtype, output_weight = self.feature_dim, self.out_dim, self.dtype, self.output_weight
-        self.count = 0
-        self._feature_mean = torch.zeros(feature_dim, dtype=dtype)
-        self._target_mean = torch.zeros(out_dim, dtype=dtype)
-        self._gram = torch.zeros(feature_dim, feature_dim, dtype=dtype)
-        self._cross = torch.zeros(out_dim, feature_dim, dtype=dtype)
-        rows = out_dim if output_weight is None else len(output_weight)
-        self._spread = torch.zeros(rows, dtype=dtype)  # Σ (W₂(y − ȳ))², each output's
-
-    @torch.no_grad()
-    def update(self, features: Tensor, targets: Tensor, mask: Tensor | None = None) -> None:
-        """Add tokens.
-
-        Args:
-            features: (..., m).
-            targets: (..., l) with the same leading dimensions.
-            mask: (...) bool or integer, nonzero for real tokens; padding is dropped and may hold anything.
-
-        Raises:
-            ConfigError: shapes do not fit.
-            ValueError: a real token holds NaN or infinity; names the tensor. The moments are left unchanged.
-        """
-        leading = features.shape[:-1]
-        if (
-            features.shape != (*leading, self.feature_dim)
-            or targets.shape != (*leading, self.out_dim)
-            or (mask is not None and (mask.shape != leading or mask.is_floating_point()))
-        ):
-            given = "none" if mask is None else f"{tuple(mask.shape)} {mask.dtype}"
-            raise ConfigError(
-                f"features {tuple(features.shape)}, targets {tuple(targets.shape)}, mask {given} do not fit; expected "
-                f"(..., {self.feature_dim}), (..., {self.out_dim}) and a bool or integer mask (...)"
-            )
-        features, targets = features.reshape(-1, self.feature_dim), targets.reshape(-1, self.out_dim)
-        if mask is not None:
-            kept = mask.reshape(-1).bool()
-            features, targets = features[kept], targets[kept]
-        for name, tensor in (("features", features), ("targets", targets)):
-            if not (finite := torch.isfinite(tensor)).all():
-                raise ValueError(
-                    f"{name}: {int((~finite).sum())} of {tensor.numel()} entries are NaN or infinite; expected finite "
-                    "activations. Check the layer's input, or run the model in fp32 or bf16 instead of fp16"
-                )
-        count = len(features)
-        if count == 0:
-            return
-        features, targets = features.to(self.dtype), targets.to(self.dtype)
-        feature_mean, target_mean = features.mean(0), targets.mean(0)
-        features, targets = features - feature_mean, targets - target_mean
-        self._add(
-            count, feature_mean, target_mean, features.T @ features, targets.T @ features, self._behind(targets.T)
-        )
-
-    def merge(self, other: GramAccumulator) -> None:
-        """Add the tokens of another accumulator of the same shape."""
-        self._require_alike(other)
-        if other.count:
-            self._add(other.count, other._feature_mean, other._target_mean, other._gram, other._cross, other._spread)
-
-    def remove(self, other: GramAccumulator) -> None:
-        """Take away tokens that were added before, so that nothing of them is left but rounding.
-
-        Args:
-            other: their moments; that they were added is the caller's knowledge.
-
-        Raises:
-            ConfigError: another shape, or more tokens than there are.
-        """
-        self._require_alike(other)
-        if other.count > self.count:
-            raise ConfigError(
-                f"{other.count} tokens are to be removed of {self.count}; expected tokens that were added before"
-            )
-        if other.count == self.count:
-            self._clear()
-        elif other.count:
-            self._add(
-                -other.count, other._feature_mean, other._target_mean, -other._gram, -other._cross, -other._spread
-            )
-
-    def _require_alike(self, other: GramAccumulator) -> None:
-        if (other.feature_dim, other.out_dim) != (self.feature_dim, self.out_dim):
-            raise ConfigError(
-                f"cannot merge moments of ({other.feature_dim} features, {other.out_dim} outputs) into "
-                f"({self.feature_dim}, {self.out_dim})"
-            )
-        ours, theirs = self.output_weight, other.output_weight
-        if (ours is None) != (theirs is None) or (
-            ours is not None and theirs is not None and not torch.equal(ours.cpu(), theirs.cpu())
-        ):
-            raise ConfigError("cannot merge accumulators that measure errors behind different output weights")
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All that was accumulated, as tensors that a file can hold; see `of_tensors`."""
-        return {"count": torch.tensor(self.count), **{name: getattr(self, f"_{name}") for name in MOMENTS}}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> GramAccumulator:
-        """An accumulator with an intercept and without output weight, from what `tensors` gave.
-
-        Raises:
-            ConfigError: tensors that are missing, or whose shapes do not fit.
-        """
-        missing = sorted({"count", *MOMENTS} - tensors.keys())
-        if missing:
-            raise ConfigError(f"tensors of the moments are missing: {', '.join(missing)}")
-        found = cls(tensors["feature_mean"].numel(), tensors["target_mean"].numel(), dtype=tensors["gram"].dtype)
-        for name in MOMENTS:
-            wanted, given = getattr(found, f"_{name}").shape, tensors[name].shape
-            if wanted != given:
-                raise ConfigError(f"{name} is {tuple(given)}; expected {tuple(wanted)}, as the means say")
-            setattr(found, f"_{name}", tensors[name].clone())
-        found.count = int(tensors["count"])
-        return found
-
-    def mapped(self, matrix: Tensor) -> GramAccumulator:
-        """The moments of features Mφ, for M (k, m) or the diagonal of M (m,), from those of φ."""
-        found = GramAccumulator(len(matrix), self.out_dim, self.intercept, self.dtype, self.output_weight)
-        matrix = matrix.to(self._gram)
-
-        def rows(of: Tensor) -> Tensor:
-            return matrix[:, None] * of if matrix.ndim == 1 else matrix @ of
-
-        found.count, found._target_mean, found._spread = self.count, self._target_mean.clone(), self._spread.clone()
-        found._feature_mean = rows(self._feature_mean[:, None]).squeeze(1)
-        found._gram, found._cross = rows(rows(self._gram).T), rows(self._cross.T).T
-        return found
-
-    @classmethod
-    def from_moments(
-        cls, count: int, mean: Tensor, scatter: Tensor, features: Tensor, out_dim: int, output_weight: Tensor
-    ) -> GramAccumulator:
-        """Of vectors whose moments are known, some coordinates as features and the first as targets.
-
-        Args:
-            count: number of vectors.
-            mean: (n,).
-            scatter: (n, n), the sum of (v − mean)(v − mean)ᵀ.
-            features: indices of the coordinates that are features, (m,).
-            out_dim: l, how many coordinates, from the first, are targets.
-            output_weight: W₂ (o, l).
-        """
-        found = cls(len(features), out_dim, dtype=scatter.dtype, output_weight=output_weight)
-        weight = output_weight.to(scatter)
-        found.count, found._feature_mean, found._target_mean = count, mean[features], mean[:out_dim].clone()
-        found._gram, found._cross = scatter[features][:, features], scatter[:out_dim, features]
-        found._spread = (weight @ scatter[:out_dim, :out_dim] * weight).sum(1)
-        return found
-
-    def reduce(self) -> None:
-        """Add the tokens of all other processes; every process calls this, also one without any."""
-        total, feature_mean = pooled_mean(self.count, self._feature_mean)
-        target_mean = pooled_mean(self.count, self._target_mean)[1]
-        feature_step, target_step = self._feature_mean - feature_mean, self._target_mean - target_mean
-        self._gram = summed(self._gram.addr(feature_step, feature_step, alpha=self.count))
-        self._cross = summed(self._cross.addr(target_step, feature_step, alpha=self.count))
-        self._spread = summed(self._spread + self.count * self._behind(target_step.unsqueeze(1)))
-        self.count, self._feature_mean, self._target_mean = total, feature_mean, target_mean
-
-    def _behind(self, columns: Tensor) -> Tensor:
-        """Σ (W₂ columns)² of each output (o,), for (l, n)."""
-        if self.output_weight is not None:
-            columns = self.output_weight.to(columns) @ columns
-        return columns.square().sum(1)
-
-    def _add(
-        self, count: int, feature_mean: Tensor, target_mean: Tensor, gram: Tensor, cross: Tensor, spread: Tensor
-    ) -> None:
-        if self.count == 0:  # the first tokens decide the device
-            for name in ("_feature_mean", "_target_mean", "_gram", "_cross", "_spread"):
-                setattr(self, name, getattr(self, name).to(gram.device))
-        total = self.count + count
-        feature_step = feature_mean.to(self._gram) - self._feature_mean
-        target_step = target_mean.to(self._gram) - self._target_mean
-        between = self.count * count / total
-        # In place: with thousands of features a pass over the matrix costs as much as the product of a small batch.
-        self._gram.add_(gram.to(self._gram)).addr_(feature_step, feature_step, alpha=between)
-        self._cross.add_(cross.to(self._gram)).addr_(target_step, feature_step, alpha=between)
-        self._spread += spread.to(self._gram) + between * self._behind(target_step.unsqueeze(1))
-        self._feature_mean += feature_step * (count / total)
-        self._target_mean += target_step * (count / total)
-        self.count = total
-
-    def normal_equations(self) -> tuple[Tensor, Tensor]:
-        """Gram matrix (m, m) and cross moments (l, m), sums over tokens: centred with intercept, raw without."""
-        self._require_tokens()
-        if self.intercept:
-            return self._gram, self._cross
-        mean = self._feature_mean
-        return (
-            self._gram + self.count * torch.outer(mean, mean),
-            self._cross + self.count * torch.outer(self._target_mean, mean),
-        )
-
-    def _require_tokens(self) -> None:
-        if self.count == 0:
-            raise ValueError("no tokens were accumulated; call update() with at least one unmasked token first")
-
     def _readout(self, weight: Tensor) -> Readout:
         bias = self._target_mean - weight @ self._feature_mean if self.intercept else None
         return Readout(weight, bias, self.held_out_error(weight, bias))
-
-    @property
-    def feature_mean(self) -> Tensor:
-        """φ̄ (m,)."""
-        return self._feature_mean.clone()
-
-    @property
-    def target_mean(self) -> Tensor:
-        """ȳ (l,)."""
-        return self._target_mean.clone()
-
-    @property
-    def ridge_scale(self) -> float:
-        """The mean diagonal entry of the Gram matrix: multiply a relative ridge by it to get an absolute one."""
-        return float(self.normal_equations()[0].diagonal().mean())
 
     def solve(self, ridge: float = 0.0) -> Readout:
         """The readout for one ridge; `relative_error` is on the accumulated tokens themselves.
