@@ -50,7 +50,8 @@ def make_bundle(
     from _lib.files import check_writable, write_folder, writing
     from _lib.models import load_trained
     from _lib.results import load_run
-    from _lib.settings import EvaluateConfig, FinetuneConfig, find_task
+    from _lib.settings import EvaluateConfig, FinetuneConfig
+    from _lib.task_settings import find_task
 
     from snnk_peft import bundle
     from snnk_peft.errors import ConfigError

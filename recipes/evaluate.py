@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from _lib.config import describe, load_config
-from _lib.settings import EvaluateConfig, FinetuneConfig, find_task
+from _lib.settings import EvaluateConfig, FinetuneConfig
+from _lib.task_settings import find_task
 
 # What imports torch is imported in the functions, so that `--help` answers at once.
 ROOT = Path(__file__).resolve().parent.parent

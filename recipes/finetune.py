@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import launch
-from _lib.settings import FinetuneConfig, completed, find_task, with_pooling
+from _lib.settings import FinetuneConfig
+from _lib.task_settings import completed, find_task, with_pooling
 
 if TYPE_CHECKING:
     import torch

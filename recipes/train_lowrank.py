@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import launch
 from _lib.lowrank_settings import LowRankConfig
-from _lib.settings import completed, find_task
+from _lib.task_settings import completed, find_task
 
 if TYPE_CHECKING:
     import torch

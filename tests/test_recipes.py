@@ -49,8 +49,9 @@ from _lib.evaluation import DivergedError, held_back_rows
 from _lib.loop import FiniteWatch, make_optimizer, train_step
 from _lib.models import dropout_settings, load_pretrained
 from _lib.schedule import learning_rate
-from _lib.settings import RECIPE_OF, FinetuneConfig, TrainSection
+from _lib.settings import FinetuneConfig, TrainSection
 from _lib.sweep import Run, time_left
+from _lib.task_settings import RECIPE_OF
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 

@@ -12,7 +12,8 @@ from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from _lib.config import option
-from _lib.settings import AugmentSection, DataSection, RunOutput, TrainSection, task_faults
+from _lib.settings import AugmentSection, DataSection, RunOutput, TrainSection
+from _lib.task_settings import task_faults
 
 if TYPE_CHECKING:
     from snnk_peft import SNNKConfig

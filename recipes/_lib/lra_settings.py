@@ -12,7 +12,8 @@ from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from _lib.config import option
-from _lib.settings import RECIPE_OF, RunOutput, StepSettings, modality_fault
+from _lib.settings import RunOutput, StepSettings
+from _lib.task_settings import RECIPE_OF, modality_fault
 
 if TYPE_CHECKING:
     from snnk_peft import SNNKConfig

