@@ -35,7 +35,7 @@ NAMES = {
     "rows6_fitted_head": "the same behind a head that was fitted in closed form",
     "rows8_upper_norms": "learned rows and norms in all layers but the first",
     "rows8_upper_informed_norms": "learned rows that one labelled pass made, and norms, in all layers but the first",
-    "rows8_upper_fitted_head": "these behind a head that was fitted in closed form",
+    "rows8_upper_fitted_head": "learned rows and norms in all layers but the first, behind such a head",
     "rows16_parallel": "learned rows beside the FFN",
     "snnk_relu16": "random features behind attention and FFN",
     "snnk_informed16": "the same, rows from one labelled pass",
