@@ -35,8 +35,9 @@ from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.planning.make import plan
 from snnk_peft.planning.result import Plan
 from snnk_peft.projections import PROJECTIONS
+from snnk_peft.tuner.adapter_report import AdapterReport
 from snnk_peft.tuner.calibrate import calibrate
-from snnk_peft.tuner.calibrate_adapters import AdapterReport, calibrate_adapters
+from snnk_peft.tuner.calibrate_adapters import calibrate_adapters
 from snnk_peft.tuner.calibration_report import CalibrationReport
 from snnk_peft.tuner.fit_attention import fit_attention
 from snnk_peft.tuner.get_model import get_snnk_model
