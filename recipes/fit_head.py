@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from snnk_peft import ClosedFormHead
 
 STATISTICS, RECORD = "statistics.safetensors", "head.json"  # what was fitted, written before the first checkpoint
+PLOT = "score_over_seconds.png"
 SAMPLE = 512  # training examples whose leave-one-out scores are reported
 
 
@@ -72,6 +73,7 @@ class FitHead(Finetuning):
 
     settings, program = FitHeadConfig, "fit_head.py"
     paths = (("method", "beside"),)
+    leaves = (STATISTICS, RECORD, PLOT)
 
     @property
     def method(self) -> str:
@@ -234,7 +236,7 @@ class FitHead(Finetuning):
         for folder in map(Path, self.config.method.beside or []):
             figures = read_json(folder / "metrics.json")
             lines[f"{figures['method']}, {folder.name}"] = _evaluations(folder, figures)
-        score_over_seconds(lines, file.with_name("score_over_seconds.png"), self.title)
+        score_over_seconds(lines, file.with_name(PLOT), self.title)
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
         """Points as a table."""

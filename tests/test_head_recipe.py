@@ -122,6 +122,18 @@ def test_seconds_are_of_reading_and_one_fit(world: Path, tmp_path: Path, monkeyp
     assert last - first < 1.9  # with every fit 3 at least
 
 
+def test_a_finished_run_is_replaced_on_request(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All that the run leaves is known as a run's; a file of somebody else's is not."""
+    fitted(world, tmp_path / "head", "data.max_train_samples=64")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert fitted(world, tmp_path / "head", "--overwrite", "data.max_train_samples=72")["examples"]["train"] == 72
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (tmp_path / "head/thesis.tex").write_text("mine")
+    assert fit_head.main([str(world / "head.yaml"), f"output.dir={tmp_path / 'head'}", "--overwrite"]) == 2
+    assert "holds more than a run: thesis.tex" in capsys.readouterr().err
+    assert (tmp_path / "head/statistics.safetensors").is_file()
+
+
 def test_beside_lora_in_one_run(world: Path, tmp_path: Path) -> None:
     """benchmarks/head_beside_lora.py: figures are those of its runs, which are not repeated."""
     runs, output = tmp_path / "runs", tmp_path / "metrics.json"

@@ -106,6 +106,7 @@ class Experiment(ABC, Generic[Config]):
         program: the recipe's file in recipes/.
         advice: what to try when training diverged.
         paths: (section, key) of settings that are paths, besides those of the data: metrics.json does without.
+        leaves: names of what it writes into the run folder, besides what many runs write (`CONTENT` of run_folder.py).
         task: computes the metrics; an experiment without one replaces `score`.
     """
 
@@ -114,6 +115,7 @@ class Experiment(ABC, Generic[Config]):
     advice = "Try a lower train.learning_rate."
     task: Any = None
     paths: tuple[tuple[str, str], ...] = ()
+    leaves: tuple[str, ...] = ()
 
     def __init__(self, config: Config):
         self.config: Any = config

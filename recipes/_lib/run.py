@@ -37,7 +37,7 @@ def run(experiment: Experiment[Any], request: Request) -> int:
     train = config.train
     accelerator = make_accelerator(train)
     if accelerator.is_main_process:
-        check_folder(folder, config, request.resume, request.overwrite)
+        check_folder(folder, config, request.resume, request.overwrite, experiment.leaves)
     accelerator.wait_for_everyone()
     start = choose_checkpoint(folder / "checkpoints", request.checkpoint) if request.resume else None
     if request.resume and request.checkpoint is None and (folder / "metrics.json").is_file():

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,7 +32,7 @@ CONTENT = (
 )  # fmt: skip
 
 
-def check_folder(folder: Path, config: Any, resume: bool, overwrite: bool) -> None:
+def check_folder(folder: Path, config: Any, resume: bool, overwrite: bool, leaves: Sequence[str] = ()) -> None:
     """Refuse a folder that this run must not touch; changes nothing.
 
     Args:
@@ -39,6 +40,7 @@ def check_folder(folder: Path, config: Any, resume: bool, overwrite: bool) -> No
         config: the resolved settings.
         resume: continue what is there; the settings must agree in everything that decides the weights.
         overwrite: a run folder that is there will be deleted.
+        leaves: what such a run writes besides `CONTENT`.
 
     Raises:
         ConfigError: the folder is in use, holds something else, has nothing to resume, or other settings.
@@ -57,7 +59,7 @@ def check_folder(folder: Path, config: Any, resume: bool, overwrite: bool) -> No
             f"{folder} is not empty ({', '.join(entries[:5])}); continue the run with --resume, replace it with "
             "--overwrite, or choose another output.dir"
         )
-    strange = [name for name in entries if name not in CONTENT and not name.endswith(".tmp")]
+    strange = [name for name in entries if name not in (*CONTENT, *leaves) and not name.endswith(".tmp")]
     if strange:
         raise ConfigError(f"--overwrite would delete {folder}, which holds more than a run: {', '.join(strange[:5])}")
 
