@@ -30,6 +30,7 @@ from snnk_peft.tuner.slot_inputs import root_of
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 ROOM = 1 << 28  # bytes of statistics at a time; more adapters than that take further passes
+TIE = 1e-6  # new rows must be better by this share: of rows that are as good, rounding would choose
 FP16_SCALE = 1024.0  # gradients of a loss in fp16 vanish otherwise
 
 
@@ -281,7 +282,7 @@ def _settle(adapter: _Adapter, moments: GradientMoments, ridges: Sequence[float]
         found = gradient_rows(moments, before, ridges, refit)
     except NumericalError as error:
         raise NumericalError(f"{adapter.path}: {error}") from error
-    taken = found.slope > max(found.slope_before, 0.0)
+    taken = found.slope > max(found.slope_before, 0.0) * (1 + TIE)
     if taken:
         C = moments.moment
         wanted, squares = (((rows @ C) * rows).sum(-1) for rows in (before, found.rows))
