@@ -204,6 +204,19 @@ def test_parameters_of_table_6():
     np.testing.assert_allclose([107 - layer / 1e6 * k for k in range(6)], [107, 100, 93, 86, 79, 72], atol=0.6)
 
 
+def test_deviations_of_figure_2():
+    """p ReLU features spread by √(½ K₂/(½ K₁)² − 1)/√p of the value that they estimate: by √5/√p at least."""
+    for theta in (0.0, 0.7, 2.0):
+        first = math.sin(theta) + (math.pi - theta) * math.cos(theta)
+        second = 3 * math.sin(theta) * math.cos(theta) + (math.pi - theta) * (1 + 2 * math.cos(theta) ** 2)
+        variance = 2 * math.pi * second / first**2 - 1
+        a, noise = normal(DRAWS, seed=1), normal(DRAWS, seed=2)
+        terms = torch.relu(a) * torch.relu(math.cos(theta) * a + math.sin(theta) * noise)
+        assert float(terms.var() / terms.mean() ** 2) == pytest.approx(variance, rel=0.1)
+        assert variance > 4.99
+    assert math.sqrt(5 / 10_000) > 1e4 * 5e-8  # with ten thousand features it is 2 %, and not the largest one printed
+
+
 # --- Spectraformer ----------------------------------------------------------------------------------------------------
 
 
