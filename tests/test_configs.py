@@ -44,6 +44,7 @@ import closed_form
 import convert
 import finetune
 import fit_head
+import fit_picture
 import train_lowrank
 import train_lra
 from _lib.cifar_resnet import CifarResNet
@@ -152,6 +153,10 @@ def digits(file: Path, models: Path, out: Path) -> list[str]:
     return [f"model.name_or_path={model}", "data.max_train_samples=24"]
 
 
+def picture(file: Path, models: Path, out: Path) -> list[str]:
+    return ["data.size=16"]
+
+
 # Sizes at which a network of recipes/models is built in a moment; its module paths are the same.
 TINY = {
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
@@ -196,6 +201,7 @@ STAND_INS = {
     "cifar100": (finetune.Finetuning, pictures("cifar100_binary", 100)),
     "digits": (finetune.Finetuning, digits),
     "imagenet": (finetune.Finetuning, pictures("class_folders", 2)),
+    "pictures": (fit_picture.FitPicture, picture),
 }
 
 

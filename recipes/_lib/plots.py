@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 from _lib.files import replacing
 
@@ -130,6 +131,22 @@ def score_panels(
         panel.set(xlabel=xlabel, title=name)
     axes[0, 0].set_ylabel(ylabel)
     axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.suptitle(title)
+    _store(figure, file)
+
+
+def picture_grid(rows: Mapping[str, Sequence[Any]], columns: Sequence[str], file: Path, title: str) -> None:
+    """Grey pictures (height, width): a row for each name, those of a column on one scale, which the first row sets."""
+    shape = (len(rows), len(columns))
+    figure, axes = pyplot.subplots(*shape, figsize=(3 * shape[1], 3 * shape[0]), squeeze=False, layout="constrained")
+    scales = [(float(part.min()), float(part.max())) for part in next(iter(rows.values()))]
+    for line, (name, parts) in zip(axes, rows.items(), strict=True):
+        for place, part, (low, high) in zip(line, parts, scales, strict=True):
+            place.imshow(np.asarray(part), cmap="gray", vmin=low, vmax=high)
+            place.set(xticks=[], yticks=[])
+        line[0].set_ylabel(name)
+    for place, column in zip(axes[0], columns, strict=True):
+        place.set_title(column)
     figure.suptitle(title)
     _store(figure, file)
 

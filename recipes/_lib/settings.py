@@ -310,7 +310,7 @@ class EvaluateConfig:
 
 
 # Where data are on this machine.
-PATHS = ("dir", "train_file", "eval_file", "dataset")
+PATHS = ("dir", "file", "train_file", "eval_file", "dataset")
 # These may differ between a run and its continuation: they do not change the weights that come out, a device
 # aside, of which a note tells. The data themselves are compared by a fingerprint, so that files may have moved.
 FREE_ON_RESUME = (
