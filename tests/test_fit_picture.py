@@ -115,13 +115,14 @@ def test_arguments_of_sines_have_unit_size_and_nystrom_starts_near_the_layer() -
         assert 0.8 < float((layer.omega * hidden @ layer.linear.weight.T).std()) < 1.2
         hidden = layer(hidden)
     layer = Sine(32, 40, 30.0)
+    layer.linear.bias.zero_()  # sine features are odd
     x = torch.sin(6 * torch.randn(4000, 32))
     truth = layer(x)
     errors = {}
     for init in ("nystrom", "paper", "random"):
         made = stand_in(layer, {"component": "sin", "projection": "gaussian", "num_features": 256, "init": init}, 0, 0)
         errors[init] = float((made(x) - truth).square().sum() / (truth - truth.mean(0)).square().sum())
-    assert errors["nystrom"] < 0.35
+    assert errors["nystrom"] < 0.2, errors
     assert errors["nystrom"] < min(errors["paper"], errors["random"])
 
 

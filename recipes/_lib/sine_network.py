@@ -2,10 +2,10 @@
 
     h₀ = sin(ω₀ (W₀ x + b₀)),   h_i = sin(ω₀ (W_i h_{i−1} + b_i)),   y = W h + b
 
-with W₀ uniform in ±1/inputs and all others in ±√(6/width)/ω₀, so that W h of each layer has a standard deviation
-near one before its bias. In the SNNK form (SNNK paper, 4.2) a hidden layer is h_i = A_i Φ(h_{i−1}) + a_i with random features Φ, of
-which A_i and a_i are trained. A_i starts at the best readout of the sine layer in whose place it is ("nystrom"), at
-Φ(ω₀ W_i) as in the paper, or random.
+with W₀ uniform in ±1/inputs and all others in ±√(6/width)/ω₀, so that ω₀ W h has a standard deviation near one. In the
+SNNK form (SNNK paper, 4.2) a hidden layer is h_i = A_i Φ(h_{i−1}) + a_i with random features Φ, of which A_i and a_i
+are trained. A_i starts at the best readout of the sine layer in whose place it is ("nystrom"), at Φ(ω₀ W_i) as in the
+paper, or random. Sine features are odd: of a layer with biases they give the odd part, cos features give both.
 
 Shapes: coordinates (..., inputs) -> values (..., outputs).
 """
