@@ -13,7 +13,6 @@ Settings are `section.key=value`; `--help` lists them.
 """
 
 # `option` returns a dataclasses.field, which is what a dataclass default may be.
-# ruff: noqa: RUF009
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ from _lib.config import option
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import launch
 from _lib.settings import RunOutput, StepSettings
+from _lib.sine_settings import SineMethod, SineModel, layer_faults
 
 if TYPE_CHECKING:
     import torch
     from _lib.data import ExampleSet
 
-INITS = ("nystrom", "paper", "random")
 RANGE = 2.0  # of values in [−1, 1]
 
 
@@ -42,40 +41,6 @@ class PictureData:
 
     file: str | None = option(None, "a picture file; null: the one that the task names, of scikit-learn")
     size: int = option(128, "pixels on each side, of the middle square", low=8)
-
-
-@dataclass
-class SineModel:
-    """The dense network: SIREN for pictures has three hidden layers of 256, the SNNK paper one."""
-
-    width: int = option(256, "of all layers", low=1)
-    hidden: int = option(1, "layers of width × width", low=0)
-    omega: float = option(30.0, "ω₀, the factor in every sine", above=0)
-
-
-@dataclass
-class SineMethod:
-    """Which hidden layers become SNNK layers."""
-
-    snnk: dict[str, Any] | None = option(
-        None, "component, projection, num_features and what else a feature map has, and init; null: all layers dense"
-    )
-    layers: list[int] | None = option(None, "which hidden layers, from 0; null: all")
-
-    def check(self) -> list[str]:
-        """Faults of the feature map."""
-        from snnk_peft.errors import ConfigError
-        from snnk_peft.feature_map import FeatureMapSpec
-
-        if self.snnk is None:
-            return []
-        given = dict(self.snnk)
-        init = given.pop("init", INITS[0])
-        faults = [] if init in INITS else [f"snnk.init is {init!r}; expected one of {', '.join(INITS)}"]
-        try:
-            return faults + FeatureMapSpec.from_dict({"slot": "hidden", **given, "dim": 2}).faults("snnk")
-        except ConfigError as error:
-            return faults + error.faults
 
 
 @dataclass
@@ -103,12 +68,7 @@ class PictureConfig:
 
     def check(self) -> list[str]:
         """Layers that are there."""
-        absent = [index for index in self.method.layers or [] if not 0 <= index < self.model.hidden]
-        return (
-            [f"method.layers names {absent}; model.hidden is {self.model.hidden}, expected 0 to one less"]
-            if absent
-            else []
-        )
+        return layer_faults(self.model, self.method)
 
 
 class FitPicture(Experiment[PictureConfig]):
@@ -119,8 +79,7 @@ class FitPicture(Experiment[PictureConfig]):
     @property
     def method(self) -> str:
         """dense, or the features."""
-        snnk = self.config.method.snnk
-        return "dense" if snnk is None else f"{snnk['component']}-{snnk['projection']}-{snnk['num_features']}"
+        return self.config.method.label()
 
     def data(self, accelerator: Any) -> Data:
         """All pixels to fit, and the same to score."""
@@ -133,9 +92,7 @@ class FitPicture(Experiment[PictureConfig]):
         """The network; all of it is trained but the rows of the features, unless these are learned."""
         from _lib.sine_network import SineNetwork
 
-        model, method = self.config.model, self.config.method
-        sizes = (model.width, model.hidden, model.omega)
-        return SineNetwork(2, 1, *sizes, snnk=method.snnk, layers=method.layers, seed=self.config.train.seed)
+        return SineNetwork.of(self.config, inputs=2, outputs=1)
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps, without warm-up."""

@@ -135,13 +135,28 @@ def score_panels(
     _store(figure, file)
 
 
-def picture_grid(rows: Mapping[str, Sequence[Any]], columns: Sequence[str], file: Path, title: str) -> None:
-    """Grey pictures (height, width): a row for each name, those of a column on one scale, which the first row sets."""
+def picture_grid(
+    rows: Mapping[str, Sequence[Any]],
+    columns: Sequence[str],
+    file: Path,
+    title: str,
+    scales: Mapping[int, tuple[float, float]] | None = None,
+) -> None:
+    """Grey pictures (height, width): a row for each name, those of a column on one scale.
+
+    Args:
+        rows: name -> a picture for each column.
+        columns: their titles.
+        file: PNG.
+        title: of the figure.
+        scales: column -> values that are black and white; of others, the extremes of the first row.
+    """
     shape = (len(rows), len(columns))
     figure, axes = pyplot.subplots(*shape, figsize=(3 * shape[1], 3 * shape[0]), squeeze=False, layout="constrained")
-    scales = [(float(part.min()), float(part.max())) for part in next(iter(rows.values()))]
+    first = {place: (float(part.min()), float(part.max())) for place, part in enumerate(next(iter(rows.values())))}
+    limits = list({**first, **(scales or {})}.values())
     for line, (name, parts) in zip(axes, rows.items(), strict=True):
-        for place, part, (low, high) in zip(line, parts, scales, strict=True):
+        for place, part, (low, high) in zip(line, parts, limits, strict=True):
             place.imshow(np.asarray(part), cmap="gray", vmin=low, vmax=high)
             place.set(xticks=[], yticks=[])
         line[0].set_ylabel(name)

@@ -97,11 +97,41 @@ class SineNetwork(nn.Module):
         nn.init.uniform_(last.weight, -bound, bound)
         self.layers = nn.Sequential(*parts, last)
 
+    @classmethod
+    def of(cls, config: Any, inputs: int, outputs: int) -> SineNetwork:
+        """As the sections `model` and `method` of a recipe's settings say (_lib/sine_settings.py)."""
+        model, method = config.model, config.method
+        sizes = (model.width, model.hidden, model.omega)
+        return cls(inputs, outputs, *sizes, snnk=method.snnk, layers=method.layers, seed=config.train.seed)
+
     def forward(self, coordinates: torch.Tensor, values: torch.Tensor | None = None) -> Fit:
         """The values of the network, and their mean squared error if those that are wanted are given."""
         found = self.layers(coordinates)
         loss = found.new_zeros(()) if values is None else (found - values).square().mean()
         return Fit(loss, found)
+
+
+class PotentialNetwork(nn.Module):
+    """V(x) = network(x) − network(0), and the loss by which conservation of energy teaches it (_lib/two_bodies.py).
+
+    Args:
+        network: of one output.
+    """
+
+    def __init__(self, network: SineNetwork):
+        super().__init__()
+        self.network = network
+
+    def potential(self, coordinates: torch.Tensor) -> torch.Tensor:
+        """(n, inputs) -> (n,)."""
+        origin = torch.zeros_like(coordinates[:1])
+        found: torch.Tensor = (self.network.layers(coordinates) - self.network.layers(origin)).squeeze(-1)
+        return found
+
+    def forward(self, coordinates: torch.Tensor, kinetic: torch.Tensor) -> Fit:
+        """The variance of kinetic (n,) + V over the points, and V."""
+        values = self.potential(coordinates)
+        return Fit((kinetic + values).var(correction=0), values)
 
 
 def stand_in(layer: Sine, snnk: dict[str, Any], seed: int, index: int) -> SNNKLinear:

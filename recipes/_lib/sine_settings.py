@@ -1,0 +1,62 @@
+"""Settings that recipes share whose model is a network of sines (_lib/sine_network.py).
+
+The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
+"""
+
+# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from _lib.config import option
+
+INITS = ("nystrom", "paper", "random")
+
+
+@dataclass
+class SineModel:
+    """The dense network: SIREN for pictures has three hidden layers of 256, the SNNK paper one."""
+
+    width: int = option(256, "of all layers", low=1)
+    hidden: int = option(1, "layers of width × width", low=0)
+    omega: float = option(30.0, "ω₀, the factor in every sine", above=0)
+
+
+@dataclass
+class SineMethod:
+    """Which hidden layers become SNNK layers."""
+
+    snnk: dict[str, Any] | None = option(
+        None, "component, projection, num_features and what else a feature map has, and init; null: all layers dense"
+    )
+    layers: list[int] | None = option(None, "which hidden layers, from 0; null: all")
+
+    def check(self) -> list[str]:
+        """Faults of the feature map."""
+        from snnk_peft.errors import ConfigError
+        from snnk_peft.feature_map import FeatureMapSpec
+
+        if self.snnk is None:
+            return []
+        given = dict(self.snnk)
+        init = given.pop("init", INITS[0])
+        faults = [] if init in INITS else [f"snnk.init is {init!r}; expected one of {', '.join(INITS)}"]
+        try:
+            return faults + FeatureMapSpec.from_dict({"slot": "hidden", **given, "dim": 2}).faults("snnk")
+        except ConfigError as error:
+            return faults + error.faults
+
+    def label(self) -> str:
+        """dense, or component, projection and number of features."""
+        if self.snnk is None:
+            return "dense"
+        return "-".join(str(self.snnk.get(name, "default")) for name in ("component", "projection", "num_features"))
+
+
+def layer_faults(model: SineModel, method: SineMethod) -> list[str]:
+    """Hidden layers that are named and not there."""
+    absent = [index for index in method.layers or [] if not 0 <= index < model.hidden]
+    return [f"method.layers names {absent}; model.hidden is {model.hidden}, expected 0 to one less"] if absent else []
