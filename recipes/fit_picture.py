@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from _lib.data import ExampleSet
 
 RANGE = 2.0  # of values in [−1, 1]
+PICTURES = "pictures.png"
 
 
 @dataclass
@@ -75,6 +76,7 @@ class FitPicture(Experiment[PictureConfig]):
     """One picture, one network."""
 
     settings, program = PictureConfig, "fit_picture.py"
+    leaves = (PICTURES,)
 
     @property
     def method(self) -> str:
@@ -138,7 +140,7 @@ class FitPicture(Experiment[PictureConfig]):
             "picture": (self.picture.values, true_gradient.norm(dim=-1), true_laplacian),
             self.method: (values, gradient.norm(dim=-1), laplacian),
         }
-        picture_grid(rows, ("values", "length of the gradient", "Laplacian"), done.folder / "pictures.png", self.title)
+        picture_grid(rows, ("values", "length of the gradient", "Laplacian"), done.folder / PICTURES, self.title)
 
         def relative(part: torch.Tensor, truth: torch.Tensor) -> float:
             return float((part - truth)[1:-1, 1:-1].norm() / truth[1:-1, 1:-1].norm())
@@ -157,7 +159,7 @@ class FitPicture(Experiment[PictureConfig]):
         """In one line."""
         return (
             f"{figures['score']:.2f} dB; gradient off by {figures['gradient_error']:.1%} of its length; "
-            f"the pictures are in {done.folder / 'pictures.png'}"
+            f"the pictures are in {done.folder / PICTURES}"
         )
 
 

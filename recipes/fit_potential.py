@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from _lib.data import ExampleSet
 
 LEVELS = 4  # energies that are compared
+PICTURE = "potential.png"
 
 
 @dataclass
@@ -82,6 +83,7 @@ class FitPotential(Experiment[PotentialConfig]):
     """One system, one network."""
 
     settings, program = PotentialConfig, "fit_potential.py"
+    leaves = (PICTURE,)
 
     @property
     def method(self) -> str:
@@ -151,7 +153,7 @@ class FitPotential(Experiment[PotentialConfig]):
         rows = {"exact": (truth, torch.zeros_like(truth)), self.method: (learned, learned - truth)}
         columns = ("potential", "difference, ±0.1 of the range")
         limit = float(truth.max()) / 10
-        picture_grid(rows, columns, done.folder / "potential.png", self.title, scales={1: (-limit, limit)})
+        picture_grid(rows, columns, done.folder / PICTURE, self.title, scales={1: (-limit, limit)})
         exact, ours = self.system.energies(LEVELS), energies_in(found, LEVELS, reach)
         return {
             "score": done.best["score"],

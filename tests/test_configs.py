@@ -45,6 +45,7 @@ import convert
 import finetune
 import fit_head
 import fit_picture
+import fit_potential
 import train_lowrank
 import train_lra
 from _lib.cifar_resnet import CifarResNet
@@ -157,6 +158,10 @@ def picture(file: Path, models: Path, out: Path) -> list[str]:
     return ["data.size=16"]
 
 
+def potential(file: Path, models: Path, out: Path) -> list[str]:
+    return ["data.points=16"]
+
+
 # Sizes at which a network of recipes/models is built in a moment; its module paths are the same.
 TINY = {
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
@@ -202,6 +207,7 @@ STAND_INS = {
     "digits": (finetune.Finetuning, digits),
     "imagenet": (finetune.Finetuning, pictures("class_folders", 2)),
     "pictures": (fit_picture.FitPicture, picture),
+    "potential": (fit_potential.FitPotential, potential),
 }
 
 

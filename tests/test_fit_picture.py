@@ -57,6 +57,7 @@ def test_dense_and_snnk_fit_a_picture(tmp_path: Path) -> None:
     assert dense["trainable_parameters"] == 3 * 48 + 48 * 48 + 48 + 48 + 1
     assert (tmp_path / "ours/pictures.png").stat().st_size > 10_000
     assert (tmp_path / "ours/learning_curve.png").is_file()
+    run(tmp_path / "ours", "--overwrite", "train.steps=2")
 
 
 def test_a_file_of_ones_own_and_its_path_is_not_told(tmp_path: Path) -> None:

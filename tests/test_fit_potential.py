@@ -1,0 +1,96 @@
+"""recipes/fit_potential.py: the potential of two particles from their wave function, and the energies in it."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+for package in ("accelerate", "matplotlib", "rich", "yaml"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+sys.path.append(str(RECIPES))
+
+import fit_potential
+from _lib.sine_network import PotentialNetwork, SineNetwork
+from _lib.two_bodies import LocalEnergies, TwoBodies, energies_in
+from accelerate.state import AcceleratorState
+
+CONFIG = str(RECIPES / "configs/potential/two_bodies.yaml")
+SMALL = ["model.width=48", "train.steps=400", "train.eval_every=200", "train.learning_rate=3e-3", "data.points=1024"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_local_energy_of_the_ground_state_is_its_energy() -> None:
+    """−½ (∇²ψ)/ψ + V is ½ (ω + Ω) at every point: Schrödinger's equation, with the kinetic part from ln ψ alone."""
+    system = TwoBodies(0.8, 1.1)
+    x = torch.randn(50, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    energy = torch.full((50,), system.energies(1)[0], dtype=torch.float64)
+    torch.testing.assert_close(system.kinetic(x) + system.potential(x), energy)
+    assert system.energies(1)[0] == pytest.approx((0.8 + (0.8**2 + 2.2) ** 0.5) / 2)
+    assert system.kinetic(x).std() > 0.1
+
+
+def test_energies_on_a_grid_are_exact_for_the_exact_potential() -> None:
+    system = TwoBodies(1.0, 1.5)
+    assert energies_in(system.potential, 5, reach=6.0) == pytest.approx(system.energies(5), abs=1e-5)
+    assert system.energies(4) == pytest.approx([1.5, 2.5, 3.5, 3.5])
+
+
+@pytest.mark.parametrize("snnk", [None, {"component": "cos", "projection": "gaussian", "num_features": 16}])
+def test_the_loss_knows_no_potential_and_is_zero_at_the_right_one(snnk: dict | None) -> None:
+    torch.manual_seed(0)
+    system = TwoBodies()
+    examples = LocalEnergies(system, 64, 3.0, 0)
+    batch = examples.batch(range(64))
+    assert set(batch) == {"coordinates", "kinetic"}
+    network = PotentialNetwork(SineNetwork(2, 1, 16, 1, 1.0, snnk=snnk))
+    assert float(network(**batch).loss.detach()) > 0.1
+    assert float(network.potential(torch.zeros(1, 2)).detach()) == 0.0
+    network.potential = lambda x: system.potential(x) + 3.0  # type: ignore[method-assign]
+    assert float(network(**batch).loss) < 1e-8
+
+
+def test_dense_and_snnk_find_the_potential(tmp_path: Path) -> None:
+    for name, given, parameters in (
+        ("dense", ["method.snnk=null"], 3 * 48 + 48 * 48 + 48 + 48 + 1),
+        ("ours", [], 3 * 48 + 48 * 32 + 48 + 48 + 1),
+    ):
+        folder = tmp_path / name
+        assert fit_potential.main([CONFIG, *SMALL, f"output.dir={folder}", *given]) == 0
+        AcceleratorState._reset_state(reset_partial_state=True)
+        report = json.loads((folder / "metrics.json").read_text())
+        assert report["score"] > 0.99, name
+        assert report["trainable_parameters"] == parameters
+        assert report["exact_energies"] == [1.5, 2.5, 3.5, 3.5]
+        worst = max(abs(a / b - 1) for a, b in zip(report["energies"], report["exact_energies"], strict=True))
+        assert report["largest_relative_error_of_an_energy"] == pytest.approx(worst)
+        assert worst < 0.1
+        assert (folder / "potential.png").stat().st_size > 10_000
+    assert fit_potential.main([CONFIG, *SMALL, f"output.dir={folder}", "--overwrite", "train.steps=2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        (["method.snnk.projection=gausian", "data.frequency=0"], ["gausian", "data.frequency is 0.0"]),
+        (["method.layers=[2]"], ["method.layers names [2]; model.hidden is 1"]),
+    ],
+)
+def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], messages: list[str]) -> None:
+    assert fit_potential.main([CONFIG, f"output.dir={tmp_path / 'run'}", *given]) == 2
+    error = capsys.readouterr().err
+    assert all(message in error for message in messages), error
