@@ -135,6 +135,10 @@ def test_readme_recipe_commands(root, minilm_dir, tmp_path):
             words += [f"data.max_{split}_samples=4" for split in ("train", "validation", "test")]
         if "tiny_llama.py" in line:
             words += ["--steps", "2"]
+        if "fit_p" in line:
+            words += ["train.steps=2"]
+        if "pointwise.py" in line:
+            words += ["--draws", "2", "--projections", "2", "--output", "pointwise"]
         if "write_listops.py" in line:
             words += ["--train", "60", "--validation", "5", "--test", "5"]
         done = run_python(words[1:], cwd=tmp_path, env=environment)
