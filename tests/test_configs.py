@@ -48,6 +48,7 @@ import fit_picture
 import fit_potential
 import train_lowrank
 import train_lra
+import train_mlp
 from _lib.cifar_resnet import CifarResNet
 from _lib.config import load_config
 from _lib.data import steps_per_epoch
@@ -162,6 +163,22 @@ def potential(file: Path, models: Path, out: Path) -> list[str]:
     return ["data.points=16"]
 
 
+def numbers(file: Path, models: Path, out: Path) -> list[str]:
+    from column_files import write_columns
+
+    if file.stem == "mnist":
+        import image_layouts
+
+        drawn = image_layouts.draw(("train", "test"), 10, side=28, colours=False, per_class=12)
+        return [f"data.dir={image_layouts.mnist(out, drawn)}"]
+    if file.stem == "higgs":  # the official file would need half a million rows to test
+        for split in ("train", "test"):
+            (out / f"HIGGS_{split}.csv").write_text("".join(f"{row % 2},{'0.5,' * 27}{row}\n" for row in range(20)))
+    else:
+        write_columns(out, file.stem, rows=15_200 if file.stem == "covertype" else 130)
+    return [f"data.dir={out}"]
+
+
 # Sizes at which a network of recipes/models is built in a moment; its module paths are the same.
 TINY = {
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
@@ -206,6 +223,7 @@ STAND_INS = {
     "cifar100": (finetune.Finetuning, pictures("cifar100_binary", 100)),
     "digits": (finetune.Finetuning, digits),
     "imagenet": (finetune.Finetuning, pictures("class_folders", 2)),
+    "mlp": (train_mlp.TrainMlp, numbers),
     "pictures": (fit_picture.FitPicture, picture),
     "potential": (fit_potential.FitPotential, potential),
 }

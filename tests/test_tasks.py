@@ -14,7 +14,7 @@ import torch
 from glue_files import FOLDERS, HEADERS, write_task
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS, ImageTask, SequenceTask, TaskSpec, TextTask, TsvLayout, metrics
+from snnk_peft.tasks import TASKS, ColumnsTask, ImageTask, SequenceTask, TaskSpec, TextTask, TsvLayout, metrics
 from snnk_peft.tasks.metrics import METRICS, load_metric
 
 datasets = pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
@@ -61,7 +61,7 @@ def test_every_registered_task_is_consistent():
     assert len(TASKS) >= 9
     for name in TASKS:
         task = TASKS[name]
-        assert isinstance(task, (TextTask, SequenceTask, ImageTask))
+        assert isinstance(task, (TextTask, SequenceTask, ImageTask, ColumnsTask))
         assert task.name == name
         if name in ("table", "image_folder", "imagenet1k"):  # by settings: test_own_data.py, test_image_tasks.py
             continue

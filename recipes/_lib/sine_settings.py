@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from _lib.config import option
-
-INITS = ("nystrom", "paper", "random")
+from _lib.feature_settings import feature_faults, feature_label
 
 
 @dataclass
@@ -36,24 +35,11 @@ class SineMethod:
 
     def check(self) -> list[str]:
         """Faults of the feature map."""
-        from snnk_peft.errors import ConfigError
-        from snnk_peft.feature_map import FeatureMapSpec
-
-        if self.snnk is None:
-            return []
-        given = dict(self.snnk)
-        init = given.pop("init", INITS[0])
-        faults = [] if init in INITS else [f"snnk.init is {init!r}; expected one of {', '.join(INITS)}"]
-        try:
-            return faults + FeatureMapSpec.from_dict({"slot": "hidden", **given, "dim": 2}).faults("snnk")
-        except ConfigError as error:
-            return faults + error.faults
+        return [] if self.snnk is None else feature_faults(self.snnk)
 
     def label(self) -> str:
         """dense, or component, projection and number of features."""
-        if self.snnk is None:
-            return "dense"
-        return "-".join(str(self.snnk.get(name, "default")) for name in ("component", "projection", "num_features"))
+        return "dense" if self.snnk is None else feature_label(self.snnk)
 
 
 def layer_faults(model: SineModel, method: SineMethod) -> list[str]:

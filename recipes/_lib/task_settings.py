@@ -16,6 +16,7 @@ RECIPE_OF = {
     "text": "recipes/finetune.py",
     "image": "recipes/finetune.py",
     "sequence": "recipes/train_lra.py",
+    "columns": "recipes/train_mlp.py",
 }
 
 

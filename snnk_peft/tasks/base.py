@@ -26,7 +26,8 @@ class Split(Protocol):
     """What `Task.load` returns for each split, whatever the examples are: their number, their labels, some of them.
 
     What an example is depends on the class of the task: rows of a `datasets.Dataset` (`TextTask`), `Images`
-    (`ImageTask`), `Sequences` (`SequenceTask`). Recipes turn a split into an ExampleSet, which makes batches of it.
+    (`ImageTask`), `Sequences` (`SequenceTask`), `Columns` (`ColumnsTask`). Recipes turn a split into an ExampleSet,
+    which makes batches of it.
     """
 
     def __len__(self) -> int: ...
@@ -52,7 +53,7 @@ class Task(ABC):
     """One data set with its labels and metrics. Subclasses are frozen dataclasses and define `_read`.
 
     Attributes:
-        modality: what an example is, "text", "image" or "sequence"; recipes ask it.
+        modality: what an example is, "text", "image", "sequence" or "columns"; recipes ask it.
         name: registry key.
         label_names: class names in the order of the integer ids; None for regression.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS` that are reported.
