@@ -1,0 +1,112 @@
+"""Render the page of the SNNK paper's smaller experiments from the runs' metrics.json files, which are kept beside it.
+
+    python recipes/table_snnk.py                                  (runs/snnk -> model_cards/snnk)
+    python recipes/table_snnk.py --runs path/to/sweep --out path/to/folder
+
+Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md from all
+files in OUT. Without runs, the page is rendered from the stored files alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from _lib.tables import Table, collect, grid, read_reports, spread
+
+ROOT = Path(__file__).resolve().parent.parent
+# Task -> what it is, what its score is, and by what the score is multiplied on the page.
+TITLES = {
+    "siren": ("SIREN, one hidden layer, a picture", "decibels", 1.0),
+    "siren_three": ("SIREN, the second of three hidden layers, a picture", "decibels", 1.0),
+    "two_bodies": ("QPNN, the potential of two particles", "1 − R²", 1.0),
+    "covertype": ("CoverType, three layers", "test accuracy in percent", 100.0),
+    "higgs": ("HIGGS, three layers", "test accuracy in percent", 100.0),
+    "hepmass": ("HEPMASS, three layers", "test accuracy in percent", 100.0),
+    "mnist": ("MNIST, three layers", "test accuracy in percent", 100.0),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line; 0 done, 2 nothing to render."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/snnk", help="folder of recipes/sweep_snnk.py")
+    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/snnk", help="where files and page go")
+    arguments = parser.parse_args(argv)
+    from _lib.guard import guarded
+
+    return guarded(lambda: write(arguments.runs, arguments.out))
+
+
+def write(runs: Path, out: Path) -> None:
+    """Copy the reports, then render the page."""
+    from _lib.files import write_text
+
+    copied = collect(runs, out)
+    write_text(out / "README.md", render(read_reports(out, "recipes/sweep_snnk.py")))
+    print(f"{copied} new or changed reports; wrote {out / 'README.md'}")
+
+
+def render(table: Table) -> str:
+    """The page: one table per task."""
+    lines = [
+        "# Experiments of *Scalable Neural Network Kernels* at our scale",
+        "",
+        "Rendered by `recipes/table_snnk.py` from the JSON files beside this page, which `recipes/sweep_snnk.py`",
+        "wrote; every file holds settings and environment of its run. Mean ± standard error (number of seeds).",
+    ]
+    for task, (title, unit, factor) in TITLES.items():
+        if task not in table:
+            continue
+        rows = [
+            [method, score(reports, task, factor), counts(reports, "trainable_parameters"), extra(reports, task)]
+            for method, reports in sorted(table[task].items())
+        ]
+        sizes = ", ".join(f"{size:,} {name}" for name, size in next(iter(table[task].values()))[0]["examples"].items())
+        lines += ["", f"## {title}", "", f"{sizes}.", "", *grid(["method", unit, "trained", EXTRA[kind(task)]], rows)]
+    return "\n".join(lines) + "\n"
+
+
+EXTRA = {
+    "siren": "error of the gradient, seconds per step",
+    "two_bodies": "largest relative error of four energies",
+    "mlp": "left when bundled",
+}
+
+
+def kind(task: str) -> str:
+    """What a report of the task has besides its score."""
+    return "siren" if task.startswith("siren") else "two_bodies" if task == "two_bodies" else "mlp"
+
+
+def score(reports: list[dict[str, Any]], task: str, factor: float) -> str:
+    """Mean ± standard error (seeds)."""
+    if task == "two_bodies":
+        reports = [{"score": 1 - report["score"]} for report in reports]
+    mean, deviation = spread(reports, "score")
+    error = factor * deviation / math.sqrt(len(reports))
+    if task == "two_bodies":
+        return f"{mean:.1e} ± {error:.0e} ({len(reports)})"
+    return f"{factor * mean:.1f} ± {error:.1f} ({len(reports)})"
+
+
+def counts(reports: list[dict[str, Any]], key: str) -> str:
+    """A number that is the same for all seeds."""
+    return f"{reports[0][key]:,}"
+
+
+def extra(reports: list[dict[str, Any]], task: str) -> str:
+    """What else is measured."""
+    if kind(task) == "siren":
+        gradient, seconds = spread(reports, "gradient_error")[0], spread(reports, "processor_seconds_per_step")[0]
+        return f"{gradient:.0%}, {seconds:.3f}"
+    if kind(task) == "two_bodies":
+        return f"{spread(reports, 'largest_relative_error_of_an_energy')[0]:.2%}"
+    return counts(reports, "bundled_parameters")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

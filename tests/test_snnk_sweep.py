@@ -1,0 +1,76 @@
+"""recipes/sweep_snnk.py and table_snnk.py: every experiment and method runs, and the page says what the runs found."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+sys.path.append(str(RECIPES))
+
+import fit_picture
+import fit_potential
+import sweep_snnk
+import table_snnk
+import train_mlp
+from _lib.config import load_config
+from column_files import write_columns
+from fresh_process import run_python
+
+KINDS = {
+    "fit_picture.py": fit_picture.FitPicture,
+    "fit_potential.py": fit_potential.FitPotential,
+    "train_mlp.py": train_mlp.TrainMlp,
+}
+
+
+def test_settings_of_every_method_are_those_of_its_recipe() -> None:
+    for name, task in sweep_snnk.TASKS.items():
+        labels = set()
+        for settings in task.methods.values():
+            kind = KINDS[task.program]
+            config = load_config(kind.settings, RECIPES / "configs" / task.config, settings)
+            labels.add(
+                (kind(config).method, config.model.hidden if hasattr(config.model, "hidden") else None, *settings)
+            )
+        assert len(labels) == len(task.methods), name
+    assert set(table_snnk.TITLES) == set(sweep_snnk.TASKS)
+
+
+def test_from_runs_to_the_page(tmp_path: Path) -> None:
+    write_columns(tmp_path / "data/hepmass", "hepmass")
+    out, page = tmp_path / "runs", tmp_path / "page"
+    program, given = str(RECIPES / "sweep_snnk.py"), ["--out", str(out), "--data", str(tmp_path / "data")]
+    few = ["train.epochs=1", "train.device=cpu"]
+    first = run_python([program, *few, *given, "--methods", "dense", "snnk_8", "--tasks", "hepmass", "mnist"])
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert "mnist is left out: --data has no folder mnist" in first.stdout
+    few = ["train.steps=2", "train.device=cpu"]
+    asked = [program, *few, *given, "--methods", "dense", "--tasks", "two_bodies", "--seeds", "0", "1"]
+    second = run_python(asked)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert table_snnk.main(["--runs", str(out), "--out", str(page)]) == 0
+    text = (page / "README.md").read_text()
+    dense = json.loads((page / "hepmass/dense/seed0.json").read_text())
+    assert f"| dense | {100 * dense['score']:.1f} ± 0.0 (1) | {dense['trainable_parameters']:,} |" in text
+    missed = [1 - json.loads((page / f"two_bodies/dense/seed{seed}.json").read_text())["score"] for seed in (0, 1)]
+    assert f"{sum(missed) / 2:.1e} ± " in text
+    assert "(2) |" in text
+    assert str(tmp_path) not in text
+    assert "1 runs, 1 finished" in run_python(asked).stdout  # started again, nothing is run
+
+
+def test_unknown_methods_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        sweep_snnk.main(["--tasks", "siren", "--methods", "lora"])
+    assert stop.value.code == 2
+    assert "unknown methods ['lora']; the tasks have dense, snnk" in capsys.readouterr().err
