@@ -51,7 +51,7 @@ def test_from_runs_to_the_page(tmp_path: Path) -> None:
     out, page = tmp_path / "runs", tmp_path / "page"
     program, given = str(RECIPES / "sweep_snnk.py"), ["--out", str(out), "--data", str(tmp_path / "data")]
     few = ["train.epochs=1", "train.device=cpu"]
-    first = run_python([program, *few, *given, "--methods", "dense", "snnk_8", "--tasks", "hepmass", "mnist"])
+    first = run_python([program, *few, *given, "--methods", "dense", "--tasks", "hepmass", "mnist"])
     assert first.returncode == 0, first.stderr[-3000:]
     assert "mnist is left out: --data has no folder mnist" in first.stdout
     few = ["train.steps=2", "train.device=cpu"]
