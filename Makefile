@@ -2,6 +2,7 @@
 # make test          every test, on all cores; ends with the ten slowest
 # make lint          ruff (lint and format) and mypy
 # make benchmarks    speed and size; results in recipes/benchmarks/results/
+# make experiments   the papers' experiments, as far as ARGS="--minutes 60 --data path/to/data" allow; pages in model_cards/
 # make gpu           tests, training and speed on a GPU, in less than ten minutes; results in gpu/
 # make clean         remove the virtual environment, caches and results of quickstart and gpu
 #
@@ -26,7 +27,7 @@ BENCHMARKS := $(filter-out $(BY_HAND),$(wildcard recipes/benchmarks/[a-z]*.py))
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: quickstart test lint benchmarks gpu clean
+.PHONY: quickstart test lint benchmarks experiments gpu clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/python recipes/quickstart.py --out quickstart --overwrite $(ARGS)
@@ -41,6 +42,9 @@ lint: $(VENV)/.dev
 
 benchmarks: $(VENV)/.dev
 	set -e; for program in $(BENCHMARKS); do $(BIN)/python $$program $(ARGS); done
+
+experiments: $(VENV)/.dev
+	$(BIN)/python recipes/run_experiments.py $(ARGS)
 
 # Needs a build of torch for the GPU, PyPI's on Linux. Otherwise the environment can be any: make gpu VENV=path/to/it
 gpu: $(VENV)/.dev

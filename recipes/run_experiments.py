@@ -1,0 +1,142 @@
+"""Fill the tables of the papers' experiments as far as the time allows; start it again to go on.
+
+    make experiments ARGS="--minutes 60"
+    python recipes/run_experiments.py --minutes 480 --data path/to/data --seeds 0 1 2
+    python recipes/run_experiments.py --only snnk lowrank
+
+`--data` holds folders of official files: glue, cifar10, imdb, mnist, covtype, higgs, hepmass; what needs an absent one
+is left out and named. The sweeps share the time: each gets an equal part of what is left, runs that are not done by then
+save themselves, and what one does not need is left to the others. Finished runs, also those stored in model_cards/, are
+not repeated. Then the pages in model_cards/ (or `--cards`) are rendered from all reports there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "recipes"
+GRACE = 120  # seconds that a run has to save itself
+
+
+class Step(NamedTuple):
+    """A sweep and its page.
+
+    Args:
+        sweep: program in recipes/.
+        table: program in recipes/.
+        folder: below runs and model_cards.
+        data: folder below `--data` that it cannot do without, given as data.dir; None if there is none.
+        settings: of every run, before the options of the sweep.
+        options: of the sweep.
+    """
+
+    sweep: str
+    table: str
+    folder: str
+    data: str | None = None
+    settings: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+# What a core does of the long ones in a quarter of an hour per run.
+BUDGET = ("train.max_cpu_minutes=15", "train.schedule=constant", "train.warmup_steps=50")
+SMALL_PICTURES = ("train.epochs=4", "train.batch_size=50", "data.max_train_samples=2000", "data.max_eval_samples=2000")
+STEPS = {
+    "snnk": Step("sweep_snnk.py", "table_snnk.py", "snnk"),
+    "glue": Step("sweep_glue.py", "table_glue.py", "glue", "glue"),
+    "lowrank": Step("sweep_lowrank.py", "table_lowrank.py", "lowrank", "cifar10", SMALL_PICTURES),
+    "listops": Step("sweep_lra.py", "table_lra.py", "lra", None, BUDGET, ("--tasks", "listops")),
+    "text": Step("sweep_lra.py", "table_lra.py", "lra", "imdb", BUDGET, ("--tasks", "text")),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the time allows; 0 all is well, finished or not, 1 something failed, 130 stopped."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0, help="for all sweeps together (default %(default)g)")
+    parser.add_argument("--data", type=Path, help="folder of the data folders")
+    parser.add_argument("--only", nargs="+", default=list(STEPS), choices=STEPS, metavar="SWEEP", help=" ".join(STEPS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="(default 0 1 2)")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="folder of all runs (default runs)")
+    parser.add_argument("--cards", type=Path, default=ROOT / "model_cards", help="folder of the pages")
+    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="settings of every run")
+    arguments = parser.parse_args(argv)
+    if arguments.minutes <= 0:
+        parser.error(f"--minutes is {arguments.minutes:g}; expected a number above 0")
+    try:
+        return every(arguments)
+    except KeyboardInterrupt:
+        print("stopped; start the same command again to go on")
+        return 130
+
+
+def every(arguments: argparse.Namespace) -> int:
+    """All sweeps, then all pages."""
+    end = time.monotonic() + 60 * arguments.minutes
+    steps = {name: STEPS[name] for name in STEPS if name in arguments.only and present(name, arguments.data)}
+    failed: list[str] = []
+    for number, (name, step) in enumerate(steps.items()):
+        share = max(0.0, end - time.monotonic()) / (len(steps) - number)
+        print(f"== {name}: up to {share / 60:.1f} of {max(0.0, end - time.monotonic()) / 60:.1f} minutes", flush=True)
+        code = timed(command(step, arguments), share)
+        if code not in (0, 143):  # 143: stopped, its runs are saved
+            failed.append(f"{name} (exit code {code})")
+    for table in dict.fromkeys((step.table, step.folder) for step in steps.values()):
+        program, folder = table
+        places = ["--runs", str(arguments.runs / folder), "--out", str(arguments.cards / folder)]
+        code = subprocess.run([sys.executable, str(RECIPES / program), *places], check=False).returncode
+        if code not in (0, 2):  # 2: no run has finished yet, which it said
+            failed.append(f"{program} (exit code {code})")
+    if failed:
+        print("failed: " + ", ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def present(name: str, data: Path | None) -> bool:
+    """Whether the files of a sweep are there."""
+    wanted = STEPS[name].data
+    if wanted is None or (data is not None and (data / wanted).is_dir()):
+        return True
+    print(f"note: {name} is left out: --data has no folder {wanted}", flush=True)
+    return False
+
+
+def command(step: Step, arguments: argparse.Namespace) -> list[str]:
+    """The sweep as one would type it."""
+    given = [*step.settings, *arguments.set]
+    if step.data is not None:
+        given.append(f"data.dir={arguments.data / step.data}")
+    options = ["--out", str(arguments.runs / step.folder), "--stored", str(arguments.cards / step.folder)]
+    if step.sweep == "sweep_snnk.py" and arguments.data is not None:
+        options += ["--data", str(arguments.data)]
+    seeds = [str(seed) for seed in arguments.seeds]
+    return [sys.executable, str(RECIPES / step.sweep), *given, *options, *step.options, "--seeds", *seeds]
+
+
+def timed(words: Sequence[str], seconds: float) -> int:
+    """Run a command for so long at most, then ask it to stop; its exit code."""
+    process = subprocess.Popen(words)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait(GRACE)
+        raise
+    try:
+        return process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

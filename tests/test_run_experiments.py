@@ -1,0 +1,79 @@
+"""recipes/run_experiments.py: sweeps share the time, stop when it is over, and end in pages."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+sys.path.append(str(RECIPES))
+
+import run_experiments  # noqa: E402
+
+
+@pytest.fixture
+def only_two_bodies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same sweep with one experiment of one method."""
+    step = run_experiments.STEPS["snnk"]._replace(options=("--tasks", "two_bodies", "--methods", "dense"))
+    monkeypatch.setitem(run_experiments.STEPS, "snnk", step)
+
+
+def places(tmp_path: Path) -> list[str]:
+    return ["--runs", str(tmp_path / "runs"), "--cards", str(tmp_path / "cards"), "--seeds", "0"]
+
+
+def test_it_stops_in_time_and_renders_what_is_finished(
+    only_two_bodies: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    long = ["--only", "snnk", "--minutes", "0.3", "--set", "train.steps=1000000", "train.device=cpu"]
+    started = time.monotonic()
+    assert run_experiments.main([*long, *places(tmp_path)]) == 0
+    assert 18 <= time.monotonic() - started < 18 + run_experiments.GRACE
+    run = tmp_path / "runs/snnk/two_bodies/dense/seed0"
+    assert list((run / "checkpoints").glob("step-*/model.safetensors"))
+    assert not (run / "metrics.json").exists()
+    said = capfd.readouterr()
+    assert "start the same command again to continue" in said.out
+    assert "no finished run" in said.err
+
+    short = ["--only", "snnk", "--minutes", "5", "--set", "train.steps=2", "train.device=cpu"]
+    assert run_experiments.main([*short, "--runs", str(tmp_path / "others"), *places(tmp_path)[2:]]) == 0
+    assert (tmp_path / "cards/snnk/two_bodies/dense/seed0.json").is_file()
+    assert "QPNN" in (tmp_path / "cards/snnk/README.md").read_text()
+
+
+def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: called.append([*words[1:], seconds]) or 0)
+    monkeypatch.setattr(run_experiments.subprocess, "run", lambda *given, **known: type("Done", (), {"returncode": 0}))
+    for name in ("glue", "imdb"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+    assert run_experiments.main(["--minutes", "4", "--data", str(tmp_path / "data"), *places(tmp_path)]) == 0
+    assert "lowrank is left out: --data has no folder cifar10" in capsys.readouterr().out
+    assert [Path(words[0]).name for words in called] == [
+        "sweep_snnk.py",
+        "sweep_glue.py",
+        "sweep_lra.py",
+        "sweep_lra.py",
+    ]
+    assert [round(words[-1]) for words in called] == [60, 80, 120, 240]  # nobody needed any
+    text = called[3]
+    assert f"data.dir={tmp_path / 'data/imdb'}" in text
+    assert text[text.index("--tasks") + 1] == "text"
+    assert text[text.index("--stored") + 1] == str(tmp_path / "cards/lra")
+    assert called[0][called[0].index("--data") + 1] == str(tmp_path / "data")
+
+
+def test_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: 1)
+    monkeypatch.setattr(run_experiments.subprocess, "run", lambda *given, **known: type("Done", (), {"returncode": 0}))
+    assert run_experiments.main(["--only", "snnk", *places(tmp_path)]) == 1
+    assert "failed: snnk (exit code 1)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_experiments.main(["--minutes", "0"])
