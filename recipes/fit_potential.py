@@ -11,8 +11,6 @@ checkpoints. A run killed at any moment continues with `--resume`.
 Settings are `section.key=value`; `--help` lists them.
 """
 
-# `option` returns a dataclasses.field, which is what a dataclass default may be.
-
 from __future__ import annotations
 
 import sys
