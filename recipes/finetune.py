@@ -12,7 +12,6 @@ continues.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -108,17 +107,9 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Whole epochs; the warm-up is a part of all steps."""
-        from _lib.schedule import learning_rate
+        from _lib.schedule import of_epochs
 
-        train = self.config.train
-        total = train.epochs * per_epoch
-        warmup = math.ceil(train.warmup_ratio * total)
-        named = {"epoch": per_epoch, "end": total}
-        return Schedule(
-            total=total,
-            eval_every=named.get(train.eval_every, train.eval_every),
-            rate=learning_rate(train.schedule, train.learning_rate, warmup, total),
-        )
+        return of_epochs(self.config.train, per_epoch)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """adapter/, bundle/ or model/; the score of the best checkpoint."""

@@ -96,14 +96,9 @@ class FitPicture(Experiment[PictureConfig]):
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps, without warm-up."""
-        from _lib.schedule import learning_rate
+        from _lib.schedule import of_steps
 
-        train = self.config.train
-        return Schedule(
-            total=train.steps,
-            eval_every=train.eval_every,
-            rate=learning_rate(train.schedule, train.learning_rate, 0, train.steps),
-        )
+        return of_steps(self.config.train)
 
     def score(
         self,

@@ -105,11 +105,9 @@ class FitPotential(Experiment[PotentialConfig]):
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps, without warm-up."""
-        from _lib.schedule import learning_rate
+        from _lib.schedule import of_steps
 
-        train = self.config.train
-        rate = learning_rate(train.schedule, train.learning_rate, 0, train.steps)
-        return Schedule(total=train.steps, eval_every=train.eval_every, rate=rate)
+        return of_steps(self.config.train)
 
     def score(
         self,

@@ -13,7 +13,6 @@ Ctrl-C save first (exit codes 143, 130) and tell the command that continues.
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -79,16 +78,9 @@ class LowRankTraining(Experiment[LowRankConfig]):
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Whole epochs; the warm-up is a part of all steps."""
-        from _lib.schedule import learning_rate
+        from _lib.schedule import of_epochs
 
-        train = self.config.train
-        total = train.epochs * per_epoch
-        named = {"epoch": per_epoch, "end": total}
-        return Schedule(
-            total=total,
-            eval_every=named.get(train.eval_every, train.eval_every),
-            rate=learning_rate(train.schedule, train.learning_rate, math.ceil(train.warmup_ratio * total), total),
-        )
+        return of_epochs(self.config.train, per_epoch)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """The score of the best checkpoint, and what the network and its initialisation cost."""

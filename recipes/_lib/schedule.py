@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import get_scheduler
+
+from _lib.experiment import Schedule
 
 
 def learning_rate(name: str, peak: float, warmup: int, total: int, **options: float) -> Callable[[int, float], float]:
@@ -29,3 +33,20 @@ def learning_rate(name: str, peak: float, warmup: int, total: int, **options: fl
         return peak * factor(step + 1 if step < warmup or name == "inverse_sqrt" else position)
 
     return rate
+
+
+def of_epochs(train: Any, per_epoch: int) -> Schedule:
+    """Whole epochs, of so many optimizer steps, as a TrainSection says; the warm-up is a part of all steps."""
+    total = train.epochs * per_epoch
+    named = {"epoch": per_epoch, "end": total}
+    return Schedule(
+        total=total,
+        eval_every=named.get(train.eval_every, train.eval_every),
+        rate=learning_rate(train.schedule, train.learning_rate, math.ceil(train.warmup_ratio * total), total),
+    )
+
+
+def of_steps(train: Any) -> Schedule:
+    """`train.steps` optimizer steps without warm-up."""
+    rate = learning_rate(train.schedule, train.learning_rate, 0, train.steps)
+    return Schedule(total=train.steps, eval_every=train.eval_every, rate=rate)
