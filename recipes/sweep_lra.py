@@ -16,13 +16,25 @@ from _lib import sweep
 
 TASKS = ("listops",)  # the one that needs no data folder; also text, retrieval, image
 _LEARNED = "num_features: 128, per_head: true"
+# Spectraformer, Table 2: every component over every matrix.
+PAIRS = [
+    f"{component}_{projection}"
+    for component in ("posrf", "oprf", "saderf")
+    for projection in ("orf", "sorf", "qmc", "mm", "sgq", "fastfood_learned")
+]
+
+
+def _pair(name: str) -> list[str]:
+    """Settings of one pair: 128 rows; the learned matrix is learned for each head, sgq has 2 d + 1 rows by itself."""
+    component, projection = name.split("_", 1)
+    size = {"fastfood_learned": _LEARNED, "sgq": "num_features: null"}.get(projection, "num_features: 128")
+    return [f"method.attention={{component: {component}, projection: {projection}, {size}}}"]
+
+
 METHODS = {
     "softmax": ["method.attention=softmax"],
-    "posrf_orf": ["method.attention={component: posrf, projection: orf, num_features: 128}"],
-    "posrf_mm": ["method.attention={component: posrf, projection: mm, num_features: 128}"],
-    "saderf_orf": ["method.attention={component: saderf, projection: orf, num_features: 128}"],
+    **{name: _pair(name) for name in PAIRS},
     "posrf_gmm": [f"method.attention={{component: posrf, projection: gmm, {_LEARNED}}}"],
-    "posrf_fastfood_learned": [f"method.attention={{component: posrf, projection: fastfood_learned, {_LEARNED}}}"],
     # As many features as random ones in the papers; the classical form has W = I.
     "elu": ["method.attention={component: elu, projection: orf, num_features: 128}"],
 }
