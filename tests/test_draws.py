@@ -23,7 +23,7 @@ from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.snnk_linear import SNNKLinear
 
 VARIANTS = {
-    "orf": [{"norms": "sqrt_dim"}],
+    "orf": [{"norms": "sqrt_dim"}, {"norms": "chi_pairs"}],
     "qmc": [{"sequence": "halton"}, {"scramble": False}],
     "rom": [{"complex_unit": True}],
     "simrf": [{"coupling": "weight_dependent"}],
@@ -36,6 +36,7 @@ VARIANTS = {
 }
 DRAWING_COMPONENTS = {
     "hrf": [{}],
+    "polysketch": [{"degree": 8}],
     "trigrf": [{"form": "phase", "kernel": "cauchy"}, {"kernel": "matern32"}],
     "urf": [{"sampling": "iid", "atoms": 4}],
 }

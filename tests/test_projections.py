@@ -313,6 +313,7 @@ def test_one_code_file_can_hold_every_member():
 
 GAUSSIAN: list[tuple[str, dict[str, Any]]] = [
     ("orf", {}),
+    ("orf", {"norms": "chi_pairs"}),
     ("simrf", {}),
     ("simrf", {"coupling": "weight_dependent"}),
     ("qmc", {}),
