@@ -52,6 +52,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "urf": [{"activation": "tanh", "sampling": "iid"}, {"activation": "silu", "sampling": "block", "block_size": 3}],
     "taylor": [{"series": "tanh", "degree": 3}, {"series": [0.5, -1.0, 0.0, 2.0]}, {"series": "inverse", "degree": 2}],
+    "gmmrf": [{"kernel": "gaussian"}],
     "polysketch": [{"degree": 2}],
     "gmm": [{"components": 1, "covariance": "full"}],
     "fastfood_learned": [{"learn": "S"}],

@@ -83,7 +83,7 @@ def test_positive_means_positive():
     x = torch.randn(40, 4)
     for name in COMPONENTS:
         component = COMPONENTS[name]()
-        samples = ("gaussian", "poisson", "geometric", "rademacher", "identity")
+        samples = ("gaussian", "poisson", "geometric", "rademacher", "identity", "gmm")
         projection = next(p for p in samples if p in partners(name))
         rows = PROJECTIONS[projection].nearest_size(4, max(40, component.fewest_rows()))
         fm = build_feature_map(name, projection, 4, rows)

@@ -14,6 +14,7 @@ from scipy import special, stats
 
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
+from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.chi_lengths import chi_quantile, paired_lengths, stratified_lengths
 from snnk_peft.projections.base_drawn import site_generator
 
@@ -86,8 +87,8 @@ def blocks() -> dict[str, torch.Tensor]:
 
 def test_paired_norms_lower_what_positive_features_have_in_common(blocks):
     """E e^{ω₁·v} e^{ω₂·v} of orthogonal rows given their norms is ₀F₁(d/2; (r₁² + r₂²)‖v‖²/4), the mean over
-    directions; for independent norms r₁² + r₂² is χ² with 2d degrees of freedom. It is the only term of the variance of `posrf`
-    (and of all other estimates) that a coupling changes."""
+    directions; for independent norms r₁² + r₂² is χ² with 2d degrees of freedom. It is the only term of the
+    variance of `posrf` that a coupling changes."""
     means, errors = {}, {}
     for norms, rows in blocks.items():
         squares = rows.square().sum(-1).reshape(-1, 2).sum(1)
@@ -217,3 +218,94 @@ def test_polysketch_nears_the_power_of_the_inner_product():
         build_feature_map("polysketch", "rademacher", 4, 3, component_params={"degree": 8})
     with pytest.raises(ConfigError, match="polysketch degree is 6; expected 2, 4, 8 or 16"):
         COMPONENTS["polysketch"](degree=6)
+
+
+# --- positive features of a learned mixture -------------------------------------------------------------------------
+
+
+def learned(covariance: str, components: int, m: int, seed: int = 0, kernel: str = "softmax") -> FeatureMap:
+    """Over a mixture far from its start, the same one for every seed, in fp64."""
+    fm = build_feature_map(
+        "gmmrf",
+        "gmm",
+        3,
+        m,
+        seed=seed,
+        component_params={"kernel": kernel},
+        projection_params={"covariance": covariance, "components": components},
+    ).double()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in (fm.projection.root, fm.projection.mean):
+            parameter += 0.4 * torch.randn(parameter.shape, generator=generator, dtype=F64)
+    return fm
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+@pytest.mark.parametrize(("covariance", "components"), [("diagonal", 2), ("full", 1), ("full", 3)])
+@torch.no_grad()
+def test_learned_mixtures_estimate_their_kernel(covariance, components, kernel):
+    x, y = vectors(4, 3, length=0.6), vectors(4, 3, length=0.6)
+    maps = [learned(covariance, components, 2 * components * 8, seed, kernel) for seed in range(800)]
+    exact = torch.zeros(4, dtype=F64)
+    root, mean = maps[0].projection.root, maps[0].projection.mean
+    for c in range(components):
+        sigma = torch.diag(root[c] ** 2) if covariance == "diagonal" else root[c] @ root[c].T
+        for i in range(4):
+            for sign in (1, -1):  # the moment generating function, and the factors of the two features
+                total, power = x[i] + y[i], 0.5 if kernel == "softmax" else 1.0
+                exponent = sign * mean[c] @ total + total @ sigma @ total / 2
+                exact[i] += (exponent - power * (x[i] @ sigma @ x[i] + y[i] @ sigma @ y[i])).exp() / (2 * components)
+    torch.testing.assert_close(maps[0].kernel(x, y), exact, rtol=1e-10, atol=1e-12)
+    samples = torch.stack([(fm.phi(x).dense() * fm.psi(y).dense()).sum(-1) for fm in maps])
+    within(samples, exact)
+    rows, found = maps[0].projection.materialize(), maps[0].phi(x).dense()
+    for i, row in itertools.product(range(4), range(len(rows))):  # feature by feature
+        c = row % (2 * components) % components
+        sigma = torch.diag(root[c] ** 2) if covariance == "diagonal" else root[c] @ root[c].T
+        power = 0.5 if kernel == "softmax" else 1.0
+        expected = (rows[row] @ x[i] - power * x[i] @ sigma @ x[i]).exp() / len(rows) ** 0.5
+        assert float(found[i, row]) == pytest.approx(float(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+def test_learned_mixtures_start_as_posrf(kernel):
+    params = {"component_params": {"kernel": kernel}, "seed": 4}
+    x, y = torch.randn(2, 5, 6)
+    fm = build_feature_map("gmmrf", "gmm", 6, 12, **params)
+    posrf = build_feature_map("posrf", "gaussian", 6, 12, **params)
+    torch.testing.assert_close(fm(x), posrf(x))
+    torch.testing.assert_close(fm.kernel(x, y), posrf.kernel(x, y))
+
+
+def test_learned_mixtures_learn_and_overflow_nothing():
+    """Gradients of features and kernel reach roots and means, and are right."""
+    fm = learned("full", 2, 8)
+    x = torch.randn(2, 3, dtype=F64)
+    names = [name for name, _ in fm.projection.named_parameters()]
+    assert sorted(names) == ["mean", "root"]
+
+    def outputs(*values):
+        return torch.func.functional_call(
+            Both(fm, x), dict(zip([f"map.projection.{n}" for n in names], values, strict=True)), ()
+        )
+
+    values = tuple(p.detach().clone().requires_grad_() for p in fm.projection.parameters())
+    assert torch.autograd.gradcheck(outputs, values)
+    long = build_feature_map("gmmrf", "gmm", 64, 64)
+    features = long.phi(vectors(4, 64, length=30.0).half())
+    assert features.values.isfinite().all()
+    assert features.log_scale.isfinite().all()
+    with pytest.raises(ConfigError, match="needs rows drawn from 'gmm'"):
+        build_feature_map("gmmrf", "orf", 4, 8)
+
+
+class Both(torch.nn.Module):
+    """Features and kernel of one map."""
+
+    def __init__(self, feature_map, x):
+        super().__init__()
+        self.map, self.x = feature_map, x
+
+    def forward(self):
+        return self.map.phi(self.x).dense(), self.map.kernel(self.x, self.x.flip(0))

@@ -1,5 +1,5 @@
 """Non-negative sketches of the polynomial kernel (PolySketchFormer, Kacham et al. 2023): φ(x) = S(x)⊗S(x), S a sketch
-of half the degree, so that an attention weight φ(x)·φ(y) = (S(x)·S(y))² is never negative. It estimates (x·y)^p, p even.
+of half the degree, so that an attention weight φ(x)·φ(y) = (S(x)·S(y))² is never negative. It estimates (x·y)^p.
 
     S₂(x) = r^-½ (W₁x) ∘ (W₂x),   S₂ₖ(x) = r^-½ (G Sₖ(x)) ∘ (G' S'ₖ(x)),   p = 2: S₁(x) = r^-½ W₁x
 

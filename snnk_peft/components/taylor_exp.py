@@ -7,8 +7,8 @@ at 1. 1 + t + t²/2 = ½ (1 + t)² + ½ is positive for every t, so attention we
 other rows that are no sample the kernel is that of Wx. (Of rows that are one, `taylor` makes an unbiased estimate.)
 
 The published map has all d² products; here z⊗z keeps each once, times √2 where it appears twice: the same inner
-products from 1 + m + m(m+1)/2 features, m the rows of W. Cost: as many products. Based itself learns queries and keys of length
-16; at 64, one head of BERT, there are 2145 features.
+products from 1 + m + m(m+1)/2 features, m the rows of W. Cost: as many products. Based itself learns queries and keys
+of length 16; at 64, one head of BERT, there are 2145 features.
 """
 
 from __future__ import annotations
