@@ -64,6 +64,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "rom": [{"complex_unit": True, "fast": True}, {"factors": 2}],
     "fastfood": [{"fast": True}],
     "scrf": [{"fast": True}],
+    "dct": [{"fast": True}, {"rounds": 1}],
     "pmodel": [{"structure": "toeplitz", "fast": True}, {"structure": "hankel"}],
     "simrf": [{"coupling": "weight_dependent"}],
     "qmc": [{"sequence": "halton"}, {"scramble": False}],

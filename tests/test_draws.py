@@ -29,6 +29,7 @@ VARIANTS = {
     "simrf": [{"coupling": "weight_dependent"}],
     "sgq": [{"rotate": True}],
     "poisson": [{"rate": 30.0}],
+    "dct": [{"rounds": 1}],
     "pmodel": [{"structure": "toeplitz"}],
     "free": [{"init": "orf"}],
     "bbq": [{"points": "random"}],

@@ -10,12 +10,13 @@ import math
 
 import pytest
 import torch
-from scipy import special, stats
+from scipy import fft, special, stats
 
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.chi_lengths import chi_quantile, paired_lengths, stratified_lengths
+from snnk_peft.functional.cosine_transform import cosine_matrix, cosine_transform
 from snnk_peft.projections.base_drawn import site_generator
 
 F64 = torch.float64
@@ -309,3 +310,64 @@ class Both(torch.nn.Module):
 
     def forward(self):
         return self.map.phi(self.x).dense(), self.map.kernel(self.x, self.x.flip(0))
+
+
+# --- cosine transforms (DiJiang) ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 21])
+def test_cosine_transform_is_that_of_scipy(n):
+    x = torch.randn(2, 3, n, dtype=F64)
+    expected = torch.tensor(fft.dct(x.numpy(), type=2, norm="ortho"))
+    torch.testing.assert_close(cosine_transform(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x @ cosine_matrix(n, x).T, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dim", "m"), [(8, 8), (8, 20), (7, 3), (1, 2)])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_dct_rows_are_its_formula(dim, m, rounds):
+    w = PROJECTIONS["dct"](dim, m, rounds=rounds)
+    f = {key: value.double() for key, value in w.draw_factors(site_generator(0, "")).items()}
+    x, blocks = torch.randn(dim, dtype=F64), []
+    for block in range(-(-m // dim)):
+        z = x.numpy()
+        for signs in f["signs"][:, block]:
+            z = fft.dct(z * signs.numpy(), type=2, norm="ortho")
+        blocks.append(torch.tensor(z))
+    rows = w.draw(site_generator(0, ""))
+    torch.testing.assert_close(rows @ x, torch.cat(blocks)[f["order"].long()] * f["lengths"], rtol=1e-6, atol=1e-6)
+    for block, lengths in zip(rows.split(dim), f["lengths"].split(dim), strict=True):
+        torch.testing.assert_close(block @ block.T, lengths.square().diag(), rtol=1e-9, atol=1e-9)
+    ranks = stats.chi(dim).cdf(f["lengths"].sort().values.numpy()) * m  # one in each of m equal parts
+    assert (abs(ranks - torch.arange(m).numpy() - 0.5) <= 0.5 + 1e-4).all()
+
+
+def test_dct_rows_have_the_moments_of_gaussian_ones_up_to_the_third():
+    """And a fourth moment that is known: E r⁴ = d(d + 2) times the mean fourth power in a column of C for one round."""
+    dim, m, draws = 5, 8, 1500
+    fourth = torch.tensor(fft.dct(torch.eye(dim).double().numpy(), norm="ortho", axis=0)).pow(4).mean(0)
+    drawn = torch.stack(
+        [PROJECTIONS["dct"](dim, m, rounds=1, seed=seed).weight.double() for seed in range(draws)]
+    ).unbind(1)
+    for rows in (drawn[0], drawn[-1]):  # the last one of a block that is cut
+        within(rows, torch.zeros(dim, dtype=F64))
+        within(rows.unsqueeze(-1) * rows.unsqueeze(-2), torch.eye(dim, dtype=F64))
+        within(torch.einsum("na,nb,nc->nabc", rows, rows, rows), torch.zeros(dim, dim, dim, dtype=F64))
+        assert stats.kstest(rows.norm(dim=1).numpy(), stats.chi(dim).cdf).pvalue > 1e-3
+        within(rows.pow(4), dim * (dim + 2) * fourth)
+
+
+def test_more_rounds_are_nearer_to_gaussian_rows():
+    """The fourth moment of a coordinate: 3 of Gaussian rows, half of it for one round."""
+    moments = {
+        rounds: torch.stack(
+            [PROJECTIONS["dct"](32, 320, rounds=rounds, seed=seed).weight.double() for seed in range(20)]
+        )
+        .pow(4)
+        .mean()
+        for rounds in (1, 2, 3)
+    }
+    assert abs(moments[1] - 1.5 * (1 + 2 / 32)) < 0.1
+    assert abs(moments[2] - 3 - 2 / 32) < 0.1
+    assert abs(moments[3] - 3) < 0.2
+    assert not PROJECTIONS["dct"](4, 8).unbiased

@@ -12,7 +12,8 @@ kernel="gaussian", f has the factor e^{−xᵀΣ_i x}, and K = Σ_c a_c e^{−½
 
 At the start Σ = I and μ = 0: the very features of `posrf`. ± is off balance, and K not exact, where num_features is no
 multiple of 2C and μ is not 0. The square xᵀΣx is learned and differs from row to row, so attention takes the features
-as they are and not by their logarithms (`log_linear`). Cost: `posrf`, and one square per component, C·dim products (C·dim² for full covariances).
+as they are and not by their logarithms (`log_linear`). Cost: `posrf`, and one square per component, C·dim products
+(C·dim² for full covariances).
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Projection(Drawn):
         raise TypeError(f"{type(self).__name__} makes its own rows")
 
     def gaussians(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Shares of the rows (C,), means (C, dim) and covariances (C, dim, dim) of the components ½ N(μ, Σ) + ½ N(−μ, Σ);
+        """Shares of the rows (C,), means (C, dim) and covariances (C, dim, dim) of components ½ N(μ, Σ) + ½ N(−μ, Σ);
         for members with `mixture`, differentiable in what they learned."""
         raise TypeError(f"{type(self).__name__} is no mixture of Gaussians")
 
