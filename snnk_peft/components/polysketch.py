@@ -65,28 +65,28 @@ class Polysketch(Component):
         ] = 4,
     ):
         super().__init__(degree=degree)
-        self.half = degree // 2
+        self.leaves = degree // 2
         self.register_buffer("mixing", None)
 
     def feature_dim(self, num_features: int, dim: int) -> int:
         """The products of two of the r entries of the sketch."""
-        return symmetric_square_size(num_features // self.half)
+        return symmetric_square_size(num_features // self.leaves)
 
     def fewest_rows(self) -> int:
         """One entry of the sketch."""
-        return self.half
+        return self.leaves
 
     def prepare(self, projection: Projection) -> None:
         """Draw the tree from the projection's seed and site."""
-        if projection.num_features < self.half:
+        if projection.num_features < self.leaves:
             raise ConfigError(
-                f"polysketch of degree {2 * self.half} needs at least {self.half} rows, got num_features="
+                f"polysketch of degree {2 * self.leaves} needs at least {self.leaves} rows, got num_features="
                 f"{projection.num_features}. Use more, or a lower degree"
             )
-        if self.half > 2:
-            size = projection.num_features // self.half
+        if self.leaves > 2:
+            size = projection.num_features // self.leaves
             generator = site_generator(projection.seed, f"{projection.site}:polysketch")
-            self.mixing = normal_numbers(self.half - 2, size, size, generator=generator).float()
+            self.mixing = normal_numbers(self.leaves - 2, size, size, generator=generator).float()
 
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
@@ -97,9 +97,9 @@ class Polysketch(Component):
 
     def _sketch(self, z: torch.Tensor) -> torch.Tensor:
         """S from the projections: (..., num_features) -> (..., r)."""
-        size = z.shape[-1] // self.half
-        z = z[..., : size * self.half].unflatten(-1, (self.half, size))
-        if self.half == 1:
+        size = z.shape[-1] // self.leaves
+        z = z[..., : size * self.leaves].unflatten(-1, (self.leaves, size))
+        if self.leaves == 1:
             return z.squeeze(-2) * size**-0.5
         parts = z[..., ::2, :] * z[..., 1::2, :] * size**-0.5
         start = 0
@@ -112,13 +112,13 @@ class Polysketch(Component):
 
     def kernel_over(self, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> torch.Tensor:
         """E (S(x)·S(y))², for the number of rows of a matrix of random signs."""
-        share = 1 / (projection.num_features // self.half)
+        share = 1 / (projection.num_features // self.leaves)
         u, v = (x * y).sum(-1).square(), x.square().sum(-1) * y.square().sum(-1)
         entry = v + 2 * u - 2 * (x.square() * y.square()).sum(-1)
-        if self.half == 1:
+        if self.leaves == 1:
             return (1 - share) * u + share * entry
         reached = 1
-        while reached < self.half:
+        while reached < self.leaves:
             u, v = ((1 - share) * moment.square() + share * entry.square() for moment in (u, v))
             reached, entry = 2 * reached, v + 2 * u
         return u

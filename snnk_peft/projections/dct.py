@@ -10,8 +10,8 @@ The paper takes T C alone, with the rows of C where they stand, and says that th
 all draws the directions are the fixed C, so the estimate of e^{x·y} depends on the order of the coordinates, and not
 even E ωωᵀ is I (entries of a row of C differ in size). Signs and a random order of the rows give each row the mean 0
 and E ωωᵀ = I exactly, hence polynomials up to degree 3 their means, also over a block that is cut. Beyond these W is
-not Gaussian, so not unbiased: for t = 1 the fourth moment of a coordinate is about 1.5 instead of 3 (cosines stay within
-±√2); t = 2 mixes the coordinates before, and it is between 3 and 3 + 3/dim from dim = 8 on.
+not Gaussian, so not unbiased: for t = 1 the fourth moment of a coordinate is about 1.5 instead of 3 (cosines stay
+within ±√2); t = 2 mixes the coordinates before, and it is between 3 and 3 + 3/dim from dim = 8 on.
 
 The paper's factor e^{−‖x‖²} is that of the Gaussian kernel (kernel="gaussian" of `posrf`), not of softmax. Its learned
 weights of the rows are left out: equal ones estimate the kernel, and readouts weigh features anyhow.
