@@ -371,3 +371,30 @@ def test_more_rounds_are_nearer_to_gaussian_rows():
     assert abs(moments[2] - 3 - 2 / 32) < 0.1
     assert abs(moments[3] - 3) < 0.2
     assert not PROJECTIONS["dct"](4, 8).unbiased
+
+
+def test_polysketch_tree_by_all_signs_and_gauss_hermite_nodes():
+    """Degree 8 with r = 1: nodes 0, ±√3 integrate the fourth powers of its two Gaussian numbers exactly."""
+    x, y = torch.randn(2, 3, 2, dtype=F64)
+    fm = build_feature_map("polysketch", "rademacher", 2, 4, component_params={"degree": 8}).double()
+    total = torch.zeros(3, dtype=F64)
+    nodes = {0.0: 2 / 3, 3**0.5: 1 / 6, -(3**0.5): 1 / 6}
+    for signs in itertools.product((-1.0, 1.0), repeat=8):
+        fm.projection.weight.copy_(torch.tensor(signs).reshape(4, 2))
+        for first, second in itertools.product(nodes, repeat=2):
+            fm.component.mixing.copy_(torch.tensor([first, second]).reshape(2, 1, 1))
+            product = (fm.phi(x).dense() * fm.psi(y).dense()).sum(-1)
+            total += product * nodes[first] * nodes[second] / 256
+    torch.testing.assert_close(fm.kernel(x, y), total, rtol=1e-6, atol=1e-9)
+
+
+def test_polysketch_tree_of_several_entries():
+    """Degree 8 with r = 2: sketches of degree 2 under all signs, the Gaussian level above them by its two moments."""
+    x, y = torch.randn(2, 2, dtype=F64)
+    rows = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=8)), dtype=F64).reshape(-1, 2, 2, 2)
+    a, b = ((rows[:, 0] @ v) * (rows[:, 1] @ v) / 2**0.5 for v in (x, y))
+    inner = (a * b).sum(-1).square().mean()
+    lengths = (a.square().sum(-1) * b.square().sum(-1)).mean()
+    fm = build_feature_map("polysketch", "rademacher", 2, 8, component_params={"degree": 8})
+    expected = inner.square() / 2 + (lengths + 2 * inner).square() / 2
+    torch.testing.assert_close(fm.kernel(x, y), expected, rtol=1e-10, atol=1e-12)
