@@ -95,9 +95,11 @@ def about_copying(row: dict[str, list[dict[str, Any]]]) -> list[str]:
         f'"0 w 0 w" with w of {n} random symbols out of {symbols}: the share of the second copy\'s tokens that are',
         "right, and of the second copies without a wrong one, on sequences that were never seen. Chance is",
         f"{100 / symbols:.0f} %. What is to be copied stands {n} tokens before the place where it is predicted: a band",
-        f"of more than {n} sees it at once, one that is narrower only through several of the {model['layers']} layers.",
-        f"{same_steps(reports)} of {first['config']['train']['batch_size']} sequences; the checkpoint is the best on "
-        f"{first['examples']['validation']} others.",
+        f"of more than {n} sees it at once, and bands alone reach {model['layers']} (width − 1) back through "
+        f"{model['layers']} layers.",
+        f"{same_steps(reports)} of {first['config']['train']['batch_size']} sequences, and one learning rate, "
+        f"{first['config']['train']['learning_rate']:g}, which was not tuned for each; the checkpoint is the best on",
+        f"{first['examples']['validation']} other sequences.",
     ]
 
 

@@ -65,7 +65,7 @@ class CopyModel:
 class CopyTrain(StepSettings):
     """The optimisation."""
 
-    learning_rate: float = option(3e-3, "peak learning rate of AdamW", above=0, high=10)
+    learning_rate: float = option(1e-3, "peak learning rate of AdamW", above=0, high=10)
     weight_decay: float = option(0.0, "decoupled weight decay of matrices", low=0, high=10)
     steps: int = option(800, "optimizer steps", low=1)
     warmup_steps: int = option(100, "steps in which the rate rises linearly", low=0)
