@@ -67,7 +67,7 @@ class CopyTrain(StepSettings):
 
     learning_rate: float = option(1e-3, "peak learning rate of AdamW", above=0, high=10)
     weight_decay: float = option(0.0, "decoupled weight decay of matrices", low=0, high=10)
-    steps: int = option(800, "optimizer steps", low=1)
+    steps: int = option(750, "optimizer steps", low=1)
     warmup_steps: int = option(100, "steps in which the rate rises linearly", low=0)
     schedule: str = option("cosine", "the rate after warm-up", choices=("constant", "linear", "cosine"))
     beta2: float = option(0.98, "decay of AdamW's second moment", above=0, high=0.99999)
