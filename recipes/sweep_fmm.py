@@ -1,6 +1,6 @@
 """FMMformer beside softmax and linear attention: near field 0, 16, 64 by rank 1, 2, 3, on ListOps and on copying.
 
-    python recipes/sweep_fmm.py --seeds 0 1 2                                     (a seed: 20 to 50 CPU minutes per task)
+    python recipes/sweep_fmm.py --seeds 0 1 2                     (a seed: 20 to 50 CPU minutes per task)
     python recipes/sweep_fmm.py --tasks copy_128 --methods softmax linear_1 fmm_64_1
 
 Nguyen et al. 2021. Rank 1 is the classical linear attention, elu + 1 of queries and keys themselves; every further rank

@@ -1,6 +1,6 @@
 """Train a small decoder from scratch to copy a word of random symbols: softmax or any linear attention, same recipe.
 
-    python recipes/train_copy.py recipes/configs/copy/copy.yaml                            (a minute on one core)
+    python recipes/train_copy.py recipes/configs/copy/copy.yaml                            (70 s on one core)
     python recipes/train_copy.py recipes/configs/copy/copy.yaml method.attention=softmax data.length=256
     python recipes/train_copy.py recipes/configs/copy/copy.yaml \\
         "method.attention={component: elu, projection: identity, near_field: 64, sum_of: [{projection: orf}]}"
