@@ -46,6 +46,7 @@ import finetune
 import fit_head
 import fit_picture
 import fit_potential
+import train_copy
 import train_lowrank
 import train_lra
 import train_mlp
@@ -159,6 +160,10 @@ def picture(file: Path, models: Path, out: Path) -> list[str]:
     return ["data.size=16"]
 
 
+def copies(file: Path, models: Path, out: Path) -> list[str]:
+    return ["data.length=16"]
+
+
 def potential(file: Path, models: Path, out: Path) -> list[str]:
     return ["data.points=16"]
 
@@ -225,6 +230,7 @@ STAND_INS = {
     "imagenet": (finetune.Finetuning, pictures("class_folders", 2)),
     "mlp": (train_mlp.TrainMlp, numbers),
     "pictures": (fit_picture.FitPicture, picture),
+    "copy": (train_copy.TrainCopy, copies),
     "potential": (fit_potential.FitPotential, potential),
 }
 

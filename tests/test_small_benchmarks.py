@@ -64,6 +64,26 @@ def test_one_product_instead_of_several(tmp_path: Path) -> None:
         assert (row["share of the model's time saved"] > 0) == (row["ms apart"] > row["ms as one"])
 
 
+def test_attentions_that_are_compared_by_length_are_what_they_are_called() -> None:
+    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
+    code = f"""
+import sys; sys.path.insert(0, {str(BENCHMARKS)!r})
+import attention, torch
+q, k, v = attention.tensors(48)
+exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+torch.testing.assert_close(attention.formed(q, k, v), exact, rtol=1e-4, atol=1e-5)
+attention.MAPS_LENGTHS, attention.LONGEST_FORMED = (32, 64), 32
+attention.peak_growth = lambda work, *given: work(*given)() or 2**20 * given[1]
+for row in attention.maps(1):
+    print(row["length"], row["attention"], row["peak_MiB"], row["memory_of_softmax"], row["ms"] > 0)
+"""
+    done = run_python(["-c", code])
+    assert done.returncode == 0, done.stderr[-3000:]
+    maps = ["posrf-orf", "posrf-gmm", "posrf-generative", "posrf-fastfood_learned"]
+    expected = [f"32 {name} 32.0 1.0 True" for name in ["softmax", *maps, "softmax, weights formed"]]
+    assert done.stdout.splitlines() == [*expected, *(f"64 {name} 64.0 1.0 True" for name in ["softmax", *maps])]
+
+
 def test_make_benchmarks_leaves_out_what_needs_a_model() -> None:
     """A program with a required option would stop all that come after it."""
     asked = ["make", "--dry-run", "benchmarks"]
