@@ -179,12 +179,13 @@ def test_it_learns_more_than_how_often_pieces_occur(tmp_path: Path, method: str)
     for split, count in (("train", 200), ("valid", 100)):  # of every saying, most words follow from one beside them
         lines = (" ".join(rng.choices(SAYINGS, k=3)) for _ in range(count))
         (tmp_path / f"wiki.{split}.tokens").write_text("\n".join(lines))
-    more = ["train.steps=300", "train.eval_every=300", "train.learning_rate=3e-3", "train.log_every=50", method]
-    more += ["model.dim=64", "model.hidden_dim=128", "model.dropout=0", "model.attention_dropout=0"]
+    more = ["train.steps=300", "train.eval_every=300", "train.learning_rate=3e-3", "train.warmup_steps=20", method]
+    more += ["model.dim=64", "model.hidden_dim=128", "model.layers=1", "model.dropout=0", "model.attention_dropout=0"]
+    more += ["data.max_length=10", "data.share=0.3", "train.batch_size=64"]
     assert pretrain_mlm.main(settings(tmp_path, out, *more)) == 0
     report = json.loads((out / "metrics.json").read_text())
     train, held_out = (
-        MaskedWindows(part, AutoTokenizer.from_pretrained(out / "model"), 16, 0.15, 0, count)
+        MaskedWindows(part, AutoTokenizer.from_pretrained(out / "model"), 10, 0.3, 0, count)
         for part, count in zip(read_texts("wikitext", str(tmp_path)), (None, 256), strict=True)
     )
     asked = held_out.batch(range(len(held_out)))["labels"]
