@@ -103,6 +103,7 @@ class PretrainMasked(Experiment[MaskedConfig]):
         return {
             "masked_accuracy": metrics["masked_accuracy"],
             "loss": metrics["loss"],
+            "loss_without_context": texts["train"].loss_without_context(texts["held out"]),
             "vocabulary": len(self.tokenizer),
             "tokens": {name: part.ids.numel() for name, part in texts.items()},
             "steps": state.step,

@@ -67,7 +67,20 @@ def render(table: Table) -> str:
     ]
     if before:
         lines += ["", "## Pretraining by hidden word pieces", "", *described(before), ""]
-        header = ["attention", "masked accuracy", "held-out loss, nats", "steps", "CPU s per step", "parameters"]
+        lines += [
+            '"Without context" is the loss of guessing by how often pieces occur: where a pretraining has come little',
+            "below it, its attention has learned little that a task could use.",
+            "",
+        ]
+        header = [
+            "attention",
+            "masked accuracy",
+            "held-out loss, nats",
+            "without context",
+            "steps",
+            "CPU s per step",
+            "parameters",
+        ]
         lines += grid(header, [_pretrained(name, before[name]) for name in sorted(before)])
     if tasks:
         methods = sorted({method for task in tasks for method in table[task]})
@@ -121,6 +134,7 @@ def _pretrained(name: str, reports: list[dict[str, Any]]) -> list[str]:
         name,
         f"{with_error(reports, 'masked_accuracy')} ({len(reports)})",
         f"{spread(reports, 'loss')[0]:.3f}",
+        f"{spread(reports, 'loss_without_context')[0]:.3f}",
         f"{spread(reports, 'steps')[0]:,.0f}",
         f"{spread(reports, 'cpu_seconds_per_step')[0]:.3f}",
         f"{reports[0]['total_parameters']:,}",

@@ -139,6 +139,16 @@ class MaskedWindows(ExampleSet):
         """See `ExampleSet.batches`; every epoch hides other pieces."""
         return (self.batch(indices, device, epoch) for indices in wanted)
 
+    def loss_without_context(self, held_out: MaskedWindows) -> float:
+        """What a guess by how often pieces occur in these windows costs on others, in nats per hidden piece.
+
+        Attention has nothing to do with a loss near this one. Every piece counts once more than it occurs.
+        """
+        counts = torch.bincount(self.ids[self.ids >= len(SPECIAL)], minlength=self._vocabulary).double()
+        counts[len(SPECIAL) :] += 1
+        labels = held_out.batch(range(len(held_out)))["labels"]
+        return float((counts / counts.sum()).log()[labels[labels != IGNORED]].mean().neg())
+
     def fingerprint(self) -> str:
         """A digest of all tokens and of how they are hidden."""
         how = f"{self._share} {self._seed} {self._vocabulary}".encode()
