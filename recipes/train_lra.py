@@ -12,7 +12,6 @@ bit, as one that was never interrupted (on the same number of threads). SIGTERM 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,9 +22,6 @@ from _lib.lra_settings import LongRangeConfig
 
 if TYPE_CHECKING:
     import torch
-
-# train.schedule -> transformers' name of the schedule
-SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "rsqrt": "inverse_sqrt"}
 
 
 class LongRange(Experiment[LongRangeConfig]):
@@ -70,19 +66,9 @@ class LongRange(Experiment[LongRangeConfig]):
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps or processor time, whichever ends first."""
-        from _lib.schedule import learning_rate
+        from _lib.schedule import of_budget
 
-        train = self.config.train
-        peak, warmup = train.learning_rate, train.warmup_steps
-        if train.schedule == "rsqrt":  # Long Range Arena: learning_rate is the rate of a single step of warm-up
-            warmup = max(1, warmup)
-            peak /= math.sqrt(warmup)
-        return Schedule(
-            total=train.steps,
-            eval_every=train.eval_every,
-            rate=learning_rate(SCHEDULES[train.schedule], peak, warmup, train.steps),
-            budget_seconds=None if train.max_cpu_minutes is None else 60 * train.max_cpu_minutes,
-        )
+        return of_budget(self.config.train)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """Test accuracy of the checkpoint that is best on validation, and what a step costs."""

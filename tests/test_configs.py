@@ -43,9 +43,11 @@ sys.path.append(str(RECIPES))
 import closed_form
 import convert
 import finetune
+import finetune_kernel
 import fit_head
 import fit_picture
 import fit_potential
+import pretrain_mlm
 import train_copy
 import train_lowrank
 import train_lra
@@ -156,6 +158,12 @@ def digits(file: Path, models: Path, out: Path) -> list[str]:
     return [f"model.name_or_path={model}", "data.max_train_samples=24"]
 
 
+def masked(file: Path, models: Path, out: Path) -> list[str]:
+    for split in ("train", "valid"):
+        (out / f"wiki.{split}.tokens").write_text("\n".join(sentences()[:200]))
+    return ["task=wikitext", f"data.dir={out}"]
+
+
 def picture(file: Path, models: Path, out: Path) -> list[str]:
     return ["data.size=16"]
 
@@ -222,6 +230,8 @@ STAND_INS = {
     "head.yaml": (fit_head.FitHead, head),
     "imdb.yaml": (finetune.Finetuning, reviews),
     "convert": (convert.Converting, conversion),
+    "kernels": (finetune_kernel.FinetuneKernel, glue),
+    "pretrain_mlm.yaml": (pretrain_mlm.PretrainMasked, masked),
     "lowrank": (train_lowrank.LowRankTraining, low_rank),
     "lra": (train_lra.LongRange, long_range),
     "cifar10": (finetune.Finetuning, pictures("cifar10_binary", 10)),

@@ -89,18 +89,23 @@ def build_classifier(
         pad_token_id=0,
     )
     bert = BertModel(config, add_pooling_layer=False)
-    positions = bert.embeddings.position_embeddings.weight
     encoder: Any = bert
     snnk = method.snnk_config(seed)
     if snnk is not None:
         encoder = get_snnk_model(bert, snnk)
         encoder.requires_grad_(True)  # PEFT froze what it did not add
     if model.positions == "sinusoidal":
-        with torch.no_grad():
-            # As large as learned positions are at first, or they would drown the words (the sinusoids' rms is 1/√2).
-            positions.copy_(sinusoids(*positions.shape) * (config.initializer_range * math.sqrt(2)))
-        positions.requires_grad_(False)
+        make_sinusoidal(bert)
     return LongRangeClassifier(encoder, model.dim, model.hidden_dim, task, model.pooling, model.dropout)
+
+
+def make_sinusoidal(bert: BertModel) -> None:
+    """Position embeddings become sinusoids, which are not trained."""
+    positions = bert.embeddings.position_embeddings.weight
+    with torch.no_grad():
+        # As large as learned positions are at first, or they would drown the words (the sinusoids' rms is 1/√2).
+        positions.copy_(sinusoids(*positions.shape) * (bert.config.initializer_range * math.sqrt(2)))
+    positions.requires_grad_(False)
 
 
 def sinusoids(length: int, width: int) -> torch.Tensor:
