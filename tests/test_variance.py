@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections import Counter
@@ -19,10 +20,12 @@ for package in ("accelerate", "rich", "yaml"):
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
+import finetune
 from _lib.draws import redrawn, resamplable
 from _lib.lra_model import build_classifier
 from _lib.lra_settings import AttentionMethod, LongRangeModel
 from _lib.variance import inconsistency, majority, relative_deviation, variance_figures, voting_gain
+from recipe_world import recipe, write_settings, write_world
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
@@ -116,3 +119,29 @@ def test_sparse_sums(percent: int) -> None:
     raw, _ = draw_pairs(np.random.default_rng(1), 2000, percent / 100)
     share, p = ((raw - 1) % 2).mean(), percent / 100
     assert abs(share - p) < 5 * np.sqrt(p * (1 - p) / raw.size)
+
+
+def test_evaluate_stores_the_figures_of_fresh_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_world(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    file = write_settings(tmp_path / "run.yaml", "bert", "glue", "run", method="snnk")
+    linear = "method.attention={component: posrf, projection: orf, num_features: 8}"
+    for folder, changes in (("run", [linear]), ("plain", [])):
+        assert finetune.main([file, f"output.dir={folder}", "train.epochs=1", *changes]) == 0
+    evaluate = recipe("evaluate")
+    found = []
+    for seed in ("3", "3", "4"):
+        assert evaluate.main(["run", "--draws", "3", "--draws-seed", seed]) == 0
+        found.append(json.loads(Path("run/evaluation.json").read_text()))
+    trained = json.loads(Path("run/metrics.json").read_text())
+    assert found[0]["metrics"] == trained["metrics"]  # the saved draw
+    assert found[0]["draws"] == found[1]["draws"]
+    assert found[0]["draws"]["splits"] != found[2]["draws"]["splits"]
+    assert len(found[0]["draws"]["scores"]) == 3
+    assert found[0]["draws"]["splits"]["validation"]["rsd_mean"] > 0
+    assert evaluate.main(["plain", "--draws", "3"]) == 2
+    assert "softmax attention" in capsys.readouterr().err
+    assert evaluate.main(["run", "--draws", "1"]) == 2
+    assert "expected 2 or more" in capsys.readouterr().err
