@@ -1,4 +1,4 @@
-"""benchmarks/calibrate_memory.py, fused_products.py and snnk_layer.py on small sizes: what is measured is there, and makes sense."""
+"""calibrate_memory.py, fused_products.py and snnk_layer.py on small sizes: what is there makes sense."""
 
 from __future__ import annotations
 
