@@ -45,6 +45,7 @@ NAMES = {
     "dora_r8": "DoRA",
     "ia3": "(IA)³",
     "vera_r256": "VeRA",
+    "boft_b16": "BOFT with one butterfly factor (orthogonal blocks of 16)",
     "norms_biases": "norms and biases alone",
     "full": "all weights",
     "linear_probe": "linear probe",
