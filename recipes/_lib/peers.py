@@ -2,8 +2,8 @@
 
 lora                LoRA (Hu et al. 2021); with lora.dora DoRA (Liu et al. 2024); with lora.norms also all norms
 ia3, vera           (IA)³ (Liu et al. 2022) and VeRA (Kopiczko et al. 2023)
-boft                BOFT (Liu et al. 2024): diag(s) W R, R orthogonal and made of blocks; with one butterfly factor it is
-                    block diagonal, which is OFT (Qiu et al. 2023) with trained lengths s
+boft                BOFT (Liu et al. 2024): diag(s) W R, R orthogonal and made of blocks; with one butterfly factor it
+                    is block diagonal, which is OFT (Qiu et al. 2023) with trained lengths s
 bitfit              all biases and normalisation layers (Zaken et al. 2022)
 """
 
