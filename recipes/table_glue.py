@@ -46,6 +46,8 @@ NAMES = {
     "ia3": "(IA)³",
     "vera_r256": "VeRA",
     "boft_b16": "BOFT with one butterfly factor (orthogonal blocks of 16)",
+    "adapters_seq_bn": "AdapterHub's bottleneck behind the FFN (recipes/peers/adapters_glue.py)",
+    "adapters_double_seq_bn": "AdapterHub's bottlenecks behind attention and FFN (the same program)",
     "norms_biases": "norms and biases alone",
     "full": "all weights",
     "linear_probe": "linear probe",
