@@ -3,6 +3,7 @@
     python recipes/train_lra.py recipes/configs/lra/listops.yaml
     python recipes/train_lra.py recipes/configs/lra/text.yaml data.dir=path/to/imdb method.attention=softmax
     python recipes/train_lra.py recipes/configs/lra/listops.yaml train.max_cpu_minutes=15 train.schedule=constant
+    python recipes/train_lra.py recipes/configs/lra/listops.yaml method.attention=performer_pytorch     (a peer library)
 
 Settings are `section.key=value`; `--help` lists them. The checkpoint with the best validation score is the one whose
 test accuracy is reported. A run killed at any moment continues with `--resume` and ends with the same weights, bit for
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import launch
-from _lib.lra_settings import LongRangeConfig
+from _lib.lra_settings import PERFORMER, LongRangeConfig
 
 if TYPE_CHECKING:
     import torch
@@ -38,13 +39,17 @@ class LongRange(Experiment[LongRangeConfig]):
 
     @property
     def method(self) -> str:
-        """softmax, or component-projection."""
+        """softmax, performer_pytorch, or component-projection."""
         return self.config.method.label()
 
     def data(self, accelerator: Any) -> Data:
         """Token ids and labels of all three splits."""
         from _lib.sequences import SequenceExamples
 
+        if self.config.method.attention == PERFORMER:
+            from _lib.performer_peer import require_performer
+
+            require_performer()
         data = self.config.data
         limits = {name: getattr(data, f"max_{name}_samples") for name in ("train", "validation", "test")}
         rows = self.task.load(data.dir, max_samples=limits, seed=self.config.train.seed)

@@ -3,7 +3,8 @@
     one document:   classes(act(W h)),             h = the mean over unpadded tokens, or the first position
     two documents:  h = [a, b, a ⊙ b, a − b]       both read by the same encoder
 
-The encoder is transformers' BertModel; linear attention comes from an `AttentionPart`, and all parameters are trained.
+The encoder is transformers' BertModel; linear attention comes from an `AttentionPart`, or from the library that is its
+peer (`performer_peer.py`). All parameters are trained.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from _lib.lra_settings import AttentionMethod, LongRangeModel
+from _lib.lra_settings import PERFORMER, AttentionMethod, LongRangeModel
 from snnk_peft import get_snnk_model
 from snnk_peft.tasks import SequenceTask
 
@@ -94,6 +95,10 @@ def build_classifier(
     if snnk is not None:
         encoder = get_snnk_model(bert, snnk)
         encoder.requires_grad_(True)  # PEFT froze what it did not add
+    elif method.attention == PERFORMER:
+        from _lib.performer_peer import use_performer
+
+        use_performer(bert, method.performer, seed)
     if model.positions == "sinusoidal":
         make_sinusoidal(bert)
     return LongRangeClassifier(encoder, model.dim, model.hidden_dim, task, model.pooling, model.dropout)
