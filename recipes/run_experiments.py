@@ -62,6 +62,7 @@ STEPS = {
     "snnk": Step("sweep_snnk.py", "table_snnk.py", "snnk"),
     "glue": Step("sweep_glue.py", "table_glue.py", "glue", "glue"),
     "lowrank": Step("sweep_lowrank.py", "table_lowrank.py", "lowrank", "cifar10", SMALL_PICTURES),
+    "fmm": Step("sweep_fmm.py", "table_fmm.py", "fmm"),
     "pairs_listops": Step(
         *("sweep_lra.py", "table_lra.py", "spectraformer", None, (*SHORT, "data.max_length=500")),
         ("--tasks", "listops", "--methods", *PAIRS),
