@@ -113,12 +113,10 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     def report(self, done: Finished) -> dict[str, Any]:
         """adapter/, bundle/ or model/; the score of the best checkpoint."""
-        from _lib.results import save_models
-
         state, best = done.state, done.best
         metrics = done.test or best["metrics"]
         if self.config.output.save_model:
-            save_models(done.model, self.reader, self.config, done.folder, metrics, done.data.sizes)
+            self.save(done, metrics)
         chosen = {"score_held_back": best["score"]} if done.test else {}
         return {
             "score": metrics["score"],
@@ -130,6 +128,12 @@ class Finetuning(Experiment[FinetuneConfig]):
             "processor_seconds_per_epoch": state.cpu_seconds / state.step * done.per_epoch,
             "device": str(done.device),
         }
+
+    def save(self, done: Finished, metrics: Mapping[str, float]) -> None:
+        """Write the trained model; `metrics` are for its card."""
+        from _lib.results import save_models
+
+        save_models(done.model, self.reader, self.config, done.folder, metrics, done.data.sizes)
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
         """The score, and that of the examples that chose the checkpoint, if they are others."""

@@ -10,8 +10,8 @@ metrics.json are as there; instead of model/ a run leaves bundle/, which loads w
 
 from __future__ import annotations
 
-import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,27 +50,28 @@ class FinetuneKernel(Finetuning):
         return model
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """As finetune.py; an SNNK model is folded, because an adapter would lack the weights that it was put into."""
+        """As finetune.py, and the attention."""
+        from _lib.masked_model import attention_of
+
+        return {**super().report(done), "attention": attention_of(done.model)}
+
+    def save(self, done: Finished, metrics: Mapping[str, float]) -> None:
+        """model/ with softmax, or else bundle/: an adapter would lack the weights that it was put into."""
         from _lib.files import write_folder
         from _lib.masked_model import attention_of
 
-        output, attention = self.config.output, attention_of(done.model)
-        if attention == SOFTMAX:
-            return {**super().report(done), "attention": attention}
-        self.config.output = dataclasses.replace(output, save_model=False)
-        figures = super().report(done)
-        self.config.output = output
-        if output.save_model:
-            from snnk_peft import bundle
+        if attention_of(done.model) == SOFTMAX:
+            super().save(done, metrics)
+            return
+        from snnk_peft import bundle
 
-            small = bundle(done.model)
+        small = bundle(done.model)
 
-            def fill(folder: Path) -> None:
-                small.save_pretrained(str(folder))
-                self.reader.save_pretrained(str(folder))
+        def fill(folder: Path) -> None:
+            small.save_pretrained(str(folder))
+            self.reader.save_pretrained(str(folder))
 
-            write_folder(done.folder / "bundle", fill)
-        return {**figures, "attention": attention}
+        write_folder(done.folder / "bundle", fill)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -62,12 +62,6 @@ class PretrainMasked(Experiment[MaskedConfig]):
         config, vocabulary = self.config, len(self.tokenizer)
         return build_masked(config.model, config.method, vocabulary, config.data.positions, config.train.seed)
 
-    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """AdamW; the second moment forgets as fast as the settings say."""
-        from _lib.loop import make_optimizer
-
-        return make_optimizer(model, self.config.train, self.config.train.beta2)
-
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps or processor time, whichever ends first."""
         from _lib.schedule import of_budget
@@ -92,7 +86,7 @@ class PretrainMasked(Experiment[MaskedConfig]):
         from _lib.files import write_folder
 
         model: Any = done.model
-        state, metrics = done.state, done.best["metrics"]
+        metrics = done.best["metrics"]
         texts: Any = {"train": done.data.train, **done.data.splits}
 
         def fill(folder: Path) -> None:
@@ -106,9 +100,7 @@ class PretrainMasked(Experiment[MaskedConfig]):
             "loss_without_context": texts["train"].loss_without_context(texts["held out"]),
             "vocabulary": len(self.tokenizer),
             "tokens": {name: part.ids.numel() for name, part in texts.items()},
-            "steps": state.step,
-            "train_cpu_seconds": state.cpu_seconds,
-            "cpu_seconds_per_step": state.cpu_seconds / state.step,
+            **done.costs,
             "device": str(done.device),
         }
 

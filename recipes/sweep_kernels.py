@@ -17,11 +17,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from _lib.sweep import RECIPES, Run, Sweep, sweep
+from _lib.mlm_settings import FILES, TEXTS
+from _lib.sweep import RECIPES, Run, Sweep, read_settings, sweep
 
 PRETRAINING = "pretraining"
 TASKS = ("mrpc", "rte", "cola", "stsb")
-TEXTS = ("imdb", "wikitext", "film_reviews", "stdlib_docs")
 
 
 def _features(projection: str, per_head: bool) -> list[str]:
@@ -53,15 +53,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--pretraining-seeds", nargs="+", type=int, default=[0], help="default: 0")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of fine-tuning; default: 0 1 2")
-    arguments, rest = parser.parse_known_args(argv)
-    if misplaced := [text for text in rest if "=" not in text or text.startswith("-")]:
-        parser.error(f"unknown arguments {misplaced}; settings are written section.key=value")
-    needed = [*(["glue"] if arguments.tasks else []), *([arguments.text] if arguments.text in TEXTS[:2] else [])]
+    arguments, given = read_settings(parser, argv)
+    needed = [*(["glue"] if arguments.tasks else []), *([arguments.text] if arguments.text in FILES else [])]
     if absent := [name for name in needed if not (arguments.data / name).is_dir()]:
         parser.error(f"--data {arguments.data} has no folder {' and none '.join(absent)}")
     from _lib.guard import guarded
 
-    given = [*arguments.overrides, *rest]
     return guarded(lambda: every(arguments, given))
 
 

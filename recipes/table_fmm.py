@@ -9,26 +9,17 @@ OUT/accuracy.png from all files in OUT. Without runs, the page is rendered from 
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
-from _lib.tables import Table, collect, grid, read_reports, spread
-
-ROOT = Path(__file__).resolve().parent.parent
+from _lib import tables
+from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
 
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line; 0 done, 2 nothing to render."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/fmm", help="folder of recipes/sweep_fmm.py")
-    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/fmm", help="where files and page go")
-    arguments = parser.parse_args(argv)
-    from _lib.guard import guarded
-
-    return guarded(lambda: write(arguments.runs, arguments.out))
+    return tables.main(__doc__, "fmm", write, argv)
 
 
 def write(runs: Path, out: Path) -> None:
@@ -39,15 +30,11 @@ def write(runs: Path, out: Path) -> None:
     copied = collect(runs, out)
     table = read_reports(out, "recipes/sweep_fmm.py")
     write_text(out / "README.md", render(table))
-    bars = {task: {name: mean_error(cell, "accuracy") for name, cell in in_order(row)} for task, row in table.items()}
+    bars = {
+        task: {name: standard_error(cell, "accuracy") for name, cell in in_order(row)} for task, row in table.items()
+    }
     score_bars(bars, out / "accuracy.png", "Softmax, linear attention and FMMformer", "test accuracy")
     print(f"{copied} new or changed reports; wrote {out / 'README.md'} and accuracy.png")
-
-
-def mean_error(cell: list[dict[str, Any]], key: str) -> tuple[float, float]:
-    """Mean and standard error over seeds; 0 for one seed."""
-    mean, deviation = spread(cell, key)
-    return mean, deviation / math.sqrt(len(cell))
 
 
 def fields(report: dict[str, Any]) -> tuple[int, int]:
@@ -134,7 +121,7 @@ def line(name: str, cell: list[dict[str, Any]], copying: bool) -> list[str]:
         "all" if rank == 0 else str(near or "none"),
         str(rank or "full"),
         str(len(cell)),
-        *(f"{100 * mean:.1f} ± {100 * error:.1f}" for mean, error in (mean_error(cell, key) for key in shares)),
+        *(f"{100 * mean:.1f} ± {100 * error:.1f}" for mean, error in (standard_error(cell, key) for key in shares)),
         f"{spread(cell, 'steps')[0]:,.0f}",
         f"{spread(cell, 'cpu_seconds_per_step')[0]:.3g}",
         f"{before:,.0f} → {after:,.0f}",

@@ -9,16 +9,14 @@ files in OUT. Without runs, the page is rendered from the stored files alone.
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
-from _lib.tables import Table, collect, grid, read_reports, spread
+from _lib import tables
+from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
+from sweep_kernels import PRETRAINING
 
-ROOT = Path(__file__).resolve().parent.parent
-PRETRAINING = "pretraining"
 # Task -> the metrics that the paper prints of it, as they are called here.
 METRICS = {"mrpc": ("accuracy", "f1"), "rte": ("accuracy",), "cola": ("matthews_correlation",)}
 METRICS["stsb"] = ("pearson", "spearmanr")
@@ -36,13 +34,7 @@ PAPER = {
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line; 0 done, 2 nothing to render."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/kernels", help="folder of recipes/sweep_kernels.py")
-    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/kernels", help="where files and page go")
-    arguments = parser.parse_args(argv)
-    from _lib.guard import guarded
-
-    return guarded(lambda: write(arguments.runs, arguments.out))
+    return tables.main(__doc__, "kernels", write, argv)
 
 
 def write(runs: Path, out: Path) -> None:
@@ -124,9 +116,8 @@ def described(row: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def with_error(reports: list[dict[str, Any]], key: str) -> str:
     """Mean and, of several seeds, standard error, in percent."""
-    mean, deviation = spread(reports, key)
-    error = f" ± {100 * deviation / math.sqrt(len(reports)):.1f}" if len(reports) > 1 else ""
-    return f"{100 * mean:.1f}{error}"
+    mean, error = standard_error(reports, key)
+    return f"{100 * mean:.1f}" + (f" ± {100 * error:.1f}" if len(reports) > 1 else "")
 
 
 def _pretrained(name: str, reports: list[dict[str, Any]]) -> list[str]:

@@ -9,15 +9,14 @@ figure per task, OUT/<task>.png, from all files in OUT. Without runs, the page i
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
-from _lib.tables import Table, collect, grid, read_reports, spread
+from _lib import tables
+from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
 
-ROOT = Path(__file__).resolve().parent.parent
 DENSE, WEIGHT, FROBENIUS = "dense", "weight decay", "Frobenius decay"
 Report = dict[str, Any]
 # initialisation -> (rank scale, which decay) -> one report per seed
@@ -26,13 +25,7 @@ Cells = dict[str, dict[tuple[float, str], list[Report]]]
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line; 0 done, 2 nothing to render."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/lowrank", help="folder of recipes/sweep_lowrank.py")
-    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/lowrank", help="where files and page go")
-    arguments = parser.parse_args(argv)
-    from _lib.guard import guarded
-
-    return guarded(lambda: write(arguments.runs, arguments.out))
+    return tables.main(__doc__, "lowrank", write, argv)
 
 
 def write(runs: Path, out: Path) -> None:
@@ -75,8 +68,7 @@ def decay_of(part: dict[str, Any]) -> str:
 
 def error(reports: list[Report]) -> tuple[float, float]:
     """Mean accuracy over seeds, and its standard error (0 for a single seed)."""
-    mean, deviation = spread(reports, "score")
-    return mean, deviation / math.sqrt(len(reports))
+    return standard_error(reports, "score")
 
 
 def render(table: Table) -> str:

@@ -9,16 +9,15 @@ OUT/accuracy.png from all files in OUT. Without runs, the page is rendered again
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _lib import tables
 from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
 
-ROOT = Path(__file__).resolve().parent.parent
 # What a reader must know before comparing two numbers: settings that a table may mix.
 CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
     "longest document": lambda report: f"{report['longest_sequence']:,} tokens",
@@ -41,13 +40,7 @@ CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line; 0 done, 2 nothing to render."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/lra", help="folder of recipes/sweep_lra.py")
-    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/lra", help="where files and page go")
-    arguments = parser.parse_args(argv)
-    from _lib.guard import guarded
-
-    return guarded(lambda: write(arguments.runs, arguments.out))
+    return tables.main(__doc__, "lra", write, argv)
 
 
 def write(runs: Path, out: Path) -> None:

@@ -9,14 +9,13 @@ files in OUT. Without runs, the page is rendered from the stored files alone.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
+from _lib import tables
 from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
 
-ROOT = Path(__file__).resolve().parent.parent
 # Task -> what it is, what its score is, and by what the score is multiplied on the page.
 TITLES = {
     "siren": ("SIREN, one hidden layer, a picture", "decibels", 1.0),
@@ -31,13 +30,7 @@ TITLES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line; 0 done, 2 nothing to render."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/snnk", help="folder of recipes/sweep_snnk.py")
-    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/snnk", help="where files and page go")
-    arguments = parser.parse_args(argv)
-    from _lib.guard import guarded
-
-    return guarded(lambda: write(arguments.runs, arguments.out))
+    return tables.main(__doc__, "snnk", write, argv)
 
 
 def write(runs: Path, out: Path) -> None:

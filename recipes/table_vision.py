@@ -9,14 +9,13 @@ figure per task, OUT/<task>.png, from all files in OUT. Without runs, the page i
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
+from _lib import tables
 from _lib.tables import Table, collect, grid, read_reports, spread
 
-ROOT = Path(__file__).resolve().parent.parent
 # What the figures of a task do not say about the runs that are stored.
 NOTES = {
     "cifar10": (
@@ -32,13 +31,7 @@ NOTES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line; 0 done, 2 nothing to render."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/vision", help="folder of recipes/sweep_vision.py")
-    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/vision", help="where files and page go")
-    arguments = parser.parse_args(argv)
-    from _lib.guard import guarded
-
-    return guarded(lambda: write(arguments.runs, arguments.out))
+    return tables.main(__doc__, "vision", write, argv)
 
 
 def write(runs: Path, out: Path) -> None:

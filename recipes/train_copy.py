@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from _lib.config import option
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import launch
-from _lib.lra_settings import AttentionMethod
-from _lib.settings import RunOutput, StepSettings
+from _lib.lra_settings import SCHEDULES, AttentionMethod, LongRangeTrain, ModelSizes
+from _lib.settings import RunOutput
 
 if TYPE_CHECKING:
     import torch
@@ -48,28 +48,21 @@ class CopyData:
 
 
 @dataclass
-class CopyModel:
+class CopyModel(ModelSizes):
     """The decoder, made from scratch: GPT-2's layout, with a learned vector for every position and no dropout."""
 
-    dim: int = option(64, "width of the residual stream", low=1)
     hidden_dim: int = option(256, "width of the feed-forward blocks", low=1)
-    heads: int = option(2, "attention heads; must divide dim", low=1)
-    layers: int = option(2, "decoder layers", low=1)
-
-    def check(self) -> list[str]:
-        """Heads of equal width."""
-        return [f"heads is {self.heads}, which does not divide dim {self.dim}"] if self.dim % self.heads else []
 
 
 @dataclass
-class CopyTrain(StepSettings):
-    """The optimisation."""
+class CopyTrain(LongRangeTrain):
+    """The optimisation, counted in optimizer steps."""
 
     learning_rate: float = option(1e-3, "peak learning rate of AdamW", above=0, high=10)
     weight_decay: float = option(0.0, "decoupled weight decay of matrices", low=0, high=10)
-    steps: int = option(750, "optimizer steps", low=1)
+    steps: int = option(750, "optimizer steps, at most", low=1)
     warmup_steps: int = option(100, "steps in which the rate rises linearly", low=0)
-    schedule: str = option("cosine", "the rate after warm-up", choices=("constant", "linear", "cosine"))
+    schedule: str = option("cosine", "the rate after warm-up, see train_lra.py", choices=SCHEDULES)
     beta2: float = option(0.98, "decay of AdamW's second moment", above=0, high=0.99999)
     eval_every: int = option(100, "optimizer steps between evaluations", low=1)
 
@@ -134,20 +127,11 @@ class TrainCopy(Experiment[CopyConfig]):
         model.requires_grad_(True)  # PEFT froze what it did not add
         return model
 
-    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """AdamW; the second moment forgets as fast as the settings say."""
-        from _lib.loop import make_optimizer
-
-        return make_optimizer(model, self.config.train, self.config.train.beta2)
-
     def schedule(self, per_epoch: int) -> Schedule:
-        """Optimizer steps."""
-        from _lib.schedule import learning_rate
+        """Optimizer steps or processor time, whichever ends first."""
+        from _lib.schedule import of_budget
 
-        train = self.config.train
-        name = "constant_with_warmup" if train.schedule == "constant" else train.schedule
-        rate = learning_rate(name, train.learning_rate, train.warmup_steps, train.steps)
-        return Schedule(total=train.steps, eval_every=train.eval_every, rate=rate)
+        return of_budget(self.config.train)
 
     def score(
         self,
@@ -163,16 +147,12 @@ class TrainCopy(Experiment[CopyConfig]):
 
     def report(self, done: Finished) -> dict[str, Any]:
         """Scores of the checkpoint that is best on validation, and what a step costs."""
-        state = done.state
         return {
             "accuracy": done.test["accuracy"],
             "whole_sequences": done.test["whole"],
             "validation_accuracy": done.best["metrics"]["accuracy"],
             "distance": done.data.train.distance,  # type: ignore[attr-defined]
-            "steps": state.step,
-            "train_cpu_seconds": state.cpu_seconds,
-            "seconds_per_step": state.train_seconds / state.step,
-            "cpu_seconds_per_step": state.cpu_seconds / state.step,
+            **done.costs,
             "peak_memory_bytes_before_training": done.memory_before,
         }
 

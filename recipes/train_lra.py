@@ -63,12 +63,6 @@ class LongRange(Experiment[LongRangeConfig]):
         config = self.config
         return build_classifier(self.task, config.model, config.method, self.max_length, config.train.seed)
 
-    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """AdamW; the second moment forgets as fast as the settings say."""
-        from _lib.loop import make_optimizer
-
-        return make_optimizer(model, self.config.train, self.config.train.beta2)
-
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps or processor time, whichever ends first."""
         from _lib.schedule import of_budget
@@ -77,14 +71,10 @@ class LongRange(Experiment[LongRangeConfig]):
 
     def report(self, done: Finished) -> dict[str, Any]:
         """Test accuracy of the checkpoint that is best on validation, and what a step costs."""
-        state = done.state
         return {
             "accuracy": done.test["accuracy"],
             "validation_accuracy": done.best["metrics"]["accuracy"],
-            "steps": state.step,
-            "train_cpu_seconds": state.cpu_seconds,
-            "seconds_per_step": state.train_seconds / state.step,
-            "cpu_seconds_per_step": state.cpu_seconds / state.step,
+            **done.costs,
             "peak_memory_bytes_before_training": done.memory_before,
             "longest_sequence": max(done.data.train.lengths),
         }

@@ -94,6 +94,17 @@ class Finished:
     counts: Mapping[str, int]
     device: torch.device
 
+    @property
+    def costs(self) -> dict[str, float]:
+        """Steps, and the seconds of training: of all processor threads, of the clock, per step."""
+        state = self.state
+        return {
+            "steps": state.step,
+            "train_cpu_seconds": state.cpu_seconds,
+            "seconds_per_step": state.train_seconds / state.step,
+            "cpu_seconds_per_step": state.cpu_seconds / state.step,
+        }
+
 
 class Experiment(ABC, Generic[Config]):
     """What a recipe says about itself; `run` calls the methods in the order in which they stand here.
@@ -145,10 +156,11 @@ class Experiment(ABC, Generic[Config]):
         """
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """AdamW, unless the experiment says otherwise."""
+        """AdamW, unless the experiment says otherwise; `train.beta2` where its settings have that."""
         from _lib.loop import make_optimizer
 
-        return make_optimizer(model, self.config.train)
+        given = {"beta2": self.config.train.beta2} if hasattr(self.config.train, "beta2") else {}
+        return make_optimizer(model, self.config.train, **given)
 
     @abstractmethod
     def schedule(self, per_epoch: int) -> Schedule:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from snnk_peft import SNNKConfig
 
 SOFTMAX, PERFORMER = "softmax", "performer_pytorch"
+SCHEDULES = ("constant", "linear", "cosine", "rsqrt")
 NAMED = [SOFTMAX, PERFORMER]  # what is no AttentionPart
 
 
@@ -34,13 +35,23 @@ class LongRangeData:
 
 
 @dataclass
-class LongRangeModel:
-    """The encoder, made from scratch. The sizes are those of Spectraformer, Table 5."""
+class ModelSizes:
+    """A Transformer made from scratch. The sizes are those of Spectraformer, Table 5."""
 
     dim: int = option(64, "width of the residual stream", low=1)
     hidden_dim: int = option(128, "width of the feed-forward blocks and of the head's hidden layer", low=1)
     heads: int = option(2, "attention heads; must divide dim", low=1)
-    layers: int = option(2, "encoder layers", low=1)
+    layers: int = option(2, "layers", low=1)
+
+    def check(self) -> list[str]:
+        """Heads of equal width."""
+        return [f"heads is {self.heads}, which does not divide dim {self.dim}"] if self.dim % self.heads else []
+
+
+@dataclass
+class LongRangeModel(ModelSizes):
+    """The encoder of a classifier."""
+
     dropout: float = option(0.1, "on embeddings, blocks and the pooled vector", low=0, high=0.9)
     attention_dropout: float = option(
         0.1,
@@ -53,10 +64,6 @@ class LongRangeModel:
         "mean", "over unpadded tokens, or the output at a token put in front", choices=("mean", "cls")
     )
     positions: str = option("learned", "position embedding", choices=("learned", "sinusoidal"))
-
-    def check(self) -> list[str]:
-        """Heads of equal width."""
-        return [f"heads is {self.heads}, which does not divide dim {self.dim}"] if self.dim % self.heads else []
 
 
 @dataclass
@@ -128,7 +135,7 @@ class LongRangeTrain(StepSettings):
         "the rate after warm-up: constant; linear or cosine fall to 0 at the end of the run (with max_cpu_minutes the "
         "rate then follows the processor time, so that two runs are not alike bit for bit); rsqrt is "
         "learning_rate / sqrt(max(step, warmup_steps)) throughout, as in Long Range Arena",
-        choices=("constant", "linear", "cosine", "rsqrt"),
+        choices=SCHEDULES,
     )
     beta2: float = option(0.999, "decay of AdamW's second moment", above=0, high=0.99999)
     eval_every: int = option(500, "optimizer steps between evaluations", low=1)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from _lib.config import option
-from _lib.lra_settings import AttentionMethod, LongRangeTrain
+from _lib.lra_settings import AttentionMethod, LongRangeTrain, ModelSizes
 from _lib.settings import RunOutput
 
-TEXTS = ("stdlib_docs", "film_reviews", "imdb", "wikitext")
+FILES = ("imdb", "wikitext")  # texts that are read from official files
+TEXTS = ("stdlib_docs", "film_reviews", *FILES)
 
 
 @dataclass
@@ -29,7 +30,7 @@ class MaskedData:
 
 
 @dataclass
-class MaskedModelSection:
+class MaskedModelSection(ModelSizes):
     """The encoder, made from scratch. The sizes are those of Learning the Transformer Kernel, Table 8.
 
     BERT's heads are dim / heads = 30 wide; in the paper they have 64.
@@ -38,14 +39,10 @@ class MaskedModelSection:
     dim: int = option(300, "width of the residual stream", low=1)
     hidden_dim: int = option(512, "width of the feed-forward blocks", low=1)
     heads: int = option(10, "attention heads; must divide dim", low=1)
-    layers: int = option(3, "encoder layers", low=1)
+    layers: int = option(3, "layers", low=1)
     dropout: float = option(0.1, "on embeddings and blocks", low=0, high=0.9)
     attention_dropout: float = option(0.1, "on softmax weights (linear attention has none)", low=0, high=0.9)
     positions: str = option("sinusoidal", "position embedding", choices=("learned", "sinusoidal"))
-
-    def check(self) -> list[str]:
-        """Heads of equal width."""
-        return [f"heads is {self.heads}, which does not divide dim {self.dim}"] if self.dim % self.heads else []
 
 
 @dataclass

@@ -101,11 +101,7 @@ def main(
     parser.add_argument(
         "--stored", type=Path, help="also skip runs whose reports were stored here (as in model_cards/glue)"
     )
-    arguments, rest = parser.parse_known_args(argv)
-    # argparse cannot mix options that take lists with positionals; settings are recognised by their "=".
-    misplaced = [text for text in rest if "=" not in text or text.startswith("-")]
-    if misplaced:
-        parser.error(f"unknown arguments {misplaced}; settings are written section.key=value")
+    arguments, overrides = read_settings(parser, argv)
     files = [arguments.configs / config.format(task=task) for task in arguments.tasks]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
@@ -115,11 +111,19 @@ def main(
         Run(task, method, seed)
         for seed, task, method in itertools.product(arguments.seeds, arguments.tasks, arguments.methods)
     ]
-    overrides = [*arguments.overrides, *rest]
     from _lib.guard import guarded
 
     grid = Sweep(program, config, methods, overrides, arguments.configs, arguments.out, arguments.stored)
     return guarded(lambda: sweep(grid, runs))
+
+
+def read_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the settings (the parser's `overrides`), which may stand anywhere between them."""
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse cannot mix options that take lists with positionals; settings are recognised by their "=".
+    if misplaced := [text for text in rest if "=" not in text or text.startswith("-")]:
+        parser.error(f"unknown arguments {misplaced}; settings are written section.key=value")
+    return arguments, [*arguments.overrides, *rest]
 
 
 class Task(NamedTuple):
@@ -174,9 +178,7 @@ def run_tasks(
     Returns:
         0 if everything is finished, 1 if something failed, 2 for wrong input, 130 or 143 if stopped.
     """
-    arguments, rest = parser.parse_known_args(argv)
-    if misplaced := [text for text in rest if "=" not in text or text.startswith("-")]:
-        parser.error(f"unknown arguments {misplaced}; settings are written section.key=value")
+    arguments, overrides = read_settings(parser, argv)
     known = dict.fromkeys(method for name in arguments.tasks for method in tasks[name].methods)
     if absent := [method for method in arguments.methods or [] if method not in known]:
         parser.error(f"unknown methods {absent}; the tasks have {', '.join(known)}")
@@ -190,7 +192,7 @@ def run_tasks(
                 if further is None:
                     continue
                 chosen = [method for method in task.methods if not arguments.methods or method in arguments.methods]
-                given = [*arguments.overrides, *rest, *further]
+                given = [*overrides, *further]
                 grid = Sweep(
                     task.program, task.config, task.methods, given, RECIPES / "configs", arguments.out, arguments.stored
                 )

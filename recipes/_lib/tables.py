@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 # What imports torch is imported in the functions, so that `--help` answers at once.
 
+ROOT = Path(__file__).resolve().parents[2]
 Rates = dict[str, dict[float, dict[str, float]]]  # method -> learning rate -> task -> score on held-back examples
 Table = dict[str, dict[str, list[dict[str, Any]]]]  # task -> method -> one report per seed
+
+
+def main(description: str | None, folder: str, write: Callable[[Path, Path], None], argv: list[str] | None) -> int:
+    """Read the command line of a program that renders a page; 0 done, 2 nothing to render.
+
+    Args:
+        description: the text of `--help`.
+        folder: the name below runs and below model_cards; recipes/sweep_<folder>.py makes the runs.
+        write: copies reports and renders, from the folder of the runs and that of the page.
+        argv: the arguments, or None for those of this process.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    runs, cards = ROOT / "runs" / folder, ROOT / "model_cards" / folder
+    parser.add_argument("--runs", type=Path, default=runs, help=f"folder of recipes/sweep_{folder}.py")
+    parser.add_argument("--out", type=Path, default=cards, help="where files and page go")
+    arguments = parser.parse_args(argv)
+    from _lib.guard import guarded
+
+    return guarded(lambda: write(arguments.runs, arguments.out))
 
 
 def collect(runs: Path, out: Path) -> int:
