@@ -128,7 +128,8 @@ def claim(row: dict[str, list[dict[str, Any]]]) -> list[str]:
     (first, first_error), (second, second_error) = (standard_error(cell, "accuracy") for cell in (ours, other))
     time = less(lambda report: report["cpu_seconds_per_step"])
     memory = less(lambda report: report["peak_memory_bytes"] - report["peak_memory_bytes_before_training"])
-    points = f"{100 * (first - second):+.1f} ± {100 * math.hypot(first_error, second_error):.1f} points of accuracy"
+    several = f" ± {100 * math.hypot(first_error, second_error):.1f}" if min(len(ours), len(other)) > 1 else ""
+    points = f"{100 * (first - second):+.1f}{several} points of accuracy"
     return [
         f"PosRF-MM against SADERF-ORF: {time} time per step, {memory} memory (grown in training), {points}. The paper "
         "has 19.0 % less time, 20.2 % less memory and +0.3 points (its text takes the ratios the other way round, "
