@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState
 from recipe_world import RECIPES, recipe, write_settings, write_world
 
 from snnk_peft.errors import ConfigError
+from tests.fresh_process import run_python
 from tests.tiny_families import build
 from tests.tiny_models import inputs_for, tiny
 
@@ -102,6 +103,23 @@ def test_blocks_that_do_not_fit_and_factors_that_peft_would_leave_out() -> None:
     method = MethodSection("boft", lora=LoraSection(block_size=4, butterfly_factors=2))
     with pytest.raises(ConfigError, match=r"butterfly_factors is 2, .*CUDA extension"):
         build_model(tiny("bert"), method, 0, None)
+
+
+def test_boft_in_a_process_that_has_looked_for_pip() -> None:
+    code = (
+        "import importlib.util, sys\n"
+        f"sys.path[:0] = [{str(RECIPES)!r}, {str(RECIPES.parent)!r}]\n"
+        "assert 'setuptools' not in sys.modules\n"
+        "importlib.util.find_spec('pip')\n"
+        "from _lib.models import build_model\n"
+        "from _lib.settings import LoraSection, MethodSection\n"
+        "from tests.tiny_models import tiny\n"
+        "model = build_model(tiny('bert'), MethodSection('boft', lora=LoraSection(block_size=4)), 0, None)\n"
+        "print(sum('.boft_R.' in name for name, _ in model.named_parameters()))\n"
+    )
+    done = run_python(["-c", code])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "4"
 
 
 @pytest.mark.parametrize("name", ["ia3", "vera", "boft", "bitfit"])

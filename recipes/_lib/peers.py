@@ -95,6 +95,7 @@ def _with_boft(base: PreTrainedModel, config: Any) -> Any:
     """
     from peft import get_peft_model
 
+    _load_compiler()
     asked = config.boft_n_butterfly_factor
     with warnings.catch_warnings():
         if asked == 1:  # which is what it warns of
@@ -108,6 +109,21 @@ def _with_boft(base: PreTrainedModel, config: Any) -> Any:
             "compiled here (see its warning): set it to 1, or use a machine with a GPU, ninja and a compiler"
         )
     return model
+
+
+def _load_compiler() -> None:
+    """Import torch's extension builder, as PEFT will, also where setuptools would rather not be imported.
+
+    Before Python 3.12 setuptools refuses in a process that has looked for pip, as huggingface_hub may have.
+    """
+    from accelerate.utils import patch_environment
+
+    try:
+        import torch.utils.cpp_extension
+    except AssertionError:
+        with patch_environment(SETUPTOOLS_USE_DISTUTILS="stdlib"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it calls that deprecated
+            import torch.utils.cpp_extension  # noqa: F401
 
 
 def train_biases_and_norms(model: PreTrainedModel) -> None:
