@@ -49,9 +49,9 @@ class Step(NamedTuple):
 
 # What a core does of the long ones in a quarter of an hour per run.
 BUDGET = ("train.max_cpu_minutes=15", "train.schedule=constant", "train.warmup_steps=50")
-# Two minutes a run: small batches take the steps that a plateau needs. For all pairs of Spectraformer's Table 2.
+# A minute a run: small batches take the steps that a plateau needs. For all pairs of Spectraformer's Table 2.
 SHORT = (
-    *("train.max_cpu_minutes=2", "train.schedule=constant", "train.warmup_steps=50", "train.learning_rate=1e-3"),
+    *("train.max_cpu_minutes=1", "train.schedule=constant", "train.warmup_steps=50", "train.learning_rate=1e-3"),
     *("train.batch_size=8", "data.max_validation_samples=500", "data.max_test_samples=2000"),
     "model.attention_dropout=0",
 )
