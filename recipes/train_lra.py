@@ -31,11 +31,8 @@ class LongRange(Experiment[LongRangeConfig]):
     settings, program = LongRangeConfig, "train_lra.py"
 
     def __init__(self, config: LongRangeConfig):
-        from snnk_peft.tasks import TASKS
-
         super().__init__(config)
-        self.task = TASKS[config.task]
-        self.max_length = config.data.max_length or self.task.max_length
+        self.task, self.max_length = config.read_task()
 
     @property
     def method(self) -> str:

@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
+import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +24,18 @@ for package in ("accelerate", "matplotlib", "rich", "yaml"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
+import train_lra
+from _lib.checkpoint import list_checkpoints
 from _lib.lra_model import build_classifier
 from _lib.lra_settings import AttentionMethod, LongRangeModel
+from _lib.masked_model import build_masked
+from _lib.mlm_settings import MaskedModelSection
 from _lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, learned_spectra
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import BertConfig, BertForSequenceClassification
 
-from snnk_peft import build_feature_map
+from snnk_peft import SNNKConfig, build_feature_map, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.tasks import TASKS
@@ -46,7 +57,7 @@ def spectrum(layer: KernelAttention) -> np.ndarray:
 
 
 def matrix(layer: KernelAttention, head: int = 0) -> Any:
-    return learned_sites(layer)[""][head]
+    return learned_sites(layer)[""][head].projection
 
 
 def descending(covariance: np.ndarray) -> np.ndarray:
@@ -198,7 +209,7 @@ def test_terms_and_keys_of_their_own() -> None:
     assert len(names) == 4
     assert [name.rpartition(".attention.")[2].split(".terms.")[-1] for name in names] == ["0", "0.key_maps"] * 2
     with torch.no_grad():
-        learned_sites(model)[names[1]][0].root.fill_(2.0)  # type: ignore[operator,union-attr]
+        learned_sites(model)[names[1]][0].projection.root.fill_(2.0)  # type: ignore[operator,union-attr]
     found = learned_spectra(model)
     assert [float(found[name].mean()) for name in names] == [1, 4, 1, 1]
 
@@ -219,3 +230,121 @@ def test_effective_ranks() -> None:
     """Equal eigenvalues count all, a single one counts 1, and those of shares ½, ¼, ¼ count 2^1.5."""
     given = torch.tensor([[3.0, 3.0, 3.0], [5.0, 0.0, 0.0], [2.0, 1.0, 1.0]])
     assert effective_rank(given).tolist() == pytest.approx([3, 1, 2**1.5])
+
+
+# --- the experiment ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def program() -> dict[str, Any]:
+    return runpy.run_path(str(RECIPES / "experiments/spectra.py"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def sequence_run(folder: Path, *changes: str) -> list[str]:
+    """Arguments of a run of seconds."""
+    sizes = ["dim=8", "heads=2", "layers=2", "hidden_dim=8"]
+    few = [f"data.max_{split}_samples=18" for split in ("train", "validation", "test")]
+    steps = ["steps=3", "batch_size=6", "eval_every=3", "learning_rate=0.05", "warmup_steps=0"]
+    given = [*(f"model.{size}" for size in sizes), *few, *(f"train.{step}" for step in steps)]
+    features = "method.attention={component: posrf, projection: gmm, num_features: 8, per_head: true}"
+    config = str(RECIPES / "configs/lra/sparsity_50.yaml")
+    return [config, *given, features, f"output.dir={folder}", *changes]
+
+
+def pretrained(folder: Path, projection: str) -> None:
+    """A folder as pretrain_mlm.py leaves it, untrained."""
+    sizes = MaskedModelSection(dim=8, hidden_dim=8, heads=2, layers=1)
+    features = {"component": "posrf", "projection": projection, "num_features": 16}
+    build_masked(sizes, AttentionMethod(features), 20, 16, seed=0).save_pretrained(folder)
+
+
+def test_from_runs_and_models_to_the_page(
+    program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_lra.main(sequence_run(tmp_path / "run/seed0")) == 0
+    pretrained(tmp_path / "generative/model", "generative")
+    small = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, pad_token_id=0
+    )
+    part = {"component": "posrf", "projection": "free", "num_features": 3}
+    model = get_snnk_model(BertForSequenceClassification(small), SNNKConfig(attention=part, modules_to_save=[]))
+    bundle(model).save_pretrained(tmp_path / "free/bundle")
+    (tmp_path / "generative/config.yaml").write_text("task: stdlib_docs\n")  # the run that left model/
+    folders, out = [tmp_path / name for name in ("run/seed0", "generative", "free/bundle")], tmp_path / "out"
+    assert program["main"]([*map(str, folders), "--out", str(out)]) == 0
+    figures = json.loads((out / "metrics.json").read_text())
+    run, generative, free = figures["models"]
+    assert [model["model"] for model in figures["models"]] == ["seed0", "generative", "bundle"]
+
+    # The mixture: squares of what the checkpoint holds.
+    saved = load_file(list_checkpoints(folders[0] / "checkpoints")[-1] / "model.safetensors")
+    roots = [value.numpy() for name, value in saved.items() if name.endswith("projection.root")]
+    assert len(roots) == 4
+    assert [layer["layer"] for layer in run["layers"]] == ["layer 1", "layer 2"]
+    heads = [head for layer in run["layers"] for head in layer["heads"]]
+    for head, root in zip(heads, roots, strict=True):
+        expected = np.sort(root.astype(float) ** 2)[:, ::-1]
+        assert np.array(head["eigenvalues"]) == pytest.approx(expected)
+        assert head["condition"] == pytest.approx((expected[:, 0] / expected[:, -1]).tolist())
+        shares = expected / expected.sum(1, keepdims=True)
+        assert head["effective_rank"] == pytest.approx(np.exp(-(shares * np.log(shares)).sum(1)).tolist())
+    assert max(max(head["condition"]) for head in heads) > 1.05  # three steps have learned something
+    assert {head["maximum"] for layer in run["layers"] for head in layer["identity"]} == {1.0}
+
+    # What has not been trained is as it was drawn; three free rows of four numbers have no inverse.
+    assert generative["layers"][0]["heads"] == generative["layers"][0]["identity"]
+    assert generative["layers"][0]["map"] == "posrf-generative"
+    assert free["layers"][0]["heads"] == free["layers"][0]["identity"]
+    assert free["layers"][0]["heads"][0]["condition"] == [None]
+
+    page, picture = (out / "README.md").read_text(), (out / "eigenvalues.png").read_bytes()
+    assert str(tmp_path) not in page + (out / "metrics.json").read_text()
+    first = heads[0]
+    assert f"| layer 1 | 1 | {first['minimum']:.3g} | {first['maximum']:.3g} | {first['mean']:.3g} | " in page
+    assert "| layer 1 | all | 0 | " in page
+    assert page.count("| ∞ |") == 3
+    assert len(picture) > 10_000
+    for name in ("README.md", "eigenvalues.png"):
+        (out / name).unlink()
+    assert program["main"](["--render", "--out", str(out)]) == 0
+    assert ((out / "README.md").read_text(), (out / "eigenvalues.png").read_bytes()) == (page, picture)
+
+
+def test_places_and_names(program: dict[str, Any], tmp_path: Path) -> None:
+    site = "encoder.layer.1.attention.self.snnk_slots.default.0.kernel"
+    said = [program["place"](site + end) for end in ("", ".terms.1", ".terms.0.key_maps", ".key_maps")]
+    assert said == ["layer 2", "layer 2, term 2", "layer 2, term 1, keys", "layer 2, keys"]
+    folders = [tmp_path / "a/seed0", tmp_path / "b/seed0", tmp_path / "b/seed1"]
+    assert program["names"](folders) == ["a/seed0", "b/seed0", "b/seed1"]
+    assert program["names"](folders[1:]) == ["seed0", "seed1"]
+    with pytest.raises(ConfigError, match="given twice"):
+        program["names"]([tmp_path / "a", tmp_path / "b/../a"])
+
+
+def test_lines_are_means_and_medians(program: dict[str, Any]) -> None:
+    """Two heads of two components with spectra (4, 1), (2, 2) and (1, 0), (3, 1): conditions 4, 1, ∞, 3."""
+    given = torch.tensor([[[4.0, 1.0], [2.0, 2.0]], [[1.0, 0.0], [3.0, 1.0]]], dtype=torch.float64)
+    ranks = [math.exp(-0.8 * math.log(0.8) - 0.2 * math.log(0.2)), 2, 1]
+    ranks.append(math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)))
+    heads = [program["figures_of"](head) for head in given]
+    assert program["line"](heads) == ["0", "4", "1.75", f"{sum(ranks) / 4:.1f}", "4.0"]
+
+
+def test_faults(program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    assert program["main"](out) == 2
+    assert "no folder was given" in capsys.readouterr().err
+    assert program["main"]([str(tmp_path / "absent"), *out]) == 2
+    assert "absent is no folder; expected a run or a model" in capsys.readouterr().err
+    pretrained(tmp_path / "orf", "orf")
+    assert program["main"]([str(tmp_path / "orf"), *out]) == 2
+    assert "no covariance is learned in this model: its attention has projection orf" in capsys.readouterr().err
+    assert program["main"](["--render", *out]) == 2
+    assert "metrics.json: cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -24,8 +24,11 @@ import finetune
 from _lib.draws import redrawn, resamplable
 from _lib.lra_model import build_classifier
 from _lib.lra_settings import AttentionMethod, LongRangeModel
+from _lib.results import load_folder
+from _lib.run_folder import best_checkpoint
 from _lib.variance import inconsistency, majority, relative_deviation, variance_figures, voting_gain
 from recipe_world import recipe, write_settings, write_world
+from safetensors.torch import load_file
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
@@ -141,6 +144,11 @@ def test_evaluate_stores_the_figures_of_fresh_draws(
     assert found[0]["draws"]["splits"] != found[2]["draws"]["splits"]
     assert len(found[0]["draws"]["scores"]) == 3
     assert found[0]["draws"]["splits"]["validation"]["rsd_mean"] > 0
+    # The run's model without its data, as experiments read it: the tensors of the best checkpoint.
+    saved = load_file(best_checkpoint(Path("run")) / "model.safetensors")
+    state = load_folder(Path("run")).state_dict()
+    assert any(torch.equal(state[name], value) for name, value in saved.items() if name.endswith("projection.weight"))
+    assert all(torch.equal(state[name], value) for name, value in saved.items())
     assert evaluate.main(["plain", "--draws", "3"]) == 2
     assert "softmax attention" in capsys.readouterr().err
     assert evaluate.main(["run", "--draws", "1"]) == 2

@@ -17,6 +17,7 @@ from _lib.task_settings import RECIPE_OF, modality_fault
 
 if TYPE_CHECKING:
     from snnk_peft import SNNKConfig
+    from snnk_peft.tasks import SequenceTask
 
 SOFTMAX, PERFORMER = "softmax", "performer_pytorch"
 SCHEDULES = ("constant", "linear", "cosine", "rsqrt")
@@ -156,3 +157,10 @@ class LongRangeConfig:
         """The task must exist and hold sequences."""
         fault = modality_fault(self.task, RECIPE_OF["sequence"])
         return [] if fault is None else [fault]
+
+    def read_task(self) -> tuple[SequenceTask, int]:
+        """The task, and how many tokens of a document are read."""
+        from snnk_peft.tasks import TASKS
+
+        task = TASKS[self.task]
+        return task, self.data.max_length or task.max_length

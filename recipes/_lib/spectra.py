@@ -17,15 +17,17 @@ Cost: O(d³) per matrix, and d² for each of 2048 · d fresh rows: eigenvalues o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from _lib.draws import matrices_redrawn
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
+from snnk_peft.feature_map.spec import registered_name
 from snnk_peft.functional.hadamard import walsh_hadamard
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.fastfood_learned import FastfoodLearned
 from snnk_peft.projections.gmm import Gmm
@@ -33,11 +35,11 @@ from snnk_peft.projections.gmm import Gmm
 ROWS_PER_DIMENSION = 2048
 
 
-def learned_sites(model: torch.nn.Module) -> dict[str, list[Projection]]:
-    """The learned matrices of attention: one for each key head, or one for all, by the name of their module.
+def learned_sites(model: torch.nn.Module) -> dict[str, list[FeatureMap]]:
+    """The feature maps of attention whose rows are learned: one for each key head, or one for all, by their module.
 
-    That is the KernelAttention; ".terms.i" is added where it sums several attentions, ".key_maps" where keys have a
-    matrix of their own.
+    That is the name of the KernelAttention; ".terms.i" is added where it sums several attentions, ".key_maps" where
+    keys have maps of their own.
 
     Args:
         model: of any kind, patched or bundled.
@@ -45,19 +47,19 @@ def learned_sites(model: torch.nn.Module) -> dict[str, list[Projection]]:
     Raises:
         ConfigError: there are none.
     """
-    found: dict[str, list[Projection]] = {}
+    found: dict[str, list[FeatureMap]] = {}
     kinds: set[str] = set()
     for name, module in model.named_modules():
         if not isinstance(module, KernelAttention):
             continue
         for number, term in enumerate(module.terms):
             own = f"{name}.terms.{number}" if len(module.terms) > 1 else name
-            for site, maps in ((own, term.feature_maps), (f"{own}.key_maps", term.key_maps or [])):
-                matrices = [each.projection for each in maps if isinstance(each, FeatureMap)]
-                kinds |= {type(matrix).__name__.lower() for matrix in matrices}
+            for site, given in ((own, term.feature_maps), (f"{own}.key_maps", term.key_maps or [])):
+                maps = [each for each in given if isinstance(each, FeatureMap)]
+                kinds |= {registered_name(PROJECTIONS, each.projection) for each in maps}
                 # Rows made from queries and keys are learned, but no sample of a kernel's spectrum.
-                if matrices and matrices[0].trainable and matrices[0].distribution != "none":
-                    found[site] = matrices
+                if maps and maps[0].projection.trainable and maps[0].projection.distribution != "none":
+                    found[site] = maps
     if found:
         return found
     why = f"its attention has projection {', '.join(sorted(kinds))}" if kinds else "it has softmax attention"
@@ -77,10 +79,13 @@ def learned_spectra(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: nothing is learned.
     """
-    return {
-        name: torch.linalg.eigvalsh(torch.stack([covariance(matrix) for matrix in matrices])).flip(-1).clamp_min(0)
-        for name, matrices in learned_sites(model).items()
-    }
+    return {name: spectra(maps) for name, maps in learned_sites(model).items()}
+
+
+def spectra(maps: Sequence[FeatureMap]) -> torch.Tensor:
+    """Eigenvalues of each map's rows, in descending order, (maps, [components,] d)."""
+    covariances = torch.stack([covariance(each.projection) for each in maps])
+    return torch.linalg.eigvalsh(covariances).flip(-1).clamp_min(0)
 
 
 @torch.no_grad()
