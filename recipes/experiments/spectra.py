@@ -11,7 +11,7 @@ condition number. Rows that do not learn are N(0, I): eigenvalues 1, rank d, con
 Folders are runs of train_lra.py (their best checkpoint), pretrain_mlm.py, finetune.py and finetune_kernel.py, the
 model/ or bundle/ of one, or other folders of transformers. Writes metrics.json, README.md and eigenvalues.png, which
 `--render` makes again from metrics.json alone. Cost: loading; for projections without a formula (generative, inn, bbq)
-2048 rows per dimension are drawn of every learned matrix, as it is and as it was at the start.
+2048 rows per dimension are drawn of every learned matrix, as it is and as it was at the start, a second or two each.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ def place(site: str) -> str:
 def figures_of(head: torch.Tensor) -> dict[str, Any]:
     """What there is to say about the spectra ([components,] d) of a head."""
     found = head.reshape(-1, head.shape[-1])
+    found = torch.where(found > EXACT * found[:, :1], found, 0)
     return {
         "eigenvalues": found.tolist(),
         "minimum": float(found.min()),
@@ -146,7 +147,7 @@ def figures_of(head: torch.Tensor) -> dict[str, Any]:
         "mean": float(found.mean()),
         "effective_rank": effective_rank(found).tolist(),
         # None is infinite, of a matrix without an inverse.
-        "condition": [None if low <= EXACT * high else high / low for high, low in found[:, [0, -1]].tolist()],
+        "condition": [None if low == 0 else high / low for high, low in found[:, [0, -1]].tolist()],
     }
 
 
