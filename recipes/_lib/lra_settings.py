@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from _lib.config import option
-from _lib.settings import RunOutput, StepSettings
+from _lib.settings import EvaluateConfig, RunOutput, StepSettings
 from _lib.task_settings import RECIPE_OF, modality_fault
 
 if TYPE_CHECKING:
@@ -155,8 +155,7 @@ class LongRangeConfig:
 
     def check(self) -> list[str]:
         """The task must exist and hold sequences."""
-        fault = modality_fault(self.task, RECIPE_OF["sequence"])
-        return [] if fault is None else [fault]
+        return _sequence_faults(self.task)
 
     def read_task(self) -> tuple[SequenceTask, int]:
         """The task, and how many tokens of a document are read."""
@@ -164,3 +163,27 @@ class LongRangeConfig:
 
         task = TASKS[self.task]
         return task, self.data.max_length or task.max_length
+
+
+@dataclass
+class LongRangeTest:
+    """What is read of a run's task."""
+
+    dir: str | None = option(None, "folder with the official files; null generates the data, or is that of the run")
+    max_test_samples: int | None = option(None, "score a fixed random subset", low=1)
+
+
+@dataclass
+class LongRangeEvaluation(EvaluateConfig):
+    """Everything recipes/evaluate.py reads for a run of recipes/train_lra.py."""
+
+    data: LongRangeTest = field(default_factory=LongRangeTest)  # type: ignore[assignment]
+
+    def check(self) -> list[str]:
+        """The task must hold sequences."""
+        return _sequence_faults(self.task)
+
+
+def _sequence_faults(task: str) -> list[str]:
+    fault = modality_fault(task, RECIPE_OF["sequence"])
+    return [] if fault is None else [fault]
