@@ -67,10 +67,14 @@ class LongRange(Experiment[LongRangeConfig]):
         return of_budget(self.config.train)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """Test accuracy of the checkpoint that is best on validation, and what a step costs."""
+        """Test accuracy of the checkpoint that is best on validation, how it got there, and what a step costs."""
+        from _lib.tracking import read_log
+
+        rows = read_log(done.folder / "log.jsonl")
         return {
             "accuracy": done.test["accuracy"],
             "validation_accuracy": done.best["metrics"]["accuracy"],
+            "learning_curve": [[row["step"], row["accuracy"]] for row in rows if "accuracy" in row],
             **done.costs,
             "peak_memory_bytes_before_training": done.memory_before,
             "longest_sequence": max(done.data.train.lengths),

@@ -29,7 +29,11 @@ class LongRangeData:
     """What is read, and how much of it."""
 
     dir: str | None = option(None, "folder with the official files; null generates the data (listops only)")
-    max_length: int | None = option(None, "tokens per document, longer ones are cut; null: the task's own", low=4)
+    max_length: int | None = option(
+        None,
+        "tokens per document, longer ones are cut (sparsity: so many pairs are made); null: the task's own",
+        low=4,
+    )
     max_train_samples: int | None = option(None, "train on a subset drawn with train.seed", low=1)
     max_validation_samples: int | None = option(None, "choose the checkpoint on a fixed random subset", low=1)
     max_test_samples: int | None = option(None, "report accuracy on a fixed random subset", low=1)
@@ -154,14 +158,22 @@ class LongRangeConfig:
     train: LongRangeTrain = field(default_factory=LongRangeTrain)
 
     def check(self) -> list[str]:
-        """The task must exist and hold sequences."""
-        return _sequence_faults(self.task)
+        """The task must exist and hold sequences, of this length."""
+        from snnk_peft.errors import ConfigError
+
+        faults = _sequence_faults(self.task)
+        if not faults:
+            try:
+                self.read_task()
+            except ConfigError as error:
+                faults = error.faults
+        return faults
 
     def read_task(self) -> tuple[SequenceTask, int]:
         """The task, and how many tokens of a document are read."""
         from snnk_peft.tasks import TASKS
 
-        task = TASKS[self.task]
+        task = TASKS[self.task].of_length(self.data.max_length)
         return task, self.data.max_length or task.max_length
 
 
