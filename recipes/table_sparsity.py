@@ -66,8 +66,8 @@ def render(table: Table) -> str:
         "# How soon attention learns what counts",
         "",
         "Rendered by `recipes/table_sparsity.py` from the JSON files beside this page, which",
-        "`recipes/sweep_sparsity.py` wrote; every file holds settings and environment of its run. Of pairs (v, a) the sum",
-        f"Σ v·a is predicted, one of nine (chance is 11 %). {about(table)}",
+        "`recipes/sweep_sparsity.py` wrote; every file holds settings and environment of its run. Of pairs (v, a),",
+        f"v = ±1 and a = 0 or 1, the sum Σ v·a is predicted, one of nine (chance is 11 %). {about(table)}",
         "Optimizer steps to an accuracy on validation sequences, mean ± standard error (number of seeds): the first",
         "evaluation that has it. A run that never had it is not in the mean, and told of.",
     ]
