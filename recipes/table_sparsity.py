@@ -45,8 +45,13 @@ def title(task: str) -> str:
 
 
 def steps_to(report: dict[str, Any], level: float) -> int | None:
-    """The first evaluated step with at least this accuracy; None if the run has none."""
-    return next((step for step, accuracy in report["learning_curve"] if accuracy >= level), None)
+    """The first evaluated step that has this accuracy in the median with the one before and the one behind it, or None.
+
+    At a constant rate accuracies jump: a single one says little. A run that has ended keeps its last accuracy.
+    """
+    steps, found = zip(*report["learning_curve"], strict=True)
+    triples = zip(steps, (found[0], *found[:-1]), found, (*found[1:], found[-1]), strict=True)
+    return next((step for step, *three in triples if statistics.median(three) >= level), None)
 
 
 def curve(cell: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
@@ -69,7 +74,8 @@ def render(table: Table) -> str:
         "`recipes/sweep_sparsity.py` wrote; every file holds settings and environment of its run. Of pairs (v, a),",
         f"v = ±1 and a = 0 or 1, the sum Σ v·a is predicted, one of nine (chance is 11 %). {about(table)}",
         "Optimizer steps to an accuracy on validation sequences, mean ± standard error (number of seeds): the first",
-        "evaluation that has it. A run that never had it is not in the mean, and told of.",
+        "evaluation that has it in the median with the one before and the one behind it. A run that never had it is",
+        "not in the mean, and told of.",
     ]
     tasks = sorted(table)
     methods = list(dict.fromkeys(method for task in tasks for method in table[task]))

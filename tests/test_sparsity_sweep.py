@@ -132,11 +132,14 @@ def report(*curve: float, **train: Any) -> dict[str, Any]:
     }
 
 
-def test_steps_are_those_of_the_first_evaluation() -> None:
-    """Steps to 90 %: 20 and 30 (mean 25, standard error 5); to 99 %: one run of two; to 50 %: both at once."""
-    cell = [report(0.6, 0.95, 0.85, 1.0), report(0.5, 0.8, 0.9)]
+def test_steps_are_those_of_the_first_median() -> None:
+    """Medians are 0.6, 0.85, 0.93, 0.95, 0.99 and 0.1, 0.6, 0.7, 0.7, 0.96; the single 0.9 counts for nothing."""
+    cell = [report(0.6, 0.85, 0.95, 0.93, 0.99), report(0.1, 0.9, 0.6, 0.7, 0.96)]
+    assert [table_sparsity.steps_to(cell[0], level) for level in table_sparsity.LEVELS] == [10, 30, 50]
+    assert [table_sparsity.steps_to(cell[1], level) for level in table_sparsity.LEVELS] == [20, 50, None]
     found = [table_sparsity.steps(cell, level) for level in table_sparsity.LEVELS]
-    assert found == ["10 ± 0 (2)", "25 ± 5 (2)", "40 ± 0 (1 of 2)"]
+    assert found == ["15 ± 5 (2)", "40 ± 10 (2)", "50 ± 0 (1 of 2)"]
+    cell = [report(0.6, 0.95, 0.85, 1.0), report(0.5, 0.8, 0.9)]
     assert table_sparsity.steps([report(0.1, 0.2)], 0.5) == "not in 20 (1)"
     assert table_sparsity.steps([], 0.5) == "–"
     points = table_sparsity.curve(cell)
