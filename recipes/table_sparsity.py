@@ -81,7 +81,7 @@ def render(table: Table) -> str:
     methods = list(dict.fromkeys(method for task in tasks for method in table[task]))
     for level in LEVELS:
         rows = [[name, *(steps(table[task].get(name, []), level) for task in tasks)] for name in methods]
-        lines += ["", f"## Steps to {level:.0%}", "", *grid(["attention", *map(title, tasks)], rows)]
+        lines += ["", f"## Steps to {100 * level:g} %", "", *grid(["attention", *map(title, tasks)], rows)]
     costs = [[name, *cost([report for task in tasks for report in table[task].get(name, [])])] for name in methods]
     header = ["attention", "CPU s per step", "CPU min per run", "test accuracy %", "parameters"]
     lines += ["", "## Costs, over all tasks", "", *grid(header, costs), "", "![accuracy](accuracy.png)", ""]

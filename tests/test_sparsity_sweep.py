@@ -115,7 +115,7 @@ def test_from_runs_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = (page / "README.md").read_text()
     assert "| attention | 10 % relevant | 90 % relevant |" in text
     assert "| posrf_gmm | not in 4 (1) | not in 4 (1) |" in text
-    assert "All runs: 50 pairs, batches of 6, learning rate 0.0005, at most 4 steps, scored every 2." in text
+    assert "All runs: 100 pairs, batches of 6, learning rate 0.0005, at most 4 steps, scored every 2." in text
     assert str(tmp_path) not in text
     assert (page / "accuracy.png").stat().st_size > 10_000
     assert table_sparsity.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
