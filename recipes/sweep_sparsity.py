@@ -7,6 +7,8 @@
 it in the end; what is compared are the steps to an accuracy. Model and features are the paper's (appendix E.2); so that
 a run takes minutes on a processor, sequences have 100 pairs instead of 200, a step has 50 of them instead of 400, and
 the rate is 5e-4 instead of 5e-6. There is no dropout, and a run ends when 99 % of the validation sequences are right.
+Features keep their draw; the paper draws anew in training ("method.attention.projection_params={redraw_every: 100}",
+without softmax).
 
 Runs are of train_lra.py, in OUT/<task>/<method>/seed<k>. Finished ones (metrics.json) are skipped, interrupted ones
 resumed. Settings given as section.key=value apply to every run. table_sparsity.py makes a page of them.
