@@ -12,10 +12,9 @@ from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from _lib.cifar_resnet import SIDE, CifarResNet, load_cifar_resnet
 from _lib.lowrank_settings import CIFAR_RESNETS, LowRankMethod, LowRankModel
-from _lib.models import load_pretrained, resolve_model
+from _lib.models import load_pretrained, resolve_model, train_in_use
 from snnk_peft import get_snnk_model
 from snnk_peft.errors import ConfigError
-from snnk_peft.tuner.slot_layer import SlotLayer
 
 
 def image_processor(model: LowRankModel, task: Any) -> Any:
@@ -68,10 +67,7 @@ def low_rank_model(base: nn.Module, method: LowRankMethod, seed: int, resumed: b
     config = method.snnk_config(seed, **({"init": "baseline"} if resumed else {}))
     model: Any = get_snnk_model(base, config)
     seconds = time.perf_counter() - started
-    model.requires_grad_(True)  # PEFT froze what it did not add
-    for module in model.modules():
-        if isinstance(module, SlotLayer):
-            module.base_layer.requires_grad_(False)  # nothing calls it
+    train_in_use(model)
     return model, seconds
 
 
