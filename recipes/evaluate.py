@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
     parser.add_argument("--task", help="short for task=NAME")
     parser.add_argument("--output", type=Path, help="file for the result")
+    parser.add_argument("--draws", type=int, help="also score so many fresh draws of attention's features, 2 or more")
+    parser.add_argument("--draws-seed", type=int, default=0, help="of these draws (default 0)")
     arguments = parser.parse_intermixed_args(argv)
     from _lib.evaluation import DivergedError
     from _lib.guard import guarded
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         try:
-            evaluate(arguments.folder, overrides, arguments.output)
+            evaluate(arguments.folder, overrides, arguments.output, arguments.draws, arguments.draws_seed)
         except DivergedError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -56,7 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     return guarded(work)
 
 
-def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[str, Any]:
+def evaluate(
+    folder: Path, overrides: list[str], output: Path | None, draws: int | None = None, draws_seed: int = 0
+) -> dict[str, Any]:
     """Load, score, write; returns what was written."""
     import torch
     from _lib.evaluation import evaluation_splits, score
@@ -70,6 +74,8 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
 
     from snnk_peft.errors import ConfigError
 
+    if draws is not None and draws < 2:
+        raise ConfigError(f"--draws is {draws}; expected 2 or more, of which there is a deviation")
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; expected a run, an adapter, a bundle or a model")
 
@@ -95,6 +101,13 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
     model, reader = load_trained(folder, task) if run is None else load_run(folder, run)
     modality = modality_of(task)
     modality.check(model, reader, config.data)
+
+    if draws is not None:
+        from _lib.draws import draw_figures, resamplable
+
+        resamplable(model)
+        if task.label_names is None or task.tokens:
+            raise ConfigError(f"--draws: task {config.task} has no class label per example; leave --draws out")
 
     # --- data --------------------------------------------------------------------------------------------------------
     # Of two validation sets one may be absent; only without `splits` does the task allow that.
@@ -128,6 +141,8 @@ def evaluate(folder: Path, overrides: list[str], output: Path | None) -> dict[st
         "device": str(accelerator.device),
         "environment": environment(ROOT),
     }
+    if draws is not None:
+        result["draws"] = draw_figures(model, task, splits, config.batch_size, accelerator, draws, draws_seed)
     if accelerator.is_main_process:
         with writing(output.parent):
             output.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import sweep_lra
+
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 GRACE = 120  # seconds that a run has to save itself
@@ -47,13 +49,29 @@ class Step(NamedTuple):
 
 # What a core does of the long ones in a quarter of an hour per run.
 BUDGET = ("train.max_cpu_minutes=15", "train.schedule=constant", "train.warmup_steps=50")
+# Two minutes a run: small batches take the steps that a plateau needs. For all pairs of Spectraformer's Table 2.
+SHORT = (
+    *("train.max_cpu_minutes=2", "train.schedule=constant", "train.warmup_steps=50", "train.learning_rate=1e-3"),
+    *("train.batch_size=8", "data.max_validation_samples=500", "data.max_test_samples=2000"),
+    "model.attention_dropout=0",
+)
+LONG = ("softmax", "posrf_orf", "posrf_mm", "saderf_orf", "posrf_fastfood_learned")
+PAIRS = ("softmax", *sweep_lra.PAIRS)
 SMALL_PICTURES = ("train.epochs=4", "train.batch_size=50", "data.max_train_samples=2000", "data.max_eval_samples=2000")
 STEPS = {
     "snnk": Step("sweep_snnk.py", "table_snnk.py", "snnk"),
     "glue": Step("sweep_glue.py", "table_glue.py", "glue", "glue"),
     "lowrank": Step("sweep_lowrank.py", "table_lowrank.py", "lowrank", "cifar10", SMALL_PICTURES),
-    "listops": Step("sweep_lra.py", "table_lra.py", "lra", None, BUDGET, ("--tasks", "listops")),
-    "text": Step("sweep_lra.py", "table_lra.py", "lra", "imdb", BUDGET, ("--tasks", "text")),
+    "pairs_listops": Step(
+        *("sweep_lra.py", "table_lra.py", "spectraformer", None, (*SHORT, "data.max_length=500")),
+        ("--tasks", "listops", "--methods", *PAIRS),
+    ),
+    "pairs_text": Step(
+        *("sweep_lra.py", "table_lra.py", "spectraformer", "imdb", (*SHORT, "data.max_length=1000")),
+        ("--tasks", "text", "--methods", *PAIRS),
+    ),
+    "listops": Step("sweep_lra.py", "table_lra.py", "lra", None, BUDGET, ("--tasks", "listops", "--methods", *LONG)),
+    "text": Step("sweep_lra.py", "table_lra.py", "lra", "imdb", BUDGET, ("--tasks", "text", "--methods", *LONG)),
 }
 
 

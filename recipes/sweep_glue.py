@@ -83,6 +83,8 @@ METHODS = {
     "dora_r8": ["method.name=lora", "method.lora.r=8", "method.lora.alpha=16", "method.lora.dora=true"],
     "ia3": ["method.name=ia3"],
     "vera_r256": ["method.name=vera", "method.lora.r=256"],
+    # Blocks of a size with which it has about as many numbers as lora_r8.
+    "boft_b16": ["method.name=boft", "method.lora.block_size=16"],
     "norms_biases": ["method.name=bitfit"],
     "full": ["method.name=full"],
     "linear_probe": ["method.name=linear_probe"],

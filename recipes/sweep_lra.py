@@ -5,7 +5,7 @@
 
 Each run goes to OUT/<task>/<method>/seed<k>. Finished runs (metrics.json) are skipped, interrupted ones resumed. The
 last line of each run tells how long the rest will take. Settings given as section.key=value apply to every run: tasks
-with different data folders are one command each.
+with different data folders are one command each. The method performer_pytorch needs `pip install performer-pytorch`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ METHODS = {
     "posrf_gmm": [f"method.attention={{component: posrf, projection: gmm, {_LEARNED}}}"],
     # As many features as random ones in the papers; the classical form has W = I.
     "elu": ["method.attention={component: elu, projection: orf, num_features: 128}"],
+    # The same estimator by another library, as it is used there: new features every 1000 steps.
+    "performer_pytorch": ["method.attention=performer_pytorch", "method.performer.nb_features=128"],
 }
 
 

@@ -13,28 +13,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from _lib.sweep import RECIPES, Run, Sweep, sweep
-
-
-class Task(NamedTuple):
-    """One experiment.
-
-    Args:
-        program: the recipe's file in recipes/.
-        config: its settings below recipes/configs.
-        methods: settings of each method.
-        folder: of its files, below `--data`; None if it needs none.
-    """
-
-    program: str
-    config: str
-    methods: dict[str, list[str]]
-    folder: str | None = None
-
+from _lib.sweep import Task, run_tasks, task_parser
 
 DENSE = ["method.snnk=null"]
 PERCEPTRONS = {
@@ -71,47 +52,21 @@ TASKS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run what is missing; 0 all finished, 1 something failed, 2 wrong input, 130 or 143 stopped."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for every run")
+    parser = task_parser(__doc__, "snnk", TASKS)
     parser.add_argument("--data", type=Path, help="folder of mnist, covtype, higgs, hepmass")
-    parser.add_argument("--out", type=Path, default=Path("runs/snnk"), help="folder of all runs (%(default)s)")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK", help=" ".join(TASKS))
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="those of a task that are named; default: all")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
-    parser.add_argument("--stored", type=Path, help="also skip runs whose reports were stored here")
-    arguments, rest = parser.parse_known_args(argv)
-    if misplaced := [text for text in rest if "=" not in text or text.startswith("-")]:
-        parser.error(f"unknown arguments {misplaced}; settings are written section.key=value")
-    known = dict.fromkeys(method for name in arguments.tasks for method in TASKS[name].methods)
-    if absent := [method for method in arguments.methods or [] if method not in known]:
-        parser.error(f"unknown methods {absent}; the tasks have {', '.join(known)}")
-    from _lib.guard import guarded
-
-    overrides = [*arguments.overrides, *rest]
-    return guarded(lambda: every(arguments, overrides))
+    return run_tasks(parser, TASKS, files, argv)
 
 
-def every(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """One seed of all tasks after the other; stops where a run was asked to stop."""
-    failed = 0
-    for seed in arguments.seeds:
-        for name in arguments.tasks:
-            task, given = TASKS[name], list(overrides)
-            if task.folder is not None:
-                folder = None if arguments.data is None else arguments.data / task.folder
-                if folder is None or not folder.is_dir():
-                    print(f"note: {name} is left out: --data has no folder {task.folder}", flush=True)
-                    continue
-                given.append(f"data.dir={folder}")
-            chosen = [method for method in task.methods if not arguments.methods or method in arguments.methods]
-            grid = Sweep(
-                task.program, task.config, task.methods, given, RECIPES / "configs", arguments.out, arguments.stored
-            )
-            code = sweep(grid, [Run(name, method, seed) for method in chosen])
-            if code > 1:
-                return code
-            failed += code
-    return min(failed, 1)
+def files(name: str, arguments: argparse.Namespace) -> list[str] | None:
+    """Where the files of a task are; None if they are wanted and absent."""
+    wanted = TASKS[name].folder
+    if wanted is None:
+        return []
+    folder = None if arguments.data is None else arguments.data / wanted
+    if folder is None or not folder.is_dir():
+        print(f"note: {name} is left out: --data has no folder {wanted}", flush=True)
+        return None
+    return [f"data.dir={folder}"]
 
 
 if __name__ == "__main__":

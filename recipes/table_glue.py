@@ -27,7 +27,7 @@ CONSTANT = {"rte": 0.5271, "mrpc": 0.7480, "stsb": 0.0, "cola": 0.0, "sst2": 0.5
 NEAR = 0.25
 # What the others are compared to.
 PEER = "lora_r8"
-# The methods of recipes/sweep_glue.py, in words, in the order of the table.
+# The methods of recipes/sweep_glue.py and recipes/peers, in words, in the order of the table.
 NAMES = {
     "rows7_query_value_norms": "learned rows beside queries and values, and norms",
     "rows7_informed_norms": "learned rows that one labelled pass made, and norms",
@@ -45,6 +45,9 @@ NAMES = {
     "dora_r8": "DoRA",
     "ia3": "(IA)³",
     "vera_r256": "VeRA",
+    "boft_b16": "BOFT with one butterfly factor (orthogonal blocks of 16)",
+    "adapters_seq_bn": "AdapterHub's bottleneck behind the FFN (recipes/peers/adapters_glue.py)",
+    "adapters_double_seq_bn": "AdapterHub's bottlenecks behind attention and FFN (the same program)",
     "norms_biases": "norms and biases alone",
     "full": "all weights",
     "linear_probe": "linear probe",

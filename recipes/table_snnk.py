@@ -10,12 +10,11 @@ files in OUT. Without runs, the page is rendered from the stored files alone.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
-from _lib.tables import Table, collect, grid, read_reports, spread
+from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
 
 ROOT = Path(__file__).resolve().parent.parent
 # Task -> what it is, what its score is, and by what the score is multiplied on the page.
@@ -86,11 +85,10 @@ def score(reports: list[dict[str, Any]], task: str, factor: float) -> str:
     """Mean ± standard error (seeds)."""
     if task == "two_bodies":
         reports = [{"score": 1 - report["score"]} for report in reports]
-    mean, deviation = spread(reports, "score")
-    error = factor * deviation / math.sqrt(len(reports))
+    mean, error = standard_error(reports, "score")
     if task == "two_bodies":
         return f"{mean:.1e} ± {error:.0e} ({len(reports)})"
-    return f"{factor * mean:.1f} ± {error:.1f} ({len(reports)})"
+    return f"{factor * mean:.1f} ± {factor * error:.1f} ({len(reports)})"
 
 
 def counts(reports: list[dict[str, Any]], key: str) -> str:

@@ -3,6 +3,7 @@
     python recipes/train_lra.py recipes/configs/lra/listops.yaml
     python recipes/train_lra.py recipes/configs/lra/text.yaml data.dir=path/to/imdb method.attention=softmax
     python recipes/train_lra.py recipes/configs/lra/listops.yaml train.max_cpu_minutes=15 train.schedule=constant
+    python recipes/train_lra.py recipes/configs/lra/listops.yaml method.attention=performer_pytorch     (a peer library)
 
 Settings are `section.key=value`; `--help` lists them. The checkpoint with the best validation score is the one whose
 test accuracy is reported. A run killed at any moment continues with `--resume` and ends with the same weights, bit for
@@ -12,20 +13,16 @@ bit, as one that was never interrupted (on the same number of threads). SIGTERM 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from _lib.experiment import Data, Experiment, Finished, Schedule
 from _lib.launch import launch
-from _lib.lra_settings import LongRangeConfig
+from _lib.lra_settings import PERFORMER, LongRangeConfig
 
 if TYPE_CHECKING:
     import torch
-
-# train.schedule -> transformers' name of the schedule
-SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "rsqrt": "inverse_sqrt"}
 
 
 class LongRange(Experiment[LongRangeConfig]):
@@ -42,13 +39,17 @@ class LongRange(Experiment[LongRangeConfig]):
 
     @property
     def method(self) -> str:
-        """softmax, or component-projection."""
+        """softmax, performer_pytorch, or component-projection."""
         return self.config.method.label()
 
     def data(self, accelerator: Any) -> Data:
         """Token ids and labels of all three splits."""
         from _lib.sequences import SequenceExamples
 
+        if self.config.method.attention == PERFORMER:
+            from _lib.performer_peer import require_performer
+
+            require_performer()
         data = self.config.data
         limits = {name: getattr(data, f"max_{name}_samples") for name in ("train", "validation", "test")}
         rows = self.task.load(data.dir, max_samples=limits, seed=self.config.train.seed)
@@ -70,19 +71,9 @@ class LongRange(Experiment[LongRangeConfig]):
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps or processor time, whichever ends first."""
-        from _lib.schedule import learning_rate
+        from _lib.schedule import of_budget
 
-        train = self.config.train
-        peak, warmup = train.learning_rate, train.warmup_steps
-        if train.schedule == "rsqrt":  # Long Range Arena: learning_rate is the rate of a single step of warm-up
-            warmup = max(1, warmup)
-            peak /= math.sqrt(warmup)
-        return Schedule(
-            total=train.steps,
-            eval_every=train.eval_every,
-            rate=learning_rate(SCHEDULES[train.schedule], peak, warmup, train.steps),
-            budget_seconds=None if train.max_cpu_minutes is None else 60 * train.max_cpu_minutes,
-        )
+        return of_budget(self.config.train)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """Test accuracy of the checkpoint that is best on validation, and what a step costs."""

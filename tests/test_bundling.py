@@ -372,7 +372,10 @@ def test_all_projections_and_components_fit_into_one_code_file():
 
 MEMBERS = [
     *(
-        (name, {"gaussian": "orf"}.get(COMPONENTS[name].distribution, COMPONENTS[name].distribution))
+        (
+            name,
+            {"gaussian": "orf", "none": "identity"}.get(COMPONENTS[name].distribution, COMPONENTS[name].distribution),
+        )
         for name in COMPONENTS
     ),
     *(

@@ -43,9 +43,12 @@ sys.path.append(str(RECIPES))
 import closed_form
 import convert
 import finetune
+import finetune_kernel
 import fit_head
 import fit_picture
 import fit_potential
+import pretrain_mlm
+import train_copy
 import train_lowrank
 import train_lra
 import train_mlp
@@ -133,6 +136,8 @@ def long_range(file: Path, models: Path, out: Path) -> list[str]:
             (out / f"{name}.bin").write_bytes(rows.tobytes())
     else:
         few = ["data.max_train_samples=4", "data.max_validation_samples=2", "data.max_test_samples=2"]
+        if kind.startswith("sparsity"):
+            return few  # they make their own data
         sizes = ["--train", "8", "--validation", "4", "--test", "4", "--min-length", "20", "--max-length", "60"]
         assert recipe("write_listops").main(["--output", str(out / "listops"), *sizes]) == 0
         return [f"data.dir={out / 'listops'}", *few]
@@ -159,8 +164,18 @@ def digits(file: Path, models: Path, out: Path) -> list[str]:
     return [f"model.name_or_path={model}", "data.max_train_samples=24"]
 
 
+def masked(file: Path, models: Path, out: Path) -> list[str]:
+    for split in ("train", "valid"):
+        (out / f"wiki.{split}.tokens").write_text("\n".join(sentences()[:200]))
+    return ["task=wikitext", f"data.dir={out}"]
+
+
 def picture(file: Path, models: Path, out: Path) -> list[str]:
     return ["data.size=16"]
+
+
+def copies(file: Path, models: Path, out: Path) -> list[str]:
+    return ["data.length=16"]
 
 
 def potential(file: Path, models: Path, out: Path) -> list[str]:
@@ -222,6 +237,8 @@ STAND_INS = {
     "head.yaml": (fit_head.FitHead, head),
     "imdb.yaml": (finetune.Finetuning, reviews),
     "convert": (convert.Converting, conversion),
+    "kernels": (finetune_kernel.FinetuneKernel, glue),
+    "pretrain_mlm.yaml": (pretrain_mlm.PretrainMasked, masked),
     "lowrank": (train_lowrank.LowRankTraining, low_rank),
     "lra": (train_lra.LongRange, long_range),
     "cifar10": (finetune.Finetuning, pictures("cifar10_binary", 10)),
@@ -230,6 +247,7 @@ STAND_INS = {
     "imagenet": (finetune.Finetuning, pictures("class_folders", 2)),
     "mlp": (train_mlp.TrainMlp, numbers),
     "pictures": (fit_picture.FitPicture, picture),
+    "copy": (train_copy.TrainCopy, copies),
     "potential": (fit_potential.FitPotential, potential),
 }
 

@@ -23,12 +23,13 @@ from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.snnk_linear import SNNKLinear
 
 VARIANTS = {
-    "orf": [{"norms": "sqrt_dim"}],
+    "orf": [{"norms": "sqrt_dim"}, {"norms": "chi_pairs"}],
     "qmc": [{"sequence": "halton"}, {"scramble": False}],
     "rom": [{"complex_unit": True}],
     "simrf": [{"coupling": "weight_dependent"}],
     "sgq": [{"rotate": True}],
     "poisson": [{"rate": 30.0}],
+    "dct": [{"rounds": 1}],
     "pmodel": [{"structure": "toeplitz"}],
     "free": [{"init": "orf"}],
     "bbq": [{"points": "random"}],
@@ -36,6 +37,7 @@ VARIANTS = {
 }
 DRAWING_COMPONENTS = {
     "hrf": [{}],
+    "polysketch": [{"degree": 8}],
     "trigrf": [{"form": "phase", "kernel": "cauchy"}, {"kernel": "matern32"}],
     "urf": [{"sampling": "iid", "atoms": 4}],
 }

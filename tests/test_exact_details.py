@@ -83,8 +83,10 @@ def test_positive_means_positive():
     x = torch.randn(40, 4)
     for name in COMPONENTS:
         component = COMPONENTS[name]()
-        projection = next(p for p in ("gaussian", "poisson", "geometric", "rademacher") if p in partners(name))
-        fm = build_feature_map(name, projection, 4, max(40, component.fewest_rows()))
+        samples = ("gaussian", "poisson", "geometric", "rademacher", "identity", "gmm")
+        projection = next(p for p in samples if p in partners(name))
+        rows = PROJECTIONS[projection].nearest_size(4, max(40, component.fewest_rows()))
+        fm = build_feature_map(name, projection, 4, rows)
         if name == "urf":
             x = x / 8  # where its variance is bearable
         assert bool((fm(x) < 0).any()) != fm.component.positive, name
@@ -125,7 +127,7 @@ def test_what_messages_advise_works():
 def test_orf_names_every_fault():
     with pytest.raises(ConfigError) as refused:
         PROJECTIONS["orf"](0, -1, norms="x")
-    for fault in ("dim is 0", "num_features is -1", "orf norms is 'x'; expected 'chi' or 'sqrt_dim'"):
+    for fault in ("dim is 0", "num_features is -1", "orf norms is 'x'; expected 'chi', 'chi_pairs' or 'sqrt_dim'"):
         assert fault in str(refused.value)
 
 

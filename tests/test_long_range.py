@@ -571,13 +571,33 @@ def test_the_table_says_what_its_numbers_are_worth(tmp_path: Path) -> None:
     arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]
     assert table_lra.main(arguments) == 0
     page = (tmp_path / "cards/README.md").read_text()
-    assert "| softmax | 2 | 62.0 ± 2.8 | 300 | 3.12 | 15.0 | 16.7 | 500 → 2,000 | 123,456 |" in page
+    assert "| softmax | 2 | 62.0 ± 2.0 | 300 | 3.12 | 15.0 | 16.7 | 500 → 2,000 | 123,456 |" in page
     assert "| posrf_orf | 1 | 61.0 |" in page
     assert "Chance is 50 %" in page
     assert "longest document 1,000 tokens" in page
     assert "15 CPU minutes (at most 50,000 steps)" in page
     assert "differ in: learning rate 0.0005 / 0.001" in page
     assert "fewer than three seeds" in page
+    assert "PosRF-MM against" not in page
+
+
+def test_the_table_checks_the_papers_claim(tmp_path: Path) -> None:
+    for method, seed, accuracy, seconds in (
+        ("posrf_mm", 0, 0.62, 0.30),
+        ("posrf_mm", 1, 0.60, 0.34),
+        ("saderf_orf", 0, 0.58, 0.40),
+        ("saderf_orf", 1, 0.58, 0.40),
+    ):
+        file = tmp_path / f"runs/text/{method}/seed{seed}/metrics.json"
+        file.parent.mkdir(parents=True)
+        written = {**report(method, seed, accuracy), "cpu_seconds_per_step": seconds}
+        written["peak_memory_bytes"] = 1_000_000_000 if method == "posrf_mm" else 1_500_000_000
+        file.write_text(json.dumps(written))
+    assert table_lra.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
+    page = (tmp_path / "cards/README.md").read_text()
+    # (1.0 − .5) GB against (1.5 − .5) GB of growth; .32 against .40 s; 61 against 58 ± 1.
+    assert "PosRF-MM against SADERF-ORF: 20.0 % less time per step, 50.0 % less memory" in page
+    assert "+3.0 ± 1.0 points of accuracy" in page
     assert "3 of 3 runs ended before the 50,000 steps" in page
     assert "shorter than the published 4,000 tokens" in page
     assert (tmp_path / "cards/accuracy.png").read_bytes().startswith(b"\x89PNG")

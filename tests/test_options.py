@@ -221,7 +221,7 @@ FAULTS = {
     "gerf kernel is 'sofmax'; expected 'softmax' or 'gaussian'. Did you mean 'softmax'?",
     "gerf A is 1; expected a number < 0.125",
     "component 'gerf' parameter 'b' is unknown; valid: A, kernel, s",
-    "orf norms is 'chy'; expected 'chi' or 'sqrt_dim'. Did you mean 'chi'?",
+    "orf norms is 'chy'; expected 'chi', 'chi_pairs' or 'sqrt_dim'. Did you mean 'chi'?",
     "projection 'orf' parameter 'nroms' is unknown; valid: norms, redraw_every. Did you mean 'norms'?",
 }
 

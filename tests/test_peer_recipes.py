@@ -43,6 +43,8 @@ PEERS: list[tuple[str, dict[str, Any], int]] = [
     ("lora", {"r": 2, "norms": True}, 2 * 2 * 2 * 2 * 32 + NORMS),
     ("ia3", {}, 2 * (32 + 32 + 64 + 32)),
     ("vera", {"r": 4}, 2 * 2 * (4 + 32)),
+    ("boft", {"block_size": 4}, 2 * 2 * (32 * 4 + 32)),
+    ("boft", {"block_size": 8, "norms": True}, 2 * 2 * (32 * 8 + 32) + NORMS),
     ("bitfit", {}, NORMS + BIASES),
 ]
 
@@ -73,7 +75,36 @@ def test_an_architecture_for_which_peft_has_no_choice() -> None:
         build_model(build("esm", "EsmForSequenceClassification"), MethodSection("ia3"), 0, None)
 
 
-@pytest.mark.parametrize("name", ["ia3", "vera", "bitfit"])
+def test_boft_turns_inputs_by_orthogonal_blocks_and_stretches_outputs() -> None:
+    """diag(s) W R, where R is block diagonal and every block is the Cayley transform of a skew matrix."""
+    base = tiny("bert", num_labels=3)
+    model = build_model(copy.deepcopy(base), MethodSection("boft", lora=LoraSection(block_size=4)), 0, None).eval()
+    path = "bert.encoder.layer.1.attention.self.value"
+    layer, before = model.get_base_model().get_submodule(path), base.get_submodule(path)
+    with torch.no_grad():
+        R, s = layer.boft_R["default"].normal_(), layer.boft_s["default"].uniform_(0.5, 2)
+        blocks = []
+        for block in R[0].double():
+            skew = (block - block.T) / 2
+            blocks.append((torch.eye(4) - skew) @ torch.linalg.inv(torch.eye(4) + skew))
+        turn = torch.block_diag(*blocks)
+        torch.testing.assert_close(turn @ turn.T, torch.eye(32).double(), rtol=0, atol=1e-9)
+        x = torch.randn(5, 32)
+        expected = (x.double() @ turn) @ before.weight.double().T * s.double().T + before.bias.double()
+        torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_that_do_not_fit_and_factors_that_peft_would_leave_out() -> None:
+    with pytest.raises(ConfigError, match=r"block_size is 5 .*in_features \(32\) must be divisible"):
+        build_model(tiny("bert"), MethodSection("boft", lora=LoraSection(block_size=5)), 0, None)
+    if torch.cuda.is_available():
+        pytest.skip("PEFT may have its CUDA extension here")
+    method = MethodSection("boft", lora=LoraSection(block_size=4, butterfly_factors=2))
+    with pytest.raises(ConfigError, match=r"butterfly_factors is 2, .*CUDA extension"):
+        build_model(tiny("bert"), method, 0, None)
+
+
+@pytest.mark.parametrize("name", ["ia3", "vera", "boft", "bitfit"])
 def test_trained_saved_and_scored_again(name: str, tmp_path: Path) -> None:
     world = write_world(tmp_path)
     write_settings(tmp_path / "run.yaml", str(world / "bert"), str(world / "glue"), str(tmp_path / "run"), name)

@@ -37,6 +37,8 @@ STRUCTURED: list[tuple[str, dict[str, Any]]] = [
     ("rom", {"factors": 1, "complex_unit": True}),
     ("fastfood", {}),
     ("scrf", {}),
+    ("dct", {}),
+    ("dct", {"rounds": 1}),
     ("pmodel", {"structure": "circulant"}),
     ("pmodel", {"structure": "toeplitz"}),
     ("pmodel", {"structure": "hankel"}),
@@ -313,6 +315,7 @@ def test_one_code_file_can_hold_every_member():
 
 GAUSSIAN: list[tuple[str, dict[str, Any]]] = [
     ("orf", {}),
+    ("orf", {"norms": "chi_pairs"}),
     ("simrf", {}),
     ("simrf", {"coupling": "weight_dependent"}),
     ("qmc", {}),
@@ -351,6 +354,7 @@ def test_members_that_are_not_gaussian_do_not_claim_it():
         ("sorf", 4, 4, {}),
         ("rom", 4, 4, {}),
         ("mm", 4, 8, {}),
+        ("dct", 4, 8, {}),
         ("sgq", 4, 9, {}),
         ("ssr", 4, 11, {}),
         ("qmc", 4, 8, {"scramble": False}),

@@ -122,6 +122,7 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "sklearn", "accelerate")
             "table_results",
         ),
         *("train_lowrank", "sweep_lowrank", "table_lowrank", "convert_efficientnet_lite"),
+        *("train_copy", "sweep_fmm", "table_fmm"),
     ],
 )
 def test_help_answers_before_the_large_libraries_are_loaded(name: str) -> None:

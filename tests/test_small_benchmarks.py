@@ -1,4 +1,4 @@
-"""benchmarks/calibrate_memory.py and fused_products.py on small sizes: what is measured is there, and makes sense."""
+"""calibrate_memory.py, fused_products.py and snnk_layer.py on small sizes: what is there makes sense."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.fresh_process import run_python
 from tests.tiny_families import build, main_head
 
 BENCHMARKS = Path(__file__).parent.parent / "recipes" / "benchmarks"
+PASSES = ("forward", "training")
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak of a stretch of time")
@@ -64,6 +65,26 @@ def test_one_product_instead_of_several(tmp_path: Path) -> None:
         assert (row["share of the model's time saved"] > 0) == (row["ms apart"] > row["ms as one"])
 
 
+def test_attentions_that_are_compared_by_length_are_what_they_are_called() -> None:
+    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
+    code = f"""
+import sys; sys.path.insert(0, {str(BENCHMARKS)!r})
+import attention, torch
+q, k, v = attention.tensors(48)
+exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+torch.testing.assert_close(attention.formed(q, k, v), exact, rtol=1e-4, atol=1e-5)
+attention.MAPS_LENGTHS, attention.LONGEST_FORMED = (32, 64), 32
+attention.peak_growth = lambda work, *given: work(*given)() or 2**20 * given[1]
+for row in attention.maps(1):
+    print(row["length"], row["attention"], row["peak_MiB"], row["memory_of_softmax"], row["ms"] > 0)
+"""
+    done = run_python(["-c", code])
+    assert done.returncode == 0, done.stderr[-3000:]
+    maps = ["posrf-orf", "posrf-gmm", "posrf-generative", "posrf-fastfood_learned"]
+    expected = [f"32 {name} 32.0 1.0 True" for name in ["softmax", *maps, "softmax, weights formed"]]
+    assert done.stdout.splitlines() == [*expected, *(f"64 {name} 64.0 1.0 True" for name in ["softmax", *maps])]
+
+
 def test_make_benchmarks_leaves_out_what_needs_a_model() -> None:
     """A program with a required option would stop all that come after it."""
     asked = ["make", "--dry-run", "benchmarks"]
@@ -73,3 +94,35 @@ def test_make_benchmarks_leaves_out_what_needs_a_model() -> None:
     assert "fused_products.py" in run
     assert run <= programs.keys()
     assert not [name for name in run if "required=True" in programs[name]]
+
+
+def test_one_layer_against_its_stand_in(tmp_path: Path) -> None:
+    """Numbers of parameters by formula; memory: both outputs in a forward pass, and gradients of weights and input."""
+    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
+    output, d, m, tokens = tmp_path / "metrics.json", 768, 16, 2 * 512
+    given = ["--widths", "64", str(d), "--features", str(m), "--shape", "2x512", "--repetitions", "1"]
+    done = run_python([str(BENCHMARKS / "snnk_layer.py"), *given, "--output", str(output)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(output.read_text())["rows"]
+    rows = {(row["section"], row["width"], row["pass"], row["layer"]): row for row in told}
+    names = [("layer", name) for name in ("linear, gelu", "linear, relu", f"snnk, {m}")]
+    names += [("pair", name) for name in ("linear, gelu", f"snnk, {m}")]
+    wanted = {(section, width, way, name) for section, name in names for width in (64, d) for way in PASSES}
+    assert rows.keys() == wanted
+    assert len(told) == len(wanted)
+    for (section, width, way, name), row in rows.items():
+        own = width * m + width if name.startswith("snnk") else width * width + width
+        assert row["trained numbers"] == own * (2 if section == "pair" and not name.startswith("snnk") else 1)
+        base = rows[section, width, way, "linear, gelu"]
+        assert row["speed-up"] == pytest.approx(base["ms"] / row["ms"])  # one repetition: of these two
+        assert row["ms"] > 0
+    if not Path("/proc/self/clear_refs").exists():
+        assert all(row["peak MiB"] is None for row in told)
+        return
+    out, weight, features = (4 * size / 2**20 for size in (tokens * d, d * d, tokens * m))
+    assert rows["layer", d, "forward", "linear, gelu"]["peak MiB"] == pytest.approx(2 * out, abs=0.6)
+    assert rows["layer", d, "forward", f"snnk, {m}"]["peak MiB"] == pytest.approx(out + features, abs=0.6)
+    # Forward leaves the Linear's output for the backward pass, and the activation's; that one is gone by the time when
+    # gradients of weight and input are there.
+    assert rows["layer", d, "training", "linear, gelu"]["peak MiB"] > 2 * out + weight - 0.6
+    assert rows["layer", d, "training", f"snnk, {m}"]["peak MiB"] < 2.5 * out

@@ -3,7 +3,8 @@
     one document:   classes(act(W h)),             h = the mean over unpadded tokens, or the first position
     two documents:  h = [a, b, a ⊙ b, a − b]       both read by the same encoder
 
-The encoder is transformers' BertModel; linear attention comes from an `AttentionPart`, and all parameters are trained.
+The encoder is transformers' BertModel; linear attention comes from an `AttentionPart`, or from the library that is its
+peer (`performer_peer.py`). All parameters are trained.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from _lib.lra_settings import AttentionMethod, LongRangeModel
+from _lib.lra_settings import PERFORMER, AttentionMethod, LongRangeModel
 from snnk_peft import get_snnk_model
 from snnk_peft.tasks import SequenceTask
 
@@ -89,18 +90,27 @@ def build_classifier(
         pad_token_id=0,
     )
     bert = BertModel(config, add_pooling_layer=False)
-    positions = bert.embeddings.position_embeddings.weight
     encoder: Any = bert
     snnk = method.snnk_config(seed)
     if snnk is not None:
         encoder = get_snnk_model(bert, snnk)
         encoder.requires_grad_(True)  # PEFT froze what it did not add
+    elif method.attention == PERFORMER:
+        from _lib.performer_peer import use_performer
+
+        use_performer(bert, method.performer, seed)
     if model.positions == "sinusoidal":
-        with torch.no_grad():
-            # As large as learned positions are at first, or they would drown the words (the sinusoids' rms is 1/√2).
-            positions.copy_(sinusoids(*positions.shape) * (config.initializer_range * math.sqrt(2)))
-        positions.requires_grad_(False)
+        make_sinusoidal(bert)
     return LongRangeClassifier(encoder, model.dim, model.hidden_dim, task, model.pooling, model.dropout)
+
+
+def make_sinusoidal(bert: BertModel) -> None:
+    """Position embeddings become sinusoids, which are not trained."""
+    positions = bert.embeddings.position_embeddings.weight
+    with torch.no_grad():
+        # As large as learned positions are at first, or they would drown the words (the sinusoids' rms is 1/√2).
+        positions.copy_(sinusoids(*positions.shape) * (bert.config.initializer_range * math.sqrt(2)))
+    positions.requires_grad_(False)
 
 
 def sinusoids(length: int, width: int) -> torch.Tensor:

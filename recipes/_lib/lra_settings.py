@@ -18,7 +18,8 @@ from _lib.task_settings import RECIPE_OF, modality_fault
 if TYPE_CHECKING:
     from snnk_peft import SNNKConfig
 
-SOFTMAX = "softmax"
+SOFTMAX, PERFORMER = "softmax", "performer_pytorch"
+NAMED = [SOFTMAX, PERFORMER]  # what is no AttentionPart
 
 
 @dataclass
@@ -59,20 +60,33 @@ class LongRangeModel:
 
 
 @dataclass
+class PerformerSection:
+    """The library performer-pytorch, a peer (see _lib/performer_peer.py)."""
+
+    nb_features: int = option(128, "rows of its random matrix, per layer", low=1)
+    feature_redraw_interval: int | None = option(
+        1000, "forward passes of training after which it draws new random features; null: never", low=1
+    )
+
+
+@dataclass
 class AttentionMethod:
     """What computes attention."""
 
     attention: dict[str, Any] | str = option(
-        SOFTMAX, "softmax (exact, torch's scaled_dot_product_attention), or the fields of snnk_peft.AttentionPart"
+        SOFTMAX,
+        "softmax (exact, torch's scaled_dot_product_attention), the fields of snnk_peft.AttentionPart, or "
+        "performer_pytorch (that library's FastAttention: pip install performer-pytorch)",
     )
+    performer: PerformerSection = field(default_factory=PerformerSection)
 
     def check(self) -> list[str]:
         """Faults of the AttentionPart itself."""
         from snnk_peft.errors import ConfigError
         from snnk_peft.registry import did_you_mean
 
-        if isinstance(self.attention, str) and self.attention != SOFTMAX:
-            hint = did_you_mean("value", self.attention, [SOFTMAX])
+        if isinstance(self.attention, str) and self.attention not in NAMED:
+            hint = did_you_mean("value", self.attention, NAMED)
             return [f"attention: {hint}, or the fields of an AttentionPart, such as {{component: posrf}}"]
         try:
             self.snnk_config(seed=0)
@@ -81,7 +95,7 @@ class AttentionMethod:
         return []
 
     def label(self) -> str:
-        """A short name for titles and tables: softmax, or component-projection."""
+        """A short name for titles and tables: softmax, performer_pytorch, or component-projection."""
         from snnk_peft import AttentionPart
 
         if isinstance(self.attention, str):
@@ -90,7 +104,7 @@ class AttentionMethod:
         return f"{part.component}-{part.projection}"
 
     def snnk_config(self, seed: int) -> SNNKConfig | None:
-        """The SNNKConfig described here, or None for softmax."""
+        """The SNNKConfig described here, or None for softmax and the peer."""
         from snnk_peft import SNNKConfig
 
         if isinstance(self.attention, str):

@@ -187,7 +187,7 @@ def build_model(
             initialised.
 
     Returns:
-        a PeftModel for snnk, lora, ia3 and vera, `base` itself for the others.
+        a PeftModel for snnk, lora, ia3, vera and boft, `base` itself for the others.
     """
     train_pooler = method.pooler == "dense"
     if method.name == "full":

@@ -2,11 +2,14 @@
 
 lora                LoRA (Hu et al. 2021); with lora.dora DoRA (Liu et al. 2024); with lora.norms also all norms
 ia3, vera           (IA)³ (Liu et al. 2022) and VeRA (Kopiczko et al. 2023)
+boft                BOFT (Liu et al. 2024): diag(s) W R, R orthogonal and made of blocks; with one butterfly factor it
+                    is block diagonal, which is OFT (Qiu et al. 2023) with trained lengths s
 bitfit              all biases and normalisation layers (Zaken et al. 2022)
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -17,7 +20,7 @@ from _lib.settings import MethodSection
 from snnk_peft.errors import ConfigError
 from snnk_peft.parts.norms import is_norm
 
-PEFT_PEERS = ("lora", "ia3", "vera")
+PEFT_PEERS = ("lora", "ia3", "vera", "boft")
 
 
 def with_peer(base: PreTrainedModel, method: MethodSection, saved: list[str], task_type: str | None, seed: int) -> Any:
@@ -31,9 +34,10 @@ def with_peer(base: PreTrainedModel, method: MethodSection, saved: list[str], ta
         seed: of VeRA's shared random matrices.
 
     Raises:
-        ConfigError: modules that the model does not have, or an architecture for which PEFT has no choice.
+        ConfigError: modules that the model does not have, an architecture for which PEFT has no choice, or blocks that
+            do not fit.
     """
-    from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
+    from peft import BOFTConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
     from peft.utils.error import NoMatchingPeftModuleError
 
     lora = method.lora
@@ -53,20 +57,57 @@ def with_peer(base: PreTrainedModel, method: MethodSection, saved: list[str], ta
             target_modules=targets,
             projection_prng_key=seed,
         )
+    elif method.name == "boft":
+        config = BOFTConfig(
+            **common,
+            boft_block_size=lora.block_size,
+            boft_n_butterfly_factor=lora.butterfly_factors,
+            boft_dropout=lora.dropout,
+            target_modules=lora.target_modules or query_value_names(base),
+        )
     else:
         config = IA3Config(**common, target_modules=lora.target_modules)
     try:
+        if method.name == "boft":
+            return _with_boft(base, config)
         return get_peft_model(base, config)
     except (NoMatchingPeftModuleError, ValueError) as error:
         found = {name.rpartition(".")[2] for name, m in base.named_modules() if isinstance(m, torch.nn.Linear)}
         asked = f"method.lora.target_modules is {lora.target_modules!r}"
         if isinstance(error, NoMatchingPeftModuleError):
             asked += f", which matches no module of {type(base).__name__}"
+        elif method.name == "boft" and "in_features" in str(error):
+            raise ConfigError(
+                f"method.lora.block_size is {lora.block_size} and butterfly_factors {lora.butterfly_factors}; expected "
+                f"blocks that fit into the inputs of every layer: {error}"
+            ) from error
         elif "target_modules" in str(error) and lora.target_modules is None:
             asked += f", and PEFT has no choice for {base.config.model_type}"
         else:
             raise
         raise ConfigError(f"{asked}; expected names among {', '.join(sorted(found))}") from error
+
+
+def _with_boft(base: PreTrainedModel, config: Any) -> Any:
+    """The PeftModel; a ConfigError where PEFT would take fewer butterfly factors than asked for.
+
+    PEFT tries to compile a CUDA extension also where there is no GPU, warns that it failed, and takes one factor.
+    """
+    from peft import get_peft_model
+
+    asked = config.boft_n_butterfly_factor
+    with warnings.catch_warnings():
+        if asked == 1:  # which is what it warns of
+            warnings.filterwarnings("ignore", message="Failed to load the CUDA extension")
+            warnings.filterwarnings("ignore", message="Setting boft_n_butterfly_factor to 1")
+        model = get_peft_model(base, config)
+    found = {len(value) for name, value in model.named_parameters() if ".boft_R." in name}
+    if found != {asked}:
+        raise ConfigError(
+            f"method.lora.butterfly_factors is {asked}, for which PEFT needs its CUDA extension, and that could not be "
+            "compiled here (see its warning): set it to 1, or use a machine with a GPU, ninja and a compiler"
+        )
+    return model
 
 
 def train_biases_and_norms(model: PreTrainedModel) -> None:

@@ -11,6 +11,9 @@ from transformers import get_scheduler
 
 from _lib.experiment import Schedule
 
+# train.schedule of a budget of steps -> transformers' name of it
+SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "rsqrt": "inverse_sqrt"}
+
 
 def learning_rate(name: str, peak: float, warmup: int, total: int, **options: float) -> Callable[[int, float], float]:
     """The rate of the step that comes next, from the steps done and the position in the schedule (see `Schedule`).
@@ -50,3 +53,17 @@ def of_steps(train: Any) -> Schedule:
     """`train.steps` optimizer steps without warm-up."""
     rate = learning_rate(train.schedule, train.learning_rate, 0, train.steps)
     return Schedule(total=train.steps, eval_every=train.eval_every, rate=rate)
+
+
+def of_budget(train: Any) -> Schedule:
+    """`train.steps` optimizer steps or `train.max_cpu_minutes` of processor time, whichever ends first."""
+    peak, warmup = train.learning_rate, train.warmup_steps
+    if train.schedule == "rsqrt":  # Long Range Arena: learning_rate is the rate of a single step of warm-up
+        warmup = max(1, warmup)
+        peak /= math.sqrt(warmup)
+    return Schedule(
+        total=train.steps,
+        eval_every=train.eval_every,
+        rate=learning_rate(SCHEDULES[train.schedule], peak, warmup, train.steps),
+        budget_seconds=None if train.max_cpu_minutes is None else 60 * train.max_cpu_minutes,
+    )

@@ -16,7 +16,7 @@ from _lib.config import option
 if TYPE_CHECKING:
     from snnk_peft.config import SNNKConfig
 
-METHODS = ("snnk", "lora", "ia3", "vera", "bitfit", "full", "linear_probe")
+METHODS = ("snnk", "lora", "ia3", "vera", "boft", "bitfit", "full", "linear_probe")
 
 
 @dataclass
@@ -86,12 +86,20 @@ class LoraSection:
 
     r: int = option(8, "rank (lora, vera)", low=1)
     alpha: float = option(16.0, "scale: the update is multiplied by alpha / r", above=0)
-    dropout: float = option(0.0, "dropout on the input of the update", low=0, high=0.99)
+    dropout: float = option(
+        0.0, "dropout on the input of the update; of boft, share of the blocks left out", low=0, high=0.99
+    )
+    block_size: int = option(16, "side of the orthogonal blocks, a divisor of the layers' inputs (boft)", low=2)
+    butterfly_factors: int = option(
+        1,
+        "orthogonal matrices that are multiplied (boft); with more than one PEFT needs a GPU, ninja and a compiler",
+        low=1,
+    )
     target_modules: list[str] | None = option(
         None, "module names; null takes PEFT's choice for the model, or queries and values"
     )
     dora: bool = option(False, "DoRA: lengths of the weights' columns are trained apart from their directions")
-    norms: bool = option(False, "normalisation layers are trained as well (lora, ia3, vera)")
+    norms: bool = option(False, "normalisation layers are trained as well (lora, ia3, vera, boft)")
 
 
 @dataclass(kw_only=True)
@@ -267,7 +275,7 @@ class OutputSection:
     """Where the run folder goes and what is put there."""
 
     dir: str = option(MISSING, "the run folder")
-    save_model: bool = option(True, "write adapter/ (snnk, lora, ia3, vera) or model/ (full, bitfit, linear_probe)")
+    save_model: bool = option(True, "write adapter/ (snnk, lora, ia3, vera, boft) or model/ (the others)")
     bundle: bool = option(True, "also fold an SNNK model and write it to bundle/ (with save_model)")
     cost: bool = option(
         False,

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -120,6 +120,87 @@ def main(
 
     grid = Sweep(program, config, methods, overrides, arguments.configs, arguments.out, arguments.stored)
     return guarded(lambda: sweep(grid, runs))
+
+
+class Task(NamedTuple):
+    """One experiment of a sweep over several recipes.
+
+    Args:
+        program: the recipe's file in recipes/.
+        config: its settings below recipes/configs.
+        methods: settings of each method.
+        folder: of its files, below `--data`; None if it needs none.
+    """
+
+    program: str
+    config: str
+    methods: Mapping[str, Sequence[str]]
+    folder: str | None = None
+
+
+def task_parser(description: str | None, folder: str, tasks: Mapping[str, Task]) -> argparse.ArgumentParser:
+    """The options of a sweep over several recipes.
+
+    Args:
+        description: the text of `--help`.
+        folder: the name below runs, if `--out` does not say otherwise.
+        tasks: that `--tasks` may name.
+    """
+    out = Path("runs") / folder
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for every run")
+    parser.add_argument("--out", type=Path, default=out, help="folder of all runs (%(default)s)")
+    parser.add_argument("--tasks", nargs="+", default=list(tasks), choices=tasks, metavar="TASK", help=" ".join(tasks))
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="those of a task that are named; default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
+    parser.add_argument("--stored", type=Path, help="also skip runs whose reports were stored here")
+    return parser
+
+
+def run_tasks(
+    parser: argparse.ArgumentParser,
+    tasks: Mapping[str, Task],
+    settings: Callable[[str, argparse.Namespace], list[str] | None],
+    argv: list[str] | None,
+) -> int:
+    """Read the command line and run what is missing, one seed of all tasks after the other.
+
+    Args:
+        parser: made by `task_parser`.
+        tasks: all there are.
+        settings: further settings of a task, from its name and the options; None leaves it out.
+        argv: the arguments, or None for those of this process.
+
+    Returns:
+        0 if everything is finished, 1 if something failed, 2 for wrong input, 130 or 143 if stopped.
+    """
+    arguments, rest = parser.parse_known_args(argv)
+    if misplaced := [text for text in rest if "=" not in text or text.startswith("-")]:
+        parser.error(f"unknown arguments {misplaced}; settings are written section.key=value")
+    known = dict.fromkeys(method for name in arguments.tasks for method in tasks[name].methods)
+    if absent := [method for method in arguments.methods or [] if method not in known]:
+        parser.error(f"unknown methods {absent}; the tasks have {', '.join(known)}")
+    from _lib.guard import guarded
+
+    def every() -> int:
+        failed = 0
+        for seed in arguments.seeds:
+            for name in arguments.tasks:
+                task, further = tasks[name], settings(name, arguments)
+                if further is None:
+                    continue
+                chosen = [method for method in task.methods if not arguments.methods or method in arguments.methods]
+                given = [*arguments.overrides, *rest, *further]
+                grid = Sweep(
+                    task.program, task.config, task.methods, given, RECIPES / "configs", arguments.out, arguments.stored
+                )
+                code = sweep(grid, [Run(name, method, seed) for method in chosen])
+                if code > 1:
+                    return code
+                failed += code
+        return min(failed, 1)
+
+    return guarded(every)
 
 
 def sweep(grid: Sweep, runs: Sequence[Run]) -> int:

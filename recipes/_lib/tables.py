@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -65,6 +66,12 @@ def spread(reports: list[dict[str, Any]], key: str) -> tuple[float, float]:
     """Mean and standard deviation (n - 1; 0 for one seed) over seeds."""
     values = [report[key] for report in reports]
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def standard_error(reports: list[dict[str, Any]], key: str) -> tuple[float, float]:
+    """Mean and its standard error (0 for one seed) over seeds."""
+    mean, deviation = spread(reports, key)
+    return mean, deviation / math.sqrt(len(reports))
 
 
 def grid(header: list[str], rows: list[list[str]]) -> list[str]:

@@ -8,10 +8,12 @@ are timed in turn. `forward` and `causal` time inference, `training` forward and
 products that linear attention consists of, done plainly and with nothing between them: `products_share` is their share
 of its time (above 1 where blocks that stay in the cache are quicker). `memory` measures the growth of a fresh process,
 `decoding` times one token of a two-layer Llama after prefixes of two lengths, `pairs` a training step of the Long Range
-Arena's Text model (length 4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax. Other sections of
-an earlier run are kept in the file. On a GPU the first three also tell the peak of allocated tensors; `--flash` allows
-softmax no kernel but torch's flash attention, which on a GPU needs half precision. About a quarter of an hour on two
-quiet cores.
+Arena's Text model (length 4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax. `maps` has time
+and memory of forward and backward by length, for softmax, fused and with its weights formed (as a dropout on them
+demands on a processor), and for positive features over the learned matrices of Learning the Transformer Kernel. Other
+sections of an earlier run are kept in the file. On a GPU the first three also tell the peak of allocated tensors;
+`--flash` allows softmax no kernel but torch's flash attention, which on a GPU needs half precision. About half an hour
+on two quiet cores.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ import torch
 from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
 from _lib.lra_model import build_classifier
 from _lib.lra_settings import AttentionMethod, LongRangeModel
+from rich.console import Console
+from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -44,6 +48,9 @@ HEADS, DIM, FEATURES = 12, 64, 64
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 MEMORY_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 PREFIXES = (512, 8192)
+MAPS = ("orf", "gmm", "generative", "fastfood_learned")  # of section maps
+MAPS_LENGTHS = (512, 1024, 2048, 4096, 8192)
+LONGEST_FORMED = 4096  # 12 · 4096² weights are 0.8 GB, and are there several times
 COMPONENTS = ("posrf", "oprf", "saderf")  # Spectraformer, Table 2
 PROJECTIONS = ("orf", "sorf", "qmc", "sgq", "mm", "fastfood_learned")
 Run = Callable[[], object]
@@ -141,6 +148,52 @@ def memory() -> tuple[Rows, float]:
     return rows, slope
 
 
+def formed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Softmax attention through its weights, (1, HEADS, length, length)."""
+    return (q @ k.mT * DIM**-0.5).softmax(-1) @ v
+
+
+def attend_and_return(name: str, length: int) -> Run:
+    """Forward and backward of one attention of section `maps`."""
+    torch.manual_seed(0)
+    kernel: Callable[..., torch.Tensor]
+    if name.startswith("softmax"):
+        kernel = scaled_dot_product_attention if name == "softmax" else formed
+    else:
+        kernel = KernelAttention([build_feature_map("posrf", name.removeprefix("posrf-"), DIM, FEATURES)], HEADS)
+    inputs = tensors(length)
+
+    def run() -> object:
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        kernel(*leaves).sum().backward()
+        return None
+
+    return run
+
+
+def maps(repetitions: int) -> Rows:
+    """Milliseconds and peak growth of every attention by length, and both relative to fused softmax."""
+    rows = []
+    for length in track(MAPS_LENGTHS, "maps", console=Console(stderr=True)):
+        names = ["softmax", *(f"posrf-{projection}" for projection in MAPS)]
+        if length <= LONGEST_FORMED:
+            names.append("softmax, weights formed")
+        seconds = alternate({name: attend_and_return(name, length) for name in names}, repetitions, warmup=1)
+        peaks = {name: peak_growth(attend_and_return, name, length) / 2**20 for name in names}
+        rows += [
+            {
+                "attention": name,
+                "length": length,
+                "ms": 1e3 * statistics.median(seconds[name]),
+                "time_of_softmax": ratio(seconds[name], seconds["softmax"]),
+                "peak_MiB": peaks[name],
+                "memory_of_softmax": peaks[name] / peaks["softmax"],
+            }
+            for name in names
+        ]
+    return rows
+
+
 def tiny_llama(linear_attention: bool) -> Any:
     """Two layers of the measured heads, random weights, room for the longest prefix."""
     torch.manual_seed(0)
@@ -235,7 +288,7 @@ def pairs(repetitions: int) -> Rows:
 
 def main() -> None:
     """Measure and write."""
-    sections = ("forward", "causal", "training", "memory", "decoding", "pairs")
+    sections = ("forward", "causal", "training", "memory", "decoding", "pairs", "maps")
     options = parser(__doc__ or "", "attention")
     options.add_argument("--sections", nargs="+", default=sections, choices=sections, help="what to measure")
     add_device(options, "of forward, causal and training")
@@ -248,8 +301,8 @@ def main() -> None:
         extra: dict[str, Any] = {}
         if section == "memory":
             rows, extra["memory_exponent"] = memory()
-        elif section in ("decoding", "pairs"):
-            rows = (decoding if section == "decoding" else pairs)(arguments.repetitions)
+        elif section in (sized := {"decoding": decoding, "pairs": pairs, "maps": maps}):
+            rows = sized[section](arguments.repetitions)
         else:
             dtype = getattr(torch, arguments.dtype)
             rows = speed(section, arguments.repetitions, arguments.lengths, arguments.device, dtype, arguments.flash)

@@ -56,6 +56,7 @@ class Component(nn.Module):
         distribution: what the rows of W must be drawn from for `kernel` to hold; see `fits`.
         positive: whether features (of uniformly weighted rows) are never negative, so that attention weights are not.
         adapts: whether `statistics` gives something.
+        exact: whether products of features are the kernel itself, for whatever W, and not an estimate of it.
         tilted: whether features have a factor e^{a‖ω‖²}; see `Exponential.tilt`.
         formula: φ(x) in a line, for tables.
         kernel_formula: the kernel in a line.
@@ -69,7 +70,7 @@ class Component(nn.Module):
     formula = kernel_formula = source = cost = ""
     distribution = "gaussian"
     positive = False
-    adapts = tilted = periodic = False
+    adapts = exact = tilted = periodic = False
     params: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, **params: Any):
@@ -108,7 +109,7 @@ class Component(nn.Module):
     @classmethod
     def has_kernel(cls) -> bool:
         """Whether the features estimate a known kernel; if not, they are just a map, as a rule a learned one."""
-        return cls.kernel is not Component.kernel
+        return cls.kernel is not Component.kernel or cls.kernel_over is not Component.kernel_over
 
     @classmethod
     def fits(cls, projection: Projection | type[Projection]) -> bool:
@@ -197,7 +198,21 @@ class Component(nn.Module):
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The exact E[phi(x)·psi(y)]: x, y (..., dim) broadcast over leading dimensions, result (...)."""
+        if self.has_kernel():
+            raise TypeError(
+                f"the kernel of {type(self).__name__} depends on the matrix; ask a FeatureMap for it, or `kernel_over`"
+            )
         raise TypeError(f"{type(self).__name__} has no exact kernel")
+
+    def kernel_over(self, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> torch.Tensor:
+        """`kernel` over a matrix; a member whose kernel depends on the matrix defines this one instead.
+
+        Args:
+            x: (..., dim).
+            y: (..., dim), broadcasts with x.
+            projection: W.
+        """
+        return self.kernel(x, y)
 
 
 def scaled(values: torch.Tensor, amplitudes: torch.Tensor | float) -> torch.Tensor:

@@ -89,7 +89,7 @@ class FeatureMap(nn.Module):
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The exact kernel E[phi(x)·psi(y)]; x and y broadcast, result (...)."""
-        return self.component.kernel(x, y)
+        return self.component.kernel_over(x, y, self.projection)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """phi(x) as a plain tensor (..., feature_dim)."""

@@ -28,8 +28,8 @@ def partners(component: str) -> list[str]:
 
 
 def estimates_a_kernel(component: Component | type[Component], projection: Projection | type[Projection]) -> bool:
-    """Whether products of the features are an average over rows that stand for a distribution."""
-    return component.has_kernel() and projection.distribution != "none"
+    """Whether products of the features are a known kernel, or an average over rows that stand for a distribution."""
+    return component.has_kernel() and (component.exact or projection.distribution != "none")
 
 
 @torch.no_grad()
@@ -145,6 +145,8 @@ def properties(feature_map: FeatureMap) -> list[str]:
 def _bias(component: Component, projection: Projection) -> str:
     if not estimates_a_kernel(component, projection):
         return "estimates no kernel"
+    if component.exact:
+        return "exact"
     if projection.unbiased:
         return "unbiased"
     return "not unbiased (deterministic, or rows only nearly of the right distribution)"

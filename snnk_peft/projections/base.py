@@ -40,6 +40,7 @@ class Projection(Drawn):
             the layer has, and they are made for its inputs as they are.
         selects_rows: whether the rows are chosen among those of that layer, by `select`, whichever these are.
         takes_rows: whether W is plain numbers that may be any, by `take`.
+        mixture: whether rows are drawn from Gaussians with means and covariances of their own, by `gaussians`.
         of_attention: whether it is for attention only, with rows of queries and of keys for every head.
         layer_arguments: those of the member's arguments that are tensors of that layer, hence in no config.
         formula: the rows in a line, for tables.
@@ -56,7 +57,7 @@ class Projection(Drawn):
     sampled_lengths = True
     fast = False
     trainable = False
-    needs_layer = selects_rows = takes_rows = of_attention = False
+    needs_layer = selects_rows = takes_rows = mixture = of_attention = False
     layer_arguments: tuple[str, ...] = ()
 
     params: Mapping[str, Any] = MappingProxyType({})
@@ -152,6 +153,22 @@ class Projection(Drawn):
             rows: (num_features, dim).
         """
         raise TypeError(f"{type(self).__name__} makes its own rows")
+
+    def gaussians(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Shares of the rows (C,), means (C, dim) and covariances (C, dim, dim) of components ½ N(μ, Σ) + ½ N(−μ, Σ);
+        for members with `mixture`, differentiable in what they learned."""
+        raise TypeError(f"{type(self).__name__} is no mixture of Gaussians")
+
+    def squares(self, x: torch.Tensor) -> torch.Tensor:
+        """xᵀΣx with the covariance of each row; for members with `mixture`.
+
+        Args:
+            x: (..., dim).
+
+        Returns:
+            (..., num_features).
+        """
+        raise TypeError(f"{type(self).__name__} is no mixture of Gaussians")
 
     def settle(self) -> list[str]:
         """Decide what depends on the sizes, before the draw; messages for sizes the member cannot have."""

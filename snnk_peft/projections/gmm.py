@@ -46,6 +46,8 @@ class Gmm(Learned):
     source = "Learning the Transformer Kernel Eq. 4"
     cost = "m·d, and forming W"
 
+    mixture = True
+
     root: torch.Tensor
     mean: torch.Tensor
 
@@ -98,8 +100,24 @@ class Gmm(Learned):
 
     def shares(self) -> torch.Tensor:
         """The share of each component in the rows, (C,) in fp64: 1/C, or nearly."""
-        component = torch.arange(self.num_features) % (2 * self.components) % self.components
-        return component.bincount(minlength=self.components).double() / self.num_features
+        return self._members("cpu").bincount(minlength=self.components).double() / self.num_features
+
+    def _members(self, device: torch.device | str) -> torch.Tensor:
+        """The component of each row, (num_features,)."""
+        return torch.arange(self.num_features, device=device) % (2 * self.components) % self.components
+
+    def gaussians(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Projection.gaussians`."""
+        return self.shares(), self.mean, self.covariances()
+
+    def squares(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Projection.squares`; one number per component is computed."""
+        root = self.root.to(x.dtype)
+        if self.covariance == "diagonal":
+            own = x.square() @ root.square().mT
+        else:
+            own = (x.unsqueeze(-2).unsqueeze(-2) @ root).square().sum((-2, -1))
+        return own[..., self._members(x.device)]
 
     def covariances(self) -> torch.Tensor:
         """Σ_c, (C, dim, dim)."""

@@ -1,0 +1,405 @@
+"""How well do random features estimate attention weights? Spectraformer's pairs on queries and keys of a real BERT.
+
+    python recipes/experiments/attention_estimates.py
+    python recipes/experiments/attention_estimates.py --model path/to/minilm-l6-sst2 --data path/to/glue
+    python recipes/experiments/attention_estimates.py --render
+
+Â are the weights Φ(q)·Ψ(k) / Σ_j Φ(q)·Ψ(k_j) of linear attention, A = softmax(q·k/√d) the exact ones, of all layers and
+heads of the unchanged model on whole sentences. Two errors, means over sentences, layers, heads and draws: ‖Â − A‖_F /
+‖A‖_F, and the Kullback-Leibler divergence Σ_j A_j log(A_j/Â_j) per query. Weights that can be negative have none.
+
+- the pairs of Spectraformer's Table 2, (posrf, oprf, saderf) × (orf, sorf, qmc, mm, sgq, fastfood_learned as drawn),
+  besides posrf-gaussian and trigrf-orf: drawn, and nothing is learned. sgq has 2d + 1 features, whatever m is.
+- uniform attention, 1/n: the line to beat, which needs no features at all. Its divergence is log n − H(A).
+- centroids: the map that `calibrate` fits in closed form, or with `--steps` of Adam behind it, to other sentences
+  without labels, one layer at a time, so that each sees the queries and keys of the unchanged model.
+
+`--data` is a folder of GLUE: sentences of SST-2, for calibration those of more than 40 characters of train.tsv, and
+measured on dev.tsv. Without it, docstrings of Python's standard library; without `--model`, MiniLM-L6 as pretrained.
+Writes metrics.json, error.png and README.md, which `--render` makes again from metrics.json alone. Cost: O(n·m) per
+head and sentence; one layer of one sentence at a time is in memory. About seven minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from _lib.files import read_json, write_json, write_text
+from _lib.guard import guarded
+from _lib.models import load_tokenizer, resolve_model
+from _lib.plots import error_curves
+from _lib.run_folder import environment
+from _lib.tables import grid
+from _lib.terminal import quiet
+from _lib.texts import batches_by_length, drawn
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoModel
+
+from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, calibrate, get_snnk_model
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.base_attention_fit import Ear
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.tasks import TASKS
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().parent / "results" / "attention_estimates"
+COMPONENTS = ("posrf", "oprf", "saderf")  # Spectraformer, Table 2
+MATRICES = ("orf", "sorf", "qmc", "mm", "sgq", "fastfood_learned")
+PAIRS = [*((c, p) for c in COMPONENTS for p in MATRICES), ("posrf", "gaussian"), ("trigrf", "orf")]
+DRAWN = ("posrf-orf", "posrf-gaussian", "posrf-sorf", "posrf-mm", "oprf-orf", "oprf-sorf", "saderf-orf")  # in error.png
+UNIFORM, CENTROIDS = "uniform", "centroids"
+SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
+FITTED = [64, 128]
+SHORTEST = 40  # characters of what is taken for a whole sentence, as in benchmarks/convert_sst2.py
+
+
+class Heads(NamedTuple):
+    """Queries and keys of one layer on one sentence.
+
+    Attributes:
+        q: (1, H, n, d).
+        k: (1, G, n, d), H a multiple of G.
+        scaling: factor on q·k.
+        exact: the weights of softmax, (1, H, n, n) in fp64.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    scaling: float
+    exact: torch.Tensor
+
+
+class Errors(NamedTuple):
+    """Of the weights of all heads: one number per head, (H,).
+
+    Attributes:
+        frobenius: ‖Â − A‖_F / ‖A‖_F.
+        divergence: the mean over queries; without meaning where weights are negative.
+        negative: share of the weights below 0.
+    """
+
+    frobenius: torch.Tensor
+    divergence: torch.Tensor
+    negative: torch.Tensor
+
+
+def options() -> argparse.ArgumentParser:
+    """What is measured, and where the results go."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default="minilm", help="folder or Hub name of an encoder (default minilm)")
+    made.add_argument("--data", help="folder that holds SST-2/{train,dev}.tsv; without it, docstrings")
+    names = ["-".join(pair) for pair in PAIRS]
+    made.add_argument("--pairs", nargs="*", default=names, choices=names, metavar="PAIR", help="(default all)")
+    made.add_argument("--features", type=int, nargs="+", default=SIZES, help=f"numbers m (default {SIZES})")
+    made.add_argument("--fitted", type=int, nargs="*", default=FITTED, help=f"of calibrated maps (default {FITTED})")
+    made.add_argument("--steps", type=int, default=200, help="of Adam behind the closed form, 0 for none (default 200)")
+    made.add_argument("--sentences", type=int, default=12, help="that are measured (default 12)")
+    made.add_argument("--calibration", type=int, default=400, help="sentences for each calibration (default 400)")
+    made.add_argument("--draws", type=int, default=3, help="of feature maps, and calibrations (default 3)")
+    made.add_argument("--max-length", type=int, default=64, help="tokens of a sentence (default 64)")
+    made.add_argument("--output", type=Path, default=RESULTS, help="folder of metrics.json, error.png, README.md")
+    made.add_argument("--render", action="store_true", help="page and picture again, from the folder's metrics.json")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and write; 0 done, 2 what was given does not do."""
+    arguments = options().parse_args(argv)
+    return guarded(lambda: work(arguments))
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Measure, unless only the page is wanted, and write."""
+    if not arguments.render:
+        if faults := _faults(arguments):
+            raise ConfigError(faults)
+        quiet()
+        figures = measure(arguments)
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        write_json(arguments.output / "metrics.json", figures)
+    figures = read_json(arguments.output / "metrics.json")
+    write_text(arguments.output / "README.md", render(figures))
+    draw(figures, arguments.output / "error.png")
+    show(figures)
+    print(f"written: {arguments.output}")
+
+
+def _faults(arguments: argparse.Namespace) -> list[str]:
+    faults = [f"--features has {m}; expected at least 1" for m in arguments.features if m < 1]
+    faults += [f"--fitted has {m}; expected at least 1" for m in arguments.fitted if m < 1]
+    least = {"sentences": 1, "calibration": 10, "draws": 2, "max_length": 4, "steps": 0}
+    return faults + [
+        f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected at least {low}"
+        for name, low in least.items()
+        if getattr(arguments, name) < low
+    ]
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    folder = resolve_model(arguments.model, "--model")
+    model, tokenizer = AutoModel.from_pretrained(folder, dtype=torch.float32).eval(), load_tokenizer(folder)
+    task, unlabelled, measured = sentences(arguments)
+    given = [tokens(tokenizer, [text], arguments.max_length) for text in measured]
+    heads = heard(model, given)
+    layers, dim = len(heads) // len(given), heads[0].q.shape[-1]
+    rows = [row(UNIFORM, None, [[uniform(each) for each in heads]])]
+
+    drawing = [
+        (component, projection, m)
+        for component, projection in (name.split("-") for name in arguments.pairs)
+        for m in dict.fromkeys(PROJECTIONS[projection].nearest_size(dim, m) for m in arguments.features)
+    ]
+    for component, projection, m in watched(drawing, "pairs and sizes"):
+        maps = [build_feature_map(component, projection, dim, m, seed=seed) for seed in range(arguments.draws)]
+        draws = [[estimate(KernelAttention([one], each.q.shape[1]), each) for each in heads] for one in maps]
+        rows.append(row(f"{component}-{projection}", m, draws))
+
+    fitting = [(steps, m) for steps in dict.fromkeys((0, arguments.steps)) for m in arguments.fitted]
+    chosen = [drawn(len(unlabelled), arguments.calibration, seed) for seed in range(arguments.draws)]
+    jobs = [
+        (steps, m, seed, layer) for steps, m in fitting for seed in range(arguments.draws) for layer in range(layers)
+    ]
+    found: dict[tuple[int, int], list[list[Errors]]] = {each: [[] for _ in chosen] for each in fitting}
+    for steps, m, seed, layer in watched(jobs, "calibrations"):
+        texts = [unlabelled[index] for index in chosen[seed]]
+        groups = batches_by_length([len(text) for text in texts], range(len(texts)), min(32, len(texts) // 8))
+        batches = [tokens(tokenizer, [texts[i] for i in group], arguments.max_length) for group in groups]
+        kernel = calibrated(model, batches, m, layer, steps, seed)
+        found[steps, m][seed] += [estimate(kernel, each) for each in heads[layer::layers]]
+    for (steps, m), draws in found.items():
+        rows.append(row(CENTROIDS if steps == 0 else f"{CENTROIDS}, {steps} steps", m, draws))
+
+    settings = {
+        key: value for key, value in vars(arguments).items() if key not in ("output", "render", "model", "data")
+    }
+    return {
+        "settings": settings,
+        "model": Path(folder).name if arguments.model != "minilm" else "minilm",
+        "texts": task,
+        "layers": layers,
+        "heads": heads[0].q.shape[1],
+        "head_dim": dim,
+        "tokens": [int(batch["input_ids"].shape[1]) for batch in given],
+        "rows": rows,
+        "environment": environment(ROOT),
+    }
+
+
+def watched(jobs: list[Any], title: str) -> Iterator[Any]:
+    """The jobs, on a bar."""
+    yield from track(jobs, title, console=Console(stderr=True))
+
+
+def sentences(arguments: argparse.Namespace) -> tuple[str, list[str], list[str]]:
+    """Name of the texts, those for calibration and those that are measured."""
+    task = "stdlib_docs" if arguments.data is None else "sst2"
+    rows = TASKS[task].load(arguments.data)
+    train = [text for text in rows["train"]["sentence1"] if len(text) > SHORTEST]
+    validation = list(rows["validation"]["sentence1"])
+    for name, texts, wanted in (
+        ("calibration", train, arguments.calibration),
+        ("sentences", validation, arguments.sentences),
+    ):
+        if len(texts) < wanted:
+            raise ConfigError(f"--{name} is {wanted}; {task} has {len(texts)} for it. Ask for at most as many")
+    return task, train, [validation[index] for index in drawn(len(validation), arguments.sentences, 0)]
+
+
+def tokens(tokenizer: Any, texts: list[str], max_length: int) -> dict[str, torch.Tensor]:
+    """A batch of the model's inputs, padded to its longest text."""
+    return dict(tokenizer(texts, truncation=True, max_length=max_length, padding=True, return_tensors="pt"))
+
+
+@torch.no_grad()
+def heard(model: Any, batches: list[dict[str, torch.Tensor]]) -> list[Heads]:
+    """What all layers' attention is given, batch after batch of one sentence, while they do what they always do."""
+    part = AttentionPart(num_features=1)
+    patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=part, modules_to_save=[])).eval()
+    ear = Ear()
+    for module in patched.modules():
+        if "snnk_owner" in vars(module):
+            module.snnk_owner = lambda: ear
+    for batch in batches:
+        patched(**batch)
+    if any(each.causal for each in ear.heard):
+        raise UnsupportedError(
+            f"{type(model).__name__} attends to earlier tokens only; expected an encoder, as BERT is"
+        )
+    return [Heads(each.q, each.k, each.scaling, softmax(each.q, each.k, each.scaling)) for each in ear.heard]
+
+
+def softmax(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The exact weights (1, H, n, n) in fp64."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return (scaling * q.double() @ keys.mT).softmax(-1)
+
+
+@torch.no_grad()
+def estimate(kernel: KernelAttention, heads: Heads) -> Errors:
+    """Errors of the weights that linear attention multiplies values with."""
+    return errors(kernel.weights(heads.q, heads.k, scaling=heads.scaling), heads.exact)
+
+
+def uniform(heads: Heads) -> Errors:
+    """Errors of 1/n everywhere."""
+    return errors(torch.full_like(heads.exact, 1 / heads.exact.shape[-1]), heads.exact)
+
+
+def errors(weights: torch.Tensor, exact: torch.Tensor) -> Errors:
+    """Of weights (1, H, n, n), whose rows sum to 1, against those of softmax."""
+    weights = weights.double()
+    frobenius = (weights - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
+    # A weight that fp32 rounds to 0 counts as its smallest number; a negative one is told of in `negative`.
+    logs = weights.clamp_min(torch.finfo(torch.float32).tiny).log()
+    divergence = (torch.xlogy(exact, exact) - exact * logs).sum(-1).mean(-1)
+    return Errors(frobenius[0], divergence[0], (weights < 0).double().mean((-2, -1))[0])
+
+
+def calibrated(
+    model: Any, batches: list[dict[str, torch.Tensor]], m: int, layer: int, steps: int, seed: int
+) -> KernelAttention:
+    """The attention of one layer as `calibrate` fits it; all others stay softmax."""
+    part = AttentionPart("mixture", "centroids", num_features=m, layers=[layer], refit_output=False)
+    patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=part, modules_to_save=[], seed=seed))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers that few features serve badly: that is what is measured here
+        calibrate(patched, batches, steps=steps, progress=False)
+    return next(module for module in patched.modules() if isinstance(module, KernelAttention))
+
+
+def row(name: str, m: int | None, draws: list[list[Errors]]) -> dict[str, Any]:
+    """Means over everything, and the standard errors that the draws tell (None for a single one, as of uniform)."""
+    whole = [Errors(*(torch.cat(parts) for parts in zip(*draw, strict=True))) for draw in draws]
+    negative = statistics.mean(float(each.negative.mean()) for each in whole)
+    error, divergence = ([float(each[place].mean()) for each in whole] for place in (0, 1))
+    return {
+        "map": name,
+        "features": m,
+        "draws": len(draws),
+        "error": statistics.mean(error),
+        "error_se": _standard_error(error),
+        "error_median": float(torch.cat([each.frobenius for each in whole]).median()),
+        "kl": None if negative else statistics.mean(divergence),
+        "kl_se": None if negative else _standard_error(divergence),
+        "negative": negative,
+    }
+
+
+def _standard_error(values: list[float]) -> float | None:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def draw(figures: dict[str, Any], file: Path) -> None:
+    """Divergences over the number of features; uniform attention is a level line."""
+    rows = [each for each in figures["rows"] if each["kl"] is not None]
+    shown = [each for each in rows if each["map"] in DRAWN or each["map"].startswith(CENTROIDS)]
+    curves = {
+        name: [(each["features"], each["kl"], each["kl_se"] or 0.0) for each in shown if each["map"] == name]
+        for name in dict.fromkeys(each["map"] for each in shown)
+    }
+    sizes = sorted({point[0] for points in curves.values() for point in points} or {1})
+    curves[UNIFORM] = [(size, _uniform(figures)["kl"], 0.0) for size in sizes]
+    labels = ("features", "divergence from softmax, nats per query")
+    least = min(point[1] for points in curves.values() for point in points)
+    error_curves(curves, file, f"attention weights of {figures['model']} on {figures['texts']}", labels, least / 2)
+
+
+def _uniform(figures: dict[str, Any]) -> dict[str, Any]:
+    return next(each for each in figures["rows"] if each["map"] == UNIFORM)
+
+
+def beats(figures: dict[str, Any], name: str, key: str) -> str:
+    """The least number of features at which a map is nearer to softmax than uniform attention is, in words."""
+    level = _uniform(figures)[key]
+    mine = [each for each in figures["rows"] if each["map"] == name and each[key] is not None]
+    better = [each["features"] for each in mine if each[key] < level]
+    return f"{min(better):,}" if better else ("no divergence" if not mine else f"none up to {mine[-1]['features']:,}")
+
+
+def table(figures: dict[str, Any], key: str) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: a map per line, a number of features per column, and from where on uniform attention loses."""
+    rows = [each for each in figures["rows"] if each["map"] != UNIFORM]
+    asked = {*figures["settings"]["features"], *figures["settings"]["fitted"]}
+    odd = {each["map"]: each for each in rows if each["features"] not in asked}
+    sizes = sorted({each["features"] for each in rows if each["map"] not in odd})
+    lines = []
+    for name in dict.fromkeys(each["map"] for each in rows):
+        if name in odd:  # of one size, in the first column
+            lines.append([f"{name} ({odd[name]['features']})", _cell(odd[name], key), *[""] * (len(sizes) - 1)])
+        else:
+            mine = {each["features"]: each for each in rows if each["map"] == name}
+            lines.append([name, *(_cell(mine[size], key) if size in mine else "" for size in sizes)])
+        lines[-1].append(beats(figures, name, key))
+    level = f"{_uniform(figures)[key]:.3f}"
+    lines.append([f"{UNIFORM} (0)", *[level] * len(sizes), ""])
+    return ["map", *(f"{size:,}" for size in sizes), "beats uniform from"], lines
+
+
+def _cell(found: dict[str, Any], key: str) -> str:
+    if found[key] is None:
+        return "negative"
+    return f"{found[key]:.3f}" if found[key] < 100 else f"{found[key]:.1e}"
+
+
+TITLES = {
+    "kl": "Divergence from softmax, nats per query",
+    "error": "Relative error ‖Â − A‖ / ‖A‖ (Frobenius)",
+    "error_median": "The same, the median over matrices instead of their mean",
+}
+
+
+def render(figures: dict[str, Any]) -> str:
+    """The Markdown page."""
+    settings, count = figures["settings"], figures["tokens"]
+    noise = [each["kl_se"] / each["kl"] for each in figures["rows"] if each["kl_se"] and each["kl"]]
+    lines = [
+        "# Attention weights: random features, calibrated ones, and none",
+        "",
+        "Rendered by `recipes/experiments/attention_estimates.py` from metrics.json beside this page; its docstring",
+        "says what is measured. Columns are numbers of features.",
+        "",
+        f"Model `{figures['model']}` ({figures['layers']} layers, {figures['heads']} heads of {figures['head_dim']}), "
+        f"{len(count)} sentences of `{figures['texts']}` with {min(count)} to {max(count)} tokens, "
+        f"{settings['draws']} draws; calibrated on {settings['calibration']} other sentences without labels.",
+    ]
+    if noise:
+        lines.append(
+            f"Standard errors over the draws are {statistics.median(noise):.1%} of a divergence (median), at most "
+            f"{max(noise):.1%}."
+        )
+    for key, title in TITLES.items():
+        lines += ["", f"## {title}", "", *grid(*table(figures, key))]
+        if key == "kl":
+            lines += ["", "“negative”: some weights are below 0, so there is no divergence.", ""]
+            lines += ["![divergence over the number of features](error.png)"]
+    return "\n".join([*lines, ""])
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print both errors."""
+    for key in ("kl", "error"):
+        header, lines = table(figures, key)
+        shown = Table(title=TITLES[key])
+        for column in header:
+            shown.add_column(column, justify="left" if column == "map" else "right")
+        for line in lines:
+            shown.add_row(*line)
+        Console(width=160).print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""recipes/train_copy.py, sweep_fmm.py and table_fmm.py: the copy task, its score, who learns it, and the page."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+sys.path.append(str(RECIPES))
+
+import sweep_fmm
+import table_fmm
+import train_copy
+import train_lra
+from _lib import sweep
+from _lib.config import load_config
+from _lib.copies import SPLITS, Copies, copy_scores
+from _lib.evaluation import Alone
+from accelerate.state import AcceleratorState
+
+from snnk_peft.tasks.base_text import IGNORED
+
+CONFIG = RECIPES / "configs/copy/copy.yaml"
+KINDS = {"train_copy.py": train_copy.TrainCopy, "train_lra.py": train_lra.LongRange}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_half_is_the_first_and_alone_has_labels() -> None:
+    inputs = Copies(50, 20, 10, 3, "train").batch(range(50))
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    assert ids.shape == labels.shape == (50, 20)
+    assert torch.equal(ids[:, :10], ids[:, 10:])
+    assert (ids[:, 0] == 0).all()
+    assert (ids[:, 1:10] > 0).all()
+    assert (ids[:, 1:10] <= 10).all()
+    assert (labels[:, :11] == IGNORED).all()
+    assert torch.equal(labels[:, 11:], ids[:, 1:10])
+
+
+def test_symbols_are_uniform_and_independent() -> None:
+    words = np.stack([Copies(4000, 14, 5, 0, "test").word(index) for index in range(4000)])
+    for values, options in ((words - 1, 5), (5 * (words[:, :-1] - 1) + words[:, 1:] - 1, 25)):
+        share = np.bincount(values.ravel(), minlength=options) / values.size
+        # Neighbouring pairs overlap; five standard errors of independent draws are more than enough for them too.
+        assert len(share) == options
+        assert abs(share - 1 / options).max() < 5 * math.sqrt((1 / options) * (1 - 1 / options) / values.size)
+
+
+def test_a_sequence_is_a_function_of_seed_split_and_index() -> None:
+    examples = Copies(40, 64, 10, 1, "train")
+    whole = examples.batch(range(40))["input_ids"]
+    assert torch.equal(Copies(90, 64, 10, 1, "train").batch([7, 3])["input_ids"], whole[[7, 3]])
+    seen = {tuple(row) for row in whole.tolist()}
+    assert len(seen) == 40
+    others = [(1, "validation"), (1, "test"), (2, "train")]
+    for seed, split in others:
+        other = Copies(40, 64, 10, seed, split)
+        assert seen.isdisjoint(tuple(row) for row in other.batch(range(40))["input_ids"].tolist())
+        assert other.fingerprint() != examples.fingerprint()
+    assert Copies(40, 64, 10, 1, "train").fingerprint() == examples.fingerprint()
+
+
+# --- loss and score ---------------------------------------------------------------------------------------------------
+
+
+def built(given: list[str], length: int = 16) -> tuple[train_copy.TrainCopy, Any, Any]:
+    small = ["model.dim=32", "model.hidden_dim=32", "data.train_examples=64", "train.device=cpu"]
+    experiment = train_copy.TrainCopy(
+        load_config(train_copy.CopyConfig, CONFIG, [f"data.length={length}", *small, *given])
+    )
+    data = experiment.data(None)
+    torch.manual_seed(0)
+    return experiment, data, experiment.model(data, None, resumed=False).eval()
+
+
+def test_the_loss_is_that_of_the_second_copy_alone() -> None:
+    _, data, model = built(["method.attention=softmax"])
+    inputs = data.train.batch(range(8))
+    with torch.no_grad():
+        output = model(**inputs)
+    chances, ids = output.logits.double().log_softmax(-1), inputs["input_ids"]
+    # The mark of the second copy stands at 8; 9 ... 15 are the word, each predicted one place before.
+    wanted = [-chances[row, place - 1, ids[row, place]].item() for row in range(8) for place in range(9, 16)]
+    assert output.loss.item() == pytest.approx(statistics.mean(wanted), rel=1e-5)
+
+
+class Shifted(torch.nn.Module):
+    """Says that the next token is the one that stood `back` places before; at `wrong` (rows), its last one is not."""
+
+    def __init__(self, back: int, wrong: int = 0):
+        super().__init__()
+        self.back, self.wrong = back, wrong
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        said = torch.nn.functional.pad(input_ids, (self.back, 0))[:, : input_ids.shape[1]]
+        said[: self.wrong, -2] = said[: self.wrong, -2] % 10 + 1
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(said, 11))
+
+
+def test_the_answer_stands_at_the_distance_that_is_told() -> None:
+    examples = Copies(30, 24, 10, 0, "test")
+    alone = Alone(torch.device("cpu"))
+
+    def scored(model: torch.nn.Module) -> dict[str, float]:
+        found = copy_scores(model, {"test": examples}, 30, alone, lambda: False)
+        assert found is not None
+        return found
+
+    assert scored(Shifted(examples.distance)) == {"score": 1.0, "accuracy": 1.0, "whole": 1.0}
+    n, one_less = examples.distance, scored(Shifted(examples.distance - 1))
+    assert one_less["accuracy"] < 0.25
+    assert one_less["whole"] == 0.0
+    some = scored(Shifted(examples.distance, wrong=6))
+    assert some["whole"] == pytest.approx(24 / 30)
+    assert some["accuracy"] == some["score"] == pytest.approx(1 - 6 / (30 * n))
+    assert copy_scores(Shifted(n), {"test": examples}, 30, alone, lambda: True) is None
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", sweep_fmm.METHODS)
+def test_no_method_sees_what_comes_later(method: str) -> None:
+    # Rows of the further maps are as many as a head is wide here.
+    _, data, model = built([text.replace("num_features: 32", "num_features: 16") for text in sweep_fmm.METHODS[method]])
+    ids = data.train.batch(range(4))["input_ids"]
+    later = ids.clone()
+    later[:, 11:] = later[:, 11:] % 10 + 1
+    with torch.no_grad():
+        first, second = (model(input_ids=rows, use_cache=False).logits for rows in (ids, later))
+    torch.testing.assert_close(first[:, :11], second[:, :11])
+    assert (first[:, 11:] - second[:, 11:]).abs().amax(-1).min() > 1e-6
+
+
+@pytest.mark.parametrize("method", sweep_fmm.METHODS)
+def test_all_of_it_is_trained(method: str) -> None:
+    _, data, model = built([text.replace("num_features: 32", "num_features: 16") for text in sweep_fmm.METHODS[method]])
+    model.train()(**data.train.batch(range(8))).loss.backward()
+    still = [name for name, value in model.named_parameters() if value.grad is None or not value.grad.any()]
+    assert not still
+
+
+@pytest.mark.parametrize("attention", ["softmax", "{component: elu, projection: identity, near_field: 8}"])
+def test_who_sees_the_answer_learns_to_copy(tmp_path: Path, attention: str) -> None:
+    """Words of 7: the answer is 7 places back, inside of softmax and of a band of 8."""
+    sizes = ["data.length=16", "model.dim=32", "model.hidden_dim=64", "model.layers=1", "model.heads=1"]
+    few = ["data.validation_examples=50", "data.test_examples=100", "train.device=cpu"]
+    run = ["train.steps=250", "train.eval_every=250", "train.warmup_steps=20", "train.learning_rate=1e-2"]
+    given = [*sizes, *few, *run, f"method.attention={attention}", f"output.dir={tmp_path / 'run'}"]
+    assert train_copy.main([str(CONFIG), *given]) == 0
+    report = json.loads((tmp_path / "run/metrics.json").read_text())
+    assert report["accuracy"] > 0.95
+    assert report["distance"] == 7
+    assert report["steps"] == 250
+    assert report["train_cpu_seconds"] == pytest.approx(250 * report["cpu_seconds_per_step"])
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        (["data.length=17", "model.heads=3"], ["data.length is 17; expected an even number", "model.heads is 3"]),
+        (["method.attention=sofmax"], ["method.attention", "softmax"]),
+        (["method.attention={component: elu, projection: orf, near_field: 0}"], ["near_field is 0"]),
+    ],
+)
+def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], messages: list[str]) -> None:
+    assert train_copy.main([str(CONFIG), f"output.dir={tmp_path / 'run'}", *given]) == 2
+    error = capsys.readouterr().err
+    assert all(message in error for message in messages), error
+
+
+# --- sweep and page ---------------------------------------------------------------------------------------------------
+
+
+def test_every_method_has_the_near_field_and_the_rank_of_its_name() -> None:
+    for task in sweep_fmm.TASKS.values():
+        found = {}
+        for name, settings in task.methods.items():
+            config = load_config(KINDS[task.program].settings, RECIPES / "configs" / task.config, settings)
+            attention = copy.deepcopy(config.method.attention)
+            found[name] = table_fmm.fields({"config": {"method": {"attention": attention}}})
+            if name != "softmax":
+                # Maps that are alike would be one map: only the first has no draw of its own.
+                terms = config.method.snnk_config(0).attention.terms()
+                assert [term.projection for term in terms] == ["identity", *["orf"] * (len(terms) - 1)]
+                assert {term.num_features for term in terms[1:]} <= {config.model.dim // config.model.heads}
+        linear = {f"linear_{rank}": (0, rank) for rank in (1, 2, 3)}
+        fmm = {f"fmm_{width}_{rank}": (width, rank) for width in (16, 64) for rank in (1, 2, 3)}
+        assert found == {"softmax": (0, 0), **linear, **fmm}
+
+
+def in_this_process(command: list[str]) -> tuple[int, None]:
+    """Instead of `sweep.execute`: a fresh process would load torch for each run."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert Path(command[1]).name == "train_copy.py"
+    return train_copy.main(command[2:]), None
+
+
+def test_from_runs_to_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "execute", in_this_process)
+    out, page = tmp_path / "runs", tmp_path / "page"
+    few = ["train.steps=2", "train.eval_every=2", "train.warmup_steps=1", "train.batch_size=2", "train.device=cpu"]
+    few += ["data.validation_examples=4", "data.test_examples=6", "data.length=32"]
+    asked = [*few, "--out", str(out), "--tasks", "copy_128", "--methods", "fmm_16_2", "softmax", "--seeds", "0", "1"]
+    assert sweep_fmm.main(asked) == 0
+    capsys.readouterr()
+    assert sweep_fmm.main(asked) == 0
+    assert capsys.readouterr().out.count("2 runs, 2 finished") == 2  # started again, nothing is run
+    assert table_fmm.main(["--runs", str(out), "--out", str(page)]) == 0
+    text = (page / "README.md").read_text()
+    reports = [json.loads((page / f"copy_128/fmm_16_2/seed{seed}.json").read_text()) for seed in (0, 1)]
+    shares = [100 * report["accuracy"] for report in reports]
+    cell = f"{statistics.mean(shares):.1f} ± {abs(shares[0] - shares[1]) / 2:.1f}"  # of two: deviation / √2
+    assert f"| fmm_16_2 | 16 | 2 | 2 | {cell} | 0.0 ± 0.0 | 2 |" in text
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    assert rows == ["| attention", "| ---", "| softmax", "| fmm_16_2"]
+    assert "All methods have equal steps, 2 of 2 sequences" in text
+    assert "w of 15 random symbols out of 10" in text
+    assert str(tmp_path) not in text
+    assert (page / "accuracy.png").stat().st_size > 10_000
+    # Reports that must not be compared are told apart.
+    (page / "copy_128/softmax/seed0.json").write_text(json.dumps({**reports[0], "steps": 7}))
+    assert table_fmm.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
+    assert "**The runs differ in their steps (2 / 7)" in (page / "README.md").read_text()
+
+
+def test_short_expressions_are_written_once_and_belong_to_listops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import snnk_peft.tasks.listops as listops
+
+    monkeypatch.setattr(listops, "SIZES", {"test": 3, "validation": 4, "train": 20})
+    given = SimpleNamespace(out=tmp_path / "runs")
+    assert sweep_fmm.files("copy_256", given) == []
+    assert not given.out.exists()
+    assert sweep_fmm.files("listops", given) == [f"data.dir={tmp_path / 'runs/listops_files'}"]
+    read = listops.read_file(tmp_path / "runs/listops_files/basic_train.tsv")
+    assert len(read.tokens[0]) == 20
+    assert all(50 <= len(tokens) <= 250 for tokens in read.tokens[0])
+    monkeypatch.setattr(listops, "write_listops", None)  # called again, it would fail
+    sweep_fmm.files("listops", given)
+
+
+def test_the_page_tells_the_processor_time_of_listops() -> None:
+    def report(minutes: float, accuracy: float) -> dict[str, Any]:
+        config = {"train": {"max_cpu_minutes": minutes}, "method": {"attention": "softmax"}}
+        sizes = {"peak_memory_bytes_before_training": 5e8, "peak_memory_bytes": 6e8, "total_parameters": 1234}
+        return {"accuracy": accuracy, "steps": 10, "cpu_seconds_per_step": 0.5, "longest_sequence": 9, **sizes} | {
+            "config": config
+        }
+
+    text = table_fmm.render({"listops": {"softmax": [report(5, 0.25), report(5, 0.35), report(5, 0.30)]}})
+    error = 100 * 0.05 / math.sqrt(3)
+    assert f"| softmax | all | full | 3 | 30.0 ± {error:.1f} | 10 | 0.5 | 500 → 600 | 1,234 |" in text
+    assert "equal processor time, 5 minutes" in text
+    text = table_fmm.render({"listops": {"softmax": [report(5, 0.3)], "other": [report(6, 0.3)]}})
+    assert "**The runs differ in their CPU minutes (5 / 6): compare with care**" in text
+
+
+def test_splits_are_those_of_the_recipe() -> None:
+    _, data, _ = built(["data.validation_examples=5", "data.test_examples=6"])
+    assert SPLITS == ("train", "validation", "test")
+    assert data.sizes == {"train": 64, "validation": 5, "test": 6}
+    kept = [data.train, data.splits["validation"], data.test["test"]]
+    assert [examples.split for examples in kept] == list(SPLITS)

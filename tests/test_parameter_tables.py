@@ -1,0 +1,104 @@
+"""recipes/experiments/parameter_tables.py: its counts are those of formulas written out here."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("matplotlib", "rich"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+d, DEPTH, M = 768, 12, 8
+TEXTS, LENGTH = 64, 128
+HEAD = (d * d + d) + (2 * d + 2)
+LAYER = 4 * (d * d + d) + (d * 4 * d + 4 * d) + (4 * d * d + d) + 2 * 2 * d
+BERT = (30522 + 512 + 2) * d + 2 * d + DEPTH * LAYER + HEAD
+MACS = TEXTS * (LENGTH * DEPTH * (12 * d * d + 2 * LENGTH * d) + d * d + 2 * d)
+
+
+@pytest.fixture(scope="module")
+def program() -> dict[str, Any]:
+    return runpy.run_path(str(Path(__file__).resolve().parent.parent / "recipes/experiments/parameter_tables.py"))
+
+
+@pytest.fixture(scope="module")
+def folder(program: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tables")
+    given = ["--models", "BERT-base", "--layers", "0", "2", "12", "--output", str(out)]
+    assert program["main"](given) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def figures(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def test_uptraining(figures: dict[str, Any]) -> None:
+    """An expansion of 4d² + 4d numbers becomes 4d·m + 4d; the pair, bundled, d·m + d; a product per token each."""
+    assert [row["k"] for row in figures["uptraining"]] == [0, 2, 12]
+    for row in figures["uptraining"]:
+        k = row["k"]
+        assert row["training"] == BERT - k * (4 * d * d + 4 * d) + k * (4 * d * M + 4 * d)
+        assert row["bundled"] == BERT - k * (4 * d * d + 4 * d + 4 * d * d + d) + k * (d * M + d)
+        assert row["training_macs"] == MACS - k * TEXTS * LENGTH * (4 * d * d - M * (d + 4 * d))
+        assert row["bundled_macs"] == MACS - k * TEXTS * LENGTH * (8 * d * d - 2 * M * d)
+        # W with a bias per feature is kept beside the parameters, as are two rows of positions, of 8 bytes each.
+        assert row["bundled_bytes"] == 4 * (row["bundled"] + k * M * (d + 1)) + 2 * 512 * 8
+    assert figures["uptraining"][1]["printed"] == {
+        "training": 100,
+        "bundled": 97,
+        "training_macs": 678,
+        "bundled_macs": 639,
+    }
+    assert figures["uptraining"][0]["printed"]["bundled_mb"] == 440
+    assert figures["uptraining"][2]["printed"] == {}
+
+
+def test_adapters_and_heads(figures: dict[str, Any]) -> None:
+    paper, default = figures["adapters"]
+    assert (paper["trained"], default["trained"]) == (2 * DEPTH * d * (16 + 1), 2 * DEPTH * d * 16)
+    assert paper["full_macs"] == MACS
+    assert paper["macs"] == MACS + TEXTS * LENGTH * 2 * DEPTH * 2 * d * 16
+    numbers = [row["numbers"] for row in figures["poolers"]]
+    assert numbers == [HEAD, 2 * d + 2, 1024 * d + d + 2 * d + 2, 1024 * 2 + 2]
+
+
+def test_printed_figures_are_those_of_the_paper(program: dict[str, Any]) -> None:
+    """Its columns of parameters fall by a whole layer of 7.1 million per step, those of products as they must."""
+    for columns in program["PRINTED"].values():
+        assert all(len(column) == 7 for column in columns.values())
+        for first, second in zip(columns["training"][1:], columns["training"][2:], strict=False):
+            assert first - second in (7, 8)
+    for k in range(7):
+        found = MACS - k * TEXTS * LENGTH * (8 * d * d - 2 * M * d)
+        assert program["PRINTED"]["BERT-base"]["bundled_macs"][k] == pytest.approx(found / 1e9, abs=1.5)
+
+
+def test_the_page(program: dict[str, Any], folder: Path, figures: dict[str, Any]) -> None:
+    page = (folder / "README.md").read_text()
+    assert page == program["render"](figures)
+    assert "| 2 | 104.8 (100) | 100.1 (97) | 400." in page
+    assert "592,130 | ∼59k" in page
+    (folder / "README.md").unlink()
+    assert program["main"](["--render", "--output", str(folder)]) == 0
+    assert (folder / "README.md").read_text() == page
+
+
+def test_the_stored_page_is_that_of_the_stored_figures(program: dict[str, Any]) -> None:
+    figures = json.loads((program["RESULTS"] / "metrics.json").read_text())
+    assert (program["RESULTS"] / "README.md").read_text() == program["render"](figures)
+    rows = {(row["model"], row["k"]): row for row in figures["uptraining"]}
+    assert set(rows) == {(model, k) for model in ("BERT-base", "ViT-base") for k in (0, 1, 2, 3, 4, 5, 6, 12)}
+    assert rows["BERT-base", 6]["bundled"] == pytest.approx(81.2e6, rel=1e-3)
+
+
+def test_faults(program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program["main"](["--layers", "13", "--features", "0", "--output", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "--layers has 13; expected 0 to 12" in said
+    assert "--features is 0; expected at least 1" in said

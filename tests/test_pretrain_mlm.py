@@ -1,0 +1,404 @@
+"""Pretraining by hidden word pieces and fine-tuning behind it: masks, vocabulary, resume, learned kernels, page."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+sys.path.append(str(RECIPES))
+
+import finetune_kernel
+import pretrain_mlm
+import sweep_kernels
+import table_kernels
+from _lib import sweep, training
+from _lib.checkpoint import list_checkpoints
+from _lib.config import load_config
+from _lib.masked_model import build_masked, with_attention
+from _lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tokenizer
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from fresh_process import run_python
+from glue_files import sentences, write_task
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks.base_text import IGNORED
+
+CONFIG = str(RECIPES / "configs/pretrain_mlm.yaml")
+SIZES = ["model.dim=24", "model.hidden_dim=32", "model.heads=2", "model.layers=2", "data.vocabulary=100"]
+SMALL = [*SIZES, "data.max_length=16", "data.positions=64", "train.max_cpu_minutes=null", "train.warmup_steps=5"]
+SAYINGS = ("still waters run deep", "time will surely tell", "practice makes perfect people", "birds fly south early")
+# What is learned, and what was drawn and must stay with it.
+LEARNED = {
+    "gmm": ({"root", "mean"}, {"noise"}),
+    "generative": ({"hidden", "row_scale", "row_shift", "out", "out_bias", "skip", "gain"}, {"noise"}),
+    "fastfood_learned": ({"lengths", "gauss", "signs"}, {"permutation"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """WikiText's layout: sentences in both halves, between headings and blank lines; and RTE beside them."""
+    folder = tmp_path_factory.mktemp("texts")
+    found = sentences()
+    for split, part in (("train", found[::2]), ("valid", found[1::8])):
+        (folder / f"wiki.{split}.tokens").write_text(" \n = Of places = \n" + "".join(f" {text} \n" for text in part))
+    write_task(folder / "glue", "rte", n_train=24, n_dev=8)
+    return folder
+
+
+class InterruptedRun(Exception):
+    """The end of a process, for the process that tests it."""
+
+
+def settings(texts: Path, out: Path, *more: str) -> list[str]:
+    given = ["task=wikitext", f"data.dir={texts}", f"output.dir={out}", "train.log_every=10"]
+    return [CONFIG, *SMALL, *given, *more]
+
+
+def attention(projection: str) -> str:
+    return f"method.attention={{component: posrf, projection: {projection}, num_features: 8}}"
+
+
+def windows(texts: Path, length: int = 16, seed: int = 0) -> MaskedWindows:
+    train, _ = read_texts("wikitext", str(texts))
+    return MaskedWindows(train, train_tokenizer(train, 100, 64), length, 0.15, seed)
+
+
+# --- texts and masks --------------------------------------------------------------------------------------------------
+
+
+def test_headings_and_blank_lines_are_no_text(texts: Path, tmp_path: Path) -> None:
+    train, held_out = read_texts("wikitext", str(texts))
+    assert train == sentences()[::2]
+    assert held_out == sentences()[1::8]
+    with pytest.raises(ConfigError, match=r"wiki\.train\.tokens: cannot be read"):
+        read_texts("wikitext", str(tmp_path))
+    (tmp_path / "wiki.train.tokens").write_text("\n = A heading = \n")
+    with pytest.raises(ConfigError, match="holds no line of text"):
+        read_texts("wikitext", str(tmp_path))
+
+
+def test_windows_are_the_text(texts: Path) -> None:
+    train, _ = read_texts("wikitext", str(texts))
+    found = windows(texts)
+    tokenizer = train_tokenizer(train, 100, 64)
+    start, inner, end = found.ids[:, 0], found.ids[:, 1:-1], found.ids[:, -1]
+    assert set(start.tolist()) == {tokenizer.cls_token_id}
+    assert set(end.tolist()) == {tokenizer.sep_token_id}
+    whole = [index for text in train for index in (*tokenizer.encode(text)[1:-1], tokenizer.sep_token_id)]
+    assert inner.flatten().tolist() == whole[: inner.numel()]
+    assert 0 <= len(whole) - inner.numel() < 14
+    assert tokenizer.unk_token_id not in whole
+
+
+def test_a_vocabulary_does_not_depend_on_the_process(texts: Path) -> None:
+    """The trainer of `tokenizers` alone numbers characters, and breaks ties, differently in every process."""
+    code = (
+        f"import sys; sys.path.append({str(RECIPES)!r})\n"
+        "from _lib.masked_text import train_tokenizer\n"
+        "text = ['the quick brown fox jumps over the lazy dog while sphinxes of black quartz judge my vow'] * 3\n"
+        "print(sorted(train_tokenizer(text, 90, 64).get_vocab().items()))"
+    )
+    found = {run_python(["-c", code]).stdout for _ in range(3)}
+    assert len(found) == 1
+    assert "##" in found.pop()
+
+
+def test_masks_are_as_in_bert(texts: Path) -> None:
+    """Shares of 15 %, and of these 80, 10 and 10 %, within four standard errors; what is not asked for is read."""
+    found = windows(texts)
+    ids, mask, counts = found.ids, 4, Counter[str]()
+    assert SPECIAL[mask] == "[MASK]"
+    for epoch in range(40):
+        batch = found.batch(range(len(found)), epoch=epoch)
+        asked, given = batch["labels"] != IGNORED, batch["input_ids"]
+        assert torch.equal(batch["labels"][asked], ids[asked])
+        assert torch.equal(given[~asked], ids[~asked])
+        assert not asked[ids < len(SPECIAL)].any()
+        assert asked.any(1).all()
+        counts["pieces"] += int((ids >= len(SPECIAL)).sum())
+        counts["asked"] += int(asked.sum())
+        counts["mask"] += int((given[asked] == mask).sum())
+        counts["same"] += int((given[asked] == ids[asked]).sum())
+    # A window that hides nothing is asked for one piece: (1 − 0.15)^pieces of them.
+    extra = sum(0.85 ** int(row) for row in (ids >= len(SPECIAL)).sum(1)) * 40
+    kinds = int(found.batch([0])["input_ids"].max())
+    assert kinds < found._vocabulary
+    random_same = 0.1 / (found._vocabulary - len(SPECIAL))
+    for name, total, share, more in (
+        ("asked", counts["pieces"], 0.15, extra),
+        ("mask", counts["asked"], 0.8, 0),
+        ("same", counts["asked"], 0.1 + random_same, 0),
+    ):
+        error = math.sqrt(total * share * (1 - share))
+        assert abs(counts[name] - total * share - more) < 4 * error, name
+
+
+def test_masks_depend_on_seed_epoch_and_index_alone(texts: Path) -> None:
+    found, again, other = windows(texts), windows(texts), windows(texts, seed=1)
+    one = found.batch([5, 2], epoch=3)
+    assert torch.equal(one["input_ids"][1], again.batch([2], epoch=3)["input_ids"][0])
+    assert torch.equal(found.batch([2])["labels"], found.batch([2])["labels"])
+    rows = range(len(found))
+    for different in (found.batch(rows, epoch=4), other.batch(rows, epoch=3), found.batch(rows)):
+        assert not torch.equal(different["labels"], found.batch(rows, epoch=3)["labels"])
+    assert found.fingerprint() == again.fingerprint() != other.fingerprint()
+
+
+# --- pretraining ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["method.attention=softmax", attention("gmm")], ids=["softmax", "gmm"])
+def test_it_learns_more_than_how_often_pieces_occur(tmp_path: Path, method: str) -> None:
+    out, rng = tmp_path / "run", random.Random(0)
+    for split, count in (("train", 200), ("valid", 100)):  # of every saying, most words follow from one beside them
+        lines = (" ".join(rng.choices(SAYINGS, k=3)) for _ in range(count))
+        (tmp_path / f"wiki.{split}.tokens").write_text("\n".join(lines))
+    more = ["train.steps=300", "train.eval_every=300", "train.learning_rate=3e-3", "train.warmup_steps=20", method]
+    more += ["model.dim=64", "model.hidden_dim=128", "model.layers=1", "model.dropout=0", "model.attention_dropout=0"]
+    more += ["data.max_length=10", "data.share=0.3", "train.batch_size=64"]
+    assert pretrain_mlm.main(settings(tmp_path, out, *more)) == 0
+    report = json.loads((out / "metrics.json").read_text())
+    train, held_out = (
+        MaskedWindows(part, AutoTokenizer.from_pretrained(out / "model"), 10, 0.3, 0, count)
+        for part, count in zip(read_texts("wikitext", str(tmp_path)), (None, 256), strict=True)
+    )
+    asked = held_out.batch(range(len(held_out)))["labels"]
+    often = Counter(train.ids[train.ids >= len(SPECIAL)].tolist())
+    total, answers = often.total(), asked[asked != IGNORED].tolist()
+    kinds = report["vocabulary"] - len(SPECIAL)  # each counts once more than it occurs
+    without_context = -sum(math.log((often[piece] + 1) / (total + kinds)) for piece in answers) / len(answers)
+    assert report["loss"] < 0.75 * without_context
+    assert report["loss_without_context"] == pytest.approx(without_context)
+    assert report["masked_accuracy"] > often.most_common(1)[0][1] / total
+    assert report["steps"] == 300
+    assert report["vocabulary"] == len(AutoTokenizer.from_pretrained(out / "model"))
+    assert "dir" not in report["config"]["data"]
+    assert str(tmp_path) not in json.dumps(report)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ["train.steps=24", "train.eval_every=12", "train.save_every_steps=1", "train.batch_size=16"]
+    more.append(attention("generative"))
+    assert pretrain_mlm.main(settings(texts, tmp_path / "straight", *more)) == 0
+    original, steps = training.train_step, []
+
+    def failing(*arguments: Any) -> torch.Tensor:
+        steps.append(1)
+        if len(steps) == 18:
+            raise InterruptedRun
+        return original(*arguments)
+
+    monkeypatch.setattr(training, "train_step", failing)
+    with pytest.raises(InterruptedRun):
+        pretrain_mlm.main(settings(texts, tmp_path / "run", *more))
+    monkeypatch.undo()
+    assert list_checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-0000017"
+    torch.manual_seed(999)  # what the interrupted process left behind must not matter
+    assert pretrain_mlm.main([*settings(texts, tmp_path / "run", *more), "--resume"]) == 0
+    first, second = (load_file(tmp_path / run / "model/model.safetensors") for run in ("straight", "run"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    reports = [json.loads((tmp_path / run / "metrics.json").read_text()) for run in ("straight", "run")]
+    assert reports[0]["loss"] == reports[1]["loss"]
+    assert 0 < reports[0]["best_step"] < reports[0]["config"]["train"]["steps"] + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["task=wiki"], "wiki"),
+        (["data.positions=8"], "data.positions is 8; expected at least data.max_length, 16"),
+        (["model.heads=7"], "heads is 7, which does not divide dim 24"),
+        (["method.attention=sofmax"], "softmax"),
+        (["data.dir=null"], "data.dir is null; expected the folder of wiki.train.tokens"),
+    ],
+)
+def test_faults(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
+) -> None:
+    assert pretrain_mlm.main(settings(texts, tmp_path / "run", *given)) == 2
+    assert message in capsys.readouterr().err
+
+
+# --- fine-tuning ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projection", LEARNED)
+def test_the_learned_kernel_arrives_and_goes_on_learning(texts: Path, tmp_path: Path, projection: str) -> None:
+    before = tmp_path / "before"
+    more = ["train.steps=8", "train.eval_every=8", "train.learning_rate=1e-2", attention(projection)]
+    assert pretrain_mlm.main(settings(texts, before, *more)) == 0
+    AcceleratorState._reset_state(reset_partial_state=True)
+    kept = load_file(before / "model/attention/adapter_model.safetensors")
+    learned, drawn = LEARNED[projection]
+    config = load_config(pretrain_mlm.MaskedConfig, CONFIG, settings(texts, before, *more)[1:])
+    vocabulary = json.loads((before / "metrics.json").read_text())["vocabulary"]
+    fresh = build_masked(config.model, config.method, vocabulary, 64, 0).model.state_dict()
+    seen = set()
+    for name, value in kept.items():
+        leaf = name.rpartition(".")[2]
+        seen.add(leaf)
+        (start,) = (tensor for key, tensor in fresh.items() if key.replace(".default.", ".") == name)
+        if leaf in drawn:
+            assert torch.equal(start, value), name
+        elif leaf in learned and leaf not in ("hidden",):
+            assert not torch.equal(start, value), f"{name} has not learned"
+    assert seen >= learned | drawn
+
+    arguments = [
+        str(RECIPES / "configs/kernels/rte.yaml"),
+        *(f"data.dir={texts / 'glue'}", f"model.name_or_path={before / 'model'}", f"output.dir={tmp_path / 'after'}"),
+        *("train.epochs=1", "train.batch_size=8", "data.max_length=32", "train.learning_rate=1e-2"),
+    ]
+    recipe = finetune_kernel.FinetuneKernel(load_config(finetune_kernel.FinetuneConfig, arguments[0], arguments[1:]))
+    accelerator = Accelerator(cpu=True)
+    model: Any = recipe.model(recipe.data(accelerator), accelerator, resumed=False)
+    assert all(value.requires_grad for value in model.parameters())
+    arrived = {name.replace(".default.", "."): tensor for name, tensor in model.state_dict().items()}
+    assert kept.keys() <= arrived.keys()
+    assert all(torch.equal(value, arrived[name]) for name, value in kept.items())
+    weights = load_file(before / "model/model.safetensors")
+    words = "bert.embeddings.word_embeddings.weight"
+    assert torch.equal(model.get_base_model().get_parameter(words), weights[words])
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    assert finetune_kernel.main(arguments) == 0
+    report = json.loads((tmp_path / "after/metrics.json").read_text())
+    assert report["attention"] == f"posrf-{projection}"
+    assert report["trainable_parameters"] == report["total_parameters"]
+    assert str(tmp_path) not in json.dumps(report)
+    trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "after/bundle").state_dict()
+    moved = set()
+    for name, value in kept.items():
+        leaf = name.rpartition(".")[2]
+        found = [key for key in trained if same_place(key, name)]
+        assert len(found) == 1, (name, found)
+        if leaf in drawn:
+            assert torch.equal(trained[found[0]], value), name
+        elif leaf in learned and not torch.equal(trained[found[0]], value):
+            moved.add(leaf)
+    assert moved == learned
+
+
+def same_place(bundled: str, saved: str) -> bool:
+    """Whether a tensor of a bundle is that tensor of an adapter: same layer, same path inside the kernel."""
+    if "snnk_kernel" not in bundled:
+        return False
+    layer, inside = bundled.partition(".snnk_kernel.")[::2]
+    return layer in saved and saved.endswith(f".{inside}")
+
+
+def test_softmax_needs_no_attention_folder(texts: Path, tmp_path: Path) -> None:
+    more = ["train.steps=2", "train.eval_every=2", "method.attention=softmax"]
+    assert pretrain_mlm.main(settings(texts, tmp_path / "run", *more)) == 0
+    assert not (tmp_path / "run/model/attention").exists()
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "run/model")
+    assert with_attention(model, tmp_path / "run/model") is model
+
+
+def test_other_methods_than_full_are_refused(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [str(RECIPES / "configs/kernels/rte.yaml"), "method.name=linear_probe"]
+    assert finetune_kernel.main(given) == 2
+    assert "method.name is linear_probe; expected full" in capsys.readouterr().err
+
+
+# --- sweep and page ---------------------------------------------------------------------------------------------------
+
+
+def test_from_runs_to_the_page(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    write_task(data / "glue", "rte", n_train=24, n_dev=8)
+    (data / "wikitext").mkdir()
+    for split in ("train", "valid"):
+        (data / f"wikitext/wiki.{split}.tokens").write_text((texts / f"wiki.{split}.tokens").read_text())
+
+    def in_this_process(command: list[str]) -> tuple[int, None]:
+        """What `_lib.sweep.execute` starts, without the seconds that imports take."""
+        recipe = {"pretrain_mlm.py": pretrain_mlm, "finetune_kernel.py": finetune_kernel}[Path(command[1]).name]
+        code = recipe.main(command[2:])
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return code, None
+
+    monkeypatch.setattr(sweep, "execute", in_this_process)
+    out, page = tmp_path / "runs", tmp_path / "page"
+    asked = [*SMALL, "train.steps=2", "train.eval_every=2", "finetune.data.max_length=32"]
+    asked += ["--data", str(data), "--text", "wikitext", "--out", str(out), "--tasks", "rte", "--seeds", "0", "1"]
+    asked += ["--methods", "softmax", "posrf_generative"]
+    assert sweep_kernels.main(asked) == 0
+    capsys.readouterr()
+    assert sweep_kernels.main(asked) == 0
+    again = capsys.readouterr().out
+    assert again.count("1 runs, 1 finished") == again.count("2 runs, 2 finished") == 2
+    assert table_kernels.main(["--runs", str(out), "--out", str(page)]) == 0
+    text = (page / "README.md").read_text()
+    assert str(tmp_path) not in text
+    reports = [json.loads((page / f"rte/posrf_generative/seed{seed}.json").read_text()) for seed in (0, 1)]
+    assert {report["attention"] for report in reports} == {"posrf-generative"}
+    first_score, second_score = (report["metrics"]["accuracy"] for report in reports)
+    mean, error = 50 * (first_score + second_score), 50 * abs(first_score - second_score)
+    assert f"| posrf_generative | {mean:.1f} ± {error:.1f} (2) |" in text
+    before = json.loads((page / "pretraining/posrf_generative/seed0.json").read_text())
+    assert f"| posrf_generative | {100 * before['masked_accuracy']:.1f} (1) | " in text
+    assert f"| {before['loss']:.3f} | {before['loss_without_context']:.3f} | 2 |" in text
+    stored = text
+    assert table_kernels.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
+    assert (page / "README.md").read_text() == stored
+
+
+def test_the_papers_figures_are_rows_of_their_own() -> None:
+    """All four tasks, one seed: what the paper prints stands in italics, and nowhere else."""
+    report = {"config": {"data": {"max_length": 8}, "train": {"epochs": 1, "learning_rate": 1e-4}}}
+    report |= {"examples": {"train": 5}, "processor_seconds_per_epoch": 2.0}  # type: ignore[dict-item]
+    table: Any = {
+        task: {"softmax": [report | {"metrics": dict.fromkeys(names, 0.25)}]}
+        for task, names in table_kernels.METRICS.items()
+    }
+    text = table_kernels.render(table)
+    assert "| softmax | 25.0 / 25.0 (1) | 25.0 (1) | 25.0 (1) | 25.0 / 25.0 (1) |" in text
+    assert "| *the paper's GMM-PRF* | *71/82* | *59* | *21* | – |" in text
+    assert text.count("| *the paper's ") == len(table_kernels.PAPER)
+
+
+def test_every_method_is_a_setting_of_the_recipe() -> None:
+    labels = {
+        pretrain_mlm.PretrainMasked(load_config(pretrain_mlm.MaskedConfig, CONFIG, given)).method
+        for given in sweep_kernels.METHODS.values()
+    }
+    assert labels == {"softmax", "posrf-gmm", "posrf-fastfood_learned", "posrf-generative", "posrf-orf"}
+
+
+def test_a_sweep_says_which_folder_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        sweep_kernels.main(["--data", str(tmp_path), "--text", "imdb"])
+    assert stop.value.code == 2
+    assert "has no folder glue and none imdb" in capsys.readouterr().err
