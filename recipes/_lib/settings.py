@@ -303,7 +303,8 @@ class FinetuneConfig:
         from snnk_peft.tasks import TASKS
 
         faults = task_faults(self.task, self.data)
-        if self.method.train_base and self.output.save_model and not self.output.bundle:
+        whole = getattr(self.method, "train_base", False)  # closed_form.py has a method of its own
+        if whole and self.output.save_model and not self.output.bundle:
             faults.append(
                 "output.bundle is false with method.train_base, of which nothing else is saved; set it to true, or "
                 "output.save_model to false"
