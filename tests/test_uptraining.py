@@ -190,6 +190,7 @@ def test_the_page_compares_runs_of_one_seed(tmp_path: Path) -> None:
     assert "| 6 | +2.0 ± 1.0 | -8.5 ± 1.0 |" in lines
     assert "| upper FFNs replaced | m8_fitted | m8_paper |" in lines
     assert "With 6 replaced, `m8_fitted` is best (+2.0) and `m8_paper` worst (-8.5)." in lines
+    assert "| the same answer to all | 52.7 | 0.0 | – | – | – | – |" in lines
     assert (tmp_path / "layers.png").stat().st_size > 10_000
     assert table_uptraining.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
 
