@@ -58,9 +58,23 @@ SHORT = (
 LONG = ("softmax", "posrf_orf", "posrf_mm", "saderf_orf", "posrf_fastfood_learned")
 PAIRS = ("softmax", *sweep_lra.PAIRS)
 SMALL_PICTURES = ("train.epochs=4", "train.batch_size=50", "data.max_train_samples=2000", "data.max_eval_samples=2000")
+# A tenth of the grid, some minutes a run: the whole one is `sweep_uptraining.py`.
+UPTRAINING = ("train.epochs=3", "data.max_train_samples=2800")
+UPTRAINED = (
+    *(
+        "--tasks",
+        "mrpc",
+        "rte",
+        "--methods",
+        "full",
+        *(f"top{k}_m8_{start}" for k in (1, 3, 6) for start in ("paper", "fitted")),
+    ),
+    *("pooler_frozen", "pooler_dense", "pooler_cos", "pooler_tanh", "adapter_relu"),
+)
 STEPS = {
     "snnk": Step("sweep_snnk.py", "table_snnk.py", "snnk"),
     "glue": Step("sweep_glue.py", "table_glue.py", "glue", "glue"),
+    "uptraining": Step("sweep_uptraining.py", "table_uptraining.py", "uptraining", "glue", UPTRAINING, UPTRAINED),
     "lowrank": Step("sweep_lowrank.py", "table_lowrank.py", "lowrank", "cifar10", SMALL_PICTURES),
     "fmm": Step("sweep_fmm.py", "table_fmm.py", "fmm"),
     "pairs_listops": Step(
