@@ -7,7 +7,8 @@
 `--data` holds folders of official files: glue, cifar10, imdb, mnist, covtype, higgs, hepmass; what needs an absent one
 is left out and named. The sweeps share the time: each gets an equal part of what is left; runs that are not done then
 save themselves, and what one does not need is left to the others. Finished runs, also those stored in model_cards/, are
-not repeated. Then the pages in model_cards/ (or `--cards`) are rendered from all reports there are.
+not repeated. Then the pages in model_cards/ (or `--cards`) are rendered from all reports there are, and model_cards/ also
+gets the page of claims and verdicts (table_papers.py).
 """
 
 from __future__ import annotations
@@ -127,6 +128,10 @@ def every(arguments: argparse.Namespace) -> int:
         code = subprocess.run([sys.executable, str(RECIPES / program), *places], check=False).returncode
         if code not in (0, 2):  # 2: no run has finished yet, which it said
             failed.append(f"{program} (exit code {code})")
+    if arguments.cards.resolve() == ROOT / "model_cards":
+        summary = subprocess.run([sys.executable, str(RECIPES / "table_papers.py"), "--write"], check=False)
+        if summary.returncode:
+            failed.append(f"table_papers.py (exit code {summary.returncode})")
     if failed:
         print("failed: " + ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0

@@ -163,8 +163,8 @@ def section(task: str, row: dict[str, list[Report]]) -> list[str]:
     ]
 
 
-def claims(row: dict[str, list[Report]]) -> list[str]:
-    """What the paper says of its networks, and whether the runs of this task say so."""
+def comparisons(row: dict[str, list[Report]]) -> list[tuple[str, list[float]]]:
+    """What the paper says of its networks, each with the differences in points that would be above 0, one per seed."""
     cells = arranged(row)
     scores = {
         (init, *place, report["seed"]): 100 * report["score"]
@@ -199,7 +199,12 @@ def claims(row: dict[str, list[Report]]) -> list[str]:
         if len(gains[0]) == len(gains[1]):
             more = [small - large for small, large in zip(*gains, strict=True)]
             asked.append((f"ws_nkp gains more over spectral at {scales[0]:g} than at {scales[-1]:g}", more))
-    rows = [[claim, *verdict(found)] for claim, found in asked if len(found) > 1]
+    return asked
+
+
+def claims(row: dict[str, list[Report]]) -> list[str]:
+    """The lines of the page on `comparisons`."""
+    rows = [[claim, *verdict(found)] for claim, found in comparisons(row) if len(found) > 1]
     if not rows:
         return []
     return [
