@@ -1,6 +1,7 @@
-# ruff: noqa: E402
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 """recipes/table_papers.py: verdicts by one rule, figures from stored reports alone, and the stored page is its page."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
 
 from __future__ import annotations
 
