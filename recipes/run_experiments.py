@@ -6,9 +6,9 @@
 
 `--data` holds folders of official files: glue, cifar10, imdb, mnist, covtype, higgs, hepmass; what needs an absent one
 is left out and named. The sweeps share the time: each gets an equal part of what is left; runs that are not done then
-save themselves, and what one does not need is left to the others. Finished runs, also those stored in model_cards/, are
-not repeated. Then the pages in model_cards/ (or `--cards`) are rendered from all reports there are; table_papers.py adds
-the page of claims and verdicts to model_cards/.
+save themselves, and what one does not need is left to the others. Finished runs, also those stored in model_cards/,
+are not repeated. Then the pages in model_cards/ (or `--cards`) are rendered from all reports there are, and last the
+page of claims and verdicts, by table_papers.py.
 """
 
 from __future__ import annotations
