@@ -3,10 +3,11 @@
     python recipes/evaluate.py runs/rte_adapter data.dir=path/to/glue              (a run: its best checkpoint)
     python recipes/evaluate.py runs/rte_adapter/bundle --task rte data.dir=path/to/glue
     python recipes/evaluate.py path/to/adapter --task rte data.dir=path/to/glue
+    python recipes/evaluate.py runs/lra/text/posrf_gmm/seed0 --draws 100                        (a run of train_lra.py)
 
 The folder may be a run of recipes/finetune.py, a PEFT adapter, a bundle or any transformers classifier of texts or
-pictures. The result goes into the folder as metrics.json (into a run as evaluation.json, beside the metrics.json of its
-training), or to `--output`.
+pictures; or a run of recipes/train_lra.py, whose test split is scored. The result goes into the folder as metrics.json
+(into a run as evaluation.json, beside the metrics.json of its training), or to `--output`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from _lib.config import describe, load_config
+from _lib.config import describe, load_config, read_yaml
+from _lib.lra_settings import LongRangeConfig, LongRangeEvaluation
 from _lib.settings import EvaluateConfig, FinetuneConfig
 from _lib.task_settings import find_task
 
@@ -30,7 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     """Read the command line; returns the exit code (0 done, 1 predictions not finite, 2 wrong input)."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="settings (default):\n" + "\n".join(describe(EvaluateConfig)),
+        epilog="\n".join(
+            [
+                *("settings (default):", *describe(EvaluateConfig)),
+                *("", "settings for a run of train_lra.py:", *describe(LongRangeEvaluation)),
+            ]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="run, adapter, bundle or model folder")
@@ -58,18 +66,34 @@ def main(argv: list[str] | None = None) -> int:
     return guarded(work)
 
 
+class Subject(NamedTuple):
+    """What is scored.
+
+    Args:
+        config: EvaluateConfig or LongRangeEvaluation.
+        task: of the examples.
+        model: that was trained.
+        max_length: tokens of an example that it reads.
+        read: gives the splits, name -> examples; called once the model is known to do.
+    """
+
+    config: Any
+    task: Any
+    model: Any
+    max_length: int
+    read: Callable[[], dict[str, Any]]
+
+
 def evaluate(
     folder: Path, overrides: list[str], output: Path | None, draws: int | None = None, draws_seed: int = 0
 ) -> dict[str, Any]:
     """Load, score, write; returns what was written."""
     import torch
-    from _lib.evaluation import evaluation_splits, score
-    from _lib.files import check_writable, read_json, write_json, writing
-    from _lib.modality import modality_of
-    from _lib.models import load_trained
+    from _lib.evaluation import score
+    from _lib.files import check_writable, write_json, writing
     from _lib.processes import launcher_faults
-    from _lib.results import load_run
     from _lib.run_folder import environment
+    from _lib.task_settings import is_sequence_run
     from accelerate import Accelerator
 
     from snnk_peft.errors import ConfigError
@@ -79,41 +103,19 @@ def evaluate(
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; expected a run, an adapter, a bundle or a model")
 
-    # --- settings: a run brings its own task and data ----------------------------------------------------------------
-    run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None
-    known: dict[str, Any] = {}
-    if run is not None:
-        known = {
-            "task": run.task,
-            "data": dataclasses.asdict(run.data),
-            "batch_size": run.train.eval_batch_size,
-            "device": run.train.device,
-        }
-        known["mixed_precision"] = run.train.mixed_precision
-    config = load_config(EvaluateConfig, known, overrides)
-    described = folder / "config.json"  # a model says which labels it has
-    task = find_task(config, read_json(described) if described.is_file() else None)
+    run = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
     if output is None:
         output = folder / ("metrics.json" if run is None else "evaluation.json")
     check_writable(output.parent)
-
-    # --- model -------------------------------------------------------------------------------------------------------
-    model, reader = load_trained(folder, task) if run is None else load_run(folder, run)
-    modality = modality_of(task)
-    modality.check(model, reader, config.data)
-
+    prepare = of_sequences if run is not None and is_sequence_run(run) else of_examples
+    config, task, model, max_length, read = prepare(folder, run, overrides)
     if draws is not None:
         from _lib.draws import draw_figures, resamplable
 
         resamplable(model)
-        if task.label_names is None or task.tokens:
+        if task.label_names is None or getattr(task, "tokens", False):
             raise ConfigError(f"--draws: task {config.task} has no class label per example; leave --draws out")
-
-    # --- data --------------------------------------------------------------------------------------------------------
-    # Of two validation sets one may be absent; only without `splits` does the task allow that.
-    wanted = task.validation_splits if len(task.validation_splits) == 1 else None
-    rows = evaluation_splits(task, task.load(config.data.dir, splits=wanted), config.data.max_eval_samples)
-    splits = {name: modality.examples(part, reader, config.data, task) for name, part in rows.items()}
+    splits = read()
 
     # --- score -------------------------------------------------------------------------------------------------------
     cpu = config.device == "cpu" or not torch.cuda.is_available()
@@ -134,7 +136,7 @@ def evaluate(
         "score": metrics["score"],
         "metrics": metrics,
         "examples": {name: len(part) for name, part in splits.items()},
-        "max_length": config.data.max_length,
+        "max_length": max_length,
         "seconds": seconds,
         "examples_per_second": count / seconds,
         "parameters": sum(value.numel() for value in model.parameters()),
@@ -150,6 +152,73 @@ def evaluate(
     text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     accelerator.print(f"{config.task}, {folder}: {text}  ({count} examples in {seconds:.1f} s; written to {output})")
     return result
+
+
+def of_examples(folder: Path, given: Mapping[str, Any] | None, overrides: list[str]) -> Subject:
+    """A classifier of texts or pictures.
+
+    Args:
+        folder: the model, or its run.
+        given: settings of the run, which brings its own task and data; None for a model.
+        overrides: settings of the command line.
+    """
+    from _lib.evaluation import evaluation_splits
+    from _lib.files import read_json
+    from _lib.modality import modality_of
+    from _lib.models import load_trained
+    from _lib.results import load_run
+
+    run = None if given is None else load_config(FinetuneConfig, given)
+    config = load_config(EvaluateConfig, known_of(run), overrides)
+    described = folder / "config.json"  # a model says which labels it has
+    task = find_task(config, read_json(described) if described.is_file() else None)
+    model, reader = load_trained(folder, task) if run is None else load_run(folder, run)
+    modality = modality_of(task)
+    modality.check(model, reader, config.data)
+
+    def read() -> dict[str, Any]:
+        # Of two validation sets one may be absent; only without `splits` does the task allow that.
+        wanted = task.validation_splits if len(task.validation_splits) == 1 else None
+        rows = evaluation_splits(task, task.load(config.data.dir, splits=wanted), config.data.max_eval_samples)
+        return {name: modality.examples(part, reader, config.data, task) for name, part in rows.items()}
+
+    return Subject(config, task, model, config.data.max_length, read)
+
+
+def of_sequences(folder: Path, given: Mapping[str, Any] | None, overrides: list[str]) -> Subject:
+    """The classifier of a run of train_lra.py, and its test split; arguments as above."""
+    from _lib.results import load_long_range
+    from _lib.sequences import SequenceExamples
+
+    from snnk_peft.errors import ConfigError
+
+    run = load_config(LongRangeConfig, given)
+    known = known_of(run)
+    known["data"] = {field: known["data"][field] for field in ("dir", "max_test_samples")}
+    config = load_config(LongRangeEvaluation, known, overrides)
+    if config.task != run.task:
+        raise ConfigError(f"task is {config.task}; {folder} was trained on {run.task}: leave the setting out")
+    task, length = run.read_task()
+
+    def read() -> dict[str, Any]:
+        limits = {"test": config.data.max_test_samples}
+        rows = task.load(config.data.dir, splits=["test"], max_samples=limits)
+        return {name: SequenceExamples(part, length) for name, part in rows.items()}
+
+    return Subject(config, task, load_long_range(folder, run), length, read)
+
+
+def known_of(run: Any) -> dict[str, Any]:
+    """The settings that an evaluation takes from those of a run; none without one."""
+    if run is None:
+        return {}
+    return {
+        "task": run.task,
+        "data": dataclasses.asdict(run.data),
+        "batch_size": run.train.eval_batch_size,
+        "device": run.train.device,
+        "mixed_precision": run.train.mixed_precision,
+    }
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def export_folder(arguments: argparse.Namespace) -> int:
     """Load, export, score, write."""
     from _lib.files import check_writable, read_json, write_json
+    from _lib.models import load_by_class
     from _lib.run_folder import environment
 
     from snnk_peft import export
@@ -105,23 +106,6 @@ def export_folder(arguments: argparse.Namespace) -> int:
         result["task"], result["scores"] = config.task, scores(model, target, task, splits, config.batch_size)
     write_json(target.with_suffix(".metrics.json"), result)
     return 0
-
-
-def load_by_class(folder: Path) -> Any:
-    """A transformers model as its config names it: a bundle or another, without a task."""
-    import transformers
-
-    import snnk_peft  # noqa: F401  (registers the bundled model classes)
-    from snnk_peft.errors import ConfigError
-
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"{folder} holds an adapter, which does not say what it was trained on; give --task")
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json; expected a run, an adapter, a bundle or a model")
-    config = transformers.AutoConfig.from_pretrained(str(folder))
-    name = next(iter(config.architectures or ()), "")
-    auto = getattr(transformers, f"AutoModelFor{name.partition('For')[2]}", transformers.AutoModel)
-    return auto.from_pretrained(str(folder), dtype="float32").eval()
 
 
 def load_with_data(folder: Path, run: Any, task: Any, config: Any) -> tuple[Any, dict[str, Any]]:

@@ -31,11 +31,8 @@ class LongRange(Experiment[LongRangeConfig]):
     settings, program = LongRangeConfig, "train_lra.py"
 
     def __init__(self, config: LongRangeConfig):
-        from snnk_peft.tasks import TASKS
-
         super().__init__(config)
-        self.task = TASKS[config.task]
-        self.max_length = config.data.max_length or self.task.max_length
+        self.task, self.max_length = config.read_task()
 
     @property
     def method(self) -> str:
@@ -70,10 +67,14 @@ class LongRange(Experiment[LongRangeConfig]):
         return of_budget(self.config.train)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """Test accuracy of the checkpoint that is best on validation, and what a step costs."""
+        """Test accuracy of the checkpoint that is best on validation, how it got there, and what a step costs."""
+        from _lib.tracking import read_log
+
+        rows = read_log(done.folder / "log.jsonl")
         return {
             "accuracy": done.test["accuracy"],
             "validation_accuracy": done.best["metrics"]["accuracy"],
+            "learning_curve": [[row["step"], row["accuracy"]] for row in rows if "accuracy" in row],
             **done.costs,
             "peak_memory_bytes_before_training": done.memory_before,
             "longest_sequence": max(done.data.train.lengths),

@@ -10,10 +10,12 @@ import statistics
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 for package in ("accelerate", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
@@ -21,11 +23,17 @@ for package in ("accelerate", "rich", "yaml"):
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
 import finetune
+import train_lra
+from _lib import lra_model
 from _lib.draws import redrawn, resamplable
 from _lib.lra_model import build_classifier
 from _lib.lra_settings import AttentionMethod, LongRangeModel
+from _lib.results import load_folder
+from _lib.run_folder import best_checkpoint
 from _lib.variance import inconsistency, majority, relative_deviation, variance_figures, voting_gain
+from accelerate.state import AcceleratorState
 from recipe_world import recipe, write_settings, write_world
+from safetensors.torch import load_file
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
@@ -141,7 +149,66 @@ def test_evaluate_stores_the_figures_of_fresh_draws(
     assert found[0]["draws"]["splits"] != found[2]["draws"]["splits"]
     assert len(found[0]["draws"]["scores"]) == 3
     assert found[0]["draws"]["splits"]["validation"]["rsd_mean"] > 0
+    # The run's model without its data, as experiments read it: the tensors of the best checkpoint.
+    saved = load_file(best_checkpoint(Path("run")) / "model.safetensors")
+    state = load_folder(Path("run")).state_dict()
+    assert any(torch.equal(state[name], value) for name, value in saved.items() if name.endswith("projection.weight"))
+    assert all(torch.equal(state[name], value) for name, value in saved.items())
     assert evaluate.main(["plain", "--draws", "3"]) == 2
     assert "softmax attention" in capsys.readouterr().err
     assert evaluate.main(["run", "--draws", "1"]) == 2
     assert "expected 2 or more" in capsys.readouterr().err
+
+
+def test_evaluate_draws_anew_for_runs_on_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The saved draw scores as its training reported; fresh ones as brute force over the run's model says."""
+    monkeypatch.chdir(tmp_path)
+
+    def large(*args: Any) -> torch.nn.Module:
+        """Fresh, a model hardly looks at its input, and all draws give the same answers."""
+        model = build_classifier(*args)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(10 if parameter.dim() == 2 else 1)
+        return model
+
+    monkeypatch.setattr(lra_model, "build_classifier", large)
+    sizes = {"dim": 8, "heads": 2, "layers": 1, "hidden_dim": 8}
+    settings = {
+        "task": "sparsity_50",
+        "model": sizes,
+        "data": dict.fromkeys(("max_train_samples", "max_validation_samples", "max_test_samples"), 36),
+        "train": {"steps": 6, "batch_size": 12, "eval_every": 3, "learning_rate": 1e-3, "warmup_steps": 0},
+    }
+    for name, attention in (("run", {**ORF, "num_features": 4}), ("plain", "softmax")):
+        given = {**settings, "method": {"attention": attention}, "output": {"dir": name}}
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(given))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert train_lra.main([f"{name}.yaml"]) == 0
+    evaluate, trained = recipe("evaluate"), json.loads(Path("run/metrics.json").read_text())
+    assert evaluate.main(["run", "--draws", "3", "--draws-seed", "7"]) == 0
+    found = json.loads(Path("run/evaluation.json").read_text())
+    assert found["score"] == found["metrics"]["accuracy"] == trained["accuracy"]
+    assert (found["task"], found["examples"], found["max_length"]) == ("sparsity_50", {"test": 36}, 200)
+
+    rows, model = TASKS["sparsity_50"].load(splits=["test"], max_samples={"test": 36})["test"], load_folder(Path("run"))
+    ids, logits = torch.from_numpy(np.stack(rows.tokens[0]).astype(np.int64)), []
+    for number in range(3):
+        with redrawn(model, 7, number), torch.no_grad():
+            logits.append(model(ids[:, None], torch.ones_like(ids)[:, None]).logits.numpy())
+    assert found["draws"]["scores"] == [float((each.argmax(-1) == rows.labels).mean()) for each in logits]
+    expected = variance_figures(np.stack(logits), rows.labels)
+    assert found["draws"]["splits"] == {"test": expected}
+    assert expected["pi"] > 0  # the draws do not agree
+    assert evaluate.main(["run", "data.max_test_samples=9", "--output", "few.json"]) == 0
+    few = json.loads(Path("few.json").read_text())
+    assert (few["examples"], "draws" in few) == ({"test": 9}, False)
+    for given, said in (
+        (["plain", "--draws", "3"], "softmax attention"),
+        (["run", "task=listops"], "task is listops; run was trained on sparsity_50: leave the setting out"),
+        (["run", "data.max_length=9"], "data.max_length"),
+    ):
+        assert evaluate.main(given) == 2
+        assert said in capsys.readouterr().err

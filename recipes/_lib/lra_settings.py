@@ -12,11 +12,12 @@ from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from _lib.config import option
-from _lib.settings import RunOutput, StepSettings
+from _lib.settings import EvaluateConfig, RunOutput, StepSettings
 from _lib.task_settings import RECIPE_OF, modality_fault
 
 if TYPE_CHECKING:
     from snnk_peft import SNNKConfig
+    from snnk_peft.tasks import SequenceTask
 
 SOFTMAX, PERFORMER = "softmax", "performer_pytorch"
 SCHEDULES = ("constant", "linear", "cosine", "rsqrt")
@@ -28,7 +29,11 @@ class LongRangeData:
     """What is read, and how much of it."""
 
     dir: str | None = option(None, "folder with the official files; null generates the data (listops only)")
-    max_length: int | None = option(None, "tokens per document, longer ones are cut; null: the task's own", low=4)
+    max_length: int | None = option(
+        None,
+        "tokens per document, longer ones are cut (sparsity: so many pairs are made); null: the task's own",
+        low=4,
+    )
     max_train_samples: int | None = option(None, "train on a subset drawn with train.seed", low=1)
     max_validation_samples: int | None = option(None, "choose the checkpoint on a fixed random subset", low=1)
     max_test_samples: int | None = option(None, "report accuracy on a fixed random subset", low=1)
@@ -153,6 +158,44 @@ class LongRangeConfig:
     train: LongRangeTrain = field(default_factory=LongRangeTrain)
 
     def check(self) -> list[str]:
-        """The task must exist and hold sequences."""
-        fault = modality_fault(self.task, RECIPE_OF["sequence"])
-        return [] if fault is None else [fault]
+        """The task must exist and hold sequences, of this length."""
+        from snnk_peft.errors import ConfigError
+
+        faults = _sequence_faults(self.task)
+        if not faults:
+            try:
+                self.read_task()
+            except ConfigError as error:
+                faults = error.faults
+        return faults
+
+    def read_task(self) -> tuple[SequenceTask, int]:
+        """The task, and how many tokens of a document are read."""
+        from snnk_peft.tasks import TASKS
+
+        task = TASKS[self.task].of_length(self.data.max_length)
+        return task, self.data.max_length or task.max_length
+
+
+@dataclass
+class LongRangeTest:
+    """What is read of a run's task."""
+
+    dir: str | None = option(None, "folder with the official files; null generates the data, or is that of the run")
+    max_test_samples: int | None = option(None, "score a fixed random subset", low=1)
+
+
+@dataclass
+class LongRangeEvaluation(EvaluateConfig):
+    """Everything recipes/evaluate.py reads for a run of recipes/train_lra.py."""
+
+    data: LongRangeTest = field(default_factory=LongRangeTest)  # type: ignore[assignment]
+
+    def check(self) -> list[str]:
+        """The task must hold sequences."""
+        return _sequence_faults(self.task)
+
+
+def _sequence_faults(task: str) -> list[str]:
+    fault = modality_fault(task, RECIPE_OF["sequence"])
+    return [] if fault is None else [fault]

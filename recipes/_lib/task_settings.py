@@ -37,6 +37,14 @@ def modality_fault(name: str, recipe: str) -> str | None:
     )
 
 
+def is_sequence_run(settings: Mapping[str, Any]) -> bool:
+    """Whether settings, as config.yaml of a run holds them, are of a task whose examples are long sequences."""
+    from snnk_peft.tasks import TASKS
+
+    name = settings.get("task")
+    return name in TASKS and TASKS[name].modality == "sequence"
+
+
 def task_faults(name: str, data: DataSection) -> list[str]:
     """An unknown task, one of another recipe, and data settings that do not fit it."""
     from snnk_peft.tasks import TASKS

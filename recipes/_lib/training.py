@@ -99,7 +99,7 @@ class Training:
             self.tracker.log(0, {"epoch": 0.0, **metrics})
         if state.step and self._due() and state.evaluated_step < state.step and not self._evaluate():
             return self._stopped()
-        while not self.over() and state.evaluations_without_gain < patience:
+        while not self.over() and state.evaluations_without_gain < patience and not self._reached():
             started, cpu_started = time.perf_counter(), time.process_time()
             epoch, position = divmod(state.step, self.per_epoch)
             if not plan or position == 0:
@@ -131,6 +131,11 @@ class Training:
                 self._save()
                 self._prune()
         return 0
+
+    def _reached(self) -> bool:
+        """Whether the best score is as good as wanted."""
+        wanted, best = self.train.stop_at_score, self.state.best
+        return wanted is not None and best is not None and best["score"] >= wanted
 
     def _due(self) -> bool:
         return self.state.step % self.schedule.eval_every == 0 or self.over()

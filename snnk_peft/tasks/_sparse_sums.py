@@ -11,6 +11,7 @@ Tokens: 1 + a + 2 · [v = 1], four of them, 0 is padding: (−1, 0), (−1, 1), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from snnk_peft.tasks.base_sequence import Sequences, SequenceTask
 BOUND, LENGTH = 4, 200
 SIZES = {"test": 20000, "validation": 20000, "train": 160000}
 CLASSES = 2 * BOUND + 1
+LEAST = BOUND  # relevant positions, on average: with fewer, the sums −4 and 4 hardly ever come
 BATCH = 4096  # sequences drawn at a time; part of what determines the data
 
 
@@ -73,22 +75,38 @@ def balanced(
     return np.concatenate(parts), np.concatenate(names)
 
 
-def sparse_sums(percent: int) -> SequenceTask:
-    """The task in which so many percent of the positions are relevant; its data are always the same."""
+def sparse_sums(percent: int, length: int = LENGTH) -> SequenceTask:
+    """The task in which so many percent of the positions are relevant; its data are always the same.
+
+    Args:
+        percent: of all positions.
+        length: positions; a shorter sequence is one of its own, because the beginning of a longer one has another sum.
+
+    Raises:
+        ConfigError: so few positions that hardly any sequence has a sum of −4 or 4.
+    """
+    if percent * length < 100 * LEAST:
+        raise ConfigError(
+            f"task sparsity_{percent} was asked for with {length} positions, of which {percent * length / 100:g} are "
+            f"relevant on average; expected at least {LEAST}: {-(-100 * LEAST // percent)} positions or more"
+        )
 
     def read(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
         if path is not None:
             raise ConfigError(f"data_dir is {path}; task sparsity_{percent} makes its own data: leave it out")
-        return {split: _split(percent / 100, number, wanted[split], split) for number, split in _numbered(wanted)}
+        return {
+            split: _split(percent / 100, length, number, wanted[split], split) for number, split in _numbered(wanted)
+        }
 
     reader: Callable[[Path | None, Mapping[str, int | None]], dict[str, Sequences]] = read
     return SequenceTask(
         name=f"sparsity_{percent}",
         read=reader,
         vocab_size=5,
-        max_length=LENGTH,
+        max_length=length,
         label_names=tuple(map(str, range(-BOUND, BOUND + 1))),
         generated=True,
+        remade=partial(sparse_sums, percent),
     )
 
 
@@ -96,8 +114,9 @@ def _numbered(wanted: Mapping[str, int | None]) -> list[tuple[int, str]]:
     return [(number, split) for number, split in enumerate(SIZES) if split in wanted]
 
 
-def _split(probability: float, number: int, limit: int | None, split: str) -> Sequences:
+def _split(probability: float, length: int, number: int, limit: int | None, split: str) -> Sequences:
     """Each split has a stream of its own; what is wanted of it is made, and no more."""
     size = SIZES[split] if limit is None else min(limit, SIZES[split])
-    tokens, labels = balanced(np.random.default_rng([number, round(100 * probability)]), size, probability)
+    rng = np.random.default_rng([number, round(100 * probability)])
+    tokens, labels = balanced(rng, size, probability, length)
     return Sequences((list(tokens),), labels)

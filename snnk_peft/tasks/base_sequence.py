@@ -61,6 +61,7 @@ class SequenceTask(Task):
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
         splits: the checkpoint is chosen on the second and reported on the third.
+        remade: the same task with documents of another length, where shorter ones are made and not cut.
     """
 
     modality: ClassVar[str] = "sequence"
@@ -74,6 +75,18 @@ class SequenceTask(Task):
     metrics: tuple[str, ...] = ("accuracy",)
     primary: tuple[str, ...] | None = None
     splits: tuple[str, ...] = ("train", "validation", "test")
+    remade: Callable[[int], SequenceTask] | None = None
+
+    def of_length(self, max_length: int | None) -> SequenceTask:
+        """The task for documents of so many tokens; itself, if longer ones are cut, or for None, its own length.
+
+        Raises:
+            ConfigError: there is none of this length.
+        """
+        if max_length in (None, self.max_length) or self.remade is None:
+            return self
+        assert max_length is not None
+        return self.remade(max_length)
 
     def _read(self, request: Request) -> dict[str, Sequences]:
         path, splits = request.path, request.splits or self.splits

@@ -1,0 +1,148 @@
+"""Sums over pairs: tasks of other lengths, the end of a run at a score, recipes/sweep_sparsity.py and its page."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+sys.path.append(str(RECIPES))
+
+import sweep_sparsity
+import table_sparsity
+import train_lra
+from _lib import sweep
+from _lib.config import load_config
+from _lib.lra_settings import LongRangeConfig
+from accelerate.state import AcceleratorState
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks import TASKS
+
+CONFIG = str(RECIPES / "configs/lra/sparsity_50.yaml")
+SMALL = ["model.dim=8", "model.heads=2", "model.layers=1", "model.hidden_dim=8", "train.batch_size=6"]
+SMALL += [f"data.max_{split}_samples=18" for split in ("train", "validation", "test")]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# --- other lengths ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("percent", "length"), [(10, 50), (50, 12), (90, 300)])
+def test_sequences_are_made_and_not_cut(percent: int, length: int) -> None:
+    """Their labels are the sums of all their pairs, as a cut sequence's are not; no prefix leaves −4 to 4."""
+    task = TASKS[f"sparsity_{percent}"]
+    made = task.of_length(length)
+    assert (made.name, made.max_length) == (task.name, length)
+    assert task.of_length(200) is task.of_length(None) is task
+    rows = made.load(splits=["validation"], max_samples={"validation": 180})["validation"]
+    assert np.bincount(rows.labels).tolist() == [20] * 9
+    tokens = np.stack(rows.tokens[0]).astype(int) - 1
+    assert tokens.shape == (180, length)
+    sums = np.cumsum(np.where(tokens // 2 == 1, 1, -1) * (tokens % 2), 1)
+    assert np.array_equal(sums[:, -1] + 4, rows.labels)
+    assert np.abs(sums).max() == 4
+
+
+def test_too_few_pairs_are_refused() -> None:
+    said = r"39 positions, of which 3\.9 are relevant on average; .* 40 positions or more"
+    with pytest.raises(ConfigError, match=said):
+        TASKS["sparsity_10"].of_length(39)
+    with pytest.raises(ConfigError, match=said):
+        load_config(LongRangeConfig, {"task": "sparsity_10", "data": {"max_length": 39}, "output": {"dir": "x"}})
+    assert TASKS["listops"].of_length(39) is TASKS["listops"]  # which is cut
+
+
+# --- runs and page ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_at_its_score(tmp_path: Path) -> None:
+    """No accuracy is below 0: the first evaluation ends the run; none is above 1: the last step does."""
+    for name, wanted, steps in (("at_once", 0, 2), ("never", 1.01, 6)):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        given = ["data.max_length=12", "train.steps=6", "train.eval_every=2", f"train.stop_at_score={wanted}"]
+        assert train_lra.main([CONFIG, *SMALL, *given, f"output.dir={tmp_path / name}"]) == 0
+        report = json.loads((tmp_path / name / "metrics.json").read_text())
+        assert (report["steps"], report["stopped_early"]) == (steps, steps < 6)
+        rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        scored = {row["step"]: row["score"] for row in rows if "score" in row}
+        assert dict(report["learning_curve"]) == scored
+        assert list(scored) == list(range(2, steps + 1, 2))
+        assert report["longest_sequence"] == 12
+
+
+def test_settings_of_every_method_are_those_of_the_recipe() -> None:
+    for name, task in sweep_sparsity.TASKS.items():
+        configs = {
+            method: load_config(LongRangeConfig, RECIPES / "configs" / task.config, settings)
+            for method, settings in task.methods.items()
+        }
+        assert {config.task for config in configs.values()} == {name}
+        labels = {method: config.method.label().replace("-", "_") for method, config in configs.items()}
+        assert labels == {method: method for method in sweep_sparsity.METHODS}
+        assert {(config.model.dim, config.model.layers) for config in configs.values()} == {(64, 3)}
+
+
+def test_from_runs_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_this_process(command: list[str]) -> tuple[int, None]:
+        """What `_lib.sweep.execute` starts, without the seconds that imports take."""
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return train_lra.main(command[2:]), None
+
+    monkeypatch.setattr(sweep, "execute", in_this_process)
+    out, page = tmp_path / "runs", tmp_path / "page"
+    given = [*SMALL, "train.steps=4", "train.eval_every=2", "--out", str(out), "--methods", "posrf_gmm"]
+    assert sweep_sparsity.main([*given, "--tasks", "sparsity_10", "sparsity_90"]) == 0
+    assert table_sparsity.main(["--runs", str(out), "--out", str(page)]) == 0
+    text = (page / "README.md").read_text()
+    assert "| attention | 10 % relevant | 90 % relevant |" in text
+    assert "| posrf_gmm | not in 4 (1) | not in 4 (1) |" in text
+    assert "All runs: 50 pairs, batches of 6, learning rate 0.0005, at most 4 steps, scored every 2." in text
+    assert str(tmp_path) not in text
+    assert (page / "accuracy.png").stat().st_size > 10_000
+    assert table_sparsity.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
+    assert (page / "README.md").read_text() == text
+
+
+def report(*curve: float, **train: Any) -> dict[str, Any]:
+    """Of a run that was scored every 10 steps."""
+    settings = {"batch_size": 5, "learning_rate": 0.1, "steps": 90, "eval_every": 10, **train}
+    return {
+        **{"longest_sequence": 50, "config": {"train": settings}, "steps": 10 * len(curve), "accuracy": curve[-1]},
+        **{"cpu_seconds_per_step": 0.5, "train_cpu_seconds": 60.0, "total_parameters": 1234},
+        "learning_curve": [[10 * number, accuracy] for number, accuracy in enumerate(curve, start=1)],
+    }
+
+
+def test_steps_are_those_of_the_first_evaluation() -> None:
+    """Steps to 90 %: 20 and 30 (mean 25, standard error 5); to 99 %: one run of two; to 50 %: both at once."""
+    cell = [report(0.6, 0.95, 0.85, 1.0), report(0.5, 0.8, 0.9)]
+    found = [table_sparsity.steps(cell, level) for level in table_sparsity.LEVELS]
+    assert found == ["10 ± 0 (2)", "25 ± 5 (2)", "40 ± 0 (1 of 2)"]
+    assert table_sparsity.steps([report(0.1, 0.2)], 0.5) == "not in 20 (1)"
+    assert table_sparsity.steps([], 0.5) == "–"
+    points = table_sparsity.curve(cell)
+    assert [point[0] for point in points] == [10, 20, 30, 40]
+    assert points[3][1] == pytest.approx((1.0 + 0.9) / 2)  # the second run has ended
+    assert points[3][2] == pytest.approx(0.05)
+    text = table_sparsity.render({"sparsity_50": {"softmax": cell, "posrf_gmm": [report(0.1, steps=80)]}})
+    assert "**The runs differ (50 pairs, batches of 5, learning rate 0.1, at most 80 steps" in text
+    assert "| softmax | 0.500 | 1.0 | 95.0 | 1,234 |" in text
