@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import sweep_lra
-
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 GRACE = 120  # seconds that a run has to save itself
@@ -50,14 +48,7 @@ class Step(NamedTuple):
 
 # What a core does of the long ones in a quarter of an hour per run.
 BUDGET = ("train.max_cpu_minutes=15", "train.schedule=constant", "train.warmup_steps=50")
-# A minute a run: small batches take the steps that a plateau needs. For all pairs of Spectraformer's Table 2.
-SHORT = (
-    *("train.max_cpu_minutes=1", "train.schedule=constant", "train.warmup_steps=50", "train.learning_rate=1e-3"),
-    *("train.batch_size=8", "data.max_validation_samples=500", "data.max_test_samples=2000"),
-    "model.attention_dropout=0",
-)
 LONG = ("softmax", "posrf_orf", "posrf_mm", "saderf_orf", "posrf_fastfood_learned")
-PAIRS = ("softmax", *sweep_lra.PAIRS)
 SMALL_PICTURES = ("train.epochs=4", "train.batch_size=50", "data.max_train_samples=2000", "data.max_eval_samples=2000")
 # A part of the grid, one or two minutes a run: all of it is `sweep_uptraining.py`.
 UPTRAINING = ("train.epochs=2", "data.max_train_samples=2000")
@@ -65,20 +56,16 @@ UPTRAINED = (
     *("--tasks", "mrpc", "--methods", "full", *(f"top{k}_m8_{start}" for k in (3, 6) for start in ("paper", "fitted"))),
     *("pooler_frozen", "pooler_dense", "pooler_cos", "pooler_tanh", "adapter_relu"),
 )
+# The paper's mixtures, over positive and trigonometric features, and what does not learn.
+SPARSITY = ("--tasks", "sparsity_10", "sparsity_90", "--methods", "softmax", "posrf_orf", "posrf_gmm", "trigrf_gmm")
 STEPS = {
     "snnk": Step("sweep_snnk.py", "table_snnk.py", "snnk"),
     "glue": Step("sweep_glue.py", "table_glue.py", "glue", "glue"),
     "uptraining": Step("sweep_uptraining.py", "table_uptraining.py", "uptraining", "glue", UPTRAINING, UPTRAINED),
     "lowrank": Step("sweep_lowrank.py", "table_lowrank.py", "lowrank", "cifar10", SMALL_PICTURES),
     "fmm": Step("sweep_fmm.py", "table_fmm.py", "fmm"),
-    "pairs_listops": Step(
-        *("sweep_lra.py", "table_lra.py", "spectraformer", None, (*SHORT, "data.max_length=500")),
-        ("--tasks", "listops", "--methods", *PAIRS),
-    ),
-    "pairs_text": Step(
-        *("sweep_lra.py", "table_lra.py", "spectraformer", "imdb", (*SHORT, "data.max_length=1000")),
-        ("--tasks", "text", "--methods", *PAIRS),
-    ),
+    "sparsity": Step("sweep_sparsity.py", "table_sparsity.py", "sparsity", options=SPARSITY),
+    "pairs": Step("sweep_pairs.py", "table_lra.py", "spectraformer"),
     "listops": Step("sweep_lra.py", "table_lra.py", "lra", None, BUDGET, ("--tasks", "listops", "--methods", *LONG)),
     "text": Step("sweep_lra.py", "table_lra.py", "lra", "imdb", BUDGET, ("--tasks", "text", "--methods", *LONG)),
 }
@@ -145,7 +132,7 @@ def command(step: Step, arguments: argparse.Namespace) -> list[str]:
     if step.data is not None:
         given.append(f"data.dir={arguments.data / step.data}")
     options = ["--out", str(arguments.runs / step.folder), "--stored", str(arguments.cards / step.folder)]
-    if step.sweep == "sweep_snnk.py" and arguments.data is not None:
+    if step.sweep in ("sweep_snnk.py", "sweep_pairs.py") and arguments.data is not None:
         options += ["--data", str(arguments.data)]
     seeds = [str(seed) for seed in arguments.seeds]
     return [sys.executable, str(RECIPES / step.sweep), *given, *options, *step.options, "--seeds", *seeds]

@@ -63,7 +63,9 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
         "sweep_glue.py",
         "sweep_uptraining.py",
         "sweep_fmm.py",
-        *["sweep_lra.py"] * 4,
+        "sweep_sparsity.py",
+        "sweep_pairs.py",
+        *["sweep_lra.py"] * 2,
     ]
     # Nobody needed any.
     assert [round(words[-1], 1) for words in called] == pytest.approx([240 / n for n in range(8, 0, -1)], abs=0.2)
@@ -79,7 +81,7 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
     assert [Path(rendered[-1][0]).name, rendered[-1][1:]] == ["table_papers.py", ["--write"]]
 
 
-PAGES = ("snnk", "glue", "uptraining", "fmm", "lra", "lra")  # those of the pairs and those of the long runs
+PAGES = ("snnk", "glue", "uptraining", "fmm", "sparsity", "lra", "lra")  # those of the pairs and those of the long runs
 
 
 def test_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
