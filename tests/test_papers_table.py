@@ -37,6 +37,7 @@ from _lib.verdicts import (
     gain,
     interval,
     ratio,
+    unchanged,
 )
 
 
@@ -71,6 +72,14 @@ def test_gains(values: list[float], least: float, verdict: str) -> None:
 )
 def test_as_good(values: list[float], verdict: str) -> None:
     assert as_good(iter(values), 1.0).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [([1.0, 0.0, -1.0], HOLDS), ([40.0, 41.0, 42.0], FAILS), ([-40.0, -41.0, -42.0], FAILS), ([0.0, 30.0], UNTESTED)],
+)
+def test_unchanged(values: list[float], verdict: str) -> None:
+    assert unchanged(values, 25).verdict == verdict
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(30.0, HOLDS), (5.0, DIRECTION), (-5.0, FAILS)])

@@ -169,6 +169,15 @@ def as_good(values: Iterable[float], margin: float, unit: str = "points", form: 
     return Measured(in_words(values, unit, form) + (UNDECIDED if verdict == UNTESTED else ""), verdict)
 
 
+def unchanged(values: Iterable[float], margin: float, unit: str = "%", form: str = "+.0f") -> Measured:
+    """The claim that differences are within ±`margin`: holds, if their interval is; does not, if it is outside."""
+    values = list(values)
+    _, low, high = interval(values)
+    inside, outside = -margin < low and high < margin, low > margin or high < -margin
+    verdict = HOLDS if inside else FAILS if outside else UNTESTED
+    return Measured(in_words(values, unit, form) + (UNDECIDED if verdict == UNTESTED else ""), verdict)
+
+
 UNDECIDED = "; the seeds do not decide"
 
 
