@@ -3,9 +3,9 @@
     python recipes/sweep_pairs.py --data path/to/data --seeds 0 1 2          (imdb in it; without it, ListOps alone)
     python recipes/sweep_pairs.py --tasks listops --methods posrf_mm saderf_orf train.max_cpu_minutes=15
 
-18 pairs of component and weight matrix beside softmax, in models of the paper's size. ListOps has whole expressions of
-50 to 250 tokens, which are written to OUT/listops_files; Text the first 500 characters of a review. That is enough to
-reach the plateau of ListOps (a third right) where the published lengths take a quarter of an hour, and not to leave it.
+18 pairs of component and weight matrix beside softmax, and performer-pytorch where it is installed. ListOps has whole
+expressions of 50 to 250 tokens, which are written to OUT/listops_files; Text the first 500 characters of a review. That
+is enough to reach the plateau of ListOps (a third right) where long expressions take minutes, and not to leave it.
 Each run goes to OUT/<task>/<method>/seed<k>. Finished runs (metrics.json) are skipped, interrupted ones resumed.
 Settings given as section.key=value apply to every run. table_lra.py --runs OUT makes a page of them.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import sweep_lra
@@ -24,7 +25,9 @@ SHARED = ["train.max_cpu_minutes=0.5", "train.schedule=constant", "train.warmup_
 SHARED += ["train.batch_size=16", "train.eval_every=250", "data.max_validation_samples=500"]
 SHARED += ["data.max_test_samples=2000", "model.attention_dropout=0"]
 LENGTHS = {"listops": short_listops.BOUNDS["max_length"], "text": 500}
-METHODS = {name: sweep_lra.METHODS[name] for name in ("softmax", *sweep_lra.PAIRS)}
+# The same estimator as posrf_orf by another library, where that is installed.
+PEERS = [name for name in ("performer_pytorch",) if find_spec(name)]
+METHODS = {name: sweep_lra.METHODS[name] for name in ("softmax", *sweep_lra.PAIRS, *PEERS)}
 TASKS = {
     task: Task(
         "train_lra.py",
