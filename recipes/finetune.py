@@ -112,16 +112,20 @@ class Finetuning(Experiment[FinetuneConfig]):
         return of_epochs(self.config.train, per_epoch)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """adapter/, bundle/ or model/; the score of the best checkpoint."""
+        """adapter/, bundle/ or model/; the score of the best checkpoint, and what the bundle costs."""
+        from _lib.results import cost_of
+
         state, best = done.state, done.best
         metrics = done.test or best["metrics"]
         if self.config.output.save_model:
             self.save(done, metrics)
         chosen = {"score_held_back": best["score"]} if done.test else {}
+        priced = self.config.output.cost and self.config.method.name == "snnk"
         return {
             "score": metrics["score"],
             "metrics": metrics,
             **chosen,
+            **({"cost": cost_of(self.config, self.pretrained)} if priced else {}),
             "best_epoch": best["step"] / done.per_epoch,
             "trainable_parameters_without_classifier": done.counts["trainable_without_classifier"],
             "seconds_per_epoch": state.train_seconds / state.step * done.per_epoch,

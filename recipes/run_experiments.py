@@ -6,8 +6,9 @@
 
 `--data` holds folders of official files: glue, cifar10, imdb, mnist, covtype, higgs, hepmass; what needs an absent one
 is left out and named. The sweeps share the time: each gets an equal part of what is left; runs that are not done then
-save themselves, and what one does not need is left to the others. Finished runs, also those stored in model_cards/, are
-not repeated. Then the pages in model_cards/ (or `--cards`) are rendered from all reports there are.
+save themselves, and what one does not need is left to the others. Finished runs, also those stored in model_cards/,
+are not repeated. Then the pages in model_cards/ (or `--cards`) are rendered from all reports there are, and last the
+page of claims and verdicts, by table_papers.py.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import sweep_lra
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -49,28 +48,24 @@ class Step(NamedTuple):
 
 # What a core does of the long ones in a quarter of an hour per run.
 BUDGET = ("train.max_cpu_minutes=15", "train.schedule=constant", "train.warmup_steps=50")
-# A minute a run: small batches take the steps that a plateau needs. For all pairs of Spectraformer's Table 2.
-SHORT = (
-    *("train.max_cpu_minutes=1", "train.schedule=constant", "train.warmup_steps=50", "train.learning_rate=1e-3"),
-    *("train.batch_size=8", "data.max_validation_samples=500", "data.max_test_samples=2000"),
-    "model.attention_dropout=0",
-)
 LONG = ("softmax", "posrf_orf", "posrf_mm", "saderf_orf", "posrf_fastfood_learned")
-PAIRS = ("softmax", *sweep_lra.PAIRS)
 SMALL_PICTURES = ("train.epochs=4", "train.batch_size=50", "data.max_train_samples=2000", "data.max_eval_samples=2000")
+# A part of the grid, one or two minutes a run: all of it is `sweep_uptraining.py`.
+UPTRAINING = ("train.epochs=2", "data.max_train_samples=2000")
+UPTRAINED = (
+    *("--tasks", "mrpc", "--methods", "full", *(f"top{k}_m8_{start}" for k in (3, 6) for start in ("paper", "fitted"))),
+    *("pooler_frozen", "pooler_dense", "pooler_cos", "pooler_tanh", "adapter_relu"),
+)
+# The paper's mixtures, over positive and trigonometric features, and what does not learn.
+SPARSITY = ("--tasks", "sparsity_10", "sparsity_90", "--methods", "softmax", "posrf_orf", "posrf_gmm", "trigrf_gmm")
 STEPS = {
     "snnk": Step("sweep_snnk.py", "table_snnk.py", "snnk"),
     "glue": Step("sweep_glue.py", "table_glue.py", "glue", "glue"),
+    "uptraining": Step("sweep_uptraining.py", "table_uptraining.py", "uptraining", "glue", UPTRAINING, UPTRAINED),
     "lowrank": Step("sweep_lowrank.py", "table_lowrank.py", "lowrank", "cifar10", SMALL_PICTURES),
     "fmm": Step("sweep_fmm.py", "table_fmm.py", "fmm"),
-    "pairs_listops": Step(
-        *("sweep_lra.py", "table_lra.py", "spectraformer", None, (*SHORT, "data.max_length=500")),
-        ("--tasks", "listops", "--methods", *PAIRS),
-    ),
-    "pairs_text": Step(
-        *("sweep_lra.py", "table_lra.py", "spectraformer", "imdb", (*SHORT, "data.max_length=1000")),
-        ("--tasks", "text", "--methods", *PAIRS),
-    ),
+    "sparsity": Step("sweep_sparsity.py", "table_sparsity.py", "sparsity", options=SPARSITY),
+    "pairs": Step("sweep_pairs.py", "table_lra.py", "spectraformer"),
     "listops": Step("sweep_lra.py", "table_lra.py", "lra", None, BUDGET, ("--tasks", "listops", "--methods", *LONG)),
     "text": Step("sweep_lra.py", "table_lra.py", "lra", "imdb", BUDGET, ("--tasks", "text", "--methods", *LONG)),
 }
@@ -113,6 +108,10 @@ def every(arguments: argparse.Namespace) -> int:
         code = subprocess.run([sys.executable, str(RECIPES / program), *places], check=False).returncode
         if code not in (0, 2):  # 2: no run has finished yet, which it said
             failed.append(f"{program} (exit code {code})")
+    if arguments.cards.resolve() == ROOT / "model_cards":
+        summary = subprocess.run([sys.executable, str(RECIPES / "table_papers.py"), "--write"], check=False)
+        if summary.returncode:
+            failed.append(f"table_papers.py (exit code {summary.returncode})")
     if failed:
         print("failed: " + ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0
@@ -133,7 +132,7 @@ def command(step: Step, arguments: argparse.Namespace) -> list[str]:
     if step.data is not None:
         given.append(f"data.dir={arguments.data / step.data}")
     options = ["--out", str(arguments.runs / step.folder), "--stored", str(arguments.cards / step.folder)]
-    if step.sweep == "sweep_snnk.py" and arguments.data is not None:
+    if step.sweep in ("sweep_snnk.py", "sweep_pairs.py") and arguments.data is not None:
         options += ["--data", str(arguments.data)]
     seeds = [str(seed) for seed in arguments.seeds]
     return [sys.executable, str(RECIPES / step.sweep), *given, *options, *step.options, "--seeds", *seeds]

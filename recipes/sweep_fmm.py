@@ -18,11 +18,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from _lib import short_listops
 from _lib.sweep import Task, run_tasks, task_parser
 
 ROWS = 32  # of every map: the dimension of a head, in both recipes
 WIDTHS, RANKS = (16, 64), (1, 2, 3)
-SHORT = {"min_length": 50, "max_length": 250}  # tokens of an expression
 
 
 def attention(rank: int, width: int | None = None) -> str:
@@ -37,7 +37,11 @@ METHODS = {
     **{f"linear_{rank}": [attention(rank)] for rank in RANKS},
     **{f"fmm_{width}_{rank}": [attention(rank, width)] for width in WIDTHS for rank in RANKS},
 }
-LISTOPS = [f"data.max_length={SHORT['max_length']}", "data.max_validation_samples=500", "model.attention_dropout=0"]
+LISTOPS = [
+    f"data.max_length={short_listops.BOUNDS['max_length']}",
+    "data.max_validation_samples=500",
+    "model.attention_dropout=0",
+]
 LISTOPS += ["train.max_cpu_minutes=5", "train.schedule=constant", "train.warmup_steps=50", "train.learning_rate=1e-3"]
 # Equal tokens per step.
 COPIES = {length: [f"data.length={length}", f"train.batch_size={4096 // length}"] for length in (128, 256)}
@@ -59,19 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def files(name: str, arguments: argparse.Namespace) -> list[str]:
-    """Short expressions are written before they are first needed; the same ones on every machine."""
-    if name != "listops":
-        return []
-    from _lib.files import write_folder
-
-    from snnk_peft.tasks.listops import write_listops
-
-    folder = arguments.out / "listops_files"
-    if not folder.is_dir():
-        print(f"writing expressions of {SHORT['min_length']} to {SHORT['max_length']} tokens to {folder}", flush=True)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        write_folder(folder, lambda place: write_listops(place, **SHORT))
-    return [f"data.dir={folder}"]
+    """Short expressions are written before they are first needed."""
+    return [short_listops.written(arguments.out)] if name == "listops" else []
 
 
 if __name__ == "__main__":

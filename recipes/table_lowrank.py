@@ -3,13 +3,16 @@
     python recipes/table_lowrank.py                                  (runs/lowrank -> model_cards/lowrank)
     python recipes/table_lowrank.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and a
-figure per task, OUT/<task>.png, from all files in OUT. Without runs, the page is rendered from the stored files alone.
+Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and
+figures per task, OUT/<task>.png and OUT/<task>_error.png, from all files in OUT. Without runs, the page is rendered
+from the stored files alone. Errors of the starts are in the files or, for older ones, in what
+recipes/experiments/low_rank_errors.py found; without either, the page has none.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from typing import Any
 from _lib import tables
 from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
 
+ROOT = Path(__file__).resolve().parent.parent
+ERRORS = ROOT / "recipes/experiments/results/low_rank_errors/metrics.json"
 DENSE, WEIGHT, FROBENIUS = "dense", "weight decay", "Frobenius decay"
 Report = dict[str, Any]
 # initialisation -> (rank scale, which decay) -> one report per seed
@@ -25,18 +30,24 @@ Cells = dict[str, dict[tuple[float, str], list[Report]]]
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line; 0 done, 2 nothing to render."""
-    return tables.main(__doc__, "lowrank", write, argv)
+    return tables.main(__doc__, "lowrank", write, argv, {"errors": (ERRORS, "metrics.json of low_rank_errors.py")})
 
 
-def write(runs: Path, out: Path) -> None:
+def write(runs: Path, out: Path, errors: Path = ERRORS) -> None:
     """Copy the reports, then render page and figures."""
     from _lib.files import write_text
-    from _lib.plots import score_panels
+    from _lib.plots import scatter_panels, score_panels
+    from _lib.start_errors import AXES
+    from _lib.start_errors import panels as error_panels
 
     copied = collect(runs, out)
     table = read_reports(out, "recipes/sweep_lowrank.py")
-    write_text(out / "README.md", render(table))
+    starts = {task: with_errors(row, errors) for task, row in table.items()}
+    write_text(out / "README.md", render(table, starts))
     for task, row in table.items():
+        if starts[task]:
+            title = f"{task}: error of the start against accuracy"
+            scatter_panels(error_panels(starts[task]), out / f"{task}_error.png", title, AXES)
         cells = arranged(row)
         panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
         for init, by_place in cells.items():
@@ -49,6 +60,28 @@ def write(runs: Path, out: Path) -> None:
     print(
         f"{copied} new or changed reports; wrote {out / 'README.md'} and {', '.join(f'{task}.png' for task in table)}"
     )
+
+
+def with_errors(row: dict[str, list[Report]], file: Path) -> list[dict[str, Any]]:
+    """Rows of `_lib/start_errors.py`: the runs of a task whose starts have a known error.
+
+    Args:
+        row: the reports by method.
+        file: errors of starts that were built again; need not be there.
+    """
+    from _lib.files import read_json
+    from _lib.start_errors import row_of
+
+    known = {}
+    if file.is_file():
+        known = {(each["task"], each["method"], each["seed"]): each["error"] for each in read_json(file)["rows"]}
+    rows = []
+    for method, reports in row.items():
+        for report in reports:
+            error = report.get("init_error", known.get((report.get("task"), method, report["seed"])))
+            if error is not None:
+                rows.append(row_of(report, method, error))
+    return rows
 
 
 def arranged(row: dict[str, list[Report]]) -> Cells:
@@ -71,8 +104,13 @@ def error(reports: list[Report]) -> tuple[float, float]:
     return standard_error(reports, "score")
 
 
-def render(table: Table) -> str:
-    """The Markdown page: a section per task."""
+def render(table: Table, starts: dict[str, list[dict[str, Any]]] | None = None) -> str:
+    """The Markdown page: a section per task.
+
+    Args:
+        table: the reports.
+        starts: task -> what `with_errors` found.
+    """
     lines = [
         "# Low-rank networks, trained from scratch",
         "",
@@ -82,26 +120,30 @@ def render(table: Table) -> str:
         "weights.",
     ]
     for task, row in table.items():
-        lines += ["", *section(task, row)]
+        lines += ["", *section(task, row), *claims(row), *start_errors(task, (starts or {}).get(task, []))]
     return "\n".join([*lines, ""])
 
 
 def section(task: str, row: dict[str, list[Report]]) -> list[str]:
-    """Of one task: what was run, and a column per rank scale and decay."""
+    """Of one task: what was run, and a row per initialisation and decay, a column per rank scale."""
     cells = arranged(row)
     reports = [report for found in row.values() for report in found]
-    places = sorted({place for init, found in cells.items() if init != DENSE for place in found})
-    header = ["initialisation", *(f"{scale:g}, {decay}" for scale, decay in places), "s to initialise"]
+    low_rank = {init: found for init, found in cells.items() if init != DENSE}
+    scales = sorted({scale for found in low_rank.values() for scale, _ in found})
+    header = ["initialisation", "decay", *(f"{scale:g}" for scale in scales), "s to initialise"]
     body = []
-    for init, found in cells.items():
-        if init == DENSE:
-            continue
-        every = [report for cell in found.values() for report in cell]
-        seconds = f"{max(report['init_seconds'] for report in every):.2g}"
-        body.append([init, *(_cell(found[place]) if place in found else "" for place in places), seconds])
+    for init, decay in sorted({(init, decay) for init, found in low_rank.items() for _, decay in found}):
+        found = low_rank[init]
+        seconds = max(report["init_seconds"] for cell in found.values() for report in cell)
+        scores = [_cell(found[scale, decay]) if (scale, decay) in found else "" for scale in scales]
+        body.append([init, decay, *scores, f"{seconds:.2g}"])
     counts = [
         "parameters",
-        *(_parameters([found[place] for found in cells.values() if place in found]) for place in places),
+        "",
+        *(
+            _parameters([cell for found in low_rank.values() for place, cell in found.items() if place[0] == scale])
+            for scale in scales
+        ),
         "",
     ]
     dense = row.get(DENSE)
@@ -118,6 +160,102 @@ def section(task: str, row: dict[str, list[Report]]) -> list[str]:
         *grid(header, [*body, counts]),
         "",
         f"![accuracy against rank scale]({task}.png)",
+    ]
+
+
+def comparisons(row: dict[str, list[Report]]) -> list[tuple[str, list[float]]]:
+    """What the paper says of its networks, each with the differences in points that would be above 0, one per seed."""
+    cells = arranged(row)
+    scores = {
+        (init, *place, report["seed"]): 100 * report["score"]
+        for init, found in cells.items()
+        for place, reports in found.items()
+        for report in reports
+    }
+    scales = sorted({scale for init, scale, *_ in scores if init != DENSE})
+
+    def compare(first: dict[str, Any], second: dict[str, Any]) -> list[float]:
+        """A mean difference per seed, over all places where both ran; the keys replace parts of a place."""
+        by_seed: dict[int, list[float]] = {}
+        for init, scale, decay, seed in scores:
+            here = {"init": init, "scale": scale, "decay": decay}
+            if any(here[name] != value for name, value in first.items()):
+                continue
+            other = {**here, **second}
+            partner = (other["init"], other["scale"], other["decay"], seed)
+            if partner in scores:
+                by_seed.setdefault(seed, []).append(scores[init, scale, decay, seed] - scores[partner])
+        return [statistics.mean(found) for _, found in sorted(by_seed.items())]
+
+    asked = [
+        (f"{init} above {other}", compare({"init": init}, {"init": other}))
+        for init, other in (("ws_nkp", "spectral"), ("ws_nkp", "baseline"), ("function", "spectral"))
+    ]
+    if scales:
+        smallest = {"decay": FROBENIUS, "scale": scales[0]}
+        asked.append((f"Frobenius decay above weight decay at {scales[0]:g}", compare(smallest, {"decay": WEIGHT})))
+    if len(scales) > 1:
+        gains = [compare({"init": "ws_nkp", "scale": scale}, {"init": "spectral"}) for scale in (scales[0], scales[-1])]
+        if len(gains[0]) == len(gains[1]):
+            more = [small - large for small, large in zip(*gains, strict=True)]
+            asked.append((f"ws_nkp gains more over spectral at {scales[0]:g} than at {scales[-1]:g}", more))
+    return asked
+
+
+def claims(row: dict[str, list[Report]]) -> list[str]:
+    """The lines of the page on `comparisons`."""
+    rows = [[claim, *verdict(found)] for claim, found in comparisons(row) if len(found) > 1]
+    if not rows:
+        return []
+    return [
+        "",
+        "What the paper finds for its networks (5.2; `function` is our exact form of its objective), in points,",
+        "differences of runs with one seed: mean ± standard error (seeds). Beyond the 95 % points of Student's t it",
+        "holds, or the opposite does; else the runs do not tell.",
+        "",
+        *grid(["claim", "difference", "here"], rows),
+    ]
+
+
+def verdict(values: list[float]) -> tuple[str, str]:
+    """The mean difference and what it says of the claim that it is positive."""
+    from scipy.stats import t
+
+    mean, error = standard_error([{"value": value} for value in values], "value")
+    wide = float(t.ppf(0.975, len(values) - 1)) * error
+    return (
+        f"{mean:+.1f} ± {error:.1f} ({len(values)})",
+        "holds" if mean > wide else "the opposite" if mean < -wide else "not decided",
+    )
+
+
+def start_errors(task: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Error of the start against accuracy: the figure and Spearman's correlations."""
+    if not rows:
+        return []
+    from _lib.start_errors import correlations_of, in_words
+
+    scales = sorted({row["rank_scale"] for row in rows})
+    body = []
+    for init in sorted({row["init"] for row in rows}):
+        found = [[r["error"] for r in rows if (r["init"], r["rank_scale"]) == (init, scale)] for scale in scales]
+        body.append([init, *(f"{statistics.mean(errors):.3f}" if errors else "" for errors in found)])
+    return [
+        "",
+        "The paper's Fig. 2: a start that is nearer to the dense layers trains to a higher accuracy, so that the rank",
+        "correlation is negative. Relative error of the start by rank scale, E‖f(UVᵀx) − f(Wx)‖² over E‖f(Wx)‖² for",
+        "Gaussian patches x, mean over layers and seeds:",
+        "",
+        *grid(["initialisation", *(f"{scale:g}" for scale in scales)], body),
+        "",
+        "Spearman's correlation of error and accuracy, with a 95 % interval (bootstrap over runs):",
+        "",
+        *(f"- {name}: {in_words(value)}" for name, value in correlations_of(rows).items()),
+        "",
+        "Over all runs it also says that a higher rank is both nearer and more accurate. Runs of one initialisation",
+        "share all that is particular to it, which no interval knows.",
+        "",
+        f"![error of the start against accuracy]({task}_error.png)",
     ]
 
 

@@ -60,7 +60,7 @@ class LowRankTraining(Experiment[LowRankConfig]):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """Made dense, then low-rank; everything in use is trained."""
-        from _lib.lowrank_model import dense_model, low_rank_model
+        from _lib.lowrank_model import dense_model, init_errors, low_rank_model
         from _lib.modality import modality_of
 
         base: Any = dense_model(self.config.model, self.task)
@@ -68,6 +68,8 @@ class LowRankTraining(Experiment[LowRankConfig]):
             modality_of(self.task).check(base, self.reader, self.config.data)
         self.dense_parameters = sum(value.numel() for value in base.parameters())
         model, self.init_seconds = low_rank_model(base, self.config.method, self.config.train.seed, resumed)
+        # The factors of a continued run are no longer those of its start.
+        self.init_errors = None if resumed else init_errors(model)
         return model
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -84,7 +86,10 @@ class LowRankTraining(Experiment[LowRankConfig]):
 
     def report(self, done: Finished) -> dict[str, Any]:
         """The score of the best checkpoint, and what the network and its initialisation cost."""
+        from _lib.lowrank_model import rebuilt_errors
+
         state, best = done.state, done.best
+        errors = rebuilt_errors(self.config) if self.init_errors is None else self.init_errors
         return {
             "score": best["score"],
             "metrics": best["metrics"],
@@ -92,6 +97,8 @@ class LowRankTraining(Experiment[LowRankConfig]):
             "total_parameters": done.counts["trainable"],  # the dense layers that were replaced are not in use
             "dense_parameters": self.dense_parameters,
             "init_seconds": self.init_seconds,
+            # What the start misses of each dense layer's output; none of a dense network.
+            **({"init_error": sum(errors.values()) / len(errors), "init_errors": errors} if errors else {}),
             "seconds_per_epoch": state.train_seconds / state.step * done.per_epoch,
             "device": str(done.device),
         }

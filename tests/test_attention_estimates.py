@@ -103,21 +103,29 @@ def test_errors_fall_as_one_over_the_root_of_the_features(program: dict[str, Any
 def test_negative_weights_have_no_divergence(program: dict[str, Any]) -> None:
     given = heads(program, 2.0)
     one = build_feature_map("trigrf", "orf", 4, 4, seed=0)
-    row = program["row"]("trigrf-orf", 4, [[program["estimate"](KernelAttention([one], 2), given)]])
-    assert row["kl"] is row["kl_se"] is None
+    found, level = program["estimate"](KernelAttention([one], 2), given), program["uniform"](given)
+    row = program["row"]("trigrf-orf", 4, [[found]], [level], 1)
+    assert row["kl"] is row["kl_se"] is row["kl_by_layer"] is row["nearer"] is None
     assert row["negative"] > 0
     assert row["error"] > 0
 
 
 def test_standard_errors_are_of_the_draws(program: dict[str, Any]) -> None:
-    """Two layers of two heads, three draws: means by draw are 1, 2, 6, their standard error √7/√3."""
-    made = [
-        [program["Errors"](torch.tensor([v, v]), torch.tensor([v - 1, v + 1]), torch.zeros(2))] * 2
-        for v in (1.0, 2.0, 6.0)
-    ]
-    row = program["row"]("map", 8, made)
-    assert (row["error"], row["kl"], row["error_median"], row["draws"]) == (3.0, 3.0, 2.0, 3)
+    """One sentence, two layers of two heads, three draws: means by draw are 1, 2, 6, their standard error √7/√3."""
+
+    def made(*values: float) -> Any:
+        return program["Errors"](torch.tensor(values), torch.tensor(values), torch.zeros(2))
+
+    draws = [[made(v - 0.5, v + 0.5), made(v - 1, v + 1)] for v in (1.0, 2.0, 6.0)]
+    level = [made(1.0, 1.0), made(2.0, 2.0)]
+    row = program["row"]("map", 8, draws, level, 2)
+    assert (row["error"], row["kl"], row["draws"]) == (3.0, 3.0, 3)
     assert row["kl_se"] == row["error_se"] == pytest.approx(math.sqrt(7 / 3))
+    assert row["nearer"] == pytest.approx(3 / 12)  # 0.5 and 0 of the first draw, 1 of the second
+    # Other values per layer, and a second sentence: its layers follow those of the first.
+    row = program["row"]("map", 8, [[made(1.0, 1.0), made(2.0, 4.0), made(3.0, 5.0), made(6.0, 6.0)]], level * 2, 2)
+    assert row["kl_by_layer"] == [2.5, 4.5]
+    assert row["error_se"] is None
 
 
 def test_a_whole_run_and_its_page_again(program: dict[str, Any], tmp_path: Path) -> None:
@@ -151,6 +159,7 @@ def test_a_whole_run_and_its_page_again(program: dict[str, Any], tmp_path: Path)
     page, picture = (out / "README.md").read_text(), (out / "error.png").read_bytes()
     assert f"{rows['centroids', 16]['kl']:.3f} | 16 |" in page
     assert "posrf-sgq (33)" in page
+    assert "Layer by layer" not in page
     for name in ("README.md", "error.png"):
         (out / name).unlink()
     assert program["main"](["--render", "--output", str(out)]) == 0
@@ -163,6 +172,9 @@ def test_the_stored_page_is_that_of_the_stored_figures(program: dict[str, Any]) 
     assert (stored / "README.md").read_text() == program["render"](figures)
     maps = {each["map"] for each in figures["rows"]}
     assert {"-".join(pair) for pair in program["PAIRS"]} | {"uniform", "centroids"} <= maps
+    level = figures["rows"][0]["kl_by_layer"]
+    assert f"| uniform | {' | '.join(f'{value:.3f}' for value in level)} |" in (stored / "README.md").read_text()
+    assert sum(level) / len(level) == pytest.approx(figures["rows"][0]["kl"])
     assert all(each["draws"] >= 3 for each in figures["rows"] if each["map"] != "uniform")
 
 

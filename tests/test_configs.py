@@ -77,6 +77,10 @@ def glue(file: Path, models: Path, out: Path) -> list[str]:
     return [f"data.dir={out}", f"model.name_or_path={models / 'bert'}"]
 
 
+def uptraining(file: Path, models: Path, out: Path) -> list[str]:
+    return [*glue(file, models, out), "method.ffn.layers=top-2"]  # as deep as the model is
+
+
 def head(file: Path, models: Path, out: Path) -> list[str]:
     write_task(out, "rte", n_train=330, n_dev=6)  # five batches at least, of which one chooses the ridge
     return ["task=rte", f"data.dir={out}", f"model.name_or_path={models / 'bert'}", f"output.dir={out / 'run'}"]
@@ -227,6 +231,7 @@ def low_rank(file: Path, models: Path, out: Path) -> list[str]:
 # Folder or file in recipes/configs -> the recipe, and what writes the data and names the settings that point there.
 STAND_INS = {
     "glue": (finetune.Finetuning, glue),
+    "uptraining": (finetune.Finetuning, uptraining),
     "table.yaml": (finetune.Finetuning, table),
     "closed_form.yaml": (closed_form.ClosedForm, head),
     "head.yaml": (fit_head.FitHead, head),

@@ -246,11 +246,12 @@ def test_the_page_has_standard_errors(tmp_path: Path) -> None:
     assert table_lowrank.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out/README.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("|")] == [
-        "| initialisation | 0.05, weight decay | 0.1, Frobenius decay | 0.1, weight decay | s to initialise |",
+        "| initialisation | decay | 0.05 | 0.1 | s to initialise |",
         "| --- | ---: | ---: | ---: | ---: |",
-        "| baseline | 33.0 ± 1.7 (3) |  |  | 0.5 |",  # .03 / sqrt(3)
-        "| function |  | 54.0 | 51.0 ± 1.0 (2) | 0.5 |",
-        "| parameters | 1,000 | 1,000 | 1,000 |  |",
+        "| baseline | weight decay | 33.0 ± 1.7 (3) |  | 0.5 |",  # .03 / sqrt(3)
+        "| function | Frobenius decay |  | 54.0 | 0.5 |",
+        "| function | weight decay |  | 51.0 ± 1.0 (2) | 0.5 |",
+        "| parameters |  | 1,000 | 1,000 |  |",
     ]
     assert "The dense network: 70.0 (2,000 parameters)." in page
     assert "7 runs with 3 seeds on cpu (1 threads)" in page

@@ -121,7 +121,14 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "sklearn", "accelerate")
             "table_lra",
             "table_results",
         ),
-        *("train_lowrank", "sweep_lowrank", "table_lowrank", "convert_efficientnet_lite"),
+        *(
+            "train_lowrank",
+            "sweep_lowrank",
+            "table_lowrank",
+            "convert_efficientnet_lite",
+            "sweep_uptraining",
+            "table_uptraining",
+        ),
         *("train_copy", "sweep_fmm", "table_fmm"),
     ],
 )

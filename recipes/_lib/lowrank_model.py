@@ -11,10 +11,15 @@ from transformers import ViTImageProcessorPil
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from _lib.cifar_resnet import SIDE, CifarResNet, load_cifar_resnet
-from _lib.lowrank_settings import CIFAR_RESNETS, LowRankMethod, LowRankModel
-from _lib.models import load_pretrained, resolve_model
+from _lib.lowrank_settings import CIFAR_RESNETS, LowRankConfig, LowRankMethod, LowRankModel
+from _lib.models import load_pretrained, resolve_model, train_in_use
+from _lib.task_settings import find_task
 from snnk_peft import get_snnk_model
 from snnk_peft.errors import ConfigError
+from snnk_peft.families.base import as_linear
+from snnk_peft.functional.nonlinearity import nonlinearity
+from snnk_peft.low_rank.risk import gaussian_risk, ratio
+from snnk_peft.parts.base_low_rank import LowRankSlot
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 
@@ -68,11 +73,42 @@ def low_rank_model(base: nn.Module, method: LowRankMethod, seed: int, resumed: b
     config = method.snnk_config(seed, **({"init": "baseline"} if resumed else {}))
     model: Any = get_snnk_model(base, config)
     seconds = time.perf_counter() - started
-    model.requires_grad_(True)  # PEFT froze what it did not add
-    for module in model.modules():
-        if isinstance(module, SlotLayer):
-            module.base_layer.requires_grad_(False)  # nothing calls it
+    train_in_use(model)
     return model, seconds
+
+
+def init_errors(model: nn.Module) -> dict[str, float]:
+    """What the factors miss of the dense layers that they replace, by the paths of these; empty for a dense network.
+
+    That is E‖f(UVᵀx + b') − f(Wx + b)‖² / E‖f(Wx + b)‖² for x ~ N(0, I), exact, with the activation f of the settings;
+    of a convolution, x is a patch.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, SlotLayer):
+            continue
+        for slot in module.active_slots():
+            if isinstance(slot, LowRankSlot):
+                dense: Any = as_linear(module.base_layer)
+                layer, wide = slot.layer, torch.float64
+                with torch.no_grad():
+                    missed, energy = gaussian_risk(
+                        nonlinearity(slot.activation),
+                        dense.weight.flatten(1).to(wide),
+                        layer.product(layer.U.to(wide), layer.V.to(wide)),
+                        None if dense.bias is None else dense.bias.to(wide),
+                        None if layer.bias is None else layer.bias.to(wide),
+                    )
+                found[path.removeprefix("base_model.model.")] = ratio(max(float(missed), 0.0), float(energy))
+    return found
+
+
+def rebuilt_errors(config: LowRankConfig) -> dict[str, float]:
+    """`init_errors` of a run that is to begin or over, from its settings alone; torch's generator is left as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(config.train.seed)
+        base = dense_model(config.model, find_task(config))  # type: ignore[arg-type]
+        return init_errors(low_rank_model(base, config.method, config.train.seed)[0])
 
 
 def make_optimizer(model: nn.Module, train: Any, frobenius_decay: float) -> torch.optim.Optimizer:

@@ -221,7 +221,26 @@ def build_model(
                 report = fit(model, calibration)
                 if process() == 0:
                     print(report)
+    if method.train_base:
+        train_in_use(model)
     return model
+
+
+def train_in_use(model: torch.nn.Module) -> None:
+    """Train everything that a patched model computes with: PEFT froze what it did not add.
+
+    Modules that a slot replaces and the originals of trained copies stay frozen, as nothing calls them.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    from snnk_peft.tuner.slot_layer import SlotLayer
+
+    model.requires_grad_(True)
+    for module in model.modules():
+        if isinstance(module, SlotLayer) and any(slot.replaces for slot in module.active_slots()):
+            module.base_layer.requires_grad_(False)
+        elif isinstance(module, ModulesToSaveWrapper):
+            module.original_module.requires_grad_(False)
 
 
 def _heads(model: PreTrainedModel) -> list[str]:

@@ -135,6 +135,32 @@ def score_panels(
     _store(figure, file)
 
 
+def scatter_panels(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], file: Path, title: str, labels: tuple[str, str]
+) -> None:
+    """Side by side, the points (x, y) of each name in its own colour.
+
+    Args:
+        panels: title of a panel -> name -> points.
+        file: PNG.
+        title: of the figure.
+        labels: of x and y.
+    """
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(4 * len(panels) + 2, 4), sharey=True, squeeze=False, layout="constrained"
+    )
+    names = list(dict.fromkeys(name for points in panels.values() for name in points))
+    drawn: dict[str, Any] = {}  # one entry of the legend per name, whatever the panel
+    for panel, (heading, points) in zip(axes[0], panels.items(), strict=True):
+        for name, pairs in points.items():
+            drawn[name] = panel.scatter(*zip(*pairs, strict=True), color=f"C{names.index(name)}", alpha=0.8)
+        panel.set(xlabel=labels[0], title=heading)
+    axes[0, 0].set_ylabel(labels[1])
+    axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.suptitle(title)
+    _store(figure, file)
+
+
 def eigenvalue_panels(rows: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], file: Path, title: str) -> None:
     """Spectra over the number of the eigenvalue: a row of panels for each name, one panel for each of its layers.
 

@@ -70,6 +70,8 @@ def save_models(
 ) -> None:
     """adapter/ of a PEFT model and, for SNNK, bundle/; model/ of the other methods. The reader goes with each.
 
+    With method.train_base there is no adapter/: it would hold none of the pretrained weights that were trained.
+
     Args:
         model: the trained model.
         reader: its tokenizer or image processor.
@@ -97,11 +99,42 @@ def save_models(
     if config.method.name in ("full", "bitfit", "linear_probe"):
         put("model", model)
         return
-    put("adapter", model)
+    if not config.method.train_base:
+        put("adapter", model)
     if config.method.name == "snnk" and config.output.bundle:
         from snnk_peft import bundle
 
         put("bundle", bundle(model))
+
+
+def cost_of(config: FinetuneConfig, pretrained: str) -> dict[str, dict[str, int]]:
+    """What the original model and the bundle of an SNNK model cost, from the settings alone.
+
+    Args:
+        config: the resolved settings.
+        pretrained: folder or Hub name of the original.
+
+    Returns:
+        "full" and "bundle" -> numbers in parameters and in buffers, and multiply-adds of one example: of
+        data.max_length tokens, or of a picture.
+    """
+    from snnk_peft.cost import estimate_cost
+    from snnk_peft.cost.build import TASKS
+
+    task = find_task(config)
+    name = modality_of(task).auto_class(task).__name__
+    report = estimate_cost(
+        pretrained,
+        config.method.snnk_config(None),
+        task=next(key for key, known in TASKS.items() if known == name),
+        num_labels=task.num_labels,
+        batch_size=1,
+        length=None if task.modality == "image" else config.data.max_length,
+    )
+    return {
+        row.method: {"parameters": row.parameters, "buffers": row.buffers, "macs": row.macs}
+        for row in map(report.row, ("full", "bundle"))
+    }
 
 
 def card_of(

@@ -145,6 +145,11 @@ class MethodSection(PoolingSection):
         "fit the new head in closed form to the labels of calibrate_samples examples before anything is trained, for "
         "every method: gradients then say from the first step on what tells examples apart",
     )
+    train_base: bool = option(
+        False,
+        "also train the pretrained weights that stay in use, as the SNNK paper's uptraining does (method snnk); such a "
+        "run leaves bundle/, the whole model, and no adapter/",
+    )
     save_projection: bool = option(True, "store the random matrices; false stores a seed and a checksum")
     lora: LoraSection = field(default_factory=LoraSection)
     head_bias: str = option(
@@ -189,6 +194,8 @@ class MethodSection(PoolingSection):
             faults.append(f"pooler is a PoolerPart, which method {self.name} has no use for; set method.name=snnk")
         if self.calibrate:
             faults.append(f"calibrate is true; method {self.name} has no replaced layer to fit: set it to false")
+        if self.train_base:
+            faults.append(f"train_base is true; method {self.name} decides itself what is trained: set it to false")
         return faults
 
     def snnk_config(self, task_type: str | None = "SEQ_CLS", **arguments: Any) -> SNNKConfig:
@@ -271,6 +278,11 @@ class OutputSection:
     dir: str = option(MISSING, "the run folder")
     save_model: bool = option(True, "write adapter/ (snnk, lora, ia3, vera, boft) or model/ (the others)")
     bundle: bool = option(True, "also fold an SNNK model and write it to bundle/ (with save_model)")
+    cost: bool = option(
+        False,
+        "put into metrics.json what the bundle of an SNNK model costs beside the original: numbers that are stored, "
+        "and multiply-adds of an example of data.max_length tokens or of a picture (snnk_peft.cost)",
+    )
     tensorboard: bool = option(True, "write TensorBoard events to tensorboard/")
 
 
@@ -292,6 +304,12 @@ class FinetuneConfig:
         from snnk_peft.tasks import TASKS
 
         faults = task_faults(self.task, self.data)
+        whole = getattr(self.method, "train_base", False)  # closed_form.py has a method of its own
+        if whole and self.output.save_model and not self.output.bundle:
+            faults.append(
+                "output.bundle is false with method.train_base, of which nothing else is saved; set it to true, or "
+                "output.save_model to false"
+            )
         if faults or TASKS[self.task].modality == "image":
             return faults
         return [

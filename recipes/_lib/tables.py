@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,33 @@ Rates = dict[str, dict[float, dict[str, float]]]  # method -> learning rate -> t
 Table = dict[str, dict[str, list[dict[str, Any]]]]  # task -> method -> one report per seed
 
 
-def main(description: str | None, folder: str, write: Callable[[Path, Path], None], argv: list[str] | None) -> int:
+def main(
+    description: str | None,
+    folder: str,
+    write: Callable[..., None],
+    argv: list[str] | None,
+    also: Mapping[str, tuple[Path, str]] | None = None,
+) -> int:
     """Read the command line of a program that renders a page; 0 done, 2 nothing to render.
 
     Args:
         description: the text of `--help`.
         folder: the name below runs and below model_cards; recipes/sweep_<folder>.py makes the runs.
-        write: copies reports and renders, from the folder of the runs and that of the page.
+        write: copies reports and renders, from the folder of the runs, that of the page, and the files of `also`.
         argv: the arguments, or None for those of this process.
+        also: name of a further option -> default file and help; `write` gets it by that name.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     runs, cards = ROOT / "runs" / folder, ROOT / "model_cards" / folder
     parser.add_argument("--runs", type=Path, default=runs, help=f"folder of recipes/sweep_{folder}.py")
     parser.add_argument("--out", type=Path, default=cards, help="where files and page go")
+    for name, (file, text) in (also or {}).items():
+        parser.add_argument(f"--{name}", type=Path, default=file, help=text)
     arguments = parser.parse_args(argv)
     from _lib.guard import guarded
 
-    return guarded(lambda: write(arguments.runs, arguments.out))
+    further = {name: getattr(arguments, name) for name in also or {}}
+    return guarded(lambda: write(arguments.runs, arguments.out, **further))
 
 
 def collect(runs: Path, out: Path) -> int:

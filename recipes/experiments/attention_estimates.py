@@ -17,7 +17,7 @@ heads of the unchanged model on whole sentences. Two errors, means over sentence
 `--data` is a folder of GLUE: sentences of SST-2, for calibration those of more than 40 characters of train.tsv, and
 measured on dev.tsv. Without it, docstrings of Python's standard library; without `--model`, MiniLM-L6 as pretrained.
 Writes metrics.json, error.png and README.md, which `--render` makes again from metrics.json alone. Cost: O(n·m) per
-head and sentence; one layer of one sentence at a time is in memory. About seven minutes on one core.
+head and sentence; one layer of one sentence at a time is in memory. About nine minutes on one core.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ DRAWN = ("posrf-orf", "posrf-gaussian", "posrf-sorf", "posrf-mm", "oprf-orf", "o
 UNIFORM, CENTROIDS = "uniform", "centroids"
 SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 FITTED = [64, 128]
+BY_LAYER = 128  # features at which the page tells the layers apart
 SHORTEST = 40  # characters of what is taken for a whole sentence, as in benchmarks/convert_sst2.py
 
 
@@ -105,9 +106,9 @@ def options() -> argparse.ArgumentParser:
     made.add_argument("--pairs", nargs="*", default=names, choices=names, metavar="PAIR", help="(default all)")
     made.add_argument("--features", type=int, nargs="+", default=SIZES, help=f"numbers m (default {SIZES})")
     made.add_argument("--fitted", type=int, nargs="*", default=FITTED, help=f"of calibrated maps (default {FITTED})")
-    made.add_argument("--steps", type=int, default=200, help="of Adam behind the closed form, 0 for none (default 200)")
+    made.add_argument("--steps", type=int, default=100, help="of Adam behind the closed form, 0 for none (default 100)")
     made.add_argument("--sentences", type=int, default=12, help="that are measured (default 12)")
-    made.add_argument("--calibration", type=int, default=400, help="sentences for each calibration (default 400)")
+    made.add_argument("--calibration", type=int, default=300, help="sentences for each calibration (default 300)")
     made.add_argument("--draws", type=int, default=3, help="of feature maps, and calibrations (default 3)")
     made.add_argument("--max-length", type=int, default=64, help="tokens of a sentence (default 64)")
     made.add_argument("--output", type=Path, default=RESULTS, help="folder of metrics.json, error.png, README.md")
@@ -156,7 +157,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     given = [tokens(tokenizer, [text], arguments.max_length) for text in measured]
     heads = heard(model, given)
     layers, dim = len(heads) // len(given), heads[0].q.shape[-1]
-    rows = [row(UNIFORM, None, [[uniform(each) for each in heads]])]
+    level = [uniform(each) for each in heads]
+    rows = [row(UNIFORM, None, [level], level, layers)]
 
     drawing = [
         (component, projection, m)
@@ -166,22 +168,25 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for component, projection, m in watched(drawing, "pairs and sizes"):
         maps = [build_feature_map(component, projection, dim, m, seed=seed) for seed in range(arguments.draws)]
         draws = [[estimate(KernelAttention([one], each.q.shape[1]), each) for each in heads] for one in maps]
-        rows.append(row(f"{component}-{projection}", m, draws))
+        rows.append(row(f"{component}-{projection}", m, draws, level, layers))
 
     fitting = [(steps, m) for steps in dict.fromkeys((0, arguments.steps)) for m in arguments.fitted]
     chosen = [drawn(len(unlabelled), arguments.calibration, seed) for seed in range(arguments.draws)]
     jobs = [
         (steps, m, seed, layer) for steps, m in fitting for seed in range(arguments.draws) for layer in range(layers)
     ]
-    found: dict[tuple[int, int], list[list[Errors]]] = {each: [[] for _ in chosen] for each in fitting}
+    found: dict[tuple[int, int], list[dict[int, list[Errors]]]] = {each: [{} for _ in chosen] for each in fitting}
     for steps, m, seed, layer in watched(jobs, "calibrations"):
         texts = [unlabelled[index] for index in chosen[seed]]
         groups = batches_by_length([len(text) for text in texts], range(len(texts)), min(32, len(texts) // 8))
         batches = [tokens(tokenizer, [texts[i] for i in group], arguments.max_length) for group in groups]
         kernel = calibrated(model, batches, m, layer, steps, seed)
-        found[steps, m][seed] += [estimate(kernel, each) for each in heads[layer::layers]]
-    for (steps, m), draws in found.items():
-        rows.append(row(CENTROIDS if steps == 0 else f"{CENTROIDS}, {steps} steps", m, draws))
+        found[steps, m][seed][layer] = [estimate(kernel, each) for each in heads[layer::layers]]
+    for (steps, m), by_layer in found.items():
+        # In the order of `heads`, sentence after sentence.
+        draws = [[errors for each in zip(*one.values(), strict=True) for errors in each] for one in by_layer]
+        name = CENTROIDS if steps == 0 else f"{CENTROIDS}, {steps} steps"
+        rows.append(row(name, m, draws, level, layers))
 
     settings = {
         key: value for key, value in vars(arguments).items() if key not in ("output", "render", "model", "data")
@@ -281,22 +286,35 @@ def calibrated(
     return next(module for module in patched.modules() if isinstance(module, KernelAttention))
 
 
-def row(name: str, m: int | None, draws: list[list[Errors]]) -> dict[str, Any]:
-    """Means over everything, and the standard errors that the draws tell (None for a single one, as of uniform)."""
-    whole = [Errors(*(torch.cat(parts) for parts in zip(*draw, strict=True))) for draw in draws]
+def row(name: str, m: int | None, draws: list[list[Errors]], level: list[Errors], layers: int) -> dict[str, Any]:
+    """The figures of a map: means, and the standard errors that the draws tell (None for a single one, as of uniform).
+
+    Args:
+        name: of the map.
+        m: its features.
+        draws: for each draw the errors of all layers on the first sentence, then on the second, and so on.
+        level: those of uniform attention in the same order.
+        layers: of the model.
+    """
+    whole = [Errors(*(torch.stack(parts) for parts in zip(*draw, strict=True))) for draw in draws]
+    frobenius, divergence = (torch.stack([each[place] for each in whole]) for place in (0, 1))  # draw, place, head
     negative = statistics.mean(float(each.negative.mean()) for each in whole)
-    error, divergence = ([float(each[place].mean()) for each in whole] for place in (0, 1))
-    return {
+    nearer = (divergence < torch.stack([each.divergence for each in level])).double()
+    by_layer = divergence.unflatten(1, (-1, layers)).mean((0, 1, 3))
+    found = {
         "map": name,
         "features": m,
         "draws": len(draws),
-        "error": statistics.mean(error),
-        "error_se": _standard_error(error),
-        "error_median": float(torch.cat([each.frobenius for each in whole]).median()),
-        "kl": None if negative else statistics.mean(divergence),
-        "kl_se": None if negative else _standard_error(divergence),
+        "error": float(frobenius.mean()),
+        "error_se": _standard_error(frobenius.mean((1, 2)).tolist()),
+        "error_median": float(frobenius.median()),
+        "kl": float(divergence.mean()),
+        "kl_se": _standard_error(divergence.mean((1, 2)).tolist()),
+        "kl_by_layer": by_layer.tolist(),
+        "nearer": float(nearer.mean()),
         "negative": negative,
     }
+    return {**found, **dict.fromkeys(("kl", "kl_se", "kl_by_layer", "nearer"))} if negative else found
 
 
 def _standard_error(values: list[float]) -> float | None:
@@ -386,7 +404,22 @@ def render(figures: dict[str, Any]) -> str:
         if key == "kl":
             lines += ["", "“negative”: some weights are below 0, so there is no divergence.", ""]
             lines += ["![divergence over the number of features](error.png)"]
+            lines += _by_layer(figures)
     return "\n".join([*lines, ""])
+
+
+def _by_layer(figures: dict[str, Any]) -> list[str]:
+    """The lines of a section: divergences layer by layer at `BY_LAYER` features, if there are such maps."""
+    rows = [each for each in figures["rows"] if each["features"] == BY_LAYER and each["kl"] is not None]
+    if not rows:
+        return []
+    header = ["map", *(f"layer {layer + 1}" for layer in range(figures["layers"])), "nearer than uniform"]
+    lines = [
+        [each["map"], *(f"{value:.3f}" for value in each["kl_by_layer"]), f"{each['nearer']:.0%}"] for each in rows
+    ]
+    level = [UNIFORM, *(f"{value:.3f}" for value in _uniform(figures)["kl_by_layer"]), ""]
+    text = f"The last column is the share of heads and sentences of which the divergence is below that of {UNIFORM}."
+    return ["", f"## Layer by layer, {BY_LAYER} features", "", text, "", *grid(header, [*lines, level])]
 
 
 def show(figures: dict[str, Any]) -> None:

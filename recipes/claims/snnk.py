@@ -1,0 +1,276 @@
+"""Scalable Neural Network Kernels (Sehanobish et al., ICLR 2024)."""
+
+from __future__ import annotations
+
+import statistics
+
+from _lib.verdicts import DIRECTION, FAILS, HOLDS, Claim, Measured, Store, all_of, as_good, gain, in_words
+
+TITLE = "Scalable Neural Network Kernels"
+GLUE = ("rte", "mrpc", "stsb", "cola", "sst2")
+
+
+def pointwise(store: Store) -> Measured:
+    """Errors fall as the root of the number of projections; the printed deviations are of another kind."""
+    rows = [row for row in store.figures("experiments/results/pointwise")["rows"] if "urf" in row["layer"]]
+    few, many = rows[0], rows[-1]
+    factor = (many["projections"] / few["projections"]) ** 0.5
+    ours = (
+        f"{few['error']:.2f} with {few['projections']}, {many['error']:.3f} with {many['projections']} projections: "
+        f"1/{few['error'] / many['error']:.1f}, by theory 1/{factor:.1f}"
+    )
+    return Measured(ours, DIRECTION if abs(few["error"] / many["error"] / factor - 1) < 0.25 else FAILS)
+
+
+def siren(store: Store) -> Measured:
+    """Decibels below the dense layer, with one and with three hidden layers."""
+    parts = []
+    for task, what in (("siren", "one hidden layer"), ("siren_three", "second of three")):
+        found = as_good(store.differences("snnk", task, "snnk", "dense", "score").values(), 1.0, "dB")
+        parts.append(Measured(f"{what}: {found.ours}", found.verdict))
+    return all_of(*parts)
+
+
+def two_bodies(store: Store) -> Measured:
+    """What is missed of the potential's variance, and of four energies; means over seeds."""
+    ours, missed = [], {}
+    for name in ("snnk", "dense"):
+        reports = store.reports("snnk", "two_bodies", name).values()
+        missed[name] = statistics.mean(1 - report["score"] for report in reports)
+        energy = statistics.mean(report["largest_relative_error_of_an_energy"] for report in reports)
+        numbers = next(iter(reports))["trainable_parameters"]
+        ours.append(f"{name}: 1 − R² {missed[name]:.1e}, worst energy off by {energy:.2%}, {numbers:,} numbers")
+    learnt = missed["snnk"] < 1e-3
+    verdict = FAILS if not learnt else HOLDS if missed["snnk"] <= missed["dense"] else DIRECTION
+    return Measured("; ".join(ours), verdict)
+
+
+def mnist(store: Store) -> Measured:
+    """Better than the dense network, or as good."""
+    values = store.differences("snnk", "mnist", "snnk_32", "dense", "score", 100).values()
+    better = gain(values)
+    if better.verdict == HOLDS:
+        return better
+    return Measured(in_words(list(values), "points"), DIRECTION if as_good(values, 0.5).verdict == HOLDS else FAILS)
+
+
+def tables_of_numbers(store: Store) -> Measured:
+    """The three-layer networks on UCI's tables."""
+    parts = []
+    for task in ("covertype", "higgs"):
+        found = as_good(store.differences("snnk", task, "snnk_32", "dense", "score", 100).values(), 1.0)
+        parts.append(Measured(f"{task} {found.ours}", found.verdict))
+    return all_of(*parts)
+
+
+def layer_cost(store: Store) -> Measured:
+    """Forward pass of one layer over widths."""
+    rows = store.figures("benchmarks/results/snnk_layer")["rows"]
+    ours = {
+        row["width"]: row["speed-up"]
+        for row in rows
+        if (row["section"], row["pass"], row["layer"]) == ("layer", "forward", "snnk, 32")
+    }
+    widths = sorted(ours)
+    text = ", ".join(f"{ours[width]:.1f} × at {width:,}" for width in widths)
+    return Measured(f"{text} (32 features)", HOLDS if min(ours.values()) > 1 else DIRECTION)
+
+
+def adapters(store: Store) -> Measured:
+    """Mean over tasks of the difference to LoRA with as many numbers, one value per seed."""
+    by_task = [store.differences("glue", task, "snnk_relu16", "lora_r8", "score", 100) for task in GLUE]
+    seeds = set.intersection(*(set(found) for found in by_task))
+    return as_good([sum(found[seed] for found in by_task) / len(by_task) for seed in sorted(seeds)], 1.0)
+
+
+def pooler(store: Store) -> Measured:
+    """F1 on MRPC."""
+    return gain(store.differences("uptraining", "mrpc", "pooler_cos", "pooler_dense", "metrics.f1", 100).values(), 0.57)
+
+
+def tanh_pooler(store: Store) -> Measured:
+    """F1 on MRPC, how much worse."""
+    return gain(
+        store.differences("uptraining", "mrpc", "pooler_dense", "pooler_tanh", "metrics.f1", 100).values(), 12.79
+    )
+
+
+def bundle_numbers(store: Store) -> Measured:
+    """Numbers of pooler and classifier, counted."""
+    rows = {row["what"]: row["numbers"] for row in store.figures("experiments/results/parameter_tables")["poolers"]}
+    whole, bundled = rows["pooler and classifier"], rows["the same, bundled"]
+    return Measured(
+        f"{whole:,} and {bundled:,}, 1/{whole / bundled:.0f}", FAILS if abs(whole / 59_000 - 1) > 0.1 else HOLDS
+    )
+
+
+def bert_numbers(store: Store) -> Measured:
+    """Numbers of BERT-base with six replaced layers, counted."""
+    rows = store.figures("experiments/results/parameter_tables")["uptraining"]
+    (row,) = (row for row in rows if (row["model"], row["k"]) == ("BERT-base", 6))
+    training, bundled, size = row["training"] / 1e6, row["bundled"] / 1e6, row["bundled_bytes"] / 1e6
+    ours = f"{training:.1f} M in training, {bundled:.1f} M bundled, {size:.0f} MB"
+    return Measured(ours, HOLDS if abs(training - 72) < 1 and abs(size - 226.71) < 5 else FAILS)
+
+
+def products(store: Store) -> Measured:
+    """Multiply-adds of the same."""
+    rows = store.figures("experiments/results/parameter_tables")["uptraining"]
+    off = [
+        abs(row[f"{when}_macs"] / 1e9 / row["printed"][f"{when}_macs"] - 1)
+        for row in rows
+        for when in ("training", "bundled")
+        if f"{when}_macs" in (row["printed"] or {})
+    ]
+    return Measured(f"the same within {100 * max(off):.1f} %", HOLDS if max(off) < 0.01 else FAILS)
+
+
+def uptraining(store: Store) -> Measured:
+    """F1 on MRPC with all FFNs of the upper layers replaced, by the paper's start and by a fitted one."""
+    parts = []
+    for layers, start in ((3, "paper"), (3, "fitted"), (6, "paper"), (6, "fitted")):
+        name = f"top{layers}_m8_{start}"
+        found = as_good(store.differences("uptraining", "mrpc", name, "full", "metrics.f1", 100).values(), 1.0)
+        parts.append(Measured(f"{layers} of 6, {start} start {found.ours}", found.verdict))
+    return all_of(*parts)
+
+
+def pictures(store: Store) -> Measured:
+    """Accuracy behind LoRA with as many numbers, digits and CIFAR-10."""
+    parts = []
+    for task in ("cifar10", "digits"):
+        found = as_good(store.differences("vision", task, "snnk_relu8", "lora_r4", "score", 100).values(), 1.0)
+        parts.append(Measured(f"{task} {found.ours}", found.verdict))
+    return all_of(*parts)
+
+
+SNNK, UPTRAINING = "sweep_snnk.py --data DATA", "sweep_uptraining.py data.dir=DATA/glue"
+COUNTS = "recipes/experiments/results/parameter_tables"
+CLAIMS = [
+    Claim(
+        "Fig. 2 (g, h)",
+        "Few random features estimate a layer of 2,000 inputs; mean relative error of one draw.",
+        "about 10⁻² at 256 projections, deviations 5·10⁻⁸ to 10⁻¹² (ERRATA A11)",
+        pointwise,
+        "as printed: d = 2,000, 500 draws",
+        "recipes/experiments/results/pointwise",
+        "experiments/pointwise.py",
+    ),
+    Claim(
+        "4.2, Fig. 3",
+        "64 sine features instead of a hidden layer of SIREN fit a picture as well.",
+        "pictures only; “match the performance”",
+        siren,
+        "128 × 128 pixels, 256 hidden",
+        "model_cards/snnk",
+        SNNK,
+    ),
+    Claim(
+        "4.2, Fig. 3",
+        "32 features instead of the hidden layer of a QPNN learn the two-body potential.",
+        "pictures only; “perfectly”, with fewer numbers",
+        two_bodies,
+        "4,096 points, 128 hidden",
+        "model_cards/snnk",
+        SNNK,
+    ),
+    Claim(
+        "4.2, Fig. 9",
+        "32 ReLU features instead of the hidden layer beat the dense network on MNIST.",
+        "a bar chart; “outperform”",
+        mnist,
+        "54,001 images, 10 epochs",
+        "model_cards/snnk",
+        SNNK,
+    ),
+    Claim(
+        "4.5, Fig. 6",
+        "SNNK matches or beats the dense network on UCI's tables with a fraction of the numbers.",
+        "curves only",
+        tables_of_numbers,
+        "samples of 11,340 and 6,300 rows; HEPMASS not at hand",
+        "model_cards/snnk",
+        SNNK,
+    ),
+    Claim(
+        "1, 3",
+        "A layer takes O(md + ml) time instead of O(ld).",
+        "complexity",
+        layer_cost,
+        "one CPU thread, against linear and GELU",
+        "recipes/benchmarks/results/snnk_layer",
+        "benchmarks/snnk_layer.py",
+    ),
+    Claim(
+        "Tables 1, 8",
+        "ReLU adapters of 16 features are as good as LoRA with as many numbers (within a point).",
+        "−.7 points, mean over RTE, MRPC, SST-2, STS-B, CoLA",
+        adapters,
+        "MiniLM-L6, the same tasks",
+        "model_cards/glue",
+        "sweep_glue.py data.dir=DATA/glue",
+    ),
+    Claim(
+        "Table 1",
+        "A pooler of cosine features beats the dense one, MRPC.",
+        "82.07 against 81.5 F1",
+        pooler,
+        "MiniLM-L6, 2,000 examples",
+        "model_cards/uptraining",
+        UPTRAINING,
+    ),
+    Claim(
+        "Table 3",
+        "A pooler of tanh features by brute force is much worse, MRPC.",
+        "68.71 against 81.5 F1",
+        tanh_pooler,
+        "MiniLM-L6, 2,000 examples",
+        "model_cards/uptraining",
+        UPTRAINING,
+    ),
+    Claim(
+        "Table 5",
+        "Pooler and classifier have about 59k numbers, their bundle 2k, 1/30.",
+        "59k, 2k, 1/30",
+        bundle_numbers,
+        "BERT-base, counted",
+        COUNTS,
+        "experiments/parameter_tables.py",
+    ),
+    Claim(
+        "Table 6",
+        "With six of BERT's FFNs replaced, 72 M numbers are trained and the bundle has 226.71 MB.",
+        "72 M, 69 M, 226.71 MB",
+        bert_numbers,
+        "BERT-base, counted (ERRATA A9)",
+        COUNTS,
+        "experiments/parameter_tables.py",
+    ),
+    Claim(
+        "Table 6",
+        "The products of the replaced models.",
+        "716 to 484 G (BERT), 563 to 384 G (ViT)",
+        products,
+        "BERT-base, ViT-base, counted",
+        COUNTS,
+        "experiments/parameter_tables.py",
+    ),
+    Claim(
+        "Fig. 12",
+        "Replacing half of the FFNs hardly costs accuracy (here: within a point).",
+        "curves only; “minimal impact”",
+        uptraining,
+        "MiniLM-L6, MRPC (F1), 2,000 examples",
+        "model_cards/uptraining",
+        UPTRAINING,
+    ),
+    Claim(
+        "Table 7",
+        "ReLU adapters are as good as LoRA on pictures (within a point).",
+        "98.2 (.3 M) against 98.7 (.22 M), CIFAR-10",
+        pictures,
+        "small ViTs",
+        "model_cards/vision",
+        "sweep_vision.py",
+    ),
+]

@@ -1,0 +1,160 @@
+"""recipes/table_papers.py: verdicts by one rule, figures from stored reports alone, and the stored page is its page."""
+
+# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).resolve().parent.parent
+for package in ("matplotlib", "rich"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+sys.path.append(str(ROOT / "recipes"))
+
+import table_papers
+from _lib.verdicts import (
+    DIRECTION,
+    FAILS,
+    HOLDS,
+    UNTESTED,
+    VERDICTS,
+    Claim,
+    Measured,
+    NotMeasuredError,
+    Store,
+    all_of,
+    as_good,
+    gain,
+    interval,
+    ratio,
+    unchanged,
+)
+
+
+def test_intervals_are_those_of_student() -> None:
+    values = [1.0, 2.5, 0.5, 3.0]
+    mean, low, high = interval(values)
+    expected = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
+    assert (mean, low, high) == pytest.approx((np.mean(values), *expected))
+
+
+@pytest.mark.parametrize(
+    ("values", "least", "verdict"),
+    [
+        ([2.0, 2.1, 2.2], 1.0, HOLDS),
+        ([2.0, 2.1, 2.2], 3.0, DIRECTION),
+        ([-2.0, -2.1, -2.2], 0.0, FAILS),
+        ([-2.0, 2.1, 0.3], 0.0, UNTESTED),
+        ([5.0], 0.0, UNTESTED),
+        ([0.0, 0.0, 0.0], 0.0, FAILS),
+    ],
+)
+def test_gains(values: list[float], least: float, verdict: str) -> None:
+    found = gain(values, least)
+    assert found.verdict == verdict
+    assert ("do not decide" in found.ours) == (verdict == UNTESTED)
+    assert f"{np.mean(values):+.1f}" in found.ours
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [([-0.5, -0.4, -0.6], HOLDS), ([-5.0, -5.1, -4.9], FAILS), ([-0.5, -4.0, 2.0], UNTESTED), ([3.0], UNTESTED)],
+)
+def test_as_good(values: list[float], verdict: str) -> None:
+    assert as_good(iter(values), 1.0).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [([1.0, 0.0, -1.0], HOLDS), ([40.0, 41.0, 42.0], FAILS), ([-40.0, -41.0, -42.0], FAILS), ([0.0, 30.0], UNTESTED)],
+)
+def test_unchanged(values: list[float], verdict: str) -> None:
+    assert unchanged(values, 25).verdict == verdict
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(30.0, HOLDS), (5.0, DIRECTION), (-5.0, FAILS)])
+def test_ratios(value: float, verdict: str) -> None:
+    found = ratio(value, 20.0, "time")
+    assert found.verdict == verdict
+    assert found.ours == f"{abs(value):.1f} % {'more' if value < 0 else 'less'} time"
+
+
+def test_several_figures_have_the_least_favourable_verdict() -> None:
+    parts = [Measured(name, name) for name in (HOLDS, DIRECTION, UNTESTED, FAILS)]
+    for number, expected in enumerate((HOLDS, DIRECTION, UNTESTED, FAILS), 1):
+        found = all_of(*reversed(parts[:number]))
+        assert found.verdict == expected
+        assert found.ours.split("; ") == [part.ours for part in reversed(parts[:number])]
+
+
+def put(file: Path, content: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content))
+
+
+def test_differences_are_of_equal_seeds(tmp_path: Path) -> None:
+    folder = tmp_path / "model_cards/page/task"
+    for seed, score in ((0, 0.5), (1, 0.7), (10, 0.9)):
+        put(folder / "one" / f"seed{seed}.json", {"metrics": {"f1": score}})
+    for seed, score in ((1, 0.6), (0, 0.1), (2, 0.0)):
+        put(folder / "other" / f"seed{seed}.json", {"metrics": {"f1": score}})
+    store = Store(tmp_path)
+    assert store.differences("page", "task", "one", "other", "metrics.f1", 100) == pytest.approx({0: 40, 1: 10})
+    assert store.methods("page", "task") == ["one", "other"]
+    with pytest.raises(NotMeasuredError):
+        store.reports("page", "task", "absent")
+    with pytest.raises(NotMeasuredError):
+        store.figures("benchmarks/results/absent")
+    put(folder / "third/seed7.json", {"metrics": {"f1": 1.0}})
+    with pytest.raises(NotMeasuredError):
+        store.differences("page", "task", "one", "third", "metrics.f1")
+
+
+def test_a_page_from_a_few_reports(tmp_path: Path) -> None:
+    """The numbers come from the reports, and what is absent is said."""
+    for seed, (one, other) in enumerate(((0.80, 0.70), (0.81, 0.70), (0.82, 0.73))):
+        put(tmp_path / f"model_cards/page/task/one/seed{seed}.json", {"score": one})
+        put(tmp_path / f"model_cards/page/task/other/seed{seed}.json", {"score": other})
+
+    def claim(method: str) -> Claim:
+        def measure(store: Store) -> Measured:
+            return gain(store.differences("page", "task", method, "other", "score", 100).values())
+
+        return Claim("Table 9", f"{method} wins", "+1", measure, "tiny", "model_cards/page", "sweep.py")
+
+    paper = SimpleNamespace(TITLE="A paper", CLAIMS=[claim("one"), claim("absent")])
+    page = table_papers.render(Store(tmp_path), (paper,))
+    assert "| A paper | 1 | 0 | 0 | 0 | 1 |" in page
+    assert "| Table 9 | one wins | +1 | +10.0 points (" in page
+    assert "| **holds** | [page](../model_cards/page/), `sweep.py` |" in page
+    assert f"| Table 9 | absent wins | +1 | – | tiny | {table_papers.OPEN} |" in page
+    for seed in range(3):  # the other way round
+        put(tmp_path / f"model_cards/page/task/one/seed{seed}.json", {"score": 0.1 + seed / 100})
+    assert "**does not hold**" in table_papers.render(Store(tmp_path), (paper,)).split("## A paper")[1]
+
+
+def test_the_stored_page_is_that_of_the_stored_reports() -> None:
+    assert (ROOT / "model_cards/README.md").read_text(encoding="utf-8") == table_papers.render(Store(ROOT))
+
+
+def test_every_claim_leads_somewhere() -> None:
+    """Programs exist; folders exist where something is measured; every paper has claims with each part filled in."""
+    store = Store(ROOT)
+    for paper in table_papers.PAPERS:
+        for claim in paper.CLAIMS:
+            assert all(claim)
+            assert (ROOT / "recipes" / claim.command.split()[0]).is_file(), claim.command
+            found = table_papers.measured(claim, store)
+            assert found.verdict in (*VERDICTS, table_papers.OPEN)
+            if found.verdict != table_papers.OPEN:
+                assert (ROOT / claim.page).is_dir(), claim.page
