@@ -8,7 +8,7 @@ noise is drawn anew, the parameters stay. Draw number i of a site follows from (
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,9 +52,22 @@ def redrawn(model: torch.nn.Module, seed: int, number: int) -> Iterator[None]:
         seed: of all draws.
         number: of this one, 0 or more.
     """
+    with matrices_redrawn(resamplable(model), seed, number):
+        yield
+
+
+@contextmanager
+def matrices_redrawn(matrices: Sequence[Projection], seed: int, number: int) -> Iterator[None]:
+    """`redrawn` for these matrices alone.
+
+    Args:
+        matrices: resamplable ones.
+        seed: of all draws.
+        number: of this one, 0 or more.
+    """
     saved: list[tuple[Projection, str, torch.Tensor]] = []
     try:
-        for matrix in resamplable(model):
+        for matrix in matrices:
             # Not the text by which training draws, whose draws would come again.
             generator = site_generator(seed, f"evaluation:{matrix.site}", number)
             for name, drawn in matrix.draw_buffers(generator).items():
