@@ -106,7 +106,7 @@ def energies_in(
 def states_in(
     potential: Callable[[torch.Tensor], torch.Tensor], count: int, reach: float, points: int = 36
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The lowest energies (count,), the points (points, points, 2), and the wave functions there (count, points, points).
+    """The lowest energies (count,), the points (points, points, 2), and wave functions there (count, points, points).
 
     These have ∫ψ² = 1, as the sum over the points times the area of each; their signs are arbitrary. Arguments as in
     `energies_in`.
