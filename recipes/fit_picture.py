@@ -1,7 +1,8 @@
-"""Fit a picture as a function of its coordinates by a network of sines, dense or with SNNK layers (SNNK paper, 4.2).
+"""Fit a picture as a function of its coordinates by a network of sines: dense, SNNK or of low rank (SNNK paper, 4.2).
 
     python recipes/fit_picture.py recipes/configs/pictures/siren.yaml
     python recipes/fit_picture.py recipes/configs/pictures/siren.yaml method.snnk=null        (all layers dense)
+    python recipes/fit_picture.py recipes/configs/pictures/siren.yaml method.kind=low_rank    (as many numbers)
     python recipes/fit_picture.py recipes/configs/pictures/siren.yaml data.file=path/to/photograph.jpg
 
 Only values are fitted; what the network then says of gradient and Laplacian is compared with the differences of
@@ -18,6 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _lib.config import option
@@ -78,8 +80,19 @@ class FitPicture(Experiment[PictureConfig]):
 
     @property
     def method(self) -> str:
-        """dense, or the features."""
+        """dense, low_rank, or the features."""
         return self.config.method.label()
+
+    @property
+    def name(self) -> str:
+        """Of the picture: that of its file, without the folder."""
+        config = self.config
+        return config.task if config.data.file is None else Path(config.data.file).name
+
+    @property
+    def title(self) -> str:
+        """Heads the log and the pictures."""
+        return f"{self.name}, {self.method}"
 
     def data(self, accelerator: Any) -> Data:
         """All pixels to fit, and the same to score."""
@@ -141,6 +154,7 @@ class FitPicture(Experiment[PictureConfig]):
         return {
             "score": done.best["score"],
             "metrics": done.best["metrics"],
+            "picture": self.name,
             "gradient_error": relative(gradient, true_gradient),
             "laplacian_error": relative(laplacian, true_laplacian),
             "seconds_per_step": done.state.train_seconds / done.state.step,

@@ -85,7 +85,7 @@ class FitPotential(Experiment[PotentialConfig]):
 
     @property
     def method(self) -> str:
-        """dense, or the features."""
+        """dense, low_rank, or the features."""
         return self.config.method.label()
 
     def data(self, accelerator: Any) -> Data:

@@ -10,6 +10,7 @@ files in OUT. Without runs, the page is rendered from the stored files alone.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from _lib.tables import Table, collect, grid, read_reports, spread, standard_err
 TITLES = {
     "siren": ("SIREN, one hidden layer, a picture", "decibels", 1.0),
     "siren_three": ("SIREN, the second of three hidden layers, a picture", "decibels", 1.0),
+    "siren_photograph": ("SIREN, one hidden layer, a photograph", "decibels", 1.0),
     "two_bodies": ("QPNN, the potential of two particles", "1 − R²", 1.0),
     "covertype": ("CoverType, three layers", "test accuracy in percent", 100.0),
     "higgs": ("HIGGS, three layers", "test accuracy in percent", 100.0),
@@ -57,9 +59,24 @@ def render(table: Table) -> str:
             [method, score(reports, task, factor), counts(reports, "trainable_parameters"), extra(reports, task)]
             for method, reports in sorted(table[task].items())
         ]
-        sizes = ", ".join(f"{size:,} {name}" for name, size in next(iter(table[task].values()))[0]["examples"].items())
-        lines += ["", f"## {title}", "", f"{sizes}.", "", *grid(["method", unit, "trained", EXTRA[kind(task)]], rows)]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            f"{data(table[task])}.",
+            "",
+            *grid(["method", unit, "trained", EXTRA[kind(task)]], rows),
+        ]
     return "\n".join(lines) + "\n"
+
+
+def data(rows: Mapping[str, list[dict[str, Any]]]) -> str:
+    """What a task was run on: the picture (all of them, should they differ) and its size, or numbers of examples."""
+    reports = [report for some in rows.values() for report in some]
+    pictures = {f"{report['picture']}, {report['config']['data']['size']}" for report in reports if "picture" in report}
+    if pictures:
+        return "; ".join(f"{text} pixels on each side" for text in sorted(pictures))
+    return ", ".join(f"{size:,} {name}" for name, size in reports[0]["examples"].items())
 
 
 EXTRA = {

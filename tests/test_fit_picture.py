@@ -23,7 +23,7 @@ sys.path.append(str(RECIPES))
 
 import fit_picture
 from _lib.picture_rows import PictureRows, read_picture
-from _lib.sine_network import Sine, SineNetwork, derivatives, stand_in
+from _lib.sine_network import Sine, SineNetwork, derivatives, low_rank, stand_in
 from accelerate.state import AcceleratorState
 from PIL import Image
 
@@ -55,6 +55,10 @@ def test_dense_and_snnk_fit_a_picture(tmp_path: Path) -> None:
     assert ours["trainable_parameters"] == 3 * 48 + 48 * 64 + 48 + 48 + 1
     assert learned["trainable_parameters"] == ours["trainable_parameters"] + 64 * 48
     assert dense["trainable_parameters"] == 3 * 48 + 48 * 48 + 48 + 48 + 1
+    low_rank = run(tmp_path / "low_rank", "method.kind=low_rank")
+    assert low_rank["score"] > flat + 3
+    assert low_rank["method"] == "low_rank"
+    assert low_rank["trainable_parameters"] == ours["trainable_parameters"]  # rank 64 · 48 / (48 + 48) = 32
     assert (tmp_path / "ours/pictures.png").stat().st_size > 10_000
     assert (tmp_path / "ours/learning_curve.png").is_file()
     run(tmp_path / "ours", "--overwrite", "train.steps=2")
@@ -69,6 +73,7 @@ def test_a_file_of_ones_own_and_its_path_is_not_told(tmp_path: Path) -> None:
     assert (picture.values.diff(dim=1).abs() < 0.02).all()
     report = run(tmp_path / "run", f"data.file={tmp_path / 'ramp.png'}", "train.steps=2")
     assert str(tmp_path) not in json.dumps(report)
+    assert report["picture"] == "ramp.png"
     (tmp_path / "text.png").write_text("no picture")
     with pytest.raises(ConfigError, match=r"text\.png cannot be read as a picture"):
         read_picture("china", tmp_path / "text.png", 20)
@@ -127,6 +132,20 @@ def test_arguments_of_sines_have_unit_size_and_nystrom_starts_near_the_layer() -
     assert errors["nystrom"] < min(errors["paper"], errors["random"])
 
 
+@torch.no_grad()
+def test_a_layer_of_low_rank_has_its_rank_and_starts_with_arguments_of_unit_size() -> None:
+    torch.manual_seed(0)
+    made = low_rank(256, 32, 30.0)
+    x = torch.sin(6 * torch.randn(2000, 256))
+    assert 0.8 < float((made[1].omega * made[0](x) @ made[1].linear.weight.T).std()) < 1.2
+    made = made.double()
+    argument = torch.asin(made(1e-3 * torch.randn(300, 256, dtype=torch.float64)))  # within a quarter of a period
+    bias = torch.asin(made(torch.zeros(1, 256, dtype=torch.float64)))
+    assert torch.linalg.matrix_rank(argument - bias, rtol=1e-6) == 32
+    network = SineNetwork(2, 1, 16, 3, 30.0, layers=[1], rank=4)
+    assert [isinstance(layer, torch.nn.Sequential) for layer in network.layers] == [False, False, True, False, False]
+
+
 def test_only_the_chosen_layers_are_replaced() -> None:
     fields = {"component": "sin", "projection": "gaussian", "num_features": 8}
     network = SineNetwork(2, 1, 16, 3, 30.0, snnk=fields, layers=[1])
@@ -139,6 +158,7 @@ def test_only_the_chosen_layers_are_replaced() -> None:
         (["method.layers=[0, 1]"], r"method.layers names \[1\]; model.hidden is 1"),
         (["method.snnk.init=zero"], "snnk.init is 'zero'; expected one of nystrom, paper, random"),
         (["method.snnk.component=sine"], "sine"),
+        (["method.kind=low_rank", "method.snnk=null"], "snnk is None; expected its num_features"),
         (["data.file=/nowhere.png"], "cannot be read as a picture"),
     ],
 )

@@ -21,7 +21,7 @@ sys.path.append(str(RECIPES))
 
 import fit_potential
 from _lib.sine_network import PotentialNetwork, SineNetwork
-from _lib.two_bodies import LocalEnergies, TwoBodies, energies_in
+from _lib.two_bodies import LocalEnergies, TwoBodies, energies_in, states_in
 from accelerate.state import AcceleratorState
 
 CONFIG = str(RECIPES / "configs/potential/two_bodies.yaml")
@@ -48,6 +48,26 @@ def test_energies_on_a_grid_are_exact_for_the_exact_potential() -> None:
     system = TwoBodies(1.0, 1.5)
     assert energies_in(system.potential, 5, reach=6.0) == pytest.approx(system.energies(5), abs=1e-5)
     assert system.energies(4) == pytest.approx([1.5, 2.5, 3.5, 3.5])
+
+
+def test_exact_wave_functions_solve_the_equation_and_those_on_a_grid_are_theirs() -> None:
+    """−½ ∇²ψ + V ψ = E ψ by automatic differentiation; overlaps of states without a twin are ±1."""
+    system = TwoBodies(0.9, 1.0)
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    energies, at, found = states_in(system.potential, 4, reach=6.0)
+    area = float(at[1, 0, 0] - at[0, 0, 0]) ** 2
+    assert energies.tolist() == pytest.approx(system.energies(4), abs=1e-5)
+    exact = torch.stack([system.wave_function(at, *state) for state in system.states(4)])
+    torch.testing.assert_close(torch.einsum("iab,jab->ij", found, found) * area, torch.eye(4, dtype=torch.float64))
+    overlaps = torch.einsum("iab,jab->ij", exact, found) * area
+    torch.testing.assert_close(overlaps.abs(), torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-4)
+    for state in system.states(4):
+        psi = system.wave_function(x, *state)
+        (slope,) = torch.autograd.grad(psi.sum(), x, create_graph=True)
+        bend = sum(torch.autograd.grad(slope[:, i].sum(), x, retain_graph=True)[0][:, i] for i in range(2))
+        torch.testing.assert_close(-bend / 2 + system.potential(x) * psi, system.energy(*state) * psi)
+    ratio = system.wave_function(x, 0, 0).log() - system.log_psi(x)
+    torch.testing.assert_close(ratio, ratio[:1].expand(40))
 
 
 @pytest.mark.parametrize("snnk", [None, {"component": "cos", "projection": "gaussian", "num_features": 16}])

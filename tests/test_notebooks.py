@@ -22,6 +22,7 @@ CONCLUSIONS = {
     "05_low_rank": "The reloaded model gives the same embeddings.",
     "06_convert_and_ship": "The shipped model is loaded like any other.",
     "07_head_without_backpropagation": "The bundle gives the probabilities of the head.",
+    "08_papers_in_pictures": "Every picture was drawn from what was measured.",
 }
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 

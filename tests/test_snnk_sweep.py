@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ import train_mlp
 from _lib.config import load_config
 from column_files import write_columns
 from fresh_process import run_python
+from PIL import Image
 
 KINDS = {
     "fit_picture.py": fit_picture.FitPicture,
@@ -67,6 +69,28 @@ def test_from_runs_to_the_page(tmp_path: Path) -> None:
     assert "(2) |" in text
     assert str(tmp_path) not in text
     assert "1 runs, 1 finished" in run_python(asked).stdout  # started again, nothing is run
+
+
+def test_the_first_photograph_is_fitted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task, data = sweep_snnk.PHOTOGRAPH, tmp_path / "my: data"  # a path that YAML would not read as a text
+    asked = argparse.Namespace(data=data)
+    assert sweep_snnk.files(task, argparse.Namespace(data=None)) is None
+    (data / "photographs/b").mkdir(parents=True)
+    (data / "photographs/0.txt").write_text("no picture")
+    assert sweep_snnk.files(task, asked) is None
+    missing = f"note: {task} is left out: --data has no picture in photographs or imagenet"
+    assert capsys.readouterr().out.splitlines() == [missing, missing]
+    for name in ("imagenet/train/n01/n01_1.JPEG", "photographs/b/c.JPG", "photographs/b/d.png"):
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.radial_gradient("L").save(data / name)
+        if name.startswith("imagenet"):
+            assert "n01_1.JPEG" in str(sweep_snnk.files(task, asked))
+    out, page, small = tmp_path / "runs", tmp_path / "page", ["data.size=16", "train.steps=2", "model.width=8"]
+    given = ["--data", str(data), "--out", str(out), "--tasks", task, "--methods", "low_rank", "--seeds", "0"]
+    done = run_python([str(RECIPES / "sweep_snnk.py"), *small, "train.device=cpu", *given])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert table_snnk.main(["--runs", str(out), "--out", str(page)]) == 0
+    assert "a photograph\n\nc.JPG, 16 pixels on each side.\n" in (page / "README.md").read_text()
 
 
 def test_unknown_methods_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A network of sines for a function of few coordinates (SIREN, Sitzmann et al. 2020), dense or with SNNK layers.
+"""A network of sines for a function of few coordinates (SIREN, Sitzmann et al. 2020): dense, SNNK or of low rank.
 
     h₀ = sin(ω₀ (W₀ x + b₀)),   h_i = sin(ω₀ (W_i h_{i−1} + b_i)),   y = W h + b
 
@@ -6,6 +6,8 @@ with W₀ uniform in ±1/inputs and all others in ±√(6/width)/ω₀, so that 
 SNNK form (SNNK paper, 4.2) a hidden layer is h_i = A_i Φ(h_{i−1}) + a_i with random features Φ, of which A_i and a_i
 are trained. A_i starts at the best readout of the sine layer in whose place it is ("nystrom"), at Φ(ω₀ W_i) as in the
 paper, or random. Sine features are odd: of a layer with biases they give the odd part, cos features give both.
+In the low-rank form it is h_i = sin(ω₀ (U Vᵀ h_{i−1} + b_i)), and entries of V start uniform in ±√(3/width), so that
+those of Vᵀ h are as large as those of h.
 
 Shapes: coordinates (..., inputs) -> values (..., outputs).
 """
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from _lib.mlp import equal_rank
 from snnk_peft.feature_map import FeatureMapSpec
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.snnk_linear import SNNKLinear
@@ -71,8 +74,9 @@ class SineNetwork(nn.Module):
         hidden: number of width × width layers.
         omega: ω₀.
         snnk: fields of a FeatureMapSpec but `dim` (component, projection, num_features), and `init`; None is dense.
-        layers: which hidden layers become SNNK layers, from 0; None for all.
+        layers: which hidden layers become SNNK layers or get the rank, from 0; None for all.
         seed: of the features.
+        rank: of the chosen layers, which then have no features; None for full rank.
     """
 
     def __init__(
@@ -85,13 +89,19 @@ class SineNetwork(nn.Module):
         snnk: dict[str, Any] | None = None,
         layers: list[int] | None = None,
         seed: int = 0,
+        rank: int | None = None,
     ):
         super().__init__()
         chosen = range(hidden) if layers is None else layers
         parts: list[nn.Module] = [Sine(inputs, width, omega, first=True)]
         for index in range(hidden):
             layer = Sine(width, width, omega)
-            parts.append(stand_in(layer, snnk, seed, index) if snnk is not None and index in chosen else layer)
+            if index not in chosen or (snnk is None and rank is None):
+                parts.append(layer)
+            elif rank is not None:
+                parts.append(low_rank(width, rank, omega))
+            else:
+                parts.append(stand_in(layer, snnk, seed, index))
         last = nn.Linear(width, outputs)
         bound = math.sqrt(6 / width) / omega
         nn.init.uniform_(last.weight, -bound, bound)
@@ -101,8 +111,11 @@ class SineNetwork(nn.Module):
     def of(cls, config: Any, inputs: int, outputs: int) -> SineNetwork:
         """As the sections `model` and `method` of a recipe's settings say (_lib/sine_settings.py)."""
         model, method = config.model, config.method
+        given: dict[str, Any] = {"snnk": method.snnk}
+        if method.kind == "low_rank":
+            given = {"rank": equal_rank(model.width, model.width, method.snnk["num_features"])}
         sizes = (model.width, model.hidden, model.omega)
-        return cls(inputs, outputs, *sizes, snnk=method.snnk, layers=method.layers, seed=config.train.seed)
+        return cls(inputs, outputs, *sizes, layers=method.layers, seed=config.train.seed, **given)
 
     def forward(self, coordinates: torch.Tensor, values: torch.Tensor | None = None) -> Fit:
         """The values of the network, and their mean squared error if those that are wanted are given."""
@@ -149,6 +162,14 @@ def stand_in(layer: Sine, snnk: dict[str, Any], seed: int, index: int) -> SNNKLi
         generator=generator,
         input_std=torch.full((dim,), SPREAD),
     )
+
+
+def low_rank(width: int, rank: int, omega: float) -> nn.Sequential:
+    """Vᵀ, and a sine layer that reads it."""
+    narrow = nn.Linear(width, rank, bias=False)
+    bound = math.sqrt(3 / width)
+    nn.init.uniform_(narrow.weight, -bound, bound)
+    return nn.Sequential(narrow, Sine(rank, width, omega))
 
 
 def derivatives(model: SineNetwork, coordinates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -26,8 +26,13 @@ class SineModel:
 
 @dataclass
 class SineMethod:
-    """Which hidden layers become SNNK layers."""
+    """Which hidden layers become SNNK layers, or layers of low rank."""
 
+    kind: str = option(
+        "snnk",
+        "what the hidden layers become; low_rank gets as many numbers as snnk would",
+        choices=("snnk", "low_rank"),
+    )
     snnk: dict[str, Any] | None = option(
         None, "component, projection, num_features and what else a feature map has, and init; null: all layers dense"
     )
@@ -35,11 +40,18 @@ class SineMethod:
 
     def check(self) -> list[str]:
         """Faults of the feature map."""
-        return [] if self.snnk is None else feature_faults(self.snnk)
+        faults = [] if self.snnk is None else feature_faults(self.snnk)
+        if self.kind == "low_rank" and "num_features" not in (self.snnk or {}):
+            faults.append(
+                f"snnk is {self.snnk!r}; expected its num_features, which say how many numbers kind low_rank has"
+            )
+        return faults
 
     def label(self) -> str:
-        """dense, or component, projection and number of features."""
-        return "dense" if self.snnk is None else feature_label(self.snnk)
+        """dense, low_rank, or component, projection and number of features."""
+        if self.snnk is None:
+            return "dense"
+        return self.kind if self.kind == "low_rank" else feature_label(self.snnk)
 
 
 def layer_faults(model: SineModel, method: SineMethod) -> list[str]:

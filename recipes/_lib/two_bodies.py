@@ -3,7 +3,7 @@
     H = −½ ∂₁² − ½ ∂₂² + V,     V(x) = ½ ω² (x₁² + x₂²) + ½ k (x₁ − x₂)²
 
 In R = (x₁ + x₂)/√2 and r = (x₁ − x₂)/√2 these are two oscillators, of ω and Ω = √(ω² + 2k): energies
-ω (n + ½) + Ω (m + ½), ground state ψ = e^{−(ω R² + Ω r²)/2}. A network that knows ψ alone learns V by conservation of
+ω (n + ½) + Ω (m + ½), ground state ψ ∝ e^{−(ω R² + Ω r²)/2}. A network that knows ψ alone learns V by conservation of
 energy (Sehanobish et al. 2021): the local energy (Hψ)/ψ is the same everywhere,
 
     −½ (∇²ψ)/ψ + V(x) = E,        −½ (∇²ψ)/ψ = −½ (∇² ln ψ + ‖∇ ln ψ‖²)
@@ -59,20 +59,70 @@ class TwoBodies:
 
     def energies(self, count: int) -> list[float]:
         """The lowest ones, exactly."""
-        grid = [self.frequency * (n + 0.5) + self.inner * (m + 0.5) for n in range(count) for m in range(count)]
-        return sorted(grid)[:count]
+        return [self.energy(*state) for state in self.states(count)]
+
+    def energy(self, n: int, m: int) -> float:
+        """Of the state with n quanta in R and m in r."""
+        return self.frequency * (n + 0.5) + self.inner * (m + 0.5)
+
+    def states(self, count: int) -> list[tuple[int, int]]:
+        """(n, m) of the lowest energies, in their order."""
+        grid = [(n, m) for n in range(count) for m in range(count)]
+        return sorted(grid, key=lambda state: self.energy(*state))[:count]
+
+    def wave_function(self, x: torch.Tensor, n: int, m: int) -> torch.Tensor:
+        """ψ_nm, (...,) for x (..., 2), with ∫ψ² = 1: Hermite functions of √ω R and √Ω r."""
+        first, second = x.unbind(-1)
+        centre, apart = (first + second) / 2**0.5, (first - second) / 2**0.5
+        along, across = (
+            hermite_function(width**0.5 * place, order) * width**0.25
+            for width, place, order in ((self.frequency, centre, n), (self.inner, apart, m))
+        )
+        return along * across
+
+
+def hermite_function(z: torch.Tensor, order: int) -> torch.Tensor:
+    """h_n(z), h_0 = π^−¼ e^{−z²/2},  √(n + 1) h_{n+1} = √2 z h_n − √n h_{n−1}; orthonormal on the line."""
+    before, now = torch.zeros_like(z), math.pi**-0.25 * torch.exp(-z.square() / 2)
+    for n in range(order):
+        before, now = now, (2**0.5 * z * now - n**0.5 * before) / (n + 1) ** 0.5
+    return now
 
 
 def energies_in(
     potential: Callable[[torch.Tensor], torch.Tensor], count: int, reach: float, points: int = 36
 ) -> list[float]:
-    """The lowest energies of two particles in any potential, in a basis of sinc functions (Colbert & Miller 1992).
+    """The lowest energies of two particles in any potential.
 
     Args:
         potential: (n, 2) -> (n,).
         count: how many.
         reach: the basis covers [−reach, reach]².
         points: per coordinate.
+    """
+    return [float(value) for value in torch.linalg.eigvalsh(hamiltonian(potential, reach, points)[1])[:count]]
+
+
+def states_in(
+    potential: Callable[[torch.Tensor], torch.Tensor], count: int, reach: float, points: int = 36
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The lowest energies (count,), the points (points, points, 2), and wave functions there (count, points, points).
+
+    These have ∫ψ² = 1, as the sum over the points times the area of each; their signs are arbitrary. Arguments as in
+    `energies_in`.
+    """
+    at, matrix = hamiltonian(potential, reach, points)
+    energies, vectors = torch.linalg.eigh(matrix)
+    step = 2 * reach / (points - 1)
+    return energies[:count], at.reshape(points, points, 2), vectors.T[:count].reshape(-1, points, points) / step
+
+
+def hamiltonian(
+    potential: Callable[[torch.Tensor], torch.Tensor], reach: float, points: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The points (points², 2), and H (points², points²) in a basis of sinc functions there (Colbert & Miller 1992).
+
+    Arguments as in `energies_in`.
     """
     x = torch.linspace(-reach, reach, points, dtype=torch.float64)
     step = float(x[1] - x[0])
@@ -81,8 +131,7 @@ def energies_in(
     kinetic = torch.where(apart == 0, math.pi**2 / 3, 2 / apart.double().square().clamp_min(1)) * signs / (2 * step**2)
     one = torch.eye(points, dtype=torch.float64)
     at = torch.cartesian_prod(x, x)
-    hamiltonian = torch.kron(kinetic, one) + torch.kron(one, kinetic) + torch.diag(potential(at).double())
-    return [float(value) for value in torch.linalg.eigvalsh(hamiltonian)[:count]]
+    return at, torch.kron(kinetic, one) + torch.kron(one, kinetic) + torch.diag(potential(at).double())
 
 
 class LocalEnergies(ExampleSet):
