@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import statistics
 
-from _lib.verdicts import DIRECTION, FAILS, HOLDS, Claim, Measured, Store, all_of, as_good, gain, in_words
+from _lib.verdicts import (
+    DIRECTION,
+    FAILS,
+    HOLDS,
+    Claim,
+    Measured,
+    NotMeasuredError,
+    Store,
+    all_of,
+    as_good,
+    gain,
+    in_words,
+)
 
 TITLE = "Scalable Neural Network Kernels"
+Rows = list[tuple[str, str, str, str]]
 GLUE = ("rte", "mrpc", "stsb", "cola", "sst2")
 
 
@@ -22,13 +35,31 @@ def pointwise(store: Store) -> Measured:
     return Measured(ours, DIRECTION if abs(few["error"] / many["error"] / factor - 1) < 0.25 else FAILS)
 
 
-def siren(store: Store) -> Measured:
-    """Decibels below the dense layer, with one and with three hidden layers."""
-    parts = []
-    for task, what in (("siren", "one hidden layer"), ("siren_three", "second of three")):
-        found = as_good(store.differences("snnk", task, "snnk", "dense", "score").values(), 1.0, "dB")
-        parts.append(Measured(f"{what}: {found.ours}", found.verdict))
+def beside(
+    store: Store, page: str, rows: Rows, key: str = "score", margin: float = 1.0, unit: str = "points"
+) -> Measured:
+    """Several comparisons under one claim: none may fall more than the margin behind.
+
+    Args:
+        store: the reports.
+        page: folder below model_cards/.
+        rows: words, task, a method and the one that it is compared with.
+        key: the figure.
+        margin: in `unit`.
+        unit: points are percent.
+    """
+    factor, parts = 100 if unit == "points" else 1, []
+    for words, task, first, second in rows:
+        found = as_good(store.differences(page, task, first, second, key, factor).values(), margin, unit)
+        parts.append(Measured(f"{words} {found.ours}", found.verdict))
     return all_of(*parts)
+
+
+def siren(store: Store) -> Measured:
+    """Decibels below the dense layer."""
+    tasks = (("one hidden layer", "siren"), ("second of three", "siren_three"), ("a photograph", "siren_photograph"))
+    there = [(words, task, "snnk", "dense") for words, task in tasks if "snnk" in store.methods("snnk", task)]
+    return beside(store, "snnk", there, unit="dB")
 
 
 def two_bodies(store: Store) -> Measured:
@@ -56,11 +87,7 @@ def mnist(store: Store) -> Measured:
 
 def tables_of_numbers(store: Store) -> Measured:
     """The three-layer networks on UCI's tables."""
-    parts = []
-    for task in ("covertype", "higgs"):
-        found = as_good(store.differences("snnk", task, "snnk_32", "dense", "score", 100).values(), 1.0)
-        parts.append(Measured(f"{task} {found.ours}", found.verdict))
-    return all_of(*parts)
+    return beside(store, "snnk", [(task, task, "snnk_32", "dense") for task in ("covertype", "higgs")])
 
 
 def layer_cost(store: Store) -> Measured:
@@ -126,22 +153,18 @@ def products(store: Store) -> Measured:
 
 
 def uptraining(store: Store) -> Measured:
-    """F1 on MRPC with all FFNs of the upper layers replaced, by the paper's start and by a fitted one."""
-    parts = []
-    for layers, start in ((3, "paper"), (3, "fitted"), (6, "paper"), (6, "fitted")):
-        name = f"top{layers}_m8_{start}"
-        found = as_good(store.differences("uptraining", "mrpc", name, "full", "metrics.f1", 100).values(), 1.0)
-        parts.append(Measured(f"{layers} of 6, {start} start {found.ours}", found.verdict))
-    return all_of(*parts)
+    """F1 on MRPC with the FFNs of upper layers replaced, by the paper's start and by a fitted one."""
+    there = store.methods("uptraining", "mrpc")
+    tried = [(layers, start, f"top{layers}_m8_{start}") for layers in (3, 6) for start in ("paper", "fitted")]
+    rows = [(f"{layers} of 6, {start} start", "mrpc", name, "full") for layers, start, name in tried if name in there]
+    if not rows:
+        raise NotMeasuredError("model_cards/uptraining/mrpc")
+    return beside(store, "uptraining", rows, "metrics.f1")
 
 
 def pictures(store: Store) -> Measured:
-    """Accuracy behind LoRA with as many numbers, digits and CIFAR-10."""
-    parts = []
-    for task in ("cifar10", "digits"):
-        found = as_good(store.differences("vision", task, "snnk_relu8", "lora_r4", "score", 100).values(), 1.0)
-        parts.append(Measured(f"{task} {found.ours}", found.verdict))
-    return all_of(*parts)
+    """Accuracy beside LoRA with as many numbers."""
+    return beside(store, "vision", [(task, task, "snnk_relu8", "lora_r4") for task in ("cifar10", "digits")])
 
 
 SNNK, UPTRAINING = "sweep_snnk.py --data DATA", "sweep_uptraining.py data.dir=DATA/glue"

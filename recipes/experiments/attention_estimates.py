@@ -34,13 +34,12 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from _lib.files import read_json, write_json, write_text
 from _lib.guard import guarded
+from _lib.measured_page import measured_page
 from _lib.models import load_tokenizer, resolve_model
 from _lib.plots import error_curves
 from _lib.run_folder import environment
 from _lib.tables import grid
-from _lib.terminal import quiet
 from _lib.texts import batches_by_length, drawn
 from rich.console import Console
 from rich.progress import track
@@ -124,15 +123,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def work(arguments: argparse.Namespace) -> None:
     """Measure, unless only the page is wanted, and write."""
-    if not arguments.render:
-        if faults := _faults(arguments):
-            raise ConfigError(faults)
-        quiet()
-        figures = measure(arguments)
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        write_json(arguments.output / "metrics.json", figures)
-    figures = read_json(arguments.output / "metrics.json")
-    write_text(arguments.output / "README.md", render(figures))
+    figures = measured_page(arguments.output, arguments.render, lambda: measure(arguments), render)
     draw(figures, arguments.output / "error.png")
     show(figures)
     print(f"written: {arguments.output}")
@@ -151,6 +142,8 @@ def _faults(arguments: argparse.Namespace) -> list[str]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
+    if faults := _faults(arguments):
+        raise ConfigError(faults)
     folder = resolve_model(arguments.model, "--model")
     model, tokenizer = AutoModel.from_pretrained(folder, dtype=torch.float32).eval(), load_tokenizer(folder)
     task, unlabelled, measured = sentences(arguments)

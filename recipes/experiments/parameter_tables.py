@@ -29,11 +29,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from _lib.files import read_json, write_json, write_text
 from _lib.guard import guarded
+from _lib.measured_page import measured_page
 from _lib.run_folder import environment
 from _lib.tables import grid
-from _lib.terminal import quiet
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -92,17 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def work(arguments: argparse.Namespace) -> None:
     """Count, unless only the page is wanted, and write."""
-    if not arguments.render:
-        depth = 12
-        faults = [f"--layers has {k}; expected 0 to {depth}" for k in arguments.layers if not 0 <= k <= depth]
-        faults += [] if arguments.features >= 1 else [f"--features is {arguments.features}; expected at least 1"]
-        if faults:
-            raise ConfigError(faults)
-        quiet()
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        write_json(arguments.output / "metrics.json", count(arguments.models, arguments.layers, arguments.features))
-    figures = read_json(arguments.output / "metrics.json")
-    write_text(arguments.output / "README.md", render(figures))
+    figures = measured_page(arguments.output, arguments.render, lambda: counted(arguments), render)
     for title, header, lines in tables(figures):
         shown = Table(title=title)
         for column in header:
@@ -111,6 +100,16 @@ def work(arguments: argparse.Namespace) -> None:
             shown.add_row(*line)
         Console(width=160).print(shown)
     print(f"written: {arguments.output}")
+
+
+def counted(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures of what was asked for."""
+    depth = 12
+    faults = [f"--layers has {k}; expected 0 to {depth}" for k in arguments.layers if not 0 <= k <= depth]
+    faults += [] if arguments.features >= 1 else [f"--features is {arguments.features}; expected at least 1"]
+    if faults:
+        raise ConfigError(faults)
+    return count(arguments.models, arguments.layers, arguments.features)
 
 
 def count(models: list[str], layers: list[int], features: int) -> dict[str, Any]:

@@ -28,14 +28,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from _lib.files import check_writable, read_json, write_json, write_text
 from _lib.guard import guarded
+from _lib.measured_page import measured_page
 from _lib.plots import eigenvalue_panels
 from _lib.results import load_folder
 from _lib.run_folder import environment
 from _lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, spectra
 from _lib.tables import grid
-from _lib.terminal import bar, quiet
+from _lib.terminal import bar
 from rich.console import Console
 from rich.table import Table
 
@@ -63,20 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def work(arguments: argparse.Namespace) -> None:
     """Measure, unless only the page is wanted, and write."""
-    if not arguments.render:
-        absent = [folder for folder in arguments.folders if not folder.is_dir()]
-        faults = [f"{folder} is no folder; expected a run or a model" for folder in absent]
-        if not arguments.folders:
-            faults = ["no folder was given; expected runs or models, or --render for what is in --out already"]
-        if faults:
-            raise ConfigError(faults)
-        check_writable(arguments.out)
-        quiet()
-        figures = measure(arguments.folders)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        write_json(arguments.out / "metrics.json", figures)
-    figures = read_json(arguments.out / "metrics.json")
-    write_text(arguments.out / "README.md", render(figures))
+    figures = measured_page(arguments.out, arguments.render, lambda: measure(arguments.folders), render)
     draw(figures, arguments.out / "eigenvalues.png")
     show(figures)
     print(f"written: {arguments.out}")
@@ -84,6 +71,11 @@ def work(arguments: argparse.Namespace) -> None:
 
 def measure(folders: Sequence[Path]) -> dict[str, Any]:
     """All figures."""
+    faults = [f"{folder} is no folder; expected a run or a model" for folder in folders if not folder.is_dir()]
+    if not folders:
+        faults = ["no folder was given; expected runs or models, or --render for what is in --out already"]
+    if faults:
+        raise ConfigError(faults)
     named = dict(zip(names(folders), folders, strict=True))
     return {
         "models": [{"model": name, "layers": layers(folder)} for name, folder in bar(list(named.items()), "models")],

@@ -1,0 +1,32 @@
+"""An experiment's folder: metrics.json as measured, and a page that is rendered from it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _lib.files import check_writable, read_json, write_json, write_text
+from _lib.terminal import quiet
+
+Figures = dict[str, Any]
+
+
+def measured_page(folder: Path, again: bool, measure: Callable[[], Figures], page: Callable[[Figures], str]) -> Figures:
+    """Measure, unless only the page is wanted, and write; returns what metrics.json holds.
+
+    Args:
+        folder: of metrics.json and README.md; made if absent.
+        again: render from the metrics.json that is there (`--render`).
+        measure: checks what was given, then measures.
+        page: the Markdown of the figures.
+    """
+    check_writable(folder)
+    if not again:
+        quiet()
+        figures = measure()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "metrics.json", figures)
+    figures = read_json(folder / "metrics.json")
+    write_text(folder / "README.md", page(figures))
+    return figures
