@@ -113,25 +113,29 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     def report(self, done: Finished) -> dict[str, Any]:
         """adapter/, bundle/ or model/; the score of the best checkpoint, and what the bundle costs."""
-        from _lib.results import cost_of
-
         state, best = done.state, done.best
         metrics = done.test or best["metrics"]
         if self.config.output.save_model:
             self.save(done, metrics)
         chosen = {"score_held_back": best["score"]} if done.test else {}
-        priced = self.config.output.cost and self.config.method.name == "snnk"
+        cost = {"cost": self.cost()} if self.config.output.cost and self.config.method.name == "snnk" else {}
         return {
             "score": metrics["score"],
             "metrics": metrics,
             **chosen,
-            **({"cost": cost_of(self.config, self.pretrained)} if priced else {}),
+            **cost,
             "best_epoch": best["step"] / done.per_epoch,
             "trainable_parameters_without_classifier": done.counts["trainable_without_classifier"],
             "seconds_per_epoch": state.train_seconds / state.step * done.per_epoch,
             "processor_seconds_per_epoch": state.cpu_seconds / state.step * done.per_epoch,
             "device": str(done.device),
         }
+
+    def cost(self) -> dict[str, dict[str, int]]:
+        """See `cost_of`."""
+        from _lib.results import cost_of  # not above: peers with another transformers cannot import it
+
+        return cost_of(self.config, self.pretrained)
 
     def save(self, done: Finished, metrics: Mapping[str, float]) -> None:
         """Write the trained model; `metrics` are for its card."""
