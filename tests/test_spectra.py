@@ -348,3 +348,9 @@ def test_faults(program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureF
     assert program["main"](["--render", *out]) == 2
     assert "metrics.json: cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_stored_page_is_that_of_the_stored_figures(program: dict[str, Any]) -> None:
+    stored = Path(__file__).resolve().parent.parent / "recipes/experiments/results/spectra"
+    figures = json.loads((stored / "metrics.json").read_text())
+    assert (stored / "README.md").read_text() == program["render"](figures)
