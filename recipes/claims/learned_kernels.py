@@ -42,8 +42,11 @@ def long_range(task: str, printed: float) -> Callable[[Store], Measured]:
 
 def beside_softmax(store: Store) -> Measured:
     """Mean over tasks of the score minus that of softmax, per seed of fine-tuning."""
+    there = [name for name in LEARNERS if all(name in store.methods("kernels", task) for task in TASKS)]
+    if not there:
+        raise NotMeasuredError("model_cards/kernels: a learned kernel on all tasks")
     parts = []
-    for name in LEARNERS:
+    for name in there:
         by_task = [store.differences("kernels", task, name, "softmax", "score", 100) for task in TASKS]
         seeds = sorted(set.intersection(*(set(found) for found in by_task)))
         if not seeds:
@@ -56,16 +59,6 @@ def beside_softmax(store: Store) -> Measured:
     if learned < USEFUL:
         return Measured(f"{whole.ours}; the pretraining is too short to tell", UNTESTED)
     return whole
-
-
-def pretraining(store: Store) -> Measured:
-    """Held-out loss behind equal processor time, in nats below that of the random matrix; one seed each."""
-    base = next(iter(store.reports("kernels", "pretraining", "posrf_orf").values()))
-    parts = []
-    for name in ("softmax", *LEARNERS):
-        report = next(iter(store.reports("kernels", "pretraining", name).values()))
-        parts.append(f"{name} {base['loss'] - report['loss']:+.3f}")
-    return Measured(", ".join(parts) + " nats below posrf_orf; one seed each", UNTESTED)
 
 
 def memory(store: Store) -> Measured:

@@ -8,6 +8,8 @@ from _lib.verdicts import (
     DIRECTION,
     FAILS,
     HOLDS,
+    UNDECIDED,
+    UNTESTED,
     Claim,
     Measured,
     NotMeasuredError,
@@ -120,16 +122,29 @@ def bottlenecks(store: Store) -> Measured:
     return gain(store.differences("glue", "mrpc", "snnk_relu16", "adapters_seq_bn", "metrics.f1", 100).values(), 6.46)
 
 
+def poolers(store: Store, better: str, worse: str, least: float) -> Measured:
+    """F1 on MRPC of one pooler above another; not testable while both hardly beat the same answer to all."""
+    from table_uptraining import CONSTANT
+
+    found = gain(store.differences("uptraining", "mrpc", better, worse, "metrics.f1", 100).values(), least)
+    means = [
+        statistics.mean(store.values("uptraining", "mrpc", name, "metrics.f1", 100).values())
+        for name in (better, worse)
+    ]
+    if max(abs(mean - CONSTANT["mrpc"]) for mean in means) < 1:
+        said = f"; {means[0]:.1f} and {means[1]:.1f}, where the same answer to all scores {CONSTANT['mrpc']:.1f}"
+        return Measured(found.ours.removesuffix(UNDECIDED) + said, UNTESTED)
+    return found
+
+
 def pooler(store: Store) -> Measured:
-    """F1 on MRPC."""
-    return gain(store.differences("uptraining", "mrpc", "pooler_cos", "pooler_dense", "metrics.f1", 100).values(), 0.57)
+    """Cosine features above the dense pooler."""
+    return poolers(store, "pooler_cos", "pooler_dense", 0.57)
 
 
 def tanh_pooler(store: Store) -> Measured:
-    """F1 on MRPC, how much worse."""
-    return gain(
-        store.differences("uptraining", "mrpc", "pooler_dense", "pooler_tanh", "metrics.f1", 100).values(), 12.79
-    )
+    """The dense pooler above tanh by brute force."""
+    return poolers(store, "pooler_dense", "pooler_tanh", 12.79)
 
 
 def bundle_numbers(store: Store) -> Measured:
