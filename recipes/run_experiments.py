@@ -48,6 +48,7 @@ class Step(NamedTuple):
 
 # What a core does of the long ones in a quarter of an hour per run.
 BUDGET = ("train.max_cpu_minutes=15", "train.schedule=constant", "train.warmup_steps=50")
+OF_SEVERAL = ("sweep_snnk.py", "sweep_pairs.py", "sweep_kernels.py")  # which take --data, the folder of folders
 LONG = ("softmax", "posrf_orf", "posrf_mm", "saderf_orf", "posrf_fastfood_learned")
 SMALL_PICTURES = ("train.epochs=4", "train.batch_size=50", "data.max_train_samples=2000", "data.max_eval_samples=2000")
 # A part of the grid, one or two minutes a run: all of it is `sweep_uptraining.py`.
@@ -56,6 +57,9 @@ UPTRAINED = (
     *("--tasks", "mrpc", "--methods", "full", *(f"top{k}_m8_{start}" for k in (3, 6) for start in ("paper", "fitted"))),
     *("pooler_frozen", "pooler_dense", "pooler_cos", "pooler_tanh", "adapter_relu"),
 )
+# Small pieces and short windows: more steps in ten CPU minutes of pretraining. Half a minute for each fine-tuning.
+KERNELS = ("train.max_cpu_minutes=10", "train.batch_size=16", "data.max_length=64", "data.vocabulary=2000")
+KERNELS += ("finetune.data.max_length=64", "finetune.data.max_train_samples=2000")
 # The paper's mixtures, over positive and trigonometric features, and what does not learn.
 SPARSITY = ("--tasks", "sparsity_10", "sparsity_90", "--methods", "softmax", "posrf_orf", "posrf_gmm", "trigrf_gmm")
 STEPS = {
@@ -64,6 +68,7 @@ STEPS = {
     "uptraining": Step("sweep_uptraining.py", "table_uptraining.py", "uptraining", "glue", UPTRAINING, UPTRAINED),
     "lowrank": Step("sweep_lowrank.py", "table_lowrank.py", "lowrank", "cifar10", SMALL_PICTURES),
     "fmm": Step("sweep_fmm.py", "table_fmm.py", "fmm"),
+    "kernels": Step("sweep_kernels.py", "table_kernels.py", "kernels", "glue", KERNELS),
     "sparsity": Step("sweep_sparsity.py", "table_sparsity.py", "sparsity", options=SPARSITY),
     "pairs": Step("sweep_pairs.py", "table_lra.py", "spectraformer"),
     "listops": Step("sweep_lra.py", "table_lra.py", "lra", None, BUDGET, ("--tasks", "listops", "--methods", *LONG)),
@@ -129,10 +134,10 @@ def present(name: str, data: Path | None) -> bool:
 def command(step: Step, arguments: argparse.Namespace) -> list[str]:
     """The sweep as one would type it."""
     given = [*step.settings, *arguments.set]
-    if step.data is not None:
+    if step.data is not None and step.sweep not in OF_SEVERAL:
         given.append(f"data.dir={arguments.data / step.data}")
     options = ["--out", str(arguments.runs / step.folder), "--stored", str(arguments.cards / step.folder)]
-    if step.sweep in ("sweep_snnk.py", "sweep_pairs.py") and arguments.data is not None:
+    if step.sweep in OF_SEVERAL and arguments.data is not None:
         options += ["--data", str(arguments.data)]
     seeds = [str(seed) for seed in arguments.seeds]
     return [sys.executable, str(RECIPES / step.sweep), *given, *options, *step.options, "--seeds", *seeds]

@@ -373,6 +373,14 @@ def test_from_runs_to_the_page(
     stored = text
     assert table_kernels.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
     assert (page / "README.md").read_text() == stored
+    # What the page holds is not run again; one report less, and its pretraining is, for the model that it starts from.
+    elsewhere = ["--out", str(tmp_path / "elsewhere"), "--stored", str(page)]
+    assert sweep_kernels.main([*asked, *elsewhere]) == 0
+    assert not list((tmp_path / "elsewhere").glob("*/*/*"))
+    (page / "rte/softmax/seed1.json").unlink()
+    assert sweep_kernels.main([*asked, *elsewhere]) == 0
+    ran = {"/".join(file.parts[-4:-1]) for file in (tmp_path / "elsewhere").glob("*/*/*/metrics.json")}
+    assert ran == {"pretraining/softmax/seed0", "rte/softmax/seed1"}
 
 
 def test_the_papers_figures_are_rows_of_their_own() -> None:
