@@ -122,6 +122,8 @@ def claim(row: dict[str, list[dict[str, Any]]]) -> list[str]:
 
     def less(measure: Callable[[dict[str, Any]], float]) -> str:
         first, second = (sum(measure(report) for report in cell) / len(cell) for cell in (ours, other))
+        if second <= 0:
+            return "no measurable"  # a few steps need not go beyond the peak of loading the data
         share = 1 - first / second
         return f"{abs(share):.1%} {'less' if share >= 0 else 'more'}".replace("%", " %")
 

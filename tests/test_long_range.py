@@ -608,6 +608,9 @@ def test_the_table_checks_the_papers_claim(tmp_path: Path) -> None:
     # (1.0 − .5) GB against (1.5 − .5) GB of growth; .32 against .40 s; 61 against 58 ± 1.
     assert "PosRF-MM against SADERF-ORF: 20.0 % less time per step, 50.0 % less memory" in page
     assert "+3.0 ± 1.0 points of accuracy" in page
+    none = [report("saderf_orf", 0, 0.5) | {"peak_memory_bytes": 9, "peak_memory_bytes_before_training": 9}]
+    (said, *_) = table_lra.claim({"posrf_mm": none, "saderf_orf": none})
+    assert "0.0 % less time per step, no measurable memory" in said
     for method in ("posrf_mm", "saderf_orf"):  # one seed has no error
         (tmp_path / f"cards/text/{method}/seed1.json").unlink()
     assert table_lra.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
