@@ -14,6 +14,7 @@ page of claims and verdicts, by table_papers.py.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -105,7 +106,7 @@ def every(arguments: argparse.Namespace) -> int:
         share = max(0.0, end - time.monotonic()) / (len(steps) - number)
         print(f"== {name}: up to {share / 60:.1f} of {max(0.0, end - time.monotonic()) / 60:.1f} minutes", flush=True)
         code = timed(command(step, arguments), share)
-        if code not in (0, 143):  # 143: stopped, its runs are saved
+        if code not in (0, 143, -signal.SIGTERM):  # stopped: its runs are saved, or it was still starting
             failed.append(f"{name} (exit code {code})")
     for table in dict.fromkeys((step.table, step.folder) for step in steps.values()):
         program, folder = table

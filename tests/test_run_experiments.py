@@ -98,6 +98,16 @@ PAGES = (
 )  # those of the pairs and those of the long runs
 
 
+@pytest.mark.parametrize("code", [143, -15])
+def test_what_was_stopped_has_not_failed(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """By its own word, or while it was still starting."""
+    monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: code)
+    done = type("Done", (), {"returncode": 0})
+    monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: done)
+    assert run_experiments.main(["--only", "fmm", *places(tmp_path)]) == 0
+    assert "failed" not in capsys.readouterr().err
+
+
 def test_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: 1)
     monkeypatch.setattr(run_experiments.subprocess, "run", lambda *given, **known: type("Done", (), {"returncode": 0}))
