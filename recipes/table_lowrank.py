@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from _lib import tables
-from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
+from _lib.tables import Table, collect, grid, mean_and_error, read_reports, spread, standard_error
+from _lib.verdicts import interval
 
 ROOT = Path(__file__).resolve().parent.parent
 ERRORS = ROOT / "recipes/experiments/results/low_rank_errors/metrics.json"
@@ -219,13 +220,11 @@ def claims(row: dict[str, list[Report]]) -> list[str]:
 
 def verdict(values: list[float]) -> tuple[str, str]:
     """The mean difference and what it says of the claim that it is positive."""
-    from scipy.stats import t
-
-    mean, error = standard_error([{"value": value} for value in values], "value")
-    wide = float(t.ppf(0.975, len(values) - 1)) * error
+    _, low, high = interval(values)
+    mean, error = mean_and_error(values)
     return (
         f"{mean:+.1f} ± {error:.1f} ({len(values)})",
-        "holds" if mean > wide else "the opposite" if mean < -wide else "not decided",
+        "holds" if low > 0 else "the opposite" if high < 0 else "not decided",
     )
 
 

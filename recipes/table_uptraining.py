@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib import tables
-from _lib.tables import Table, collect, grid, read_reports, standard_error
+from _lib.tables import Table, collect, grid, mean_and_error, read_reports
 
 # Task -> the metric of the paper's tables.
 METRICS = {"rte": "accuracy", "mrpc": "f1", "stsb": "spearmanr", "cola": "matthews_correlation"}
@@ -63,11 +63,6 @@ def write(runs: Path, out: Path) -> None:
 def percent(task: str, report: dict[str, Any]) -> float:
     """The paper's metric of the task."""
     return 100 * float(report["metrics"][METRICS[task]])
-
-
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean and standard error; the latter is 0 for a single value."""
-    return standard_error([{"value": value} for value in values], "value")
 
 
 def in_words(values: list[float], form: str = ".1f") -> str:

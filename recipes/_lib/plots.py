@@ -97,6 +97,19 @@ def score_over_seconds(lines: Mapping[str, Sequence[tuple[float, float]]], file:
     _store(figure, file)
 
 
+def _side_by_side(count: int) -> tuple[Any, Any]:
+    """Figure and axes (1, count) of panels with one scale."""
+    return pyplot.subplots(1, count, figsize=(4 * count + 2, 4), sharey=True, squeeze=False, layout="constrained")
+
+
+def _beside_a_legend(figure: Any, axes: Any, drawn: Mapping[str, Any], ylabel: str, title: str, file: Path) -> None:
+    """Write panels whose names stand once, right of the last."""
+    axes[0, 0].set_ylabel(ylabel)
+    axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.suptitle(title)
+    _store(figure, file)
+
+
 def score_panels(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float]]]],
     file: Path,
@@ -115,9 +128,7 @@ def score_panels(
         ylabel: of the first.
         level: mean and standard error of what does not depend on x, drawn as "dense"; None for nothing.
     """
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(4 * len(panels) + 2, 4), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, axes = _side_by_side(len(panels))
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     drawn: dict[str, Any] = {}  # one entry of the legend per name, whatever the panel
     for panel, (name, lines) in zip(axes[0], panels.items(), strict=True):
@@ -129,10 +140,7 @@ def score_panels(
             drawn["dense"] = panel.axhline(level[0], color="tab:gray", linestyle="--")
             panel.axhspan(level[0] - level[1], level[0] + level[1], color="tab:gray", alpha=0.2)
         panel.set(xlabel=xlabel, title=name)
-    axes[0, 0].set_ylabel(ylabel)
-    axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    figure.suptitle(title)
-    _store(figure, file)
+    _beside_a_legend(figure, axes, drawn, ylabel, title, file)
 
 
 def scatter_panels(
@@ -146,19 +154,14 @@ def scatter_panels(
         title: of the figure.
         labels: of x and y.
     """
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(4 * len(panels) + 2, 4), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, axes = _side_by_side(len(panels))
     names = list(dict.fromkeys(name for points in panels.values() for name in points))
     drawn: dict[str, Any] = {}  # one entry of the legend per name, whatever the panel
     for panel, (heading, points) in zip(axes[0], panels.items(), strict=True):
         for name, pairs in points.items():
             drawn[name] = panel.scatter(*zip(*pairs, strict=True), color=f"C{names.index(name)}", alpha=0.8)
         panel.set(xlabel=labels[0], title=heading)
-    axes[0, 0].set_ylabel(labels[1])
-    axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    figure.suptitle(title)
-    _store(figure, file)
+    _beside_a_legend(figure, axes, drawn, labels[1], title, file)
 
 
 def eigenvalue_panels(rows: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], file: Path, title: str) -> None:

@@ -33,9 +33,6 @@ class Correlation(NamedTuple):
     points: int
     groups: int
 
-    def __str__(self) -> str:
-        return f"{self.value:+.2f} ({self.low:+.2f} to {self.high:+.2f})"
-
 
 def rank_correlation(groups: Sequence[Sequence[Point]], seed: int = 0, resamples: int = 2000) -> Correlation | None:
     """None where no group has a correlation.

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,13 @@ def spread(reports: list[dict[str, Any]], key: str) -> tuple[float, float]:
 
 def standard_error(reports: list[dict[str, Any]], key: str) -> tuple[float, float]:
     """Mean and its standard error (0 for one seed) over seeds."""
-    mean, deviation = spread(reports, key)
-    return mean, deviation / math.sqrt(len(reports))
+    return mean_and_error([report[key] for report in reports])
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error (0 for a single value)."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return statistics.mean(values), error
 
 
 def grid(header: list[str], rows: list[list[str]]) -> list[str]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from _lib.tables import mean_and_error
+
 HOLDS, DIRECTION, FAILS, UNTESTED = "holds", "holds in direction", "does not hold", "not testable here"
 VERDICTS = (HOLDS, DIRECTION, FAILS, UNTESTED)
 
@@ -106,6 +108,16 @@ class Store:
             raise NotMeasuredError(f"model_cards/{page}/{task}: no seed of both {first} and {second}")
         return found
 
+    def mean_differences(
+        self, page: str, tasks: Iterable[str], first: str, second: str, key: str = "score", factor: float = 100.0
+    ) -> list[float]:
+        """The mean over tasks of `differences`, of every seed that all tasks have."""
+        by_task = [self.differences(page, task, first, second, key, factor) for task in tasks]
+        seeds = sorted(set.intersection(*map(set, by_task))) if by_task else []
+        if not seeds:
+            raise NotMeasuredError(f"model_cards/{page}: no seed of all tasks for {first} and {second}")
+        return [statistics.mean(found[seed] for found in by_task) for seed in seeds]
+
     @staticmethod
     def _read(file: Path) -> Any:
         from _lib.files import read_json
@@ -124,12 +136,11 @@ def _at(report: dict[str, Any], key: str) -> float:
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and the ends of its 95 % interval; infinite ends for a single value."""
-    mean = statistics.mean(values)
+    mean, error = mean_and_error(values)
     if len(values) < 2:
         return mean, -math.inf, math.inf
     from scipy.stats import t
 
-    error = statistics.stdev(values) / math.sqrt(len(values))
     wide = float(t.ppf(0.975, len(values) - 1)) * error
     return mean, mean - wide, mean + wide
 

@@ -20,6 +20,8 @@ from _lib.verdicts import (
     unchanged,
 )
 
+from claims.lecture import memory
+
 TITLE = "Learning the Transformer Kernel"
 LEARNERS = ("posrf_gmm", "posrf_fastfood_learned", "posrf_generative")
 TASKS = ("mrpc", "rte", "cola", "stsb")
@@ -47,11 +49,7 @@ def beside_softmax(store: Store) -> Measured:
         raise NotMeasuredError("model_cards/kernels: a learned kernel on all tasks")
     parts = []
     for name in there:
-        by_task = [store.differences("kernels", task, name, "softmax", "score", 100) for task in TASKS]
-        seeds = sorted(set.intersection(*(set(found) for found in by_task)))
-        if not seeds:
-            raise NotMeasuredError(f"model_cards/kernels: no seed of all tasks for {name}")
-        found = as_good([statistics.mean(each[seed] for each in by_task) for seed in seeds], 2.0)
+        found = as_good(store.mean_differences("kernels", TASKS, name, "softmax"), 2.0)
         parts.append(Measured(f"{name} {found.ours}", found.verdict))
     whole = all_of(*parts)
     start = next(iter(store.reports("kernels", "pretraining", "softmax").values()))
@@ -59,13 +57,6 @@ def beside_softmax(store: Store) -> Measured:
     if learned < USEFUL:
         return Measured(f"{whole.ours}; the pretraining is too short to tell", UNTESTED)
     return whole
-
-
-def memory(store: Store) -> Measured:
-    """The exponent of memory in the length."""
-    figures = store.figures("benchmarks/results/attention")
-    exponent = figures["memory_exponent"]
-    return Measured(f"grows as length^{exponent:.2f}", HOLDS if exponent <= 1.05 else FAILS)
 
 
 def _steps(store: Store, method: str, level: float = 0.9) -> dict[str, dict[int, int]]:

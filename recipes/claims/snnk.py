@@ -50,6 +50,8 @@ def beside(
         margin: in `unit`.
         unit: points are percent.
     """
+    if not rows:
+        raise NotMeasuredError(f"model_cards/{page}")
     factor, parts = 100 if unit == "points" else 1, []
     for words, task, first, second in rows:
         found = as_good(store.differences(page, task, first, second, key, factor).values(), margin, unit)
@@ -112,9 +114,7 @@ def layer_cost(store: Store) -> Measured:
 
 def adapters(store: Store) -> Measured:
     """Mean over tasks of the difference to LoRA with as many numbers, one value per seed."""
-    by_task = [store.differences("glue", task, "snnk_relu16", "lora_r8", "score", 100) for task in GLUE]
-    seeds = set.intersection(*(set(found) for found in by_task))
-    return as_good([sum(found[seed] for found in by_task) / len(by_task) for seed in sorted(seeds)], 1.0)
+    return as_good(store.mean_differences("glue", GLUE, "snnk_relu16", "lora_r8"), 1.0)
 
 
 def bottlenecks(store: Store) -> Measured:
@@ -182,8 +182,6 @@ def uptraining(store: Store) -> Measured:
     there = store.methods("uptraining", "mrpc")
     tried = [(layers, start, f"top{layers}_m8_{start}") for layers in (3, 6) for start in ("paper", "fitted")]
     rows = [(f"{layers} of 6, {start} start", "mrpc", name, "full") for layers, start, name in tried if name in there]
-    if not rows:
-        raise NotMeasuredError("model_cards/uptraining/mrpc")
     return beside(store, "uptraining", rows, "metrics.f1")
 
 
