@@ -37,6 +37,7 @@ class Step(NamedTuple):
         data: folder below `--data` that it cannot do without, given as data.dir; None if there is none.
         settings: of every run, before the options of the sweep.
         options: of the sweep.
+        takes_data: it looks for several folders itself and is given `--data` as it is, where there is one.
     """
 
     sweep: str
@@ -45,11 +46,11 @@ class Step(NamedTuple):
     data: str | None = None
     settings: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    takes_data: bool = False
 
 
 # What a core does of the long ones in a quarter of an hour per run.
 BUDGET = ("train.max_cpu_minutes=15", "train.schedule=constant", "train.warmup_steps=50")
-OF_SEVERAL = ("sweep_snnk.py", "sweep_pairs.py", "sweep_kernels.py")  # which take --data, the folder of folders
 LONG = ("softmax", "posrf_orf", "posrf_mm", "saderf_orf", "posrf_fastfood_learned")
 SMALL_PICTURES = ("train.epochs=4", "train.batch_size=50", "data.max_train_samples=2000", "data.max_eval_samples=2000")
 # A part of the grid, one or two minutes a run: all of it is `sweep_uptraining.py`.
@@ -64,14 +65,14 @@ KERNELS += ("finetune.data.max_length=64", "finetune.data.max_train_samples=2000
 # The paper's mixtures, over positive and trigonometric features, and what does not learn.
 SPARSITY = ("--tasks", "sparsity_10", "sparsity_90", "--methods", "softmax", "posrf_orf", "posrf_gmm", "trigrf_gmm")
 STEPS = {
-    "snnk": Step("sweep_snnk.py", "table_snnk.py", "snnk"),
+    "snnk": Step("sweep_snnk.py", "table_snnk.py", "snnk", takes_data=True),
     "glue": Step("sweep_glue.py", "table_glue.py", "glue", "glue"),
     "uptraining": Step("sweep_uptraining.py", "table_uptraining.py", "uptraining", "glue", UPTRAINING, UPTRAINED),
     "lowrank": Step("sweep_lowrank.py", "table_lowrank.py", "lowrank", "cifar10", SMALL_PICTURES),
     "fmm": Step("sweep_fmm.py", "table_fmm.py", "fmm"),
-    "kernels": Step("sweep_kernels.py", "table_kernels.py", "kernels", "glue", KERNELS),
+    "kernels": Step("sweep_kernels.py", "table_kernels.py", "kernels", "glue", KERNELS, takes_data=True),
     "sparsity": Step("sweep_sparsity.py", "table_sparsity.py", "sparsity", options=SPARSITY),
-    "pairs": Step("sweep_pairs.py", "table_lra.py", "spectraformer"),
+    "pairs": Step("sweep_pairs.py", "table_lra.py", "spectraformer", takes_data=True),
     "listops": Step("sweep_lra.py", "table_lra.py", "lra", None, BUDGET, ("--tasks", "listops", "--methods", *LONG)),
     "text": Step("sweep_lra.py", "table_lra.py", "lra", "imdb", BUDGET, ("--tasks", "text", "--methods", *LONG)),
 }
@@ -135,10 +136,10 @@ def present(name: str, data: Path | None) -> bool:
 def command(step: Step, arguments: argparse.Namespace) -> list[str]:
     """The sweep as one would type it."""
     given = [*step.settings, *arguments.set]
-    if step.data is not None and step.sweep not in OF_SEVERAL:
+    if step.data is not None and not step.takes_data:
         given.append(f"data.dir={arguments.data / step.data}")
     options = ["--out", str(arguments.runs / step.folder), "--stored", str(arguments.cards / step.folder)]
-    if step.sweep in OF_SEVERAL and arguments.data is not None:
+    if step.takes_data and arguments.data is not None:
         options += ["--data", str(arguments.data)]
     seeds = [str(seed) for seed in arguments.seeds]
     return [sys.executable, str(RECIPES / step.sweep), *given, *options, *step.options, "--seeds", *seeds]

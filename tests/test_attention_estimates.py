@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ import torch
 for package in ("datasets", "matplotlib", "rich"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+sys.path.append(str(RECIPES))
+
+from _lib.estimates_page import beats
 from glue_files import write_task
 from recipe_world import write_world
 
@@ -25,13 +30,8 @@ from snnk_peft.layers.kernel_attention import KernelAttention
 
 
 @pytest.fixture(scope="module")
-def program(root_of_module: Path) -> dict[str, Any]:
-    return runpy.run_path(str(root_of_module / "recipes/experiments/attention_estimates.py"))
-
-
-@pytest.fixture(scope="module")
-def root_of_module() -> Path:
-    return Path(__file__).resolve().parent.parent
+def program() -> dict[str, Any]:
+    return runpy.run_path(str(RECIPES / "experiments/attention_estimates.py"))
 
 
 def heads(program: dict[str, Any], size: float, length: int = 5, dim: int = 4) -> Any:
@@ -178,11 +178,11 @@ def test_the_stored_page_is_that_of_the_stored_figures(program: dict[str, Any]) 
     assert all(each["draws"] >= 3 for each in figures["rows"] if each["map"] != "uniform")
 
 
-def test_from_how_many_features_a_map_is_better_than_none(program: dict[str, Any]) -> None:
+def test_from_how_many_features_a_map_is_better_than_none() -> None:
     rows = [{"map": "uniform", "features": None, "kl": 1.0}]
     rows += [{"map": "a", "features": m, "kl": kl} for m, kl in ((64, 1.2), (1024, 0.9), (2048, 0.7))]
     rows += [{"map": "b", "features": 64, "kl": 1.0}, {"map": "c", "features": 64, "kl": None}]
-    said = [program["beats"]({"rows": rows}, name, "kl") for name in "abc"]
+    said = [beats({"rows": rows}, name, "kl") for name in "abc"]
     assert said == ["1,024", "none up to 64", "no divergence"]
 
 

@@ -277,7 +277,7 @@ def test_from_runs_and_models_to_the_page(
     bundle(model).save_pretrained(tmp_path / "free/bundle")
     (tmp_path / "generative/config.yaml").write_text("task: stdlib_docs\n")  # the run that left model/
     folders, out = [tmp_path / name for name in ("run/seed0", "generative", "free/bundle")], tmp_path / "out"
-    assert program["main"]([*map(str, folders), "--out", str(out)]) == 0
+    assert program["main"]([*map(str, folders), "--output", str(out)]) == 0
     figures = json.loads((out / "metrics.json").read_text())
     run, generative, free = figures["models"]
     assert [model["model"] for model in figures["models"]] == ["seed0", "generative", "bundle"]
@@ -312,7 +312,7 @@ def test_from_runs_and_models_to_the_page(
     assert len(picture) > 10_000
     for name in ("README.md", "eigenvalues.png"):
         (out / name).unlink()
-    assert program["main"](["--render", "--out", str(out)]) == 0
+    assert program["main"](["--render", "--output", str(out)]) == 0
     assert ((out / "README.md").read_text(), (out / "eigenvalues.png").read_bytes()) == (page, picture)
 
 
@@ -337,7 +337,7 @@ def test_lines_are_means_and_medians(program: dict[str, Any]) -> None:
 
 
 def test_faults(program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = ["--out", str(tmp_path / "out")]
+    out = ["--output", str(tmp_path / "out")]
     assert program["main"](out) == 2
     assert "no folder was given" in capsys.readouterr().err
     assert program["main"]([str(tmp_path / "absent"), *out]) == 2

@@ -165,7 +165,7 @@ CLAIMS = [
         eigenvalues,
         "sums over 50 pairs; masked pretraining, 10 CPU minutes",
         "recipes/experiments/results/spectra",
-        "experiments/spectra.py RUN --out FOLDER",
+        "experiments/spectra.py RUN --output FOLDER",
     ),
     Claim(
         "Fig. 5",

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from _lib.guard import guarded
-from _lib.measured_page import measured_page
+from _lib.measured_page import measured_page, page_options
 from _lib.run_folder import environment
 from _lib.tables import grid
 from rich.console import Console
@@ -73,13 +73,11 @@ PRINTED_MB = {(BERT, 0): 440.0, (BERT, 6): 226.71, (VIT, 0): 346.0, (VIT, 6): 17
 
 def options() -> argparse.ArgumentParser:
     """What is counted, and where the results go."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = page_options(__doc__, RESULTS)
     made.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="of Table 6 (default both)")
     counts = [0, 1, 2, 3, 4, 5, 6, 12]
     made.add_argument("--layers", type=int, nargs="+", default=counts, help=f"numbers k (default {counts})")
     made.add_argument("--features", type=int, default=8, help="of an FFN layer (default 8)")
-    made.add_argument("--output", type=Path, default=RESULTS, help="folder of metrics.json and README.md")
-    made.add_argument("--render", action="store_true", help="the page again, from the folder's metrics.json")
     return made
 
 

@@ -1,8 +1,8 @@
 """What did attention learn of its kernel? Eigenvalues of learned covariances ("Learning the Transformer Kernel").
 
-    python recipes/experiments/spectra.py runs/lra/text/posrf_gmm/seed0 runs/lra/listops/posrf_gmm/seed0 --out spectra
-    python recipes/experiments/spectra.py runs/kernels/pretraining/posrf_gmm/seed0/model --out spectra
-    python recipes/experiments/spectra.py --render --out spectra
+    python recipes/experiments/spectra.py runs/lra/{text,listops}/posrf_gmm/seed0 --output spectra
+    python recipes/experiments/spectra.py runs/kernels/pretraining/posrf_gmm/seed0/model --output spectra
+    python recipes/experiments/spectra.py --render --output spectra
 
 Of each layer and head, the eigenvalues of the covariance of the rows ω (`_lib/spectra.py` says which, by projection),
 as in the paper's Tables 4 and 9 to 12, and of each spectrum the effective rank exp(−Σ p log p), p = λ/Σλ, and the
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from _lib.guard import guarded
-from _lib.measured_page import measured_page
+from _lib.measured_page import measured_page, page_options
 from _lib.plots import eigenvalue_panels
 from _lib.results import load_folder
 from _lib.run_folder import environment
@@ -48,10 +48,8 @@ EXACT = 1e-12  # of the largest eigenvalue: a smaller one is rounding
 
 def options() -> argparse.ArgumentParser:
     """What is looked at, and where the results go."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = page_options(__doc__, None, "eigenvalues.png")
     made.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="runs or models")
-    made.add_argument("--out", type=Path, required=True, help="folder of metrics.json, README.md, eigenvalues.png")
-    made.add_argument("--render", action="store_true", help="page and picture again, from the folder's metrics.json")
     return made
 
 
@@ -63,17 +61,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def work(arguments: argparse.Namespace) -> None:
     """Measure, unless only the page is wanted, and write."""
-    figures = measured_page(arguments.out, arguments.render, lambda: measure(arguments.folders), render)
-    draw(figures, arguments.out / "eigenvalues.png")
+    figures = measured_page(arguments.output, arguments.render, lambda: measure(arguments.folders), render)
+    draw(figures, arguments.output / "eigenvalues.png")
     show(figures)
-    print(f"written: {arguments.out}")
+    print(f"written: {arguments.output}")
 
 
 def measure(folders: Sequence[Path]) -> dict[str, Any]:
     """All figures."""
     faults = [f"{folder} is no folder; expected a run or a model" for folder in folders if not folder.is_dir()]
     if not folders:
-        faults = ["no folder was given; expected runs or models, or --render for what is in --out already"]
+        faults = ["no folder was given; expected runs or models, or --render for what is in --output already"]
     if faults:
         raise ConfigError(faults)
     named = dict(zip(names(folders), folders, strict=True))
