@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _lib import tables
+from _lib import printed_pairs, tables
 from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
 
 # What a reader must know before comparing two numbers: settings that a table may mix.
@@ -80,7 +80,12 @@ def render(table: Table) -> str:
             "memory MB",
             "parameters",
         ]
-        lines += [*grid(header, [_row(name, cell) for name, cell in row.items()]), "", *claim(row)]
+        lines += [
+            *grid(header, [_row(name, cell) for name, cell in row.items()]),
+            "",
+            *claim(row),
+            *printed_pairs.beside(task, row),
+        ]
     return "\n".join([*lines, "![accuracy](accuracy.png)", ""])
 
 

@@ -18,7 +18,10 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
 import sweep_pairs
 import table_lra
-from _lib import short_listops
+from _lib import printed_pairs, short_listops
+from _lib.verdicts import DIRECTION, FAILS, HOLDS, Measured, NotMeasuredError, Store
+from claims import spectraformer
+from scipy.stats import spearmanr
 
 from snnk_peft.tasks.listops import write_listops
 
@@ -62,6 +65,94 @@ def test_from_expressions_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     page = (cards / "README.md").read_text()
     assert "| posrf_mm | 1 |" in page
     assert "PosRF-MM against SADERF-ORF" in page
+
+
+def test_the_printed_figures_give_the_printed_means() -> None:
+    """With those of Retrieval, which is not run here, from Table 2; means over matrices as section 4.2 has them."""
+    retrieval = {
+        "posrf": (80.53, 65.52, 80.71, 78.37, 80.67, 76.37),
+        "oprf": (80.90, 77.47, 80.80, 79.29, 80.45, 78.32),
+        "saderf": (80.87, 76.43, 80.65, 77.31, 80.48, 77.61),
+    }
+    hours = {
+        "posrf": (2.89, 2.83, 2.89, 2.89, 2.89, 5.61),
+        "oprf": (3.50, 3.41, 3.51, 3.47, 3.51, 5.86),
+        "saderf": (3.58, 3.49, 3.58, 3.57, 3.58, 5.92),
+    }
+    means = {"posrf": (57.50, 2.71), "oprf": (58.53, 3.17), "saderf": (58.82, 3.21)}
+    for component, expected in means.items():
+        names = [f"{component}_{matrix}" for matrix in printed_pairs.MATRICES]
+        both = [[printed_pairs.PRINTED[task][name] for name in names] for task in ("listops", "text")]
+        accuracy = [sum(each) / 3 for each in zip(*([p.accuracy for p in row] for row in both), retrieval[component])]
+        time = [sum(each) / 3 for each in zip(*([p.hours for p in row] for row in both), hours[component])]
+        assert (sum(accuracy) / 6, sum(time) / 6) == pytest.approx(expected, abs=0.011)
+    assert len({p.gigabytes for p in printed_pairs.PRINTED["text"].values()}) == 6  # learned Fastfood, and all others
+
+
+def test_the_pairs_beside_the_paper() -> None:
+    """Accuracies, and times as multiples of posrf_orf's; nothing of other tasks, or of a few pairs."""
+    names = [f"{c}_{m}" for c in printed_pairs.COMPONENTS for m in printed_pairs.MATRICES]
+    row = {
+        name: [{"accuracy": 0.3 + number / 100 + extra, "cpu_seconds_per_step": 1 + number / 4} for extra in (0, 0.02)]
+        for number, name in enumerate(names)
+    }
+    page = printed_pairs.beside("text", row)
+    assert "| sorf | 32.0 ± 1.0 (63.3) | 38.0 ± 1.0 (64.3) | 44.0 ± 1.0 (64.5) |" in page
+    assert "| fastfood_learned | 2.25 (1.97) | 3.75 (2.06) | 5.25 (2.07) |" in page
+    printed = [printed_pairs.PRINTED["text"][name].accuracy for name in names]
+    expected = spearmanr(range(18), printed).statistic
+    assert any(f"over 18 pairs, text: ρ = {expected:+.2f} " in line for line in page)
+    assert printed_pairs.beside("image", row) == []
+    assert printed_pairs.beside("text", dict(list(row.items())[:8])) == []
+    assert printed_pairs.beside("text", {name: row[name] for name in names[1:]}) == []
+    lacking = printed_pairs.beside("text", {name: row[name] for name in names if name != "oprf_sorf"})
+    assert "| sorf | 32.0 ± 1.0 (63.3) |  | 44.0 ± 1.0 (64.5) |" in lacking
+
+
+def test_claims_about_means_over_pairs(tmp_path: Path) -> None:
+    """Of runs made so that each part of a pair adds its own; undecided until every pair of a seed is there."""
+    components = {"posrf": 0.0, "oprf": 0.02, "saderf": 0.021}
+    matrices = {"orf": 0.0, "sorf": -0.05, "qmc": 0.0, "sgq": 0.0, "mm": -0.01, "fastfood_learned": 0.0}
+    store = Store(tmp_path)
+    for task, base in (("listops", 0.4), ("text", 0.6)):
+        with pytest.raises(NotMeasuredError):
+            spectraformer.components(store)
+        for component, more in components.items():
+            for matrix, other in matrices.items():
+                for seed in range(3):
+                    folder = tmp_path / f"model_cards/spectraformer/{task}/{component}_{matrix}"
+                    folder.mkdir(parents=True, exist_ok=True)
+                    accuracy = base + more + other + seed / 100 + (seed / 1e4 if component == "saderf" else 0)
+                    (folder / f"seed{seed}.json").write_text(json.dumps({"accuracy": accuracy}))
+    found = spectraformer.components(store)
+    assert found.ours.startswith("saderf − oprf +0.1 points")
+    assert "oprf − posrf +2.0 points (+2.0 to +2.0; n = 3)" in found.ours
+    assert found.verdict == DIRECTION
+    assert spectraformer.hadamard(store) == Measured("orf − sorf +5.0 points (+5.0 to +5.0; n = 3)", HOLDS)
+    assert spectraformer.matched(store).verdict == FAILS
+    (tmp_path / "model_cards/spectraformer/text/saderf_mm/seed2.json").unlink()
+    assert "n = 2" in spectraformer.hadamard(store).ours
+
+
+def test_the_cost_of_components(tmp_path: Path) -> None:
+    """Of a bench in which OPRF takes twice the time of PosRF and SADERF less memory."""
+    seconds, memory = {"posrf": 1.0, "oprf": 2.0, "saderf": 3.0}, {"posrf": 10.0, "oprf": 20.0, "saderf": 9.0}
+    rows = [
+        {"pair": f"{c}-{m}", "seconds_per_step": seconds[c], "peak_MiB": memory[c]}
+        for c in printed_pairs.COMPONENTS
+        for m in printed_pairs.MATRICES
+    ]
+    folder = tmp_path / "recipes/benchmarks/results/attention"
+    folder.mkdir(parents=True)
+    (folder / "metrics.json").write_text(json.dumps({"pairs": rows}))
+    found = spectraformer.cost_of_components(Store(tmp_path))
+    assert found == Measured(
+        "oprf 2.00 × the time, 2.00 × the memory; saderf 3.00 × the time, 0.90 × the memory", FAILS
+    )
+    memory["saderf"] = 10.5
+    rows[-6:] = [{**row, "peak_MiB": memory["saderf"]} for row in rows[-6:]]
+    (folder / "metrics.json").write_text(json.dumps({"pairs": rows}))
+    assert spectraformer.cost_of_components(Store(tmp_path)).verdict == DIRECTION
 
 
 def _rows(folder: Path) -> list[str]:
