@@ -402,6 +402,36 @@ def test_theorem_3_needs_squares():
     assert abs(variance(o.norm()) / measured - 1) > 0.2
 
 
+def test_ranks_and_an_average_of_table_2_of_learned_kernels():
+    linformer = (35.49, 53.49, 52.27)
+    assert sum(linformer) / 3 == pytest.approx(47.08, abs=0.005)  # printed: 52.56
+    listops = {"softmax": 36.38, "big bird": 37.08, "performer": 36.00, "fastfood-prf": 37.05, "generative-prf": 37.42}
+    text = {"softmax": 64.27, "linear elu": 65.90, "fastfood-rks": 65.67, "generative-rks": 66.50, "performer": 65.40}
+    learned = ("fastfood", "generative", "gmm")
+    for column, second in ((listops, "big bird"), (text, "linear elu")):
+        best, after = sorted(column, key=column.__getitem__, reverse=True)[:2]
+        assert best.startswith(learned)
+        assert after == second  # underlined: the learned one behind it
+
+
+def test_table_4_leaves_out_the_largest_eigenvalue_of_table_12():
+    """GMM-PRF on Retrieval, twelve heads: largest and mean eigenvalue of each."""
+    largest = (21.14, 15.25, 17.07, 14.67, 9.798, 12.89, 18.65, 10.47, 11.33, 14.29, 11.34, 11.29)
+    means = (4.818, 4.066, 5.638, 4.166, 3.024, 4.334, 4.846, 4.458, 3.987, 5.099, 3.380, 2.827)
+    assert max(largest) / 100 == pytest.approx(0.211, abs=5e-4)  # Table 4: .186
+    assert sorted(largest)[-2] / 100 == pytest.approx(0.186, abs=6e-4)
+    assert sum(means) / 1200 == pytest.approx(0.042, abs=5e-4)  # Table 4: .042
+
+
+def test_ratios_of_table_14_are_inverted():
+    """Deviations of gradients by share of relevant pairs, at 80 % accuracy: RKS, PRF, and the printed ratio."""
+    rows = {10: (0.131252, 0.154802, 1.179433), 50: (0.166899, 22.46943, 134.6289), 90: (0.136816, 0.168633, 1.232546)}
+    for rks, prf, printed in rows.values():
+        assert prf / rks == pytest.approx(printed, rel=1e-4)  # its column is headed GMM-RKS/GMM-PRF
+    ratios = [printed for _, _, printed in rows.values()]
+    assert ratios[1] > 100 * max(ratios[0], ratios[2])  # the middle, not the end, stands out
+
+
 # --- Efficiently learning low-rank networks ---------------------------------------------------------------------------
 
 
@@ -410,6 +440,16 @@ def test_odd_activations_need_not_meet_definition_2_7():
     z = normal(DRAWS)
     assert off(z * -z, -1.0) < 5
     assert off(z * -z.sin(), -math.exp(-0.5)) < 5
+
+
+def test_tables_3_and_5_of_low_rank_networks_are_not_those_of_table_1():
+    """Table 1, top-1 accuracy by rank scale: baseline, spectral, NKP, WS-NKP."""
+    b9 = {0.05: (66.36, 66.64, 65.84, 66.90), 0.10: (71.67, 72.07, 71.02, 72.28)}
+    ahead = {scale: row[3] - max(row[:3]) for scale, row in b9.items()}
+    assert ahead == pytest.approx({0.05: 0.26, 0.10: 0.21}, abs=1e-6)  # Table 3: .36 and .21
+    b3 = {0.15: (62.56, 63.02, 62.86, 63.55), 0.20: (66.05, 65.96, 65.93, 66.32)}
+    for scale, printed in ((0.15, 63.55), (0.20, 66.32)):  # Table 5, "Top-1 Accuracy for NKP"
+        assert b3[scale].index(printed) == 3
 
 
 # --- Linear attention, FMMformer --------------------------------------------------------------------------------------
