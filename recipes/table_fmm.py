@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 def write(runs: Path, out: Path) -> None:
     """Copy the reports, then render page and figure."""
     from _lib.files import write_text
-    from _lib.plots import score_bars
+    from _lib.plots import score_rows
 
     copied = collect(runs, out)
     table = read_reports(out, "recipes/sweep_fmm.py")
@@ -33,7 +33,7 @@ def write(runs: Path, out: Path) -> None:
     bars = {
         task: {name: standard_error(cell, "accuracy") for name, cell in in_order(row)} for task, row in table.items()
     }
-    score_bars(bars, out / "accuracy.png", "Softmax, linear attention and FMMformer", "test accuracy")
+    score_rows(bars, out / "accuracy.png", "Softmax, linear attention and FMMformer", "test accuracy")
     print(f"{copied} new or changed reports; wrote {out / 'README.md'} and accuracy.png")
 
 

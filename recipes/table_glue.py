@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 def write(runs: Path, tuned: Path, out: Path) -> None:
     """Copy the reports, then render page and figure."""
     from _lib.files import write_text
-    from _lib.plots import score_bars
+    from _lib.plots import score_rows
 
     copied = collect(runs, out) + collect(tuned, out / "rates")
     table = read_table(out)
@@ -81,7 +81,7 @@ def write(runs: Path, tuned: Path, out: Path) -> None:
     scores = {
         task: {method: spread(reports, "score") for method, reports in row.items()} for task, row in table.items()
     }
-    score_bars(scores, out / "scores.png", "GLUE dev scores")
+    score_rows(scores, out / "scores.png", "GLUE dev scores")
     print(f"{copied} new or changed reports; wrote {out / 'README.md'} and scores.png")
 
 

@@ -46,13 +46,13 @@ def main(argv: list[str] | None = None) -> int:
 def write(runs: Path, out: Path) -> None:
     """Copy the reports, then render page and figure."""
     from _lib.files import write_text
-    from _lib.plots import score_bars
+    from _lib.plots import score_rows
 
     copied = collect(runs, out)
     table = read_reports(out, "recipes/sweep_lra.py")
     write_text(out / "README.md", render(table))
     bars = {task: {name: spread(cell, "accuracy") for name, cell in row.items()} for task, row in table.items()}
-    score_bars(bars, out / "accuracy.png", "Long Range Arena", "test accuracy")
+    score_rows(bars, out / "accuracy.png", "Long Range Arena", "test accuracy")
     print(f"{copied} new or changed reports; wrote {out / 'README.md'} and accuracy.png")
 
 

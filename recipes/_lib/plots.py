@@ -57,21 +57,25 @@ def error_curves(
     _store(figure, file)
 
 
-def score_bars(
-    table: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, title: str, ylabel: str = "dev score"
+def score_rows(
+    table: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, title: str, xlabel: str = "dev score"
 ) -> None:
-    """Grouped bars: one group per row of `table`, one bar (mean, standard deviation) per method."""
+    """A panel for each row of `table` with a line for each method: its score (mean, standard deviation) as a point."""
     methods = list(dict.fromkeys(method for cells in table.values() for method in cells))
-    width = 0.8 / max(1, len(methods))
-    figure, axes = pyplot.subplots(figsize=(1.6 * len(table) + 4, 4), layout="constrained")
-    for index, method in enumerate(methods):
-        present = [(row, cells[method]) for row, cells in enumerate(table.values()) if method in cells]
-        places = [row + (index - (len(methods) - 1) / 2) * width for row, _ in present]
-        means, deviations = [cell[0] for _, cell in present], [cell[1] for _, cell in present]
-        axes.bar(places, means, width, yerr=deviations, capsize=2, label=method)
-    axes.set_xticks(range(len(table)), list(table))
-    axes.set(ylabel=ylabel, title=title)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    size = (2.6 * len(table) + 2.5, 0.25 * len(methods) + 1.5)
+    figure, axes = pyplot.subplots(1, len(table), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel, (name, cells) in zip(axes[0], table.items(), strict=True):
+        places = [methods.index(method) for method in cells]
+        means, deviations = zip(*cells.values(), strict=True)
+        panel.errorbar(means, places, xerr=deviations, fmt="o", capsize=3)
+        panel.grid(axis="y", linewidth=0.4)
+        panel.set(title=name, xlabel=xlabel)
+        middle, half = sum(panel.get_xlim()) / 2, max(0.05, np.ptp(panel.get_xlim())) / 2
+        panel.set_xlim(middle - half, middle + half)  # nobody should see a difference in a tenth of a point
+        panel.xaxis.set_major_locator(MaxNLocator(4))
+    axes[0, 0].set_yticks(range(len(methods)), methods)
+    axes[0, 0].set_ylim(len(methods) - 0.5, -0.5)  # the first on top
+    figure.suptitle(title)
     _store(figure, file)
 
 
