@@ -115,7 +115,7 @@ def chosen_rates(folder: Path = RATES) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped."""
+    """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped, 3 both."""
     rates = chosen_rates()
     methods = {
         name: [*RECIPE, *settings, *([f"train.learning_rate={rates[name]:g}"] if name in rates else [])]

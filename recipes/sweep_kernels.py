@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _lib.mlm_settings import FILES, TEXTS
-from _lib.sweep import RECIPES, Run, Sweep, read_settings, sweep
+from _lib.sweep import FAILED_THEN_STOPPED, RECIPES, Run, Sweep, read_settings, sweep
 
 PRETRAINING = "pretraining"
 TASKS = ("mrpc", "rte", "cola", "stsb")
@@ -41,7 +41,7 @@ BEHIND = "finetune."
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing; 0 all finished, 1 something failed, 2 wrong input, 130 or 143 stopped."""
+    """Run what is missing; 0 all finished, 1 something failed, 2 wrong input, 130 or 143 stopped, 3 both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings for every pretraining")
     parser.add_argument("--data", type=Path, required=True, help="folder of glue and of the text")
@@ -84,7 +84,7 @@ def every(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         if code == 0:
             code = sweep(grid, behind_it)
         if code > 1:
-            return code
+            return FAILED_THEN_STOPPED if failed else code
         failed += code
     return min(failed, 1)
 

@@ -58,7 +58,7 @@ TASKS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing; 0 all finished, 1 something failed, 2 wrong input, 130 or 143 stopped."""
+    """Run what is missing; 0 all finished, 1 something failed, 2 wrong input, 130 or 143 stopped, 3 both."""
     parser = task_parser(__doc__, "snnk", TASKS)
     parser.add_argument("--data", type=Path, help="folder of mnist, covtype, higgs, hepmass, photographs")
     return run_tasks(parser, TASKS, files, argv)

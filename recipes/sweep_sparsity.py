@@ -47,7 +47,7 @@ TASKS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing; 0 all finished, 1 something failed, 2 wrong input, 130 or 143 stopped."""
+    """Run what is missing; 0 all finished, 1 something failed, 2 wrong input, 130 or 143 stopped, 3 both."""
     return run_tasks(task_parser(__doc__, "sparsity", TASKS), TASKS, lambda name, arguments: [], argv)
 
 

@@ -60,7 +60,7 @@ METHODS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped."""
+    """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped, 3 both."""
     methods = {name: [*settings, "output.save_model=false"] for name, settings in METHODS.items()}
     return sweep.main(__doc__, "finetune.py", "{task}.yaml", "uptraining", TASKS, methods, argv)
 

@@ -36,7 +36,7 @@ METHODS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped."""
+    """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped, 3 both."""
     return sweep.main(__doc__, "finetune.py", "{task}/adapter.yaml", "vision", ("digits",), METHODS, argv, ".")
 
 

@@ -33,7 +33,7 @@ def points() -> dict[str, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped."""
+    """Run what is missing; 0 all finished, 1 something failed, 130 or 143 stopped, 3 both."""
     return sweep.main(
         __doc__, "finetune.py", "{task}_adapter.yaml", "glue_rates", TASKS, points(), argv, "glue", (SEED,)
     )

@@ -201,6 +201,24 @@ def test_a_sweep_passes_a_stop_on_and_stops_itself(
     assert "start the same command again" in capsys.readouterr().out
 
 
+def test_a_sweep_that_is_stopped_tells_what_had_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the system ends the first run when memory is short; told at once, and not taken for a mere stop."""
+    (tmp_path / "run.py").write_text(
+        "import os, signal, sys, time\n"
+        "if 'train.seed=0' in sys.argv:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "time.sleep(30)\n"
+    )
+    grid = sweep.Sweep(str(tmp_path / "run.py"), "{task}.yaml", {"m": []}, [], tmp_path, tmp_path / "out")
+    assert sweep.sweep(grid, [sweep.Run("rte", "m", 0), sweep.Run("rte", "m", 1)]) == sweep.FAILED_THEN_STOPPED
+    error = capsys.readouterr().err
+    assert "failed: rte/m/seed0 (killed, as systems do when memory is short)" in error
+    assert "failed before: rte/m/seed0" in error
+    assert [sweep.ending(code) for code in (1, -11)] == ["exit code 1", "signal SIGSEGV"]
+
+
 # --- disks ------------------------------------------------------------------------------------------------------------
 
 

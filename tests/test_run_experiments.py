@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
 import run_experiments  # noqa: E402
+import yaml  # noqa: E402
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
         "sweep_kernels.py",
         "sweep_sparsity.py",
         "sweep_pairs.py",
-        *["sweep_lra.py"] * 2,
+        "sweep_lra.py",
     ]
     # Nobody needed any.
     assert [round(words[-1], 1) for words in called] == pytest.approx(
@@ -106,6 +110,47 @@ def test_what_was_stopped_has_not_failed(code: int, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: done)
     assert run_experiments.main(["--only", "fmm", *places(tmp_path)]) == 0
     assert "failed" not in capsys.readouterr().err
+
+
+CARDS = RECIPES.parent / "model_cards"
+
+
+def differing(file: Path, settings: Sequence[str]) -> list[str]:
+    """Settings that a stored run has otherwise; what its recipe does not know is left out."""
+    config, found = json.loads(file.read_text())["config"], []
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        read, stored = yaml.safe_load(value), config
+        for key in name.split("."):
+            stored = stored.get(key) if isinstance(stored, dict) else None
+        if isinstance(stored, float) and isinstance(read, str):
+            read = float(read)  # 1e-3 is a string in YAML
+        if stored is not None and not isinstance(read, dict) and stored != read:
+            found.append(f"{file.relative_to(CARDS)}: {setting}, stored {stored}")
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, step in run_experiments.STEPS.items() if step.settings])
+def test_further_runs_have_the_settings_of_the_stored_ones(name: str) -> None:
+    """Otherwise a page would mix runs that cannot be compared."""
+    step = run_experiments.STEPS[name]
+    task = {"kernels": "pretraining"}.get(name, step.options[1] if "--tasks" in step.options else "*")
+    files = list((CARDS / step.folder).glob(f"{task}/*/seed*.json"))
+    assert files
+    assert [each for file in files for each in differing(file, step.settings)] == []
+
+
+@pytest.mark.parametrize("name", ["snnk", "pairs", "fmm", "sparsity"])
+def test_stored_runs_are_those_of_their_sweep(name: str) -> None:
+    step = run_experiments.STEPS[name]
+    found = [
+        (file, own)
+        for task, grid in importlib.import_module(step.sweep.removesuffix(".py")).TASKS.items()
+        for method, own in grid.methods.items()
+        for file in (CARDS / step.folder / task / method).glob("seed*.json")
+    ]
+    assert found
+    assert [each for file, own in found for each in differing(file, own)] == []
 
 
 def test_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

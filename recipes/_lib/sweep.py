@@ -19,6 +19,7 @@ from typing import NamedTuple
 RECIPES = Path(__file__).resolve().parents[1]
 # Exit codes of a run that was asked to stop: it saved itself, or had not got as far as that.
 STOPPED = {143: 143, 130: 130, -signal.SIGTERM: 143, -signal.SIGINT: 130}
+FAILED_THEN_STOPPED = 3  # of a sweep: who started it must not take it for one that was only stopped
 
 
 class Run(NamedTuple):
@@ -86,7 +87,8 @@ def main(
         seeds: run unless `--seeds` says otherwise.
 
     Returns:
-        0 if everything is finished, 1 if something failed, 130 or 143 if stopped by Ctrl-C or SIGTERM.
+        0 if everything is finished, 1 if something failed, 130 or 143 if stopped (Ctrl-C, SIGTERM), 3 if stopped after
+        something had failed.
     """
     configs, out = RECIPES / "configs" / (folder if configs_in is None else configs_in), Path("runs") / folder
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,7 +178,8 @@ def run_tasks(
         argv: the arguments, or None for those of this process.
 
     Returns:
-        0 if everything is finished, 1 if something failed, 2 for wrong input, 130 or 143 if stopped.
+        0 if everything is finished, 1 if something failed, 2 for wrong input, 130 or 143 if stopped, 3 if stopped after
+        something had failed.
     """
     arguments, overrides = read_settings(parser, argv)
     known = dict.fromkeys(method for name in arguments.tasks for method in tasks[name].methods)
@@ -198,7 +201,7 @@ def run_tasks(
                 )
                 code = sweep(grid, [Run(name, method, seed) for method in chosen])
                 if code > 1:
-                    return code
+                    return FAILED_THEN_STOPPED if failed else code
                 failed += code
         return min(failed, 1)
 
@@ -206,7 +209,7 @@ def run_tasks(
 
 
 def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
-    """Run everything that has no metrics.json; returns 1 if something failed, 130 or 143 if it was stopped."""
+    """Run all that has no metrics.json; returns 1 if something failed, 130 or 143 if it was stopped, 3 if both."""
     from _lib.files import read_json, write_json, writing
 
     with writing(grid.out):
@@ -228,9 +231,13 @@ def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
         code, stopped_by = execute(command)
         if stopped_by is not None or code in STOPPED:
             print("stopped; start the same command again to continue")
+            if failed:
+                print("failed before: " + ", ".join(failed), file=sys.stderr)
+                return FAILED_THEN_STOPPED
             return STOPPED.get(code, 143) if stopped_by is None else 128 + stopped_by
         if code != 0:
-            failed.append(f"{run.name} (exit code {code})")
+            failed.append(f"{run.name} ({ending(code)})")
+            print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)
             continue
         seconds[run.name] = round(seconds.get(run.name, 0.0) + time.monotonic() - started, 1)
         write_json(record, seconds)
@@ -238,6 +245,13 @@ def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
     if failed:
         print("failed: " + ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    if code == -signal.SIGKILL:
+        return "killed, as systems do when memory is short"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def execute(command: list[str]) -> tuple[int, int | None]:

@@ -58,7 +58,7 @@ def optimised(store: Store) -> Measured:
 
 
 SWEEP, PAGE = "sweep_lowrank.py data.dir=DATA/cifar10", "model_cards/lowrank"
-SCALE = "ResNet-20, CIFAR-10, 2,000 images, 4 epochs, rank scales .05 and .1"
+SCALE = "ResNet-20, CIFAR-10, 2,500 images, 8 epochs, rank scales .05 and .1"
 INIT = "recipes/benchmarks/results/lowrank_init"
 CLAIMS = [
     Claim(
