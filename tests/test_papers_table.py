@@ -39,6 +39,7 @@ from _lib.verdicts import (
     ratio,
     unchanged,
 )
+from claims import lecture
 
 
 def test_intervals_are_those_of_student() -> None:
@@ -141,6 +142,21 @@ def test_a_page_from_a_few_reports(tmp_path: Path) -> None:
     for seed in range(3):  # the other way round
         put(tmp_path / f"model_cards/page/task/one/seed{seed}.json", {"score": 0.1 + seed / 100})
     assert "**does not hold**" in table_papers.render(Store(tmp_path), (paper,)).split("## A paper")[1]
+
+
+def test_further_maps_cannot_gain_where_one_is_always_right(tmp_path: Path) -> None:
+    scores = {"linear_1": 0.3, "linear_3": 0.4, "fmm_64_1": 1.0, "fmm_64_3": 1.0}
+    for method, score in scores.items():
+        for seed in range(3):
+            put(tmp_path / f"model_cards/fmm/copy/{method}/seed{seed}.json", {"accuracy": score})
+    found = lecture.further_ranks("copy")(Store(tmp_path))
+    assert found.verdict == UNTESTED
+    assert found.ours.startswith("linear +10.0 points")
+    assert found.ours.endswith("where one is always right")
+    put(tmp_path / "model_cards/fmm/copy/fmm_64_1/seed2.json", {"accuracy": 0.9})
+    assert "always right" not in lecture.further_ranks("copy")(Store(tmp_path)).ours
+    with pytest.raises(NotMeasuredError):
+        lecture.further_ranks("listops")(Store(tmp_path))
 
 
 def test_the_stored_page_is_that_of_the_stored_reports() -> None:
