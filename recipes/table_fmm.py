@@ -102,8 +102,8 @@ def about_listops(row: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Which expressions, and that all methods have the same processor time, if they have."""
     reports = [report for cell in row.values() for report in cell]
     longest = max(report["longest_sequence"] for report in reports)
-    budgets = sorted({str(report["config"]["train"]["max_cpu_minutes"]) for report in reports})
-    minutes = f"All methods have equal processor time, {budgets[0]} minutes of training"
+    budgets = sorted({f"{report['config']['train']['max_cpu_minutes']:g}" for report in reports})
+    minutes = f"All methods have equal processor time (CPU minutes of training: {budgets[0]})"
     if len(budgets) > 1:
         minutes = f"**The runs differ in their CPU minutes ({' / '.join(budgets)}): compare with care**"
     return [

@@ -280,7 +280,7 @@ def test_the_page_tells_the_processor_time_of_listops() -> None:
     text = table_fmm.render({"listops": {"softmax": [report(5, 0.25), report(5, 0.35), report(5, 0.30)]}})
     error = 100 * 0.05 / math.sqrt(3)
     assert f"| softmax | all | full | 3 | 30.0 ± {error:.1f} | 10 | 0.5 | 500 → 600 | 1,234 |" in text
-    assert "equal processor time, 5 minutes" in text
+    assert "equal processor time (CPU minutes of training: 5)" in text
     text = table_fmm.render({"listops": {"softmax": [report(5, 0.3)], "other": [report(6, 0.3)]}})
     assert "**The runs differ in their CPU minutes (5 / 6): compare with care**" in text
 
