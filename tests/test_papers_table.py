@@ -39,7 +39,7 @@ from _lib.verdicts import (
     ratio,
     unchanged,
 )
-from claims import lecture
+from claims import lecture, snnk
 
 
 def test_intervals_are_those_of_student() -> None:
@@ -142,6 +142,22 @@ def test_a_page_from_a_few_reports(tmp_path: Path) -> None:
     for seed in range(3):  # the other way round
         put(tmp_path / f"model_cards/page/task/one/seed{seed}.json", {"score": 0.1 + seed / 100})
     assert "**does not hold**" in table_papers.render(Store(tmp_path), (paper,)).split("## A paper")[1]
+
+
+def test_half_of_the_layers_decides_and_what_is_beyond_is_told(tmp_path: Path) -> None:
+    folder, store = tmp_path / "model_cards/uptraining/mrpc", Store(tmp_path)
+    scores = {"full": 0.83, "top6_m8_paper": 0.70}
+    for method, score in scores.items():
+        for seed in range(3):
+            put(folder / method / f"seed{seed}.json", {"metrics": {"f1": score}})
+    with pytest.raises(NotMeasuredError):
+        snnk.uptraining(store)
+    for seed in range(3):
+        put(folder / "top3_m8_fitted" / f"seed{seed}.json", {"metrics": {"f1": 0.831}})
+    found = snnk.uptraining(store)
+    assert found.verdict == HOLDS
+    assert found.ours.startswith("3 of 6, fitted start +0.1 points")
+    assert "and beyond half: 6 of 6, paper start -13.0 points" in found.ours
 
 
 def test_further_maps_cannot_gain_where_one_is_always_right(tmp_path: Path) -> None:
