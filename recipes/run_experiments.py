@@ -8,7 +8,7 @@
 is left out and named. The sweeps share the time: each gets an equal part of what is left; runs that are not done then
 save themselves, and what one does not need is left to the others. Finished runs, also those stored in model_cards/,
 are not repeated. Then the pages in model_cards/ (or `--cards`) are rendered from all reports there are, and last the
-page of claims and verdicts, by table_papers.py.
+page of claims and verdicts, by table_papers.py, and the README's table, by table_results.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
+SUMMARIES = ("table_papers.py", "table_results.py")  # what is rendered from the pages of this repository
 GRACE = 120  # seconds that a run has to save itself
 
 
@@ -117,9 +118,10 @@ def every(arguments: argparse.Namespace) -> int:
         if code not in (0, 2):  # 2: no run has finished yet, which it said
             failed.append(f"{program} (exit code {code})")
     if arguments.cards.resolve() == ROOT / "model_cards":
-        summary = subprocess.run([sys.executable, str(RECIPES / "table_papers.py"), "--write"], check=False)
-        if summary.returncode:
-            failed.append(f"table_papers.py (exit code {summary.returncode})")
+        for program in SUMMARIES:
+            code = subprocess.run([sys.executable, str(RECIPES / program), "--write"], check=False).returncode
+            if code:
+                failed.append(f"{program} (exit code {code})")
     if failed:
         print("failed: " + ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0

@@ -84,10 +84,11 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
         assert several[several.index("--data") + 1] == str(tmp_path / "data")
         assert not any(str(word).startswith("data.dir=") for word in several)
     assert [Path(words[0]).name for words in rendered] == [f"table_{name}.py" for name in PAGES]
-    # The page of claims is that of the repository's own pages.
+    # The page of claims and the README's table are those of the repository's own pages.
     monkeypatch.setattr(run_experiments, "ROOT", tmp_path)
     assert run_experiments.main(["--only", "fmm", "--cards", str(tmp_path / "model_cards")]) == 0
-    assert [Path(rendered[-1][0]).name, rendered[-1][1:]] == ["table_papers.py", ["--write"]]
+    last = [[Path(words[0]).name, *words[1:]] for words in rendered[-2:]]
+    assert last == [["table_papers.py", "--write"], ["table_results.py", "--write"]]
 
 
 PAGES = (
