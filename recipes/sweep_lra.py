@@ -13,15 +13,12 @@ from __future__ import annotations
 import sys
 
 from _lib import sweep
+from _lib.printed_pairs import COMPONENTS, MATRICES
 
 TASKS = ("listops",)  # the one that needs no data folder; also text, retrieval, image
 _LEARNED = "num_features: 128, per_head: true"
 # Spectraformer, Table 2: every component over every matrix.
-PAIRS = [
-    f"{component}_{projection}"
-    for component in ("posrf", "oprf", "saderf")
-    for projection in ("orf", "sorf", "qmc", "mm", "sgq", "fastfood_learned")
-]
+PAIRS = [f"{component}_{projection}" for component in COMPONENTS for projection in MATRICES]
 
 
 def _pair(name: str) -> list[str]:

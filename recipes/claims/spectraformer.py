@@ -11,7 +11,6 @@ from _lib.verdicts import DIRECTION, FAILS, HOLDS, Claim, Measured, NotMeasuredE
 TITLE = "Spectraformer"
 TASKS = ("listops", "text")
 BEST, BEFORE = "posrf_mm", "saderf_orf"
-LONG = "longer "
 
 
 def _bench(store: Store) -> dict[str, dict[str, float]]:
@@ -38,7 +37,7 @@ def accuracy_of_best(store: Store) -> Measured:
     for page, task in (*(("spectraformer", task) for task in TASKS), ("lra", "text")):
         if {BEST, BEFORE} <= set(store.methods(page, task)):
             found = gain(store.differences(page, task, BEST, BEFORE, "accuracy", 100).values(), 0.33)
-            parts.append(Measured(f"{LONG if page == 'lra' else ''}{task} {found.ours}", found.verdict))
+            parts.append(Measured(f"{'longer ' if page == 'lra' else ''}{task} {found.ours}", found.verdict))
     if not parts:
         raise NotMeasuredError(f"model_cards/spectraformer: {BEST} and {BEFORE}")
     return all_of(*parts)

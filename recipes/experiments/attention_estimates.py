@@ -38,6 +38,7 @@ from _lib.estimates_page import CENTROIDS, UNIFORM, draw, render, show
 from _lib.guard import guarded
 from _lib.measured_page import measured_page, page_options
 from _lib.models import load_tokenizer, resolve_model
+from _lib.printed_pairs import COMPONENTS, MATRICES
 from _lib.run_folder import environment
 from _lib.texts import batches_by_length, drawn
 from rich.console import Console
@@ -53,8 +54,6 @@ from snnk_peft.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results" / "attention_estimates"
-COMPONENTS = ("posrf", "oprf", "saderf")  # Spectraformer, Table 2
-MATRICES = ("orf", "sorf", "qmc", "mm", "sgq", "fastfood_learned")
 PAIRS = [*((c, p) for c in COMPONENTS for p in MATRICES), ("posrf", "gaussian"), ("trigrf", "orf")]
 SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 FITTED = [64, 128]
