@@ -136,9 +136,8 @@ def scores(model: Any, file: Path, task: Any, splits: dict[str, Any], size: int)
     """All metrics and the seconds of scoring, of the model and of the file; prints a table."""
     from _lib.evaluation import score
     from _lib.exported import ExportedFile
+    from _lib.terminal import show_table
     from accelerate import Accelerator
-    from rich.console import Console
-    from rich.table import Table
 
     accelerator, found = Accelerator(cpu=True), {}
     for name, candidate in (("model", model.to("cpu")), (file.name, ExportedFile(file))):
@@ -146,12 +145,9 @@ def scores(model: Any, file: Path, task: Any, splits: dict[str, Any], size: int)
         metrics = score(candidate, task, splits, size, accelerator)
         assert metrics is not None
         found[name] = {**metrics, "seconds": time.perf_counter() - start}
-    table = Table(title=f"{task.title}, {sum(len(part) for part in splits.values())} examples")
-    for column in ("", *found["model"]):
-        table.add_column(column, justify="right")
-    for name, row in found.items():
-        table.add_row(name, *[f"{value:.4g}" for value in row.values()])
-    Console().print(table)
+    title = f"{task.title}, {sum(len(part) for part in splits.values())} examples"
+    lines = [[name, *(f"{value:.4g}" for value in row.values())] for name, row in found.items()]
+    show_table(title, ["", *found["model"]], lines)
     return found
 
 

@@ -75,6 +75,7 @@ STEPS = {
     "fmm": Step("sweep_fmm.py", "table_fmm.py", "fmm"),
     "kernels": Step("sweep_kernels.py", "table_kernels.py", "kernels", "glue", KERNELS, takes_data=True),
     "sparsity": Step("sweep_sparsity.py", "table_sparsity.py", "sparsity", options=SPARSITY),
+    "draws": Step("sweep_draws.py", "table_draws.py", "draws"),
     "pairs": Step("sweep_pairs.py", "table_lra.py", "spectraformer", takes_data=True),
     "text": Step("sweep_lra.py", "table_lra.py", "lra", "imdb", REVIEWS, ("--tasks", "text", "--methods", *LONG)),
 }

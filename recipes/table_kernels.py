@@ -85,7 +85,7 @@ def render(table: Table) -> str:
             "",
             "## GLUE, official dev sets, all weights fine-tuned",
             "",
-            "All fine-tunings of a method start from one pretraining, so that the errors are those of fine-tuning",
+            "All fine-tunings of a method start from its first pretraining, so that errors are those of fine-tuning",
             "alone. The dev set is scored once, behind the last epoch. The rows in italics are the paper's figures",
             "(Table 3): WikiText-103 for five epochs, 512 tokens, heads 64 wide, fine-tuned for ten epochs with the",
             "best of five rates; its PRF estimate the Gaussian kernel, posrf that of softmax. They are a frame, and no",
@@ -114,17 +114,17 @@ def described(row: dict[str, list[dict[str, Any]]]) -> list[str]:
     return [*sorted(found), *(["**The runs differ: compare with care.**"] if len(found) > 1 else [])]
 
 
-def with_error(reports: list[dict[str, Any]], key: str) -> str:
-    """Mean and, of several seeds, standard error, in percent."""
+def with_error(reports: list[dict[str, Any]], key: str, factor: float = 100.0, form: str = ".1f") -> str:
+    """Mean and, of several seeds, standard error, in percent unless `factor` says otherwise."""
     mean, error = standard_error(reports, key)
-    return f"{100 * mean:.1f}" + (f" ± {100 * error:.1f}" if len(reports) > 1 else "")
+    return f"{factor * mean:{form}}" + (f" ± {factor * error:{form}}" if len(reports) > 1 else "")
 
 
 def _pretrained(name: str, reports: list[dict[str, Any]]) -> list[str]:
     return [
         name,
         f"{with_error(reports, 'masked_accuracy')} ({len(reports)})",
-        f"{spread(reports, 'loss')[0]:.3f}",
+        with_error(reports, "loss", 1.0, ".3f"),
         f"{spread(reports, 'loss_without_context')[0]:.3f}",
         f"{spread(reports, 'steps')[0]:,.0f}",
         f"{spread(reports, 'cpu_seconds_per_step')[0]:.3f}",

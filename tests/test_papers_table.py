@@ -39,7 +39,7 @@ from _lib.verdicts import (
     ratio,
     unchanged,
 )
-from claims import lecture, snnk
+from claims import learned_kernels, lecture, snnk
 
 
 def test_intervals_are_those_of_student() -> None:
@@ -173,6 +173,45 @@ def test_further_maps_cannot_gain_where_one_is_always_right(tmp_path: Path) -> N
     assert "always right" not in lecture.further_ranks("copy")(Store(tmp_path)).ours
     with pytest.raises(NotMeasuredError):
         lecture.further_ranks("listops")(Store(tmp_path))
+
+
+def test_votes_are_compared_with_one_draw_over_models(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(NotMeasuredError):
+        learned_kernels.voting(store)
+    for method, gains in {"posrf_gmm": (1.2, 1.21, 1.22), "trigrf_gmm": (1.0, 1.6, 0.9)}.items():
+        for seed, value in enumerate(gains):
+            split = {"voting_gain": value, "accuracy": 0.5, "voting_accuracy": 0.5 * value, "pi_share": 0.25}
+            report = {"evaluation": {"draws": {"splits": {"test": split}}}}
+            put(tmp_path / f"model_cards/draws/sparsity_50/{method}/seed{seed}.json", report)
+    found = learned_kernels.voting(store)
+    positive, trigonometric = found.ours.split("; trigrf_gmm ")
+    low, high = stats.t.interval(0.95, 2, loc=21, scale=stats.sem([20, 21, 22]))
+    assert positive.startswith(f"posrf_gmm +21 % ({low:+.0f} to {high:+.0f}; n = 3): 50.0 to 60.5 % right, 25.0 % of")
+    assert "do not decide" in trigonometric
+    assert found.verdict == UNTESTED
+
+
+def test_eigenvalues_are_compared_over_seeds(tmp_path: Path) -> None:
+    def model(name: str, kind: str, *heads: tuple[float, float]) -> dict[str, Any]:
+        return {"model": name, "layers": [{"map": kind, "heads": [{"maximum": a, "mean": b} for a, b in heads]}]}
+
+    models = [
+        model("a/seed0", "posrf-gmm", (0.4, 0.2), (0.3, 0.1)),
+        model("a/seed1", "posrf-gmm", (0.2, 0.2), (0.3, 0.2)),
+        model("b/seed0", "posrf-generative", (9.0, 9.0)),
+    ]
+    file, store = tmp_path / "recipes/experiments/results/spectra/metrics.json", Store(tmp_path)
+    put(file, {"models": models})
+    found = learned_kernels.eigenvalues(store)
+    assert found == Measured("a: largest 0.35 ± 0.05, mean 0.18 ± 0.02 (2 seeds)", HOLDS)
+    put(file, {"models": [*models, model("c/seed0", "trigrf-gmm", (1.2, 0.9))]})
+    assert learned_kernels.eigenvalues(store).verdict == DIRECTION
+    put(file, {"models": [*models, model("c/seed0", "trigrf-gmm", (1.2, 1.1))]})
+    assert learned_kernels.eigenvalues(store).verdict == FAILS
+    put(file, {"models": models[2:]})
+    with pytest.raises(NotMeasuredError):
+        learned_kernels.eigenvalues(store)
 
 
 def test_the_stored_page_is_that_of_the_stored_reports() -> None:

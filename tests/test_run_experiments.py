@@ -69,6 +69,7 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
         "sweep_fmm.py",
         "sweep_kernels.py",
         "sweep_sparsity.py",
+        "sweep_draws.py",
         "sweep_pairs.py",
         "sweep_lra.py",
     ]
@@ -80,7 +81,7 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"data.dir={tmp_path / 'data/imdb'}" in text
     assert text[text.index("--tasks") + 1] == "text"
     assert text[text.index("--stored") + 1] == str(tmp_path / "cards/lra")
-    for several in (called[0], called[4], called[6]):
+    for several in (called[0], called[4], called[7]):
         assert several[several.index("--data") + 1] == str(tmp_path / "data")
         assert not any(str(word).startswith("data.dir=") for word in several)
     assert [Path(words[0]).name for words in rendered] == [f"table_{name}.py" for name in PAGES]
@@ -98,6 +99,7 @@ PAGES = (
     "fmm",
     "kernels",
     "sparsity",
+    "draws",
     "lra",
     "lra",
 )  # those of the pairs and those of the long runs

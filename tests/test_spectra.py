@@ -336,6 +336,30 @@ def test_lines_are_means_and_medians(program: dict[str, Any]) -> None:
     assert program["line"](heads) == ["0", "4", "1.75", f"{sum(ranks) / 4:.1f}", "4.0"]
 
 
+def test_seeds_of_a_model_are_one_model_on_the_page(program: dict[str, Any], tmp_path: Path) -> None:
+    def model(name: str, *spectrum: float) -> dict[str, Any]:
+        heads = [program["figures_of"](torch.tensor([spectrum], dtype=torch.float64))]
+        drawn = [program["figures_of"](torch.ones(1, 2, dtype=torch.float64))]
+        layer = {"layer": "layer 1", "map": "posrf-gmm", "dimension": 2, "heads": heads, "identity": drawn}
+        return {"model": name, "layers": [layer]}
+
+    models = [model("a/seed0", 4.0, 1.0), model("a/seed11", 3.0, 0.5), model("b/seed0", 2.0, 2.0), model("c", 5.0, 5.0)]
+    page = program["render"]({"models": models, "rows_per_dimension": 2048})
+    assert "| a | 2 | posrf-gmm | 2 | learned | 0.5 | 4 | 2.12 |" in page
+    assert "| a | 2 | posrf-gmm | 2 | as drawn | 1 | 1 | 1 |" in page
+    assert "| b | 1 | posrf-gmm | 2 | learned | 2 | 2 | 2 | 2.0 | 1.0 |" in page
+    assert "| c | 1 | posrf-gmm | 2 | learned | 5 | 5 | 5 | 2.0 | 1.0 |" in page
+    by_head = page.split("## a")[1].split("## b")[0]
+    assert "Of the first seed; metrics.json has all." in by_head
+    assert "| layer 1 | all | 1 | 4 | 2.5 | " in by_head
+    assert page.count("Of the first seed") == 1
+    figure: list[Any] = []
+    program["draw"].__globals__["eigenvalue_panels"] = lambda rows, file, title: figure.append(rows)
+    program["draw"]({"models": models}, tmp_path / "x.png")
+    assert figure[0]["a"] == {"layer 1": [[4.0, 1.0], [3.0, 0.5]]}
+    assert list(figure[0]) == ["a", "b", "c"]
+
+
 def test_faults(program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--output", str(tmp_path / "out")]
     assert program["main"](out) == 2

@@ -6,11 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from _lib.plots import error_curves
 from _lib.tables import grid
+from _lib.terminal import show_table
 
 UNIFORM, CENTROIDS = "uniform", "centroids"  # maps that are no pair
 DRAWN = ("posrf-orf", "posrf-gaussian", "posrf-sorf", "posrf-mm", "oprf-orf", "oprf-sorf", "saderf-orf")  # in error.png
@@ -120,9 +118,4 @@ def show(figures: dict[str, Any]) -> None:
     """Print both errors."""
     for key in ("kl", "error"):
         header, lines = table(figures, key)
-        shown = Table(title=TITLES[key])
-        for column in header:
-            shown.add_column(column, justify="left" if column == "map" else "right")
-        for line in lines:
-            shown.add_row(*line)
-        Console(width=160).print(shown)
+        show_table(TITLES[key], header, lines, text=["map"])

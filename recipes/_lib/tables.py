@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 # What imports torch is imported in the functions, so that `--help` answers at once.
 
 ROOT = Path(__file__).resolve().parents[2]
 Rates = dict[str, dict[float, dict[str, float]]]  # method -> learning rate -> task -> score on held-back examples
+Value = TypeVar("Value")
 Table = dict[str, dict[str, list[dict[str, Any]]]]  # task -> method -> one report per seed
 
 
@@ -47,14 +49,26 @@ def main(
     return guarded(lambda: write(arguments.runs, arguments.out, **further))
 
 
-def collect(runs: Path, out: Path) -> int:
-    """Copy the reports of finished runs; returns how many were new or changed."""
+def collect(runs: Path, out: Path, beside: str | None = None) -> int:
+    """Copy the reports of finished runs; returns how many were new or changed.
+
+    Args:
+        runs: folder of <task>/<method>/seed<k>/metrics.json.
+        out: folder of the copies, <task>/<method>/seed<k>.json.
+        beside: name of a second report of the same run, <beside>.json, which becomes the entry `beside` of the copy;
+            runs without it are left.
+    """
     from _lib.files import read_json, write_json
 
     changed = 0
     for file in sorted(runs.glob("*/*/seed*/metrics.json")):
         task, method, seed = file.relative_to(runs).parts[:3]
         target, report = out / task / method / f"{seed}.json", read_json(file)
+        if beside is not None:
+            second = file.with_name(f"{beside}.json")
+            if not second.is_file():
+                continue
+            report[beside] = read_json(second)
         if not target.is_file() or read_json(target) != report:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_json(target, report)
@@ -92,6 +106,18 @@ def rates(folder: Path) -> Rates:
         for method, tried in found.items()
     }
     return {method: tried for method, tried in whole.items() if tried}
+
+
+def by_model(runs: Mapping[str, Value]) -> dict[str, list[Value]]:
+    """Runs that differ in their seed alone, together: {"a/seed0": x, "a/seed1": y} -> {"a": [x, y]}.
+
+    Args:
+        runs: by the names of their folders; what does not end in /seed<k> keeps its name.
+    """
+    found: defaultdict[str, list[Value]] = defaultdict(list)
+    for name, value in runs.items():
+        found[re.sub(r"/seed\d+$", "", name)].append(value)
+    return dict(found)
 
 
 def spread(reports: list[dict[str, Any]], key: str) -> tuple[float, float]:

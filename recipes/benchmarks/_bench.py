@@ -19,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _lib.files import write_json
 from _lib.run_folder import environment, peak_memory
+from _lib.terminal import show_table
 from _lib.timing import alternate as alternate  # all programs time in this way
 from _lib.timing import ratio as ratio
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -140,9 +139,5 @@ def report(figures: Mapping[str, Any], rows: list[Mapping[str, Any]], output: Pa
 
 def show(rows: list[Mapping[str, Any]], title: str) -> None:
     """Print a table."""
-    table = Table(title=title)
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()])
-    Console(width=160).print(table)
+    lines = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    show_table(title, list(rows[0]), lines)

@@ -29,9 +29,9 @@ from _lib.plots import scatter_panels
 from _lib.run_folder import environment
 from _lib.start_errors import AXES, correlations_of, in_words, panels, row_of
 from _lib.tables import read_reports
+from _lib.terminal import show_table
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from snnk_peft.errors import ConfigError
 
@@ -91,11 +91,12 @@ def mean_error(report: dict[str, Any]) -> float:
 
 def show(rows: list[dict[str, Any]], correlations: dict[str, dict[str, Any]]) -> None:
     """Errors by initialisation and rank scale, and the correlations, on the terminal."""
-    table = Table("task", "initialisation", "rank scale", "error of the start", title="low-rank starts")
+    lines = []
     for place in sorted({(row["task"], row["init"], row["rank_scale"]) for row in rows}):
         errors = [row["error"] for row in rows if (row["task"], row["init"], row["rank_scale"]) == place]
-        table.add_row(place[0], place[1], f"{place[2]:g}", f"{sum(errors) / len(errors):.4f}")
-    Console(width=120).print(table)
+        lines.append([place[0], place[1], f"{place[2]:g}", f"{sum(errors) / len(errors):.4f}"])
+    header = ["task", "initialisation", "rank scale", "error of the start"]
+    show_table("low-rank starts", header, lines, text=header[:2])
     for task, named in correlations.items():
         for name, value in named.items():
             print(f"{task}, {name}: Spearman {in_words(value)}")

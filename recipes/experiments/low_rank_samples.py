@@ -25,9 +25,9 @@ import torch
 from _lib.files import write_json
 from _lib.plots import error_curves
 from _lib.run_folder import environment
+from _lib.terminal import show_table
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.low_rank import factorize, kernel_projection, risk
@@ -138,14 +138,13 @@ def _summary(runs: list[dict[str, Any]], method: str, count: int) -> dict[str, A
 
 
 def _show(rows: list[dict[str, Any]], limit: float) -> None:
-    table = Table(title=f"Relative risk (± standard error of its excess); `function` of the true W: {limit:.4f}")
-    for column in ("samples", "‖Ŵ − W‖/‖W‖", *METHODS):
-        table.add_column(column, justify="right")
+    lines = []
     for count in dict.fromkeys(row["samples"] for row in rows):
         mine = {row["method"]: row for row in rows if row["samples"] == count}
         cells = [f"{mine[m]['risk']:.4f} ± {mine[m]['standard_error']:.4f}" if m in mine else "-" for m in METHODS]
-        table.add_row(str(count), f"{mine[METHODS[0]]['weight_error']:.1e}", *cells)
-    Console(width=160).print(table)
+        lines.append([str(count), f"{mine[METHODS[0]]['weight_error']:.1e}", *cells])
+    title = f"Relative risk (± standard error of its excess); `function` of the true W: {limit:.4f}"
+    show_table(title, ["samples", "‖Ŵ − W‖/‖W‖", *METHODS], lines)
 
 
 if __name__ == "__main__":

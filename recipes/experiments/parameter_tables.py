@@ -33,9 +33,9 @@ from _lib.guard import guarded
 from _lib.measured_page import measured_page, page_options
 from _lib.run_folder import environment
 from _lib.tables import grid
+from _lib.terminal import show_table
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from transformers import BertConfig, PretrainedConfig, ViTConfig
 
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig
@@ -91,12 +91,7 @@ def work(arguments: argparse.Namespace) -> None:
     """Count, unless only the page is wanted, and write."""
     figures = measured_page(arguments.output, arguments.render, lambda: counted(arguments), render)
     for title, header, lines in tables(figures):
-        shown = Table(title=title)
-        for column in header:
-            shown.add_column(column, justify="left" if column == header[0] else "right")
-        for line in lines:
-            shown.add_row(*line)
-        Console(width=160).print(shown)
+        show_table(title, header, lines, text=header[:1])
     print(f"written: {arguments.output}")
 
 

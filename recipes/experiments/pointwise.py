@@ -21,9 +21,9 @@ import torch
 from _lib.files import write_json
 from _lib.plots import error_curves
 from _lib.run_folder import environment
+from _lib.terminal import show_table
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from snnk_peft import build_feature_map
 from snnk_peft.errors import ConfigError
@@ -85,12 +85,8 @@ def main(argv: list[str] | None = None) -> None:
     title = f"one output of a layer with {arguments.inputs} inputs, {arguments.draws} draws"
     labels = ("random projections", "relative error of one draw (mean, deviation)")
     error_curves(curves, arguments.output / "error.png", title, labels, bottom=1e-3)
-    table = Table(title=title)
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for line in rows:
-        table.add_row(*[f"{value:.3%}" if isinstance(value, float) else str(value) for value in line.values()])
-    Console(width=160).print(table)
+    lines = [[f"{value:.3%}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    show_table(title, list(rows[0]), lines)
     print(f"written: {arguments.output}")
 
 

@@ -1,12 +1,13 @@
 """What did attention learn of its kernel? Eigenvalues of learned covariances ("Learning the Transformer Kernel").
 
-    python recipes/experiments/spectra.py runs/lra/{text,listops}/posrf_gmm/seed0 --output spectra
-    python recipes/experiments/spectra.py runs/kernels/pretraining/posrf_gmm/seed0/model --output spectra
+    python recipes/experiments/spectra.py runs/draws/sparsity_50/*_gmm/seed* --output spectra
+    python recipes/experiments/spectra.py runs/kernels/pretraining/posrf_gmm/seed* --output spectra
     python recipes/experiments/spectra.py --render --output spectra
 
 Of each layer and head, the eigenvalues of the covariance of the rows ω (`_lib/spectra.py` says which, by projection),
 as in the paper's Tables 4 and 9 to 12, and of each spectrum the effective rank exp(−Σ p log p), p = λ/Σλ, and the
 condition number. Rows that do not learn are N(0, I): eigenvalues 1, rank d, condition 1.
+Runs that differ in the seed alone are one model on the page, with the spectra of all.
 
 Folders are runs of train_lra.py (their best checkpoint), pretrain_mlm.py, finetune.py and finetune_kernel.py, the
 model/ or bundle/ of one, or other folders of transformers. Writes metrics.json, README.md and eigenvalues.png, which
@@ -34,10 +35,8 @@ from _lib.plots import eigenvalue_panels
 from _lib.results import load_folder
 from _lib.run_folder import environment
 from _lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, spectra
-from _lib.tables import grid
-from _lib.terminal import bar
-from rich.console import Console
-from rich.table import Table
+from _lib.tables import by_model, grid
+from _lib.terminal import bar, show_table
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
@@ -141,15 +140,19 @@ def figures_of(head: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def seeds_of(figures: dict[str, Any]) -> dict[str, list[list[dict[str, Any]]]]:
+    """The layers of each model, once for every seed."""
+    return by_model({model["model"]: model["layers"] for model in figures["models"]})
+
+
 def draw(figures: dict[str, Any], file: Path) -> None:
     """All spectra, one panel per layer."""
-    rows = {
-        model["model"]: {
-            layer["layer"]: [values for head in layer["heads"] for values in head["eigenvalues"]]
-            for layer in model["layers"]
-        }
-        for model in figures["models"]
-    }
+    rows: dict[str, dict[str, list[list[float]]]] = {}
+    for name, models in seeds_of(figures).items():
+        rows[name] = {}
+        for layer in (layer for layers in models for layer in layers):
+            found = [values for head in layer["heads"] for values in head["eigenvalues"]]
+            rows[name].setdefault(layer["layer"], []).extend(found)
     eigenvalue_panels(rows, file, "eigenvalues of learned covariances, by layer and head (dashed: nothing learned)")
 
 
@@ -174,14 +177,15 @@ COLUMNS = ["minimum", "maximum", "mean", "effective rank", "condition"]
 def summary(figures: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and lines: each model over all layers and heads, and the same draws before they learned."""
     lines = []
-    for model in figures["models"]:
+    for name, models in seeds_of(figures).items():
+        layers = [layer for one in models for layer in one]
+        maps = ", ".join(dict.fromkeys(layer["map"] for layer in layers))
+        sizes = "/".join(map(str, sorted({layer["dimension"] for layer in layers})))
         for learned, key in (("learned", "heads"), ("as drawn", "identity")):
-            found = [head for layer in model["layers"] for head in layer[key]]
-            maps = dict.fromkeys(layer["map"] for layer in model["layers"])
-            sizes = sorted({layer["dimension"] for layer in model["layers"]})
-            lines.append([model["model"], ", ".join(maps), "/".join(map(str, sizes)), learned, *line(found)])
-    lines.append(["N(0, I)", "", "d", "", "1", "1", "1", "d", "1.0"])
-    return ["model", "map", "d", "rows", *COLUMNS], lines
+            found = [head for layer in layers for head in layer[key]]
+            lines.append([name, str(len(models)), maps, sizes, learned, *line(found)])
+    lines.append(["N(0, I)", "", "", "d", "", "1", "1", "1", "d", "1.0"])
+    return ["model", "seeds", "map", "d", "rows", *COLUMNS], lines
 
 
 def render(figures: dict[str, Any]) -> str:
@@ -191,9 +195,9 @@ def render(figures: dict[str, Any]) -> str:
         "# Eigenvalues of learned covariances",
         "",
         "Rendered by `recipes/experiments/spectra.py` from metrics.json beside this page; its docstring says what is",
-        "measured. Over heads and components of mixtures: the extremes and the mean of the eigenvalues, the mean of",
-        "the effective ranks, the median of the condition numbers. “as drawn” are the same matrices before they",
-        f"learned. Where a projection has no formula, rows are drawn, by which eigenvalues of N(0, I) spread by "
+        "measured. Over seeds, heads and components of mixtures: the extremes and the mean of the eigenvalues, the",
+        "mean of the effective ranks, the median of the condition numbers. “as drawn” are the same matrices before",
+        f"they learned. Where a projection has no formula, rows are drawn, by which eigenvalues of N(0, I) spread by "
         f"±{error:.0%};",
         "those of free rows are of the rows as they are, about (1 ± √(d/m))² at the start.",
         "",
@@ -201,25 +205,22 @@ def render(figures: dict[str, Any]) -> str:
         "",
         "![eigenvalues by layer](eigenvalues.png)",
     ]
-    for model in figures["models"]:
+    for name, (layers, *others) in seeds_of(figures).items():
         rows = [
             [layer["layer"], "all" if len(layer["heads"]) == 1 else str(number), *line([head])]
-            for layer in model["layers"]
+            for layer in layers
             for number, head in enumerate(layer["heads"], start=1)
         ]
-        lines += ["", f"## {model['model']}", "", *grid(["layer", "head", *COLUMNS], rows)]
+        lines += ["", f"## {name}", ""]
+        if others:
+            lines += ["Of the first seed; metrics.json has all.", ""]
+        lines += grid(["layer", "head", *COLUMNS], rows)
     return "\n".join([*lines, ""])
 
 
 def show(figures: dict[str, Any]) -> None:
     """Print the summary."""
-    header, lines = summary(figures)
-    shown = Table(title="eigenvalues of learned covariances")
-    for column in header:
-        shown.add_column(column, justify="left" if column in ("model", "map", "rows") else "right")
-    for each in lines:
-        shown.add_row(*each)
-    Console(width=160).print(shown)
+    show_table("eigenvalues of learned covariances", *summary(figures), text=["model", "map", "rows"])
 
 
 if __name__ == "__main__":
