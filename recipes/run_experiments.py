@@ -3,17 +3,20 @@
     make experiments ARGS="--minutes 60"
     python recipes/run_experiments.py --minutes 480 --data path/to/data --seeds 0 1 2
     python recipes/run_experiments.py --only snnk lowrank
+    python recipes/run_experiments.py --minutes 6000 --data path/to/data --model path/to/encoder --into mine
 
 `--data` holds folders of official files: glue, cifar10, imdb, mnist, covtype, higgs, hepmass; what needs an absent one
-is left out and named. The sweeps share the time: each gets an equal part of what is left; runs that are not done then
-save themselves, and what one does not need is left to the others. Finished runs, also those stored in model_cards/,
-are not repeated. Then the pages in model_cards/ (or `--cards`) are rendered from all reports there are, and last the
-page of claims and verdicts, by table_papers.py, and the README's table, by table_results.py.
+is left out and named. All share the time: each program and sweep gets an equal part of what is left; runs that are not
+done then save themselves, and what one does not need is left to the others. What has its metrics.json, also those
+stored in this repository, is not repeated: with `--into FOLDER`, which is then laid out as the repository is,
+everything is measured anew. Then the pages in model_cards/ are rendered from all reports there are, and last the page
+of claims and verdicts, by table_papers.py, and the README's table, by table_results.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
@@ -24,7 +27,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
-SUMMARIES = ("table_papers.py", "table_results.py")  # what is rendered from the pages of this repository
 GRACE = 120  # seconds that a run has to save itself
 
 
@@ -48,6 +50,30 @@ class Step(NamedTuple):
     settings: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     takes_data: bool = False
+
+
+class Program(NamedTuple):
+    """A measurement of its own, which is no sweep: a stopped one begins anew.
+
+    Args:
+        file: below recipes/; its results are in results/<name>/metrics.json beside it.
+        options: further ones.
+        of: what it is given: "model", `--model` and `--data`; "cards", the reports in model_cards; "runs", the runs
+            themselves; None if nothing.
+        patterns: of the reports or runs.
+        made_of: the entry of its figures that has one item for each of these.
+    """
+
+    file: str
+    options: tuple[str, ...] = ()
+    of: str | None = None
+    patterns: tuple[str, ...] = ()
+    made_of: str = ""
+
+    def metrics(self, into: Path) -> Path:
+        """Where its figures are."""
+        file = Path(self.file)
+        return into / "recipes" / file.parent / "results" / file.stem / "metrics.json"
 
 
 # Half of what the benchmark reads of a review, a quarter of an hour a run: softmax on all of it fills a small machine.
@@ -79,6 +105,22 @@ STEPS = {
     "pairs": Step("sweep_pairs.py", "table_lra.py", "spectraformer", takes_data=True),
     "text": Step("sweep_lra.py", "table_lra.py", "lra", "imdb", REVIEWS, ("--tasks", "text", "--methods", *LONG)),
 }
+PROGRAMS = {
+    "pointwise": Program("experiments/pointwise.py"),
+    "parameter_tables": Program("experiments/parameter_tables.py"),
+    "low_rank_samples": Program("experiments/low_rank_samples.py"),
+    "snnk_layer": Program("benchmarks/snnk_layer.py"),
+    "attention": Program("benchmarks/attention.py"),
+    "attention_estimates": Program("experiments/attention_estimates.py", of="model"),
+    "lowrank_init": Program("benchmarks/lowrank_init.py", ("--resume",)),
+}
+# These read what the sweeps have left, a minute or two.
+STARTS = ("lowrank/*/*/seed*.json",)
+MIXTURES = ("draws/sparsity_50/*_gmm/seed*", "kernels/pretraining/posrf_gmm/seed*")
+BEHIND = {
+    "low_rank_errors": Program("experiments/low_rank_errors.py", (), "cards", STARTS, "rows"),
+    "spectra": Program("experiments/spectra.py", (), "runs", MIXTURES, "models"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,14 +128,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0, help="for all sweeps together (default %(default)g)")
     parser.add_argument("--data", type=Path, help="folder of the data folders")
-    parser.add_argument("--only", nargs="+", default=list(STEPS), choices=STEPS, metavar="SWEEP", help=" ".join(STEPS))
+    parser.add_argument("--model", type=Path, help="folder of a trained encoder, for attention_estimates")
+    every_one = [*PROGRAMS, *STEPS, *BEHIND]
+    parser.add_argument(
+        "--only", nargs="+", default=every_one, choices=every_one, metavar="NAME", help=" ".join(every_one)
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="(default 0 1 2)")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="folder of all runs (default runs)")
-    parser.add_argument("--cards", type=Path, default=ROOT / "model_cards", help="folder of the pages")
+    parser.add_argument("--runs", type=Path, help="folder of all runs (default runs, in --into)")
+    parser.add_argument(
+        "--into", type=Path, default=ROOT, help="folder of model_cards and recipes/*/results (default: this repository)"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="settings of every run")
     arguments = parser.parse_args(argv)
     if arguments.minutes <= 0:
         parser.error(f"--minutes is {arguments.minutes:g}; expected a number above 0")
+    arguments.runs = arguments.runs or arguments.into / "runs"
     try:
         return every(arguments)
     except KeyboardInterrupt:
@@ -102,30 +151,81 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def every(arguments: argparse.Namespace) -> int:
-    """All sweeps, then all pages."""
+    """All programs and sweeps, then all pages."""
     end = time.monotonic() + 60 * arguments.minutes
+    cards = arguments.into / "model_cards"
+    cards.mkdir(parents=True, exist_ok=True)
     steps = {name: STEPS[name] for name in STEPS if name in arguments.only and present(name, arguments.data)}
+    wanted = {name: PROGRAMS[name] for name in PROGRAMS if name in arguments.only}
+    commands = {name: words for name, program in wanted.items() if (words := measuring(name, program, arguments))}
+    commands |= {name: command(step, arguments) for name, step in steps.items()}
     failed: list[str] = []
-    for number, (name, step) in enumerate(steps.items()):
-        share = max(0.0, end - time.monotonic()) / (len(steps) - number)
+    for number, (name, words) in enumerate(commands.items()):
+        share = max(0.0, end - time.monotonic()) / (len(commands) - number)
         print(f"== {name}: up to {share / 60:.1f} of {max(0.0, end - time.monotonic()) / 60:.1f} minutes", flush=True)
-        code = timed(command(step, arguments), share)
-        if code not in (0, 143, -signal.SIGTERM):  # stopped: its runs are saved, or it was still starting
+        code = timed(words, share)
+        if code in (143, -signal.SIGTERM):  # its runs are saved, or it was still starting
+            if name in PROGRAMS:
+                print(f"{name} was not done in its part of the time and begins anew next time: give it more --minutes")
+        elif code:
             failed.append(f"{name} (exit code {code})")
-    for table in dict.fromkeys((step.table, step.folder) for step in steps.values()):
-        program, folder = table
-        places = ["--runs", str(arguments.runs / folder), "--out", str(arguments.cards / folder)]
-        code = subprocess.run([sys.executable, str(RECIPES / program), *places], check=False).returncode
-        if code not in (0, 2):  # 2: no run has finished yet, which it said
+
+    def rendered(program: str, *options: str, nothing: int = 0) -> None:
+        code = subprocess.run([sys.executable, str(RECIPES / program), *options], check=False).returncode
+        if code not in (0, nothing):
             failed.append(f"{program} (exit code {code})")
-    if arguments.cards.resolve() == ROOT / "model_cards":
-        for program in SUMMARIES:
-            code = subprocess.run([sys.executable, str(RECIPES / program), "--write"], check=False).returncode
-            if code:
-                failed.append(f"{program} (exit code {code})")
+
+    for table, folder in dict.fromkeys((step.table, step.folder) for step in steps.values()):
+        # 2: no run has finished yet, which it said.
+        rendered(table, "--runs", str(arguments.runs / folder), "--out", str(cards / folder), nothing=2)
+    for name, program in BEHIND.items():
+        if name in arguments.only and (words := measuring(name, program, arguments)):
+            rendered(program.file, *words[2:])
+    rendered("table_papers.py", "--write", "--root", str(arguments.into))
+    if arguments.into.resolve() == ROOT:
+        rendered("table_results.py", "--write")
     if failed:
         print("failed: " + ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0
+
+
+def measuring(name: str, program: Program, arguments: argparse.Namespace) -> list[str] | None:
+    """A program as one would type it; None where its figures are there, or what it needs is not, which is said."""
+    file, given, lacks = program.metrics(arguments.into), list(program.options), ""
+    if program.of == "model":
+        given += ["--model", str(arguments.model)]
+        given += ["--data", str(arguments.data / "glue")] if arguments.data is not None else []
+        lacks = "" if arguments.model is not None else "no --model"
+    elif program.of == "cards":
+        given += ["--runs", str(arguments.into / "model_cards/lowrank")]
+    elif program.of == "runs":
+        given += map(str, sources(program, arguments))
+    if program.patterns and not sources(program, arguments):
+        lacks = "no finished run of those that it reads"
+    if file.is_file() and not outdated(program, file, arguments):
+        return None
+    if lacks:
+        print(f"note: {name} is left out: there is {lacks}", flush=True)
+        return None
+    # Benchmarks are given the file, experiments its folder.
+    output = file if program.file.startswith("benchmarks/") else file.parent
+    return [sys.executable, str(RECIPES / program.file), *given, "--output", str(output)]
+
+
+def sources(program: Program, arguments: argparse.Namespace) -> list[Path]:
+    """The reports, or the finished runs, that a program reads."""
+    folder = arguments.into / "model_cards" if program.of == "cards" else arguments.runs
+    found = sorted(path for pattern in program.patterns for path in folder.glob(pattern))
+    found = [path for path in found if path.is_file() or (path / "metrics.json").is_file()]
+    return [path for path in found if path.parent.name != "dense"]  # which has no start of low rank
+
+
+def outdated(program: Program, file: Path, arguments: argparse.Namespace) -> bool:
+    """Whether there is more to read than its figures were made of."""
+    if not program.patterns:
+        return False
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    return len(sources(program, arguments)) > len(figures[program.made_of])
 
 
 def present(name: str, data: Path | None) -> bool:
@@ -142,7 +242,8 @@ def command(step: Step, arguments: argparse.Namespace) -> list[str]:
     given = [*step.settings, *arguments.set]
     if step.data is not None and not step.takes_data:
         given.append(f"data.dir={arguments.data / step.data}")
-    options = ["--out", str(arguments.runs / step.folder), "--stored", str(arguments.cards / step.folder)]
+    stored = arguments.into / "model_cards" / step.folder
+    options = ["--out", str(arguments.runs / step.folder), "--stored", str(stored)]
     if step.takes_data and arguments.data is not None:
         options += ["--data", str(arguments.data)]
     seeds = [str(seed) for seed in arguments.seeds]

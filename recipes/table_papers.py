@@ -2,6 +2,7 @@
 
     python recipes/table_papers.py            (prints the page)
     python recipes/table_papers.py --write    (writes it)
+    python recipes/table_papers.py --write --root mine        (of what run_experiments.py --into mine has measured)
 
 Claims are in recipes/claims/, one file per paper; figures come from the metrics.json files in the repository alone, and
 verdicts from them by the rules of `_lib/verdicts.py`. What is not stored yet says which command measures it.
@@ -36,7 +37,7 @@ Intervals are mean ± t · standard error over seeds (95 %), n the number of see
 models are small and trained for minutes on a CPU, so that “does not hold” is said of this scale alone, except where it
 follows by counting or from [ERRATA.md](../ERRATA.md). `DATA` is a folder with the official files (glue, cifar10, imdb,
 mnist, covtype, higgs); `make experiments ARGS="--minutes 60 --data DATA"` runs what is missing, as far as the time
-allows.
+allows, and with `--into FOLDER` everything anew, for a page like this one in that folder.
 """
 
 
@@ -44,14 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     """Print or write the page; 0 done, 2 a file is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write model_cards/README.md")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of model_cards/ and recipes/*/results/")
     arguments = parser.parse_args(argv)
     from _lib.files import write_text
     from _lib.guard import guarded
 
     def work() -> None:
-        page = render(Store(ROOT))
+        page = render(Store(arguments.root))
         if arguments.write:
-            write_text(ROOT / "model_cards" / "README.md", page)
+            write_text(arguments.root / "model_cards" / "README.md", page)
         else:
             print(page, end="")
 

@@ -29,7 +29,7 @@ def only_two_bodies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def places(tmp_path: Path) -> list[str]:
-    return ["--runs", str(tmp_path / "runs"), "--cards", str(tmp_path / "cards"), "--seeds", "0"]
+    return ["--runs", str(tmp_path / "runs"), "--into", str(tmp_path / "mine"), "--seeds", "0"]
 
 
 def test_it_stops_in_time_and_renders_what_is_finished(
@@ -48,8 +48,8 @@ def test_it_stops_in_time_and_renders_what_is_finished(
 
     short = ["--only", "snnk", "--minutes", "5", "--set", "train.steps=2", "train.device=cpu"]
     assert run_experiments.main([*short, "--runs", str(tmp_path / "others"), *places(tmp_path)[2:]]) == 0
-    assert (tmp_path / "cards/snnk/two_bodies/dense/seed0.json").is_file()
-    assert "QPNN" in (tmp_path / "cards/snnk/README.md").read_text()
+    assert (tmp_path / "mine/model_cards/snnk/two_bodies/dense/seed0.json").is_file()
+    assert "QPNN" in (tmp_path / "mine/model_cards/snnk/README.md").read_text()
 
 
 def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -61,8 +61,21 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("glue", "imdb"):
         (tmp_path / "data" / name).mkdir(parents=True)
     assert run_experiments.main(["--minutes", "4", "--data", str(tmp_path / "data"), *places(tmp_path)]) == 0
-    assert "lowrank is left out: --data has no folder cifar10" in capsys.readouterr().out
-    assert [Path(words[0]).name for words in called] == [
+    said = capsys.readouterr().out
+    assert "lowrank is left out: --data has no folder cifar10" in said
+    assert "attention_estimates is left out: there is no --model" in said
+    for name in run_experiments.BEHIND:
+        assert f"{name} is left out: there is no finished run of those that it reads" in said
+    results = tmp_path / "mine/recipes"
+    assert [[Path(words[0]).name, *words[1:-1]] for words in called[:6]] == [
+        ["pointwise.py", "--output", str(results / "experiments/results/pointwise")],
+        ["parameter_tables.py", "--output", str(results / "experiments/results/parameter_tables")],
+        ["low_rank_samples.py", "--output", str(results / "experiments/results/low_rank_samples")],
+        ["snnk_layer.py", "--output", str(results / "benchmarks/results/snnk_layer/metrics.json")],
+        ["attention.py", "--output", str(results / "benchmarks/results/attention/metrics.json")],
+        ["lowrank_init.py", "--resume", "--output", str(results / "benchmarks/results/lowrank_init/metrics.json")],
+    ]
+    assert [Path(words[0]).name for words in called[6:]] == [
         "sweep_snnk.py",
         "sweep_glue.py",
         "sweep_uptraining.py",
@@ -80,16 +93,89 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
     text = called[-1]
     assert f"data.dir={tmp_path / 'data/imdb'}" in text
     assert text[text.index("--tasks") + 1] == "text"
-    assert text[text.index("--stored") + 1] == str(tmp_path / "cards/lra")
-    for several in (called[0], called[4], called[7]):
+    assert text[text.index("--stored") + 1] == str(tmp_path / "mine/model_cards/lra")
+    for several in (called[6], called[10], called[13]):
         assert several[several.index("--data") + 1] == str(tmp_path / "data")
         assert not any(str(word).startswith("data.dir=") for word in several)
-    assert [Path(words[0]).name for words in rendered] == [f"table_{name}.py" for name in PAGES]
-    # The page of claims and the README's table are those of the repository's own pages.
+    assert [Path(words[0]).name for words in rendered] == [f"table_{name}.py" for name in (*PAGES, "papers")]
+    assert rendered[-1][1:] == ["--write", "--root", str(tmp_path / "mine")]
+    # The README's table is of the repository's own pages.
     monkeypatch.setattr(run_experiments, "ROOT", tmp_path)
-    assert run_experiments.main(["--only", "fmm", "--cards", str(tmp_path / "model_cards")]) == 0
+    assert run_experiments.main(["--only", "fmm"]) == 0
     last = [[Path(words[0]).name, *words[1:]] for words in rendered[-2:]]
-    assert last == [["table_papers.py", "--write"], ["table_results.py", "--write"]]
+    assert last == [["table_papers.py", "--write", "--root", str(tmp_path)], ["table_results.py", "--write"]]
+
+
+def test_what_this_repository_has_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    called: list[Sequence[str]] = []
+    monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: called.append(words) or 0)
+    done = type("Done", (), {"returncode": 0})
+    rendered: list[list[str]] = []
+    monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: rendered.append(words[1:]) or done)
+    only = [*run_experiments.PROGRAMS, *run_experiments.BEHIND]
+    assert run_experiments.main(["--only", *only, "--runs", str(tmp_path), "--model", "there"]) == 0
+    assert called == []
+    assert [Path(words[0]).name for words in rendered] == ["table_papers.py", "table_results.py"]
+
+
+def test_programs_measure_for_a_page_of_claims_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--inputs", "20", "--draws", "3", "--projections", "8", "512")
+    small = run_experiments.Program("experiments/pointwise.py", sizes)
+    monkeypatch.setitem(run_experiments.PROGRAMS, "pointwise", small)
+    given = ["--only", "pointwise", "--minutes", "5", *places(tmp_path)]
+    assert run_experiments.main(given) == 0
+    figures = json.loads((tmp_path / "mine/recipes/experiments/results/pointwise/metrics.json").read_text())
+    assert {row["projections"] for row in figures["rows"]} == {8, 512}
+    page = (tmp_path / "mine/model_cards/README.md").read_text()
+    (row,) = [line for line in page.splitlines() if "Few random features estimate a layer" in line]
+    assert " with 8, " in row
+    assert " with 512 projections" in row
+    assert page.count("| not measured yet |") > 30
+    capfd.readouterr()
+    assert run_experiments.main(given) == 0
+    assert "== pointwise" not in capfd.readouterr().out
+
+
+def test_a_program_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: -15)
+    assert run_experiments.main(["--only", "pointwise", *places(tmp_path)]) == 0
+    assert "pointwise was not done in its part of the time and begins anew next time" in capsys.readouterr().out
+
+
+def test_what_reads_runs_is_measured_again_when_there_are_more(tmp_path: Path, monkeypatch) -> None:
+    rendered: list[list[str]] = []
+    done = type("Done", (), {"returncode": 0})
+    monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: rendered.append(words[1:]) or done)
+    runs, mine = tmp_path / "runs", tmp_path / "mine"
+    results = mine / "recipes/experiments/results"
+
+    def called() -> list[list[str]]:
+        rendered.clear()
+        assert run_experiments.main(["--only", "spectra", "low_rank_errors", *places(tmp_path)]) == 0
+        return [[Path(words[0]).stem, *words[1:]] for words in rendered[:-1]]
+
+    first, second = (runs / f"draws/sparsity_50/posrf_gmm/seed{seed}" for seed in (0, 1))
+    for run in (first, second, runs / "draws/sparsity_50/posrf_orf/seed0"):
+        run.mkdir(parents=True)
+    assert called() == []
+    (first / "metrics.json").write_text("{}")
+    assert called() == [["spectra", str(first), "--output", str(results / "spectra")]]
+    (results / "spectra").mkdir(parents=True)
+    (results / "spectra/metrics.json").write_text(json.dumps({"models": [{}]}))
+    assert called() == []
+    (second / "metrics.json").write_text("{}")
+    assert called() == [["spectra", str(first), str(second), "--output", str(results / "spectra")]]
+
+    (results / "spectra/metrics.json").write_text(json.dumps({"models": [{}, {}]}))
+    reports = mine / "model_cards/lowrank"
+    for name in ("dense", "data_0.1"):
+        (reports / f"cifar10/{name}").mkdir(parents=True)
+    (reports / "cifar10/dense/seed0.json").write_text("{}")
+    assert called() == []
+    (reports / "cifar10/data_0.1/seed0.json").write_text("{}")
+    assert called() == [["low_rank_errors", "--runs", str(reports), "--output", str(results / "low_rank_errors")]]
 
 
 PAGES = (
