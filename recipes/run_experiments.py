@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A measurement of its own, which is no sweep: a stopped one begins anew.
+    """A measurement of its own, which is no sweep: a stopped one begins anew, unless it says otherwise.
 
     Args:
         file: below recipes/; its results are in results/<name>/metrics.json beside it.
@@ -74,6 +74,12 @@ class Program(NamedTuple):
         """Where its figures are."""
         file = Path(self.file)
         return into / "recipes" / file.parent / "results" / file.stem / "metrics.json"
+
+    def output(self, into: Path) -> Path:
+        """What it is given as `--output`: experiments their folder; benchmarks, which write whenever a part is done, a
+        file that becomes metrics.json at the end."""
+        file = self.metrics(into)
+        return file.with_name("begun.json") if self.file.startswith("benchmarks/") else file.parent
 
 
 # Half of what the benchmark reads of a review, a quarter of an hour a run: softmax on all of it fills a small machine.
@@ -169,6 +175,8 @@ def every(arguments: argparse.Namespace) -> int:
                 print(f"{name} was not done in its part of the time and begins anew next time: give it more --minutes")
         elif code:
             failed.append(f"{name} (exit code {code})")
+        elif name in PROGRAMS and (begun := PROGRAMS[name].output(arguments.into)).is_file():
+            begun.replace(PROGRAMS[name].metrics(arguments.into))
 
     def rendered(program: str, *options: str, nothing: int = 0) -> None:
         code = subprocess.run([sys.executable, str(RECIPES / program), *options], check=False).returncode
@@ -207,9 +215,7 @@ def measuring(name: str, program: Program, arguments: argparse.Namespace) -> lis
     if lacks:
         print(f"note: {name} is left out: there is {lacks}", flush=True)
         return None
-    # Benchmarks are given the file, experiments its folder.
-    output = file if program.file.startswith("benchmarks/") else file.parent
-    return [sys.executable, str(RECIPES / program.file), *given, "--output", str(output)]
+    return [sys.executable, str(RECIPES / program.file), *given, "--output", str(program.output(arguments.into))]
 
 
 def sources(program: Program, arguments: argparse.Namespace) -> list[Path]:

@@ -71,9 +71,9 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
         ["pointwise.py", "--output", str(results / "experiments/results/pointwise")],
         ["parameter_tables.py", "--output", str(results / "experiments/results/parameter_tables")],
         ["low_rank_samples.py", "--output", str(results / "experiments/results/low_rank_samples")],
-        ["snnk_layer.py", "--output", str(results / "benchmarks/results/snnk_layer/metrics.json")],
-        ["attention.py", "--output", str(results / "benchmarks/results/attention/metrics.json")],
-        ["lowrank_init.py", "--resume", "--output", str(results / "benchmarks/results/lowrank_init/metrics.json")],
+        ["snnk_layer.py", "--output", str(results / "benchmarks/results/snnk_layer/begun.json")],
+        ["attention.py", "--output", str(results / "benchmarks/results/attention/begun.json")],
+        ["lowrank_init.py", "--resume", "--output", str(results / "benchmarks/results/lowrank_init/begun.json")],
     ]
     assert [Path(words[0]).name for words in called[6:]] == [
         "sweep_snnk.py",
@@ -142,6 +142,26 @@ def test_a_program_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: -15)
     assert run_experiments.main(["--only", "pointwise", *places(tmp_path)]) == 0
     assert "pointwise was not done in its part of the time and begins anew next time" in capsys.readouterr().out
+
+
+def test_a_benchmark_is_done_when_all_its_parts_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It writes after each of them."""
+    folder = tmp_path / "mine/recipes/benchmarks/results/attention"
+    called = []
+
+    def measure(words: Sequence[str], seconds: float) -> int:
+        Path(words[-1]).parent.mkdir(parents=True, exist_ok=True)
+        Path(words[-1]).write_text("{}")
+        called.append(words)
+        return -15 if len(called) == 1 else 0
+
+    monkeypatch.setattr(run_experiments, "timed", measure)
+    done = type("Done", (), {"returncode": 0})
+    monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: done)
+    for parts in (["begun.json"], ["metrics.json"], ["metrics.json"]):
+        assert run_experiments.main(["--only", "attention", *places(tmp_path)]) == 0
+        assert [file.name for file in folder.iterdir()] == parts
+    assert len(called) == 2
 
 
 def test_what_reads_runs_is_measured_again_when_there_are_more(tmp_path: Path, monkeypatch) -> None:
