@@ -249,7 +249,7 @@ def test_further_runs_have_the_settings_of_the_stored_ones(name: str) -> None:
     assert [each for file in files for each in differing(file, step.settings)] == []
 
 
-@pytest.mark.parametrize("name", ["snnk", "pairs", "fmm", "sparsity"])
+@pytest.mark.parametrize("name", ["snnk", "pairs", "fmm", "sparsity", "draws"])
 def test_stored_runs_are_those_of_their_sweep(name: str) -> None:
     step = run_experiments.STEPS[name]
     found = [
