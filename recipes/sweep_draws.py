@@ -17,22 +17,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from _lib.sweep import (
-    FAILED_THEN_STOPPED,
-    RECIPES,
-    STOPPED,
-    Run,
-    Sweep,
-    Task,
-    ending,
-    execute,
-    read_settings,
-    sweep,
-    task_parser,
-)
+from _lib.sweep import RECIPES, STOPPED, Task, ending, execute, run_tasks, task_parser
 
 SETTINGS = ["data.max_length=50", "data.max_train_samples=75000", "data.max_validation_samples=500"]
 SETTINGS += ["data.max_test_samples=1000", "model.dropout=0", "model.attention_dropout=0", "train.batch_size=50"]
@@ -56,45 +43,20 @@ TASKS = {
 def main(argv: list[str] | None = None) -> int:
     """Run what is missing; 0 all finished, 1 something failed, 2 wrong input, 130 or 143 stopped, 3 both."""
     parser = task_parser(__doc__, "draws", TASKS)
-    parser.add_argument("--draws", type=int, default=10, help="fresh ones for each model (%(default)s)")
-    arguments, given = read_settings(parser, argv)
-    if arguments.draws < 2:
-        parser.error(f"--draws is {arguments.draws}; expected 2 or more, of which there is a majority")
-    known = {method for task in TASKS.values() for method in task.methods}
-    if absent := [method for method in arguments.methods or [] if method not in known]:
-        parser.error(f"unknown methods {absent}; expected some of {', '.join(sorted(known))}")
-    from _lib.guard import guarded
-
-    return guarded(lambda: every(arguments, given))
+    parser.add_argument("--draws", type=several, default=10, help="fresh ones for each model (%(default)s)")
+    return run_tasks(parser, TASKS, lambda name, arguments: [], argv, after=score)
 
 
-def every(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    """One seed after the other: models, then their draws; stops where a run was asked to."""
-    failed = 0
-    for seed in arguments.seeds:
-        for name in arguments.tasks:
-            task = TASKS[name]
-            runs = [Run(name, method, seed) for method in arguments.methods or task.methods]
-            configs, stored = RECIPES / "configs", arguments.stored
-            grid = Sweep(task.program, task.config, task.methods, given, configs, arguments.out, stored)
-            code = sweep(grid, runs)
-            if code < 2:  # what has not failed is scored
-                trained = [folder for run in runs if finished(folder := arguments.out / run.name)]
-                code = max(code, score(trained, arguments.draws))
-            if code > 1:
-                return FAILED_THEN_STOPPED if failed else code
-            failed += code
-    return min(failed, 1)
+def several(text: str) -> int:
+    """A number of draws."""
+    if (number := int(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{number}; expected 2 or more, of which there is a majority")
+    return number
 
 
-def finished(run: Path) -> bool:
-    """Whether its training is."""
-    return (run / "metrics.json").is_file()
-
-
-def score(runs: Sequence[Path], draws: int) -> int:
+def score(runs: list[Path], arguments: argparse.Namespace) -> int:
     """Score fresh draws of models that have no such scores yet; 1 if something failed, 130 or 143 if stopped."""
-    failed = 0
+    failed, draws = 0, arguments.draws
     for folder in runs:
         if drawn(folder) == draws:
             continue

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib import tables
-from _lib.tables import Table, collect, grid, mean_and_error, read_reports
+from _lib.tables import Table, collect, grid, mean_in_words, read_reports
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,19 +81,18 @@ def cells(cell: list[dict[str, Any]]) -> list[str]:
     """Of the models of one method."""
     drawn = [figures(report) for report in cell]
 
-    def over_models(values: list[float], form: str = ".1f", factor: float = 100.0) -> str:
-        mean, error = mean_and_error([factor * value for value in values])
-        return f"{mean:{form}}" + (f" ± {error:{form}}" if len(values) > 1 else "")
+    def percent(values: list[float]) -> str:
+        return mean_in_words([100 * value for value in values])
 
     # None where no draw of a model is ever right.
     gains = [each["voting_gain"] for each in drawn if each["voting_gain"] is not None]
     return [
-        f"{over_models([report['evaluation']['score'] for report in cell])} ({len(cell)})",
-        over_models([each["accuracy"] for each in drawn]),
-        over_models([report["evaluation"]["draws"]["score_std"] for report in cell]),
-        over_models([each["voting_accuracy"] for each in drawn]),
-        over_models(gains, ".2f", 1.0) if gains else "–",
-        over_models([each["pi_share"] for each in drawn]),
+        f"{percent([report['evaluation']['score'] for report in cell])} ({len(cell)})",
+        percent([each["accuracy"] for each in drawn]),
+        percent([report["evaluation"]["draws"]["score_std"] for report in cell]),
+        percent([each["voting_accuracy"] for each in drawn]),
+        mean_in_words(gains, ".2f") if gains else "–",
+        percent([each["pi_share"] for each in drawn]),
         f"{statistics.mean(report['train_cpu_seconds'] for report in cell):,.0f}",
     ]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib import tables
-from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
+from _lib.tables import Table, collect, grid, mean_in_words, read_reports, spread
 from sweep_kernels import PRETRAINING
 
 # Task -> the metrics that the paper prints of it, as they are called here.
@@ -116,8 +116,7 @@ def described(row: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def with_error(reports: list[dict[str, Any]], key: str, factor: float = 100.0, form: str = ".1f") -> str:
     """Mean and, of several seeds, standard error, in percent unless `factor` says otherwise."""
-    mean, error = standard_error(reports, key)
-    return f"{factor * mean:{form}}" + (f" ± {factor * error:{form}}" if len(reports) > 1 else "")
+    return mean_in_words([factor * report[key] for report in reports], form)
 
 
 def _pretrained(name: str, reports: list[dict[str, Any]]) -> list[str]:

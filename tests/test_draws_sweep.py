@@ -111,8 +111,8 @@ def test_a_run_without_its_draws_is_not_on_the_page(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--draws", "1"], "--draws is 1; expected 2 or more"),
-        (["--methods", "posrf_orf"], "unknown methods ['posrf_orf']; expected some of posrf_gmm, trigrf_gmm"),
+        (["--draws", "1"], "--draws: 1; expected 2 or more"),
+        (["--methods", "posrf_orf"], "unknown methods ['posrf_orf']; the tasks have posrf_gmm, trigrf_gmm"),
     ],
 )
 def test_faults(given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,6 +168,7 @@ def run_tasks(
     tasks: Mapping[str, Task],
     settings: Callable[[str, argparse.Namespace], list[str] | None],
     argv: list[str] | None,
+    after: Callable[[list[Path], argparse.Namespace], int] | None = None,
 ) -> int:
     """Read the command line and run what is missing, one seed of all tasks after the other.
 
@@ -176,6 +177,8 @@ def run_tasks(
         tasks: all there are.
         settings: further settings of a task, from its name and the options; None leaves it out.
         argv: the arguments, or None for those of this process.
+        after: what is done with the finished runs of a task and seed, from their folders and the options; its exit code
+            is one of these.
 
     Returns:
         0 if everything is finished, 1 if something failed, 2 for wrong input, 130 or 143 if stopped, 3 if stopped after
@@ -199,7 +202,12 @@ def run_tasks(
                 grid = Sweep(
                     task.program, task.config, task.methods, given, RECIPES / "configs", arguments.out, arguments.stored
                 )
-                code = sweep(grid, [Run(name, method, seed) for method in chosen])
+                runs = [Run(name, method, seed) for method in chosen]
+                code = sweep(grid, runs)
+                if after is not None and code < 2:
+                    folders = [arguments.out / run.name for run in runs]
+                    done = [folder for folder in folders if (folder / "metrics.json").is_file()]
+                    code = max(code, after(done, arguments))
                 if code > 1:
                     return FAILED_THEN_STOPPED if failed else code
                 failed += code

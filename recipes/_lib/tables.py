@@ -137,6 +137,12 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), error
 
 
+def mean_in_words(values: Sequence[float], form: str = ".1f") -> str:
+    """Mean and, of several values, its standard error."""
+    mean, error = mean_and_error(values)
+    return f"{mean:{form}}" + (f" ± {error:{form}}" if len(values) > 1 else "")
+
+
 def grid(header: list[str], rows: list[list[str]]) -> list[str]:
     """The lines of a Markdown table; all columns but the first are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
