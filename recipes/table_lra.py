@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib import printed_pairs, tables
-from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
+from _lib.tables import Table, collect, grid, mean_in_words, read_reports, spread, standard_error
 
 # What a reader must know before comparing two numbers: settings that a table may mix.
 CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -159,12 +159,11 @@ def _row(name: str, cell: list[dict[str, Any]]) -> list[str]:
     def mean(key: str) -> float:
         return spread(cell, key)[0]
 
-    accuracy, error = standard_error(cell, "accuracy")
     megabytes = [mean(key) / 1e6 for key in ("peak_memory_bytes_before_training", "peak_memory_bytes")]
     return [
         name,
         str(len(cell)),
-        f"{100 * accuracy:.1f}" + (f" ± {100 * error:.1f}" if len(cell) > 1 else ""),
+        mean_in_words([100 * report["accuracy"] for report in cell]),
         f"{mean('steps'):,.0f}",
         f"{mean('cpu_seconds_per_step'):.3g}",
         f"{mean('train_cpu_seconds') / 60:.1f}",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import mean
 from typing import Any, NamedTuple
 
-from _lib.tables import grid, mean_and_error
+from _lib.tables import grid, mean_in_words
 
 COMPONENTS = ("posrf", "oprf", "saderf")
 MATRICES = ("orf", "sorf", "qmc", "mm", "sgq", "fastfood_learned")
@@ -58,12 +59,11 @@ def beside(task: str, row: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[st
     pairs = [name for name in printed if name in row]
     if BASE not in pairs or len(pairs) < len(printed) / 2:
         return []
-    accuracy = {name: mean_and_error([100 * report["accuracy"] for report in row[name]]) for name in pairs}
-    seconds = {name: mean_and_error([report["cpu_seconds_per_step"] for report in row[name]])[0] for name in pairs}
+    accuracies = {name: [100 * report["accuracy"] for report in row[name]] for name in pairs}
+    seconds = {name: mean(report["cpu_seconds_per_step"] for report in row[name]) for name in pairs}
 
     def right(name: str) -> str:
-        mean, error = accuracy[name]
-        return f"{mean:.1f} ± {error:.1f} ({printed[name].accuracy:.1f})"
+        return f"{mean_in_words(accuracies[name])} ({printed[name].accuracy:.1f})"
 
     def slower(name: str) -> str:
         return f"{seconds[name] / seconds[BASE]:.2f} ({printed[name].hours / printed[BASE].hours:.2f})"
@@ -77,7 +77,7 @@ def beside(task: str, row: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[st
         "",
         *_square(pairs, slower),
         "",
-        *_orders(task, [accuracy[name][0] for name in pairs], [printed[name].accuracy for name in pairs]),
+        *_orders(task, [mean(accuracies[name]) for name in pairs], [printed[name].accuracy for name in pairs]),
     ]
 
 
