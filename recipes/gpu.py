@@ -8,6 +8,7 @@
     text, images   finetune.py in bf16 through `accelerate launch`: sentences with MiniLM, pictures with a small ViT
     attention      linear attention against torch's flash attention in bf16, 4k to 64k tokens: time and memory
     adapter_step   a training step of adapters against LoRA's
+    pairs          a training step of Spectraformer's pairs beside softmax, 32 documents of 4000 bytes: time, memory
     ddp, fsdp2     `text` on two cards, where there are two
 
 Every step has a time limit; one that fails or takes too long does not keep the others from running. metrics.json says
@@ -198,6 +199,16 @@ def adapter_step(plan: Plan) -> list[str]:
     ]
 
 
+def pairs(plan: Plan) -> list[str]:
+    """Of the length and batch of the Long Range Arena."""
+    return [
+        str(ROOT / "recipes/benchmarks/attention.py"),
+        *("--sections", "pairs", "--device", plan.device, "--batch-size", plan.of("32", "1")),
+        *("--repetitions", plan.of("9", "1"), "--output", str(plan.output / "pairs.json")),
+        *plan.of([], ["--pairs", "posrf-mm", "saderf-orf"]),
+    ]
+
+
 def file_figures(name: str, *keys: str) -> Callable[[Plan], dict[str, Any]]:
     """These entries of a JSON file that a benchmark wrote."""
 
@@ -211,15 +222,16 @@ def file_figures(name: str, *keys: str) -> Callable[[Plan], dict[str, Any]]:
 
 
 STEPS: dict[str, Step] = {
-    "tests": Step(270, tests, test_figures),
+    "tests": Step(240, tests, test_figures),
     "text": Step(60, training("text", "one_gpu.yaml", of_text), training_figures("text"), prepare=prepare_text),
     "images": Step(
         60, training("images", "one_gpu.yaml", of_images), training_figures("images"), prepare=prepare_images
     ),
-    "attention": Step(120, attention, file_figures("attention.json", "forward", "causal", "training")),
+    "attention": Step(90, attention, file_figures("attention.json", "forward", "causal", "training")),
     "adapter_step": Step(
         60, adapter_step, file_figures("adapter_step.json", "step_time_ratio", "peak_memory_ratio", "rows", "dtype")
     ),
+    "pairs": Step(90, pairs, file_figures("pairs.json", "pairs", "pairs_on")),
     "ddp": Step(60, training("ddp", "multi_gpu.yaml", of_text), training_figures("ddp"), 2, prepare_text),
     "fsdp2": Step(60, training("fsdp2", "fsdp2.yaml", of_text), training_figures("fsdp2"), 2, prepare_text),
 }
@@ -331,6 +343,10 @@ def in_short(entry: Mapping[str, Any]) -> str:
         ends = {kind: figures[kind][-1] for kind in ("forward", "causal", "training")}
         length = ends["forward"]["length"]
         return f"at {length} tokens: " + ", ".join(f"{kind} {row['speed_up']:.2f} x" for kind, row in ends.items())
+    if entry["step"] == "pairs":
+        best, before = ({row["pair"]: row for row in figures["pairs"]}[name] for name in ("posrf-mm", "saderf-orf"))
+        shares = [best[key] / before[key] for key in ("seconds_per_step", "peak_MiB")]
+        return f"posrf-mm: {shares[0]:.2f} x the time, {shares[1]:.2f} x the memory of saderf-orf"
     if entry["step"] == "adapter_step":
         memory = figures["peak_memory_ratio"]
         more = "" if memory is None else f" and {memory:.2f} x the memory"

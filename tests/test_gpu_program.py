@@ -26,7 +26,7 @@ def report_of(folder: Path) -> dict:
 
 @pytest.mark.slow
 def test_programs_run_on_a_processor(tmp_path, minilm_dir, capfd):
-    wanted = ["tests", "text", "images", "attention", "adapter_step"]
+    wanted = ["tests", "text", "images", "attention", "adapter_step", "pairs"]
     assert gpu.main([*ON_CPU, str(tmp_path), "--steps", *wanted]) == 0, capfd.readouterr().out
     report = report_of(tmp_path)
     assert report["card"]["name"] == "cpu"
@@ -40,6 +40,10 @@ def test_programs_run_on_a_processor(tmp_path, minilm_dir, capfd):
     assert figures["images"]["examples"]["train"] == 20
     assert [row["length"] for row in figures["attention"]["causal"]] == [128]
     assert {row["method"] for row in figures["adapter_step"]["rows"]} == {"snnk", "lora"}
+    names = ["softmax", "softmax, weights formed", "posrf-mm", "saderf-orf"]
+    assert [row["pair"] for row in figures["pairs"]["pairs"]] == names
+    assert figures["pairs"]["pairs"][1]["memory_of_softmax"] > 2  # 2 heads · 4000² weights, formed several times
+    assert figures["pairs"]["pairs_on"] == {"device": "cpu", "batch_size": 1}
     assert "accelerate.commands.launch" in report["steps"][1]["command"]
 
 

@@ -2,18 +2,19 @@
 
     python recipes/benchmarks/attention.py
     python recipes/benchmarks/attention.py --sections forward causal training --device cuda --dtype bfloat16 --flash
+    python recipes/benchmarks/attention.py --sections pairs --device cuda --batch-size 32
 
 12 heads of 64, one sequence, positive features over an orthogonal matrix (posrf, orf) with 64 rows; the two attentions
 are timed in turn. `forward` and `causal` time inference, `training` forward and backward, each beside the matrix
 products that linear attention consists of, done plainly and with nothing between them: `products_share` is their share
 of its time (above 1 where blocks that stay in the cache are quicker). `memory` measures the growth of a fresh process,
 `decoding` times one token of a two-layer Llama after prefixes of two lengths, `pairs` a training step of the Long Range
-Arena's Text model (length 4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax. `maps` has time
-and memory of forward and backward by length, for softmax, fused and with its weights formed (as a dropout on them
-demands on a processor), and for positive features over the learned matrices of Learning the Transformer Kernel. Other
-sections of an earlier run are kept in the file. On a GPU the first three also tell the peak of allocated tensors;
-`--flash` allows softmax no kernel but torch's flash attention, which on a GPU needs half precision. About half an hour
-on two quiet cores.
+Arena's Text model (length 4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax, fused and with its
+weights formed (as a dropout on them demands on a processor). `maps` has time and memory of forward and backward by
+length, for both kinds of softmax and for positive features over the learned matrices of Learning the Transformer
+Kernel. Other sections of an earlier run are kept in the file. On a GPU memory is the peak of allocated tensors, also
+of the first three; `--flash` allows softmax no kernel but torch's flash attention, which on a GPU needs half precision.
+About half an hour on two quiet cores.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ MAPS_LENGTHS = (512, 1024, 2048, 4096, 8192)
 LONGEST_FORMED = 4096  # 12 · 4096² weights are 0.8 GB, and are there several times
 COMPONENTS = ("posrf", "oprf", "saderf")  # Spectraformer, Table 2
 PROJECTIONS = ("orf", "sorf", "qmc", "sgq", "mm", "fastfood_learned")
+PAIRS = [f"{component}-{projection}" for component, projection in itertools.product(COMPONENTS, PROJECTIONS)]
+FORMED = "softmax, weights formed"
 Run = Callable[[], object]
 Rows = list[dict[str, Any]]
 
@@ -177,7 +180,7 @@ def maps(repetitions: int) -> Rows:
     for length in track(MAPS_LENGTHS, "maps", console=Console(stderr=True)):
         names = ["softmax", *(f"posrf-{projection}" for projection in MAPS)]
         if length <= LONGEST_FORMED:
-            names.append("softmax, weights formed")
+            names.append(FORMED)
         seconds = alternate({name: attend_and_return(name, length) for name in names}, repetitions, warmup=1)
         peaks = {name: peak_growth(attend_and_return, name, length) / 2**20 for name in names}
         rows += [
@@ -240,45 +243,57 @@ def decoding(repetitions: int) -> Rows:
     return rows
 
 
-def training_step(attention: dict[str, Any] | str) -> Run:
-    """A step of the Text model of the Long Range Arena: forward, backward, AdamW."""
+def training_step(attention: dict[str, Any] | str, device: str, documents: int) -> Run:
+    """A step of the Text model of the Long Range Arena: forward, backward, AdamW.
+
+    Args:
+        attention: of LRA's settings, or FORMED: softmax whose weights are formed.
+        device: of the model.
+        documents: in the batch, each of 4000 bytes.
+    """
     torch.manual_seed(0)
     task = TASKS["lra_text"]
     # Without dropout of weights, which linear attention does not have, softmax may use its fused kernel.
     sizes = LongRangeModel(attention_dropout=0.0)
-    model = build_classifier(task, sizes, AttentionMethod(attention), 4000, seed=0).train()
+    method = AttentionMethod("softmax" if attention == FORMED else attention)
+    model = build_classifier(task, sizes, method, 4000, seed=0).train().to(device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    ids = torch.randint(1, task.vocab_size, (2, 1, 4000), generator=torch.Generator().manual_seed(0))
-    mask, labels = torch.ones_like(ids), torch.tensor([0, 1])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, task.vocab_size, (documents, 1, 4000), generator=generator).to(device)
+    mask, labels = torch.ones_like(ids), (torch.arange(documents) % 2).to(device)
 
     def run() -> object:
-        model(ids, mask, labels).loss.backward()
+        with sdpa_kernel(SDPBackend.MATH) if attention == FORMED else contextlib.nullcontext():
+            model(ids, mask, labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         advance(model)
+        synchronize(device)
         return None
 
     return run
 
 
-def pairs(repetitions: int) -> Rows:
-    """Seconds and peak memory of a training step of every pair, and both relative to softmax."""
-    methods: dict[str, dict[str, Any] | str] = {"softmax": "softmax"}
-    for component, projection in itertools.product(COMPONENTS, PROJECTIONS):
+def pairs(repetitions: int, device: str, documents: int, chosen: Sequence[str]) -> Rows:
+    """Seconds and peak memory of a training step of chosen pairs, and both relative to softmax."""
+    methods: dict[str, dict[str, Any] | str] = {"softmax": "softmax", FORMED: FORMED}
+    for name in chosen:
+        component, projection = name.split("-")
         features = 2 * 32 + 1 if projection == "sgq" else 128  # sgq has 2d + 1 nodes, no other number
-        methods[f"{component}-{projection}"] = {
-            "component": component,
-            "projection": projection,
-            "num_features": features,
-        }
-    seconds = alternate({name: training_step(method) for name, method in methods.items()}, repetitions, warmup=1)
-    peaks = {name: peak_growth(training_step, method) / 2**20 for name, method in methods.items()}
+        methods[name] = {"component": component, "projection": projection, "num_features": features}
+    runs = {name: training_step(method, device, documents) for name, method in methods.items()}
+    seconds = alternate(runs, repetitions, warmup=1)
+
+    def peak(name: str) -> float:
+        grown = allocated_growth(runs[name], device)
+        return (peak_growth(training_step, methods[name], device, documents) if grown is None else grown) / 2**20
+
+    peaks = {name: peak(name) for name in methods}
     return [
         {
             "pair": name,
             "seconds_per_step": statistics.median(seconds[name]),
             "time_of_softmax": ratio(seconds[name], seconds["softmax"]),
-            "time_of_posrf_mm": ratio(seconds[name], seconds["posrf-mm"]),
             "peak_MiB": peaks[name],
             "memory_of_softmax": peaks[name] / peaks["softmax"],
         }
@@ -291,17 +306,23 @@ def main() -> None:
     sections = ("forward", "causal", "training", "memory", "decoding", "pairs", "maps")
     options = parser(__doc__ or "", "attention")
     options.add_argument("--sections", nargs="+", default=sections, choices=sections, help="what to measure")
-    add_device(options, "of forward, causal and training")
-    options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="likewise")
-    options.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="likewise; multiples of 64")
-    options.add_argument("--flash", action="store_true", help="likewise: softmax by torch's flash kernel alone")
+    add_device(options, "of forward, causal, training and pairs")
+    three = "of forward, causal and training"
+    options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help=three)
+    options.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help=f"{three}; multiples of 64")
+    options.add_argument("--flash", action="store_true", help=f"{three}: softmax by torch's flash kernel alone")
+    options.add_argument("--batch-size", type=int, default=2, help="documents in a step of pairs (2)")
+    options.add_argument("--pairs", nargs="+", default=PAIRS, choices=PAIRS, metavar="PAIR", help="which ones (all 18)")
     arguments = options.parse_args()
     figures: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     for section in arguments.sections:
         extra: dict[str, Any] = {}
         if section == "memory":
             rows, extra["memory_exponent"] = memory()
-        elif section in (sized := {"decoding": decoding, "pairs": pairs, "maps": maps}):
+        elif section == "pairs":
+            rows = pairs(arguments.repetitions, arguments.device, arguments.batch_size, arguments.pairs)
+            extra = {"pairs_on": {"device": arguments.device, "batch_size": arguments.batch_size}}
+        elif section in (sized := {"decoding": decoding, "maps": maps}):
             rows = sized[section](arguments.repetitions)
         else:
             dtype = getattr(torch, arguments.dtype)
