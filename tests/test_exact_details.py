@@ -15,6 +15,7 @@ from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.readout import GatedReadout
 
 F64 = torch.float64
+SIGNS = torch.tensor([1, -1, -1, 1, -1], dtype=F64)
 
 
 def data(dim: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +65,16 @@ def test_sderf_is_at_its_optimum():
     assert (a < -1e-3).all()
     for step in (-1e-3, 1e-3):
         assert (log_moment(a + step) > log_moment(a)).all()
+
+
+def test_a_draw_of_derf_is_the_same_on_every_machine(monkeypatch):
+    """Which sign an eigenvector has is left open: that of a CPU, of a GPU or of a rounding must not change features."""
+    x, y = data()
+    fm = build_feature_map("derf", "orf", 5, 12).double()
+    expected = fm.phi(x, fm.component.statistics(x, y)).dense()
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: (eigh(matrix)[0], eigh(matrix)[1] * SIGNS))
+    torch.testing.assert_close(fm.phi(x, fm.component.statistics(x, y)).dense(), expected)
 
 
 @pytest.mark.parametrize(("projection", "rows"), [("sgq", 11), ("ssr", 25)])

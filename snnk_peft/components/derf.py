@@ -24,7 +24,7 @@ import torch
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base_exponential import KernelName
 from snnk_peft.components.base_tilted import Coordinates, Tilted
-from snnk_peft.functional.balancing import balancing_maps, second_moment
+from snnk_peft.functional.balancing import balancing_maps, directed_eigenvectors, second_moment
 from snnk_peft.functional.exponential import masked_mean, mean_square_of_sums, optimal_a
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.options import Option
@@ -73,7 +73,7 @@ class Derf(Tilted):
                 a = optimal_a(square, x.shape[-1]).expand(*square.shape[:-1], x.shape[-1])
             else:
                 cross = masked_mean(x, x_mask).mT @ masked_mean(y, y_mask)
-                eigenvalues, x_map = torch.linalg.eigh(x_moment + y_moment + cross + cross.mT)
+                eigenvalues, x_map = directed_eigenvectors(x_moment + y_moment + cross + cross.mT)
                 y_map, a = x_map, optimal_a(eigenvalues.clamp_min(0), 1).unsqueeze(-2)
             return {"x_map": x_map, "y_map": y_map, "a": a}
 

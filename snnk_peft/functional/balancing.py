@@ -1,4 +1,4 @@
-"""Linear maps x -> xT, y -> yT⁻¹ that keep x·y and balance the second moments of two sets of vectors.
+"""Linear maps of two sets of vectors that keep x·y: into their eigenvectors, and x -> xT, y -> yT⁻¹, which balance them.
 
 Among all of them, T² = P with P M₁ P = M₂ (the matrix geometric mean of M₁⁻¹ and M₂) minimises the sum of the mean
 squared lengths, tr(P M₁) + tr(P⁻¹ M₂): its derivative is M₁ − P⁻¹ M₂ P⁻¹.
@@ -20,6 +20,17 @@ def second_moment(x: Tensor, mask: Tensor | None = None) -> Tensor:
         return x.mT @ x / x.shape[-2]
     weight = mask.to(x.dtype).unsqueeze(-1)
     return (x * weight).mT @ x / weight.sum(-2, keepdim=True).clamp_min(1)
+
+
+def directed_eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (..., d) and eigenvectors (..., d, d), each turned so that its largest entry is positive.
+
+    Solvers leave the sign open, and that of a CPU, that of a GPU and a rounding of the matrix choose differently. With
+    another sign random features are another, equally good draw: an output would depend on the machine.
+    """
+    values, vectors = torch.linalg.eigh(matrix)
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    return values, torch.where(largest < 0, -vectors, vectors)
 
 
 def _power(matrix: Tensor, exponent: float) -> Tensor:
