@@ -1,4 +1,4 @@
-"""Linear maps of two sets of vectors that keep x·y: into their eigenvectors, and x -> xT, y -> yT⁻¹, which balance them.
+"""Linear maps of two sets of vectors that keep x·y: to eigenvectors, and x -> xT, y -> yT⁻¹, which balance them.
 
 Among all of them, T² = P with P M₁ P = M₂ (the matrix geometric mean of M₁⁻¹ and M₂) minimises the sum of the mean
 squared lengths, tr(P M₁) + tr(P⁻¹ M₂): its derivative is M₁ − P⁻¹ M₂ P⁻¹.
