@@ -128,7 +128,6 @@ class Finetuning(Experiment[FinetuneConfig]):
             "trainable_parameters_without_classifier": done.counts["trainable_without_classifier"],
             "seconds_per_epoch": state.train_seconds / state.step * done.per_epoch,
             "processor_seconds_per_epoch": state.cpu_seconds / state.step * done.per_epoch,
-            "device": str(done.device),
         }
 
     def cost(self) -> dict[str, dict[str, int]]:

@@ -260,7 +260,7 @@ def perform(name: str, plan: Plan, limit: float) -> dict[str, Any]:
     try:
         step.prepare(plan)
         command = [sys.executable, *step.command(plan)]
-        entry["command"] = shlex.join(["python", *command[1:]])
+        entry["command"] = as_typed(command, plan.output)
         code = ended_in_time(command, log, limit)
         if code == 0:
             entry |= {"status": "passed", "figures": step.figures(plan)}
@@ -270,6 +270,12 @@ def perform(name: str, plan: Plan, limit: float) -> dict[str, Any]:
     except (ConfigError, FileError, ImportError, OSError, ValueError, KeyError) as error:
         entry |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
     return {**entry, "seconds": time.perf_counter() - started}
+
+
+def as_typed(command: Sequence[str], output: Path) -> str:
+    """A command as it would be typed in the repository: without the folders of this machine."""
+    shown = shlex.join(["python", *command[1:]])
+    return shown.replace(f"{output}/", f"{output.name}/").replace(f"{ROOT}/", "")
 
 
 def out_of_reach(name: str, plan: Plan) -> str | None:

@@ -34,6 +34,7 @@ CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
         report["config"]["train"]["mixed_precision"], report["config"]["train"]["mixed_precision"]
     ),
     "layers × width": lambda report: f"{report['config']['model']['layers']} × {report['config']['model']['dim']}",
+    "computed on": lambda report: report["environment"]["gpu"] if on_gpu(report) else "CPU",
     "threads": lambda report: str(report["environment"]["torch_threads"]),
 }
 
@@ -137,7 +138,7 @@ def claim(row: dict[str, list[dict[str, Any]]]) -> list[str]:
     (first, first_error), (second, second_error) = (standard_error(cell, "accuracy") for cell in (ours, other))
     time = less(lambda report: report["cpu_seconds_per_step"])
     memory = ""
-    if all(report.get("device", "cpu").startswith("cuda") for report in (*ours, *other)):
+    if all(on_gpu(report) for report in (*ours, *other)):
         grown = less(lambda report: report["peak_memory_bytes"] - report["peak_memory_bytes_before_training"])
         memory = f"{grown} memory (grown in training), "
     several = f" ± {100 * math.hypot(first_error, second_error):.1f}" if min(len(ours), len(other)) > 1 else ""
@@ -148,6 +149,11 @@ def claim(row: dict[str, list[dict[str, Any]]]) -> list[str]:
         "23.4 % and 25.2 %).",
         "",
     ]
+
+
+def on_gpu(report: dict[str, Any]) -> bool:
+    """Whether a run's model was on a GPU; reports that do not say so are of processors."""
+    return report.get("device", "cpu").startswith("cuda")
 
 
 def _budget(train: dict[str, Any]) -> str:

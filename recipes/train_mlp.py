@@ -169,7 +169,6 @@ class TrainMlp(Experiment[MlpConfig]):
             "bundled_parameters": sum(value.numel() for value in bundled.parameters()),
             "bundle_difference": float((given - folded).abs().max()),
             "seconds_per_epoch": done.state.train_seconds / done.state.step * done.per_epoch,
-            "device": str(done.device),
         }
 
     def summary(self, done: Finished, figures: dict[str, Any]) -> str:  # type: ignore[override]

@@ -44,7 +44,10 @@ def test_programs_run_on_a_processor(tmp_path, minilm_dir, capfd):
     assert [row["pair"] for row in figures["pairs"]["pairs"]] == names
     assert figures["pairs"]["pairs"][1]["memory_of_softmax"] > 2  # 2 heads · 4000² weights, formed several times
     assert figures["pairs"]["pairs_on"] == {"device": "cpu", "batch_size": 1}
-    assert "accelerate.commands.launch" in report["steps"][1]["command"]
+    commands = [entry["command"] for entry in report["steps"]]
+    assert commands[1].startswith("python -m accelerate.commands.launch --config_file recipes/accelerate/cpu.yaml ")
+    assert f"output.dir={tmp_path.name}/text" in commands[1]
+    assert not [command for command in commands if str(tmp_path) in command or str(RECIPES) in command]
 
 
 def test_one_failure_does_not_hide_the_rest(tmp_path, capfd):

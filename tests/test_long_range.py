@@ -545,6 +545,10 @@ def test_a_sweep_runs_skips_and_feeds_the_table(
     assert table_lra.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
     page = (tmp_path / "cards/README.md").read_text()
     assert "| posrf_orf | 1 |" in page
+    assert "computed on CPU;" in page
+    (written,) = (tmp_path / "runs").rglob("metrics.json")
+    # Whether memory can be compared hangs on it.
+    assert json.loads(written.read_text())["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def report(method: str, seed: int, accuracy: float, **train: Any) -> dict[str, Any]:
@@ -553,7 +557,7 @@ def report(method: str, seed: int, accuracy: float, **train: Any) -> dict[str, A
         **{"task": "lra_text", "method": method, "seed": seed, "accuracy": accuracy, "steps": 300},
         **{"stopped_early": True, "train_seconds": 1000.0, "train_cpu_seconds": 900.0, "cpu_seconds_per_step": 3.1234},
         **{"peak_memory_bytes": 2_000_000_000, "peak_memory_bytes_before_training": 500_000_000},
-        **{"total_parameters": 123456, "longest_sequence": 1000, "environment": {"torch_threads": 1}},
+        **{"total_parameters": 123456, "longest_sequence": 1000, "environment": {"torch_threads": 1, "gpu": None}},
         "examples": {"train": 22500, "validation": 500, "test": 1000},
         "config": {
             "data": {"max_length": 1000},
@@ -609,10 +613,12 @@ def test_the_table_checks_the_papers_claim(tmp_path: Path) -> None:
     # Of a process, memory says more about its allocator.
     assert "PosRF-MM against SADERF-ORF: 20.0 % less time per step, +3.0 ± 1.0 points of accuracy" in page
     for file in (tmp_path / "runs").rglob("metrics.json"):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"device": "cuda"}))
+        card = {"device": "cuda", "environment": {"torch_threads": 1, "gpu": "a card"}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | card))
     assert table_lra.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
     page = (tmp_path / "cards/README.md").read_text()
     assert "20.0 % less time per step, 50.0 % less memory (grown in training), +3.0 ± 1.0 points" in page
+    assert "computed on a card;" in page
     none = [report("saderf_orf", 0, 0.5) | {"peak_memory_bytes": 9, "peak_memory_bytes_before_training": 9}]
     none[0]["device"] = "cuda"
     (said, *_) = table_lra.claim({"posrf_mm": none, "saderf_orf": none})

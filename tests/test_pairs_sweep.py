@@ -21,7 +21,7 @@ import sweep_pairs
 import table_lra
 from _lib import printed_pairs, short_listops
 from _lib.verdicts import DIRECTION, FAILS, HOLDS, Measured, NotMeasuredError, Store
-from claims import spectraformer
+from claims import lecture, spectraformer
 from scipy.stats import spearmanr
 
 from snnk_peft.tasks.listops import write_listops
@@ -160,6 +160,41 @@ def test_the_cost_of_components(tmp_path: Path) -> None:
     rows[-6:] = [{**row, "peak_MiB": memory["saderf"]} for row in rows[-6:]]
     (folder / "metrics.json").write_text(json.dumps({"pairs": rows}))
     assert spectraformer.cost_of_components(Store(tmp_path)).verdict == DIRECTION
+
+
+def test_the_bench_of_a_gpu_has_its_say(tmp_path: Path) -> None:
+    """Beside that of a processor, under the name of the card; the less favourable of both decides."""
+    step = {"seconds_per_step": 8.0, "peak_MiB": 80.0, "time_of_softmax": 0.5, "memory_of_softmax": 1.5}
+    before = {"pair": "saderf-orf", "seconds_per_step": 10.0, "peak_MiB": 100.0}
+    rows = [{"pair": "posrf-mm", **step}, before]
+    rows += [{"pair": "softmax", "time_of_softmax": 1.0, "memory_of_softmax": 1.0}]
+    formed = {"pair": "softmax, weights formed", "time_of_softmax": 2.0, "memory_of_softmax": 20.0}
+    bench, card = (tmp_path / f"recipes/benchmarks/results/{name}/metrics.json" for name in ("attention", "gpu"))
+    for file in (bench, card):
+        file.parent.mkdir(parents=True)
+    bench.write_text(
+        json.dumps({"pairs": rows, "training": [{"length": 8, "speed_up": 1}, {"length": 64, "speed_up": 6}]})
+    )
+    store = Store(tmp_path)
+    assert spectraformer.time_of_best(store) == Measured("20.0 % less time", HOLDS)
+    other = [rows[0] | {"seconds_per_step": 9.0}, *rows[1:], formed]
+    steps = [{"step": "tests", "figures": {}}, {"step": "pairs", "status": "failed"}]
+    card.write_text(json.dumps({"card": {"name": "A1"}, "steps": steps}))
+    assert spectraformer.time_of_best(store) == Measured("20.0 % less time", HOLDS)  # it failed there
+    lengths = {"training": [{"length": 8, "speed_up": 0.5}, {"length": 64, "speed_up": 1.5}]}
+    steps = [{"step": "pairs", "figures": {"pairs": other}}, {"step": "attention", "figures": lengths}]
+    card.write_text(json.dumps({"card": {"name": "A1"}, "steps": steps}))
+    assert spectraformer.time_of_best(store) == Measured("20.0 % less time; A1: 10.0 % less time", DIRECTION)
+    assert spectraformer.memory_of_best(store).verdict == DIRECTION  # 20.0 of 20.2
+    assert spectraformer.beside_softmax(store).ours.endswith(
+        "A1: 0.50 × the time, 1.50 × the memory of fused softmax, "
+        "0.25 × the time, 0.07 × the memory of softmax whose weights are formed"
+    )
+    found = lecture.quicker(store)
+    assert found == Measured("1.0 × at 8, 6.0 × at 64; A1, bf16, flash attention: 0.5 × at 8, 1.5 × at 64", DIRECTION)
+    lengths["training"][1]["speed_up"] = 0.5  # no gain
+    card.write_text(json.dumps({"card": {"name": "A1"}, "steps": steps}))
+    assert lecture.quicker(store).verdict == FAILS
 
 
 def _rows(folder: Path) -> list[str]:

@@ -186,6 +186,7 @@ def _common_figures(experiment: Experiment[Any], done: Finished, total: int, mem
         "best_step": done.best["step"],
         "epochs": done.state.step / done.per_epoch,
         "stopped_early": done.state.step < total,
+        "device": str(done.device),
         "train_seconds": done.state.train_seconds,
         "peak_memory_bytes": memory,
         "trainable_parameters": done.counts["trainable"],

@@ -74,6 +74,18 @@ class Store:
         """
         return self._read(self.root / "recipes" / name / "metrics.json")
 
+    def on_gpu(self, step: str) -> tuple[str, Any]:
+        """Name of the card and the figures of a step of `make gpu`; raises `NotMeasuredError` where it has none.
+
+        Args:
+            step: of recipes/gpu.py.
+        """
+        report = self.figures("benchmarks/results/gpu")
+        found = next((entry for entry in report["steps"] if entry["step"] == step and "figures" in entry), None)
+        if found is None:
+            raise NotMeasuredError(f"recipes/benchmarks/results/gpu: {step}")
+        return report["card"]["name"], found["figures"]
+
     def reports(self, page: str, task: str, method: str) -> dict[int, dict[str, Any]]:
         """seed -> report of a sweep's runs, at least one.
 
