@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib import tables
-from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
+from _lib.tables import Table, collect, grid, mean_in_words, read_reports, spread, standard_error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,7 +121,7 @@ def line(name: str, cell: list[dict[str, Any]], copying: bool) -> list[str]:
         "all" if rank == 0 else str(near or "none"),
         str(rank or "full"),
         str(len(cell)),
-        *(f"{100 * mean:.1f} ± {100 * error:.1f}" for mean, error in (standard_error(cell, key) for key in shares)),
+        *(mean_in_words([100 * report[key] for report in cell]) for key in shares),
         f"{spread(cell, 'steps')[0]:,.0f}",
         f"{spread(cell, 'cpu_seconds_per_step')[0]:.3g}",
         f"{before:,.0f} → {after:,.0f}",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib import tables
-from _lib.tables import Table, collect, grid, read_reports, spread, standard_error
+from _lib.tables import Table, collect, grid, mean_in_words, read_reports, spread
 
 # Task -> what it is, what its score is, and by what the score is multiplied on the page.
 TITLES = {
@@ -94,11 +94,10 @@ def kind(task: str) -> str:
 def score(reports: list[dict[str, Any]], task: str, factor: float) -> str:
     """Mean ± standard error (seeds)."""
     if task == "two_bodies":
-        reports = [{"score": 1 - report["score"]} for report in reports]
-    mean, error = standard_error(reports, "score")
-    if task == "two_bodies":
-        return f"{mean:.1e} ± {error:.0e} ({len(reports)})"
-    return f"{factor * mean:.1f} ± {factor * error:.1f} ({len(reports)})"
+        told = mean_in_words([1 - report["score"] for report in reports], ".1e", ".0e")
+    else:
+        told = mean_in_words([factor * report["score"] for report in reports])
+    return f"{told} ({len(reports)})"
 
 
 def counts(reports: list[dict[str, Any]], key: str) -> str:

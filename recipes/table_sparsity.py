@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib import tables
-from _lib.tables import Table, collect, grid, mean_and_error, read_reports, spread, standard_error
+from _lib.tables import Table, collect, grid, mean_in_words, read_reports, spread, standard_error
 
 LEVELS = (0.5, 0.9, 0.99)
 
@@ -113,9 +113,8 @@ def steps(cell: list[dict[str, Any]], level: float) -> str:
     found = [found for report in cell if (found := steps_to(report, level)) is not None]
     if not found:
         return f"not in {max(report['steps'] for report in cell):,} ({len(cell)})"
-    mean, error = mean_and_error(found)
     count = str(len(cell)) if len(found) == len(cell) else f"{len(found)} of {len(cell)}"
-    return f"{mean:,.0f} ± {error:,.0f} ({count})"
+    return f"{mean_in_words(found, ',.0f')} ({count})"
 
 
 def cost(cell: list[dict[str, Any]]) -> list[str]:

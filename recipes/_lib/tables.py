@@ -137,10 +137,10 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), error
 
 
-def mean_in_words(values: Sequence[float], form: str = ".1f") -> str:
-    """Mean and, of several values, its standard error."""
+def mean_in_words(values: Sequence[float], form: str = ".1f", error_form: str = "") -> str:
+    """Mean and, of several values, its standard error, in the same form or in its own."""
     mean, error = mean_and_error(values)
-    return f"{mean:{form}}" + (f" ± {error:{form}}" if len(values) > 1 else "")
+    return f"{mean:{form}}" + (f" ± {error:{error_form or form}}" if len(values) > 1 else "")
 
 
 def grid(header: list[str], rows: list[list[str]]) -> list[str]:
