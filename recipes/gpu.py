@@ -205,7 +205,7 @@ def pairs(plan: Plan) -> list[str]:
         str(ROOT / "recipes/benchmarks/attention.py"),
         *("--sections", "pairs", "--device", plan.device, "--batch-size", plan.of("32", "1")),
         *("--repetitions", plan.of("9", "1"), "--output", str(plan.output / "pairs.json")),
-        *plan.of([], ["--pairs", "posrf-mm", "saderf-orf"]),
+        *plan.of([], ["--pairs", "posrf-mm", "saderf-orf", "--processes", "1"]),
     ]
 
 

@@ -274,10 +274,10 @@ def training_step(attention: dict[str, Any] | str, device: str, documents: int) 
     return run
 
 
-def pairs(repetitions: int, device: str, documents: int, chosen: Sequence[str]) -> Rows:
+def pairs(repetitions: int, device: str, documents: int, chosen: Sequence[str], processes: int) -> Rows:
     """Seconds and peak memory of a training step of chosen pairs, and both relative to softmax.
 
-    The peak of a processor's memory differs by some percent from one process to the next: the median of five is told.
+    On a processor the peak differs by some percent from one process to the next: the median of `processes` is told.
     """
     methods: dict[str, dict[str, Any] | str] = {"softmax": "softmax", FORMED: FORMED}
     for name in chosen:
@@ -290,8 +290,8 @@ def pairs(repetitions: int, device: str, documents: int, chosen: Sequence[str]) 
     def peak(name: str) -> float:
         grown: float | None = allocated_growth(runs[name], device)
         if grown is None:
-            processes = (peak_growth(training_step, methods[name], device, documents) for _ in range(5))
-            grown = statistics.median(processes)
+            peaks_of = (peak_growth(training_step, methods[name], device, documents) for _ in range(processes))
+            grown = statistics.median(peaks_of)
         return grown / 2**20
 
     peaks = {name: peak(name) for name in methods}
@@ -319,14 +319,18 @@ def main() -> None:
     options.add_argument("--flash", action="store_true", help=f"{three}: softmax by torch's flash kernel alone")
     options.add_argument("--batch-size", type=int, default=2, help="documents in a step of pairs (2)")
     options.add_argument("--pairs", nargs="+", default=PAIRS, choices=PAIRS, metavar="PAIR", help="which ones (all 18)")
+    options.add_argument("--processes", type=int, default=5, help="measurements of pairs' memory on a processor")
     arguments = options.parse_args()
+    if arguments.processes < 1:
+        options.error(f"--processes was {arguments.processes}; expected 1 or more")
     figures: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     for section in arguments.sections:
         extra: dict[str, Any] = {}
         if section == "memory":
             rows, extra["memory_exponent"] = memory()
         elif section == "pairs":
-            rows = pairs(arguments.repetitions, arguments.device, arguments.batch_size, arguments.pairs)
+            sizes = (arguments.batch_size, arguments.pairs, arguments.processes)
+            rows = pairs(arguments.repetitions, arguments.device, *sizes)
             extra = {"pairs_on": {"device": arguments.device, "batch_size": arguments.batch_size}}
         elif section in (sized := {"decoding": decoding, "maps": maps}):
             rows = sized[section](arguments.repetitions)
