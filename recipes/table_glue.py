@@ -32,7 +32,7 @@ NAMES = {
     "rows7_query_value_norms": "learned rows beside queries and values, and norms",
     "rows7_informed_norms": "learned rows that one labelled pass made, and norms",
     "rows6_informed_norms": "six learned rows that one labelled pass made, and norms",
-    "rows6_fitted_head": "the same behind a head that was fitted in closed form",
+    "rows6_fitted_head": "six such rows and norms behind a head that was fitted in closed form",
     "rows8_upper_norms": "learned rows and norms in all layers but the first",
     "rows8_upper_informed_norms": "learned rows that one labelled pass made, and norms, in all layers but the first",
     "rows8_upper_fitted_head": "learned rows and norms in all layers but the first, behind such a head",
@@ -192,7 +192,14 @@ def render(table: Table, tried: Rates) -> str:
     times = [[method, *(pace(task, method) for task in tasks)] for method in methods]
     sizes = ["training examples", *(f"{_train(table[task]):,}" for task in tasks), "", ""]
     constants = ", ".join(f"{task} {100 * CONSTANT[task]:.1f}" for task in tasks if task in CONSTANT)
-    devices = ", ".join(sorted({f"{r['device']} ({r['environment']['torch_threads']} threads)" for r in reports}))
+    devices = ", ".join(
+        sorted(
+            {
+                f"{r['environment'].get('gpu') or r['device']} ({r['environment']['torch_threads']} threads)"
+                for r in reports
+            }
+        )
+    )
     lines = [
         f"# GLUE dev scores ({models})",
         "",

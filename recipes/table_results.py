@@ -120,6 +120,7 @@ def render(root: Path) -> str:
         ["the same, a Llama of 4 layers × 512", step["llama"], STEP],
         ["SNNK adapters, ViT-S/16, 8 pictures of 224 × 224", vision, "`benchmarks/vision_step.py`"],
         ["GLUE dev average, MiniLM", glue(root), "`table_glue.py`"],
+        ["the same on a GPU", glue(root, "glue_gpu"), "`table_glue.py --out model_cards/glue_gpu`"],
         [
             "heads in closed form beside LoRA, MiniLM",
             heads_beside_lora(benchmark("head_beside_lora")),
@@ -206,9 +207,14 @@ def exported(rows: list[dict[str, Any]]) -> list[str]:
     return ["SST-2 classifier as a file, 32 × 64 tokens", "; ".join(told), "`benchmarks/export_latency.py`"]
 
 
-def glue(root: Path) -> str:
-    """The average of every method that ran all tasks, and how many of its runs found nothing."""
-    table = read_table(root / "model_cards/glue")
+def glue(root: Path, page: str = "glue") -> str:
+    """The average of every method that ran all tasks, and how many of its runs found nothing.
+
+    Args:
+        root: of the repository.
+        page: folder of the reports in model_cards.
+    """
+    table = read_table(root / "model_cards" / page)
     methods = sorted({method for row in table.values() for method in row}, key=rank)
     common = list(table)
     parts = []

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -158,6 +159,25 @@ def test_half_of_the_layers_decides_and_what_is_beyond_is_told(tmp_path: Path) -
     assert found.verdict == HOLDS
     assert found.ours.startswith("3 of 6, fitted start +0.1 points")
     assert "and beyond half: 6 of 6, paper start -13.0 points" in found.ours
+
+
+def test_adapters_are_compared_with_lora_on_both_machines(tmp_path: Path) -> None:
+    measure, store = snnk.beside_lora("mine"), Store(tmp_path)
+    with pytest.raises(NotMeasuredError):
+        measure(store)
+
+    def run(page: str, method: str, scores: list[float]) -> None:
+        for task, (seed, score) in itertools.product(snnk.GLUE, enumerate(scores)):
+            put(tmp_path / "model_cards" / page / task / method / f"seed{seed}.json", {"score": score})
+
+    run("glue", "lora_r8", [0.6, 0.7, 0.8])
+    run("glue", "mine", [0.5, 0.7, 0.9])
+    assert measure(store).verdict == UNTESTED
+    assert "GPU" not in measure(store).ours
+    run("glue_gpu", "lora_r8", [0.6, 0.7, 0.8, 0.9])
+    run("glue_gpu", "mine", [0.57, 0.66, 0.77, 0.86])
+    assert measure(store).verdict == FAILS  # the other machine's seeds decide
+    assert measure(store).ours.endswith("GPU -3.5 points (-4.4 to -2.6; n = 4)")
 
 
 def test_further_maps_cannot_gain_where_one_is_always_right(tmp_path: Path) -> None:
