@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from snnk_peft import FFNPart, SNNKConfig, calibrate, get_snnk_model
 from snnk_peft.errors import NumericalWarning
-from snnk_peft.tuner.held_out import rows
+from snnk_peft.repeats import label_note, repeat_note, rows
 
 
 @pytest.fixture
@@ -48,3 +48,18 @@ def test_rows_are_compared_without_their_padding():
     pixels = torch.rand(3, 3, 4, 4, dtype=torch.bfloat16)
     assert len(set(rows({"pixel_values": pixels}))) == 3
     assert list(rows({"labels": torch.tensor([1])})) == []
+
+
+def test_labels_are_no_rows():
+    ids, labels = torch.tensor([[5, 6], [7, 8]]), torch.ones(2, 3)
+    assert list(rows({"labels": labels, "input_ids": ids})) == list(rows({"input_ids": ids}))
+    assert list(rows({"labels": labels})) == []
+
+
+def test_notes_count_what_repeats_and_what_contradicts():
+    train, validation = ["good", "bad", "good", "fine", "good"], ["new", "good", "good", "bad"]
+    assert repeat_note("validation", validation, "train", train).startswith("3 of 4 rows of validation are also among")
+    assert repeat_note("validation", ["new"], "train", train) is None
+    told = label_note("train", train, [1, 0, 0, 1, 1])
+    assert told.startswith("1 of the 3 different rows of train stand there with more than one label (3 of 5 rows)")
+    assert label_note("train", train, [1, 0, 1, 1, 1]) is None

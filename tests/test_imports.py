@@ -15,7 +15,7 @@ PACKAGE = "snnk_peft"
 # From the bottom up; a unit imports from units below its own line. Some units are files, some folders.
 LAYERS: list[set[str]] = [
     {"errors", "options"},
-    {"registry", "digests"},
+    {"registry", "digests", "repeats"},
     {"model_card"},  # text from plain data
     {"functional"},
     {"low_rank"},

@@ -13,7 +13,8 @@ from torch import nn
 from snnk_peft.calibration.reduce import gathered, global_index, process
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.at_hand import place_of
-from snnk_peft.tuner.held_out import HeldOutRows, rows
+from snnk_peft.repeats import rows
+from snnk_peft.tuner.held_out import HeldOutRows
 from snnk_peft.tuner.input_check import InputCheck
 
 Batch = Mapping[str, Any]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
-
-import torch
+from collections.abc import Iterable
 
 from snnk_peft.calibration.reduce import gathered
 from snnk_peft.errors import NumericalWarning
+from snnk_peft.repeats import count_repeated
 
 
 class HeldOutRows:
@@ -31,7 +28,7 @@ class HeldOutRows:
         """NumericalWarning if most of the held-out rows, of all processes, are also among the fitted ones of all."""
         shares = gathered((self.fitted, self.held_out))
         fitted, held_out = set().union(*(rows for rows, _ in shares)), [row for _, rows in shares for row in rows]
-        repeated = sum(row in fitted for row in held_out)
+        repeated = count_repeated(held_out, fitted)
         if 2 * repeated > len(held_out):
             warnings.warn(
                 f"{repeated} of {len(held_out)} held-out rows are also among those that are fitted: the reported error "
@@ -39,15 +36,3 @@ class HeldOutRows:
                 NumericalWarning,
                 stacklevel=4,
             )
-
-
-def rows(batch: Mapping[str, Any]) -> Iterator[bytes]:
-    """A digest of every row of a batch, padding left out."""
-    main = next((value for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim >= 2), None)
-    if main is None:
-        return
-    mask = batch.get("attention_mask")
-    masked = isinstance(mask, torch.Tensor) and mask.shape == main.shape
-    for index, row in enumerate(main.detach()):
-        kept = row[mask[index].to(row.device).bool()] if masked else row  # type: ignore[index]
-        yield hashlib.sha256(kept.cpu().contiguous().view(torch.uint8).numpy().tobytes()).digest()
