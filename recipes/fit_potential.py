@@ -73,8 +73,14 @@ class PotentialConfig:
     train: PotentialTrain = field(default_factory=PotentialTrain)
 
     def check(self) -> list[str]:
-        """Layers that are there."""
-        return layer_faults(self.model, self.method)
+        """Layers that are there, and steps of one batch."""
+        faults = layer_faults(self.model, self.method)
+        if self.train.gradient_accumulation > 1:
+            faults.append(
+                f"train.gradient_accumulation is {self.train.gradient_accumulation}; expected 1: the loss is the "
+                "spread of all points of a step, which is no mean over its parts. Set train.batch_size instead"
+            )
+        return faults
 
 
 class FitPotential(Experiment[PotentialConfig]):
@@ -92,6 +98,13 @@ class FitPotential(Experiment[PotentialConfig]):
         """Points to train on, and others to score."""
         from _lib.two_bodies import LocalEnergies, TwoBodies
 
+        from snnk_peft.errors import ConfigError
+
+        if accelerator.num_processes > 1:
+            raise ConfigError(
+                f"there are {accelerator.num_processes} processes; expected one: the loss is the spread of all points "
+                "of a step, which is no mean over its parts"
+            )
         data = self.config.data
         self.system, seed = TwoBodies(data.frequency, data.spring), self.config.train.seed
         train = LocalEnergies(self.system, data.points, data.reach, seed)

@@ -20,7 +20,9 @@ class Distilled(nn.Module):
     - labels: the classifier's own loss,
     - logits: T² KL(softmax(z/T) ‖ softmax(z'/T)) of the original's logits z and its own z' (Hinton et al. 2015), or, of
       one output, their squared difference,
-    - layers: the mean over layers of ‖h - h'‖² / ‖h - mean h‖², over the tokens that are no padding.
+    - layers: the mean over layers of ‖h - h'‖² / ‖h - mean h‖², over the tokens of an example that are no padding.
+
+    Each is a mean over examples, so that a step does not depend on how its examples are divided.
 
     Args:
         student: the patched model.
@@ -71,7 +73,7 @@ def logit_loss(wanted: torch.Tensor, given: torch.Tensor, temperature: float) ->
 def layer_loss(
     wanted: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...], mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """The third term.
+    """The third term, a mean over the batch; an example of one token has no spread and counts nothing.
 
     Args:
         wanted: outputs of the original's embeddings and layers, (batch, length, dim) each; embeddings are not compared.
@@ -80,8 +82,11 @@ def layer_loss(
     """
     errors = []
     for target, mine in zip(wanted[1:], given[1:], strict=True):
-        if mask is not None:
-            target, mine = target[mask.bool()], mine[mask.bool()]
-        target, mine = (values.float().flatten(0, -2) for values in (target, mine))
-        errors.append((mine - target).square().sum() / (target - target.mean(0)).square().sum())
+        target, mine = (values.float().flatten(1, -2) for values in (target, mine))
+        padding = torch.zeros_like(target[..., :1], dtype=torch.bool) if mask is None else ~mask.bool()[..., None]
+        mean = target.masked_fill(padding, 0).sum(1, keepdim=True) / (~padding).sum(1, keepdim=True)
+        missed, spread = (
+            values.masked_fill(padding, 0).square().sum((1, 2)) for values in (mine - target, target - mean)
+        )
+        errors.append((missed / spread.masked_fill(spread == 0, torch.inf)).mean())
     return torch.stack(errors).mean()

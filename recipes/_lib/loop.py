@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from _lib.data import share
 from _lib.evaluation import DivergedError
 from _lib.processes import clip_gradients
 from _lib.settings import StepSettings
 from snnk_peft.feature_map import advance
+from snnk_peft.tasks.base_text import IGNORED
+
+_CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 @dataclass
@@ -61,18 +65,26 @@ def train_step(
 
     `feed` yields the inputs of this process's `share` of each.
 
-    The loss is the mean over all examples of the step, whatever the sizes of its batches and the number of processes.
-    Where words have labels, the loss of a batch is the mean over its words, and batches count by their examples.
+    The loss is the mean over everything that has a label in the whole step, whatever the sizes of its batches and the
+    number of processes: over examples, or, where words have labels, over these words.
     """
-    world, total = accelerator.num_processes, sum(len(batch) for batch in batches)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    shares = [share(batch, rank, world)[1] for batch in batches]
+    inputs = [next(feed) for _ in batches]
+    counts = torch.tensor(shares, device=accelerator.device)
+    total: Any = sum(map(len, batches))
+    # All processes' batches have labels of one kind, so that all of them take part in this or none.
+    if found := [terms for values in inputs if (terms := loss_terms(model, values)) is not None]:
+        counts = torch.stack(found) * counts.sign()
+        total = accelerator.reduce(counts.sum(), "sum").clamp_min(1)
+    weights = (counts * world).double() / total  # gradients are averaged over the processes, hence the factor
     loss_sum = torch.zeros((), device=accelerator.device)
-    for number, batch in enumerate(batches):
-        _, count = share(batch, accelerator.process_index, world)
+    for number, (values, weight) in enumerate(zip(inputs, weights, strict=True)):
         last = number == len(batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            loss = mean_loss(model, next(feed))
-            # Gradients are averaged over the processes, hence the factor `world`.
-            weighted = loss * (count * world / total)
+            loss = mean_loss(model, values)
+            # The mean over no label is no number.
+            weighted = torch.where(weight > 0, loss, 0.0) * weight.to(loss.dtype)
             accelerator.backward(weighted)
         loss_sum += weighted.detach()
     trained = [value for group in optimizer.param_groups for value in group["params"]]
@@ -83,6 +95,19 @@ def train_step(
     optimizer.zero_grad()
     advance(model)  # random matrices with redraw_every count steps
     return torch.stack([loss_sum, norm.detach().to(loss_sum)])
+
+
+def loss_terms(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Over how many terms the loss of a batch is a mean, on its device; None for its examples.
+
+    A causal language model is not asked for the first token of a sequence.
+    """
+    labels = inputs.get("labels")
+    if labels is None or labels.is_floating_point():
+        return None
+    if labels.dim() > 1 and any(parent.__name__ in _CAUSAL for m in model.modules() for parent in type(m).__mro__):
+        labels = labels[..., 1:]
+    return (labels != IGNORED).sum()
 
 
 def mean_loss(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
