@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from snnk_peft.calibration.reduce import gathered
+from snnk_peft.functional.relative_error import relative_error
 
 
 class ErrorMeter:
@@ -42,9 +43,9 @@ class ErrorMeter:
         self.count, self._error, self._square, self._sum = (sum(column) for column in zip(*parts, strict=True))
 
     def value(self) -> float:
-        """The relative error; 1 is no better than the mean."""
+        """The relative error; 1 is no better than the mean (of equal targets: than zero)."""
         if self.count == 0:
             raise ValueError("no vectors were given; call update() first")
         mean = torch.as_tensor(self._sum) / self.count
         variance = self._square - self.count * float(mean.square().sum())
-        return self._error / max(variance, 1e-300)
+        return relative_error(self._error, variance, self._square)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from snnk_peft.calibration.landmarks import SecondMoments
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.relative_error import relative_error
 
 RULES = ("greedy", "leverage")
 RIDGE = 1e-3  # of the mean of the diagonal, while units are chosen
@@ -121,7 +122,8 @@ def narrow_units(
     kept = choose_units(moment, weight, count, rule=rule)
     fit = _repair(moment, other, weight, kept, ridges)
     variance = float(torch.einsum("ol,lk,ok->", weight, held_out.covariance(), weight))
-    fit = fit._replace(error=max(fit.error, 0.0) / max(variance, 1e-300))
+    square = variance + float((weight @ held_out.mean).square().sum())
+    fit = fit._replace(error=relative_error(fit.error, variance, square))
     if refit:
         together = SecondMoments(len(train.mean))
         together.merge(train)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from snnk_peft.calibration.moments import Moments
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.relative_error import relative_error
 
 DEFAULT_RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
@@ -149,14 +150,14 @@ class GramAccumulator(Moments):
             bias: a (l,) or None.
 
         Returns:
-            Σ‖W₂(y − Aφ − a)‖² / Σ‖W₂(y − ȳ)‖², with W₂ the `output_weight` (identity if none). For constant targets
-            0 if they are reproduced, else infinity.
+            Σ‖W₂(y − Aφ − a)‖² / Σ‖W₂(y − ȳ)‖², with W₂ the `output_weight` (identity if none). Of constant targets,
+            relative to Σ‖W₂ y‖² (functional/relative_error.py).
         """
-        residual = float(self.residuals(weight, bias).sum())
-        spread = float(self._spread.sum())
-        if spread > 0:
-            return residual / spread
-        return 0.0 if residual <= 1e-20 * self.count else math.inf
+        residual, spread = float(self.residuals(weight, bias).sum()), float(self._spread.sum())
+        mean = (
+            self._target_mean if self.output_weight is None else self.output_weight.to(self._gram) @ self._target_mean
+        )
+        return relative_error(residual, spread, spread + self.count * float(mean.square().sum()))
 
     def residuals(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Σ (W₂(y − Aφ − a))² of each output over the tokens of this accumulator, (o,); arguments as above."""

@@ -12,6 +12,7 @@ import torch
 from snnk_peft.errors import NumericalError
 from snnk_peft.exporting.program import quiet
 from snnk_peft.exporting.shapes import Inputs
+from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 Run = Callable[..., Mapping[str, torch.Tensor]]
@@ -89,7 +90,7 @@ def compared(run: Run, other: Run, batches: Iterable[Inputs]) -> tuple[int, floa
         if name == "logits" and a.shape[-1] > 1:
             same = a.argmax(-1) == b.argmax(-1)
             equal, chosen = equal + int(same.sum()), chosen + same.numel()
-    return examples, equal / chosen if chosen else None, (difference / max(size, 1e-300)) ** 0.5
+    return examples, equal / chosen if chosen else None, relative_error(difference, size, size) ** 0.5
 
 
 def milliseconds(runs: Mapping[str, Run], sample: Inputs) -> dict[str, float]:

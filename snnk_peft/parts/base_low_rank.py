@@ -14,6 +14,7 @@ from snnk_peft.calibration.low_rank_fit import principal_factors
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.nonlinearity import nonlinearity
+from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.layers.low_rank import LowRankConv, LowRankLinear
 from snnk_peft.layers.slots import (
     Base,
@@ -183,4 +184,5 @@ class LowRankFitter(Fitter):
         if self.bias is not None and bias is not None:
             offset = offset + bias.to(mean) - self.bias.to(mean)
         error = ((difference @ covariance) * difference).sum() + offset.square().sum()
-        return float(error / ((weight @ covariance) * weight).sum().clamp_min(1e-300))
+        spread, centre = ((weight @ covariance) * weight).sum(), weight @ mean
+        return relative_error(float(error), float(spread), float(spread + centre.square().sum()))

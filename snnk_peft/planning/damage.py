@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from snnk_peft.calibration.error_meter import ErrorMeter
+from snnk_peft.errors import ConfigError
 from snnk_peft.planning.candidates import Template, replayed
 from snnk_peft.planning.fitting import Errors
 from snnk_peft.planning.sample import Sample
@@ -16,7 +18,8 @@ class OutputError:
     """How far outputs are from those of the original, over all batches.
 
     Logits of classes or of words by the Kullback-Leibler divergence of their distributions, in nats per row; anything
-    else, the score of a regression for instance, by the squared difference relative to the variance.
+    else, the score of a regression for instance, by the squared difference relative to the variance over all rows. Of
+    several outputs (start and end of an answer), the mean.
 
     Args:
         config: of the model.
@@ -24,7 +27,8 @@ class OutputError:
 
     def __init__(self, config: Any):
         self.problem = getattr(config, "problem_type", None)
-        self.total = self.count = 0.0
+        self.squared: dict[str, ErrorMeter] = {}
+        self.divergence: dict[str, tuple[float, int]] = {}  # sum, rows
 
     def update(self, original: Any, other: Any, mask: Any) -> None:
         """Add the outputs of a batch."""
@@ -32,15 +36,28 @@ class OutputError:
             target, found = _rows(original[name], mask).double(), _rows(other[name], mask).double()
             if name.endswith("logits") and target.shape[-1] > 1 and self.problem not in OTHER_PROBLEMS:
                 target, found = target.log_softmax(-1), found.log_softmax(-1)
-                self.total += float((target.exp() * (target - found)).sum())
-                self.count += len(target)
+                total, rows = self.divergence.get(name, (0.0, 0))
+                # A class that the original rules out (-inf) adds nothing.
+                lost = torch.where(target.isneginf(), 0.0, target.exp() * (target - found))
+                self.divergence[name] = total + float(lost.sum()), rows + len(target)
             else:
-                self.total += float((target - found).square().sum())
-                self.count += float((target - target.mean(0)).square().sum())
+                self.squared.setdefault(name, ErrorMeter()).update(target, found)
 
     def value(self) -> float:
-        """The error; 0 for equal outputs."""
-        return max(0.0, self.total) / max(self.count, 1e-300)
+        """The error: 0 for equal outputs, NaN if an output is no number.
+
+        Raises:
+            ConfigError: no row was compared.
+        """
+        rows = [count for _, count in self.divergence.values()] + [meter.count for meter in self.squared.values()]
+        if not rows or 0 in rows:
+            raise ConfigError(
+                "the batches that are held out have no token that counts (attention_mask is 0 everywhere), so there is "
+                "nothing to compare outputs on; expected real tokens in every batch"
+            )
+        found = [0.0 if total <= 0 else total / count for total, count in self.divergence.values()]
+        found += [meter.value() for meter in self.squared.values()]
+        return sum(found) / len(found)
 
 
 OTHER_PROBLEMS = ("regression", "multi_label_classification")

@@ -31,6 +31,7 @@ from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.families.base import unwrap
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.functional.precision import wide
+from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention import Attend
 from snnk_peft.tuner.batches import Batches, Survey, is_held_out, model_inputs
@@ -194,7 +195,7 @@ class Observer:
         """Squared error of the outputs since `clear`, relative to their variance."""
         wrong, total, squares = self._sums
         variance = squares - total.square().sum() / max(self.tokens, 1)
-        return float(wrong / variance.clamp_min(torch.finfo(variance.dtype).tiny))
+        return relative_error(float(wrong), float(variance), float(squares))
 
 
 def _observers(model: nn.Module, loss: str) -> list[Observer]:

@@ -1,0 +1,31 @@
+"""Squared errors relative to what there is to be told: the variance of a target or, where it has none, its square.
+
+One number for all tokens of a target tells what a fit is worth: 0 is perfect, 1 no better than the mean. A target that
+is the same for all tokens (a single one, a constant output) has no variance, but for rounding: its error is then told
+relative to Σ‖y‖², where 1 is no better than zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+CONSTANT = 1e-12  # of Σ‖y‖²: a spread below is that of equal numbers rounded to fp32
+
+
+def relative_error(error: float, spread: float, square: float) -> float:
+    """How large a squared error is.
+
+    Args:
+        error: Σ‖y − ŷ‖²; below 0 by rounding counts as 0, NaN stays NaN.
+        spread: Σ‖y − ȳ‖².
+        square: Σ‖y‖².
+
+    Returns:
+        error / spread, or error / square if the targets are equal. For targets that are all zero, 0 if the error is
+        zero too, else infinity.
+    """
+    if error <= 0:
+        return 0.0
+    if spread > CONSTANT * square:
+        return error / spread
+    return error / square if square > 0 else error * math.inf
