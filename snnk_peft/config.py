@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from peft import PeftConfig, TaskType
 
-from snnk_peft.digests import DIGESTS, entry_faults, open_tensors, stamp_entries, stamp_tensors
+from snnk_peft.digests import DIGESTS, entry_faults, open_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_adapter_card
 from snnk_peft.parts import PARTS, Part
 from snnk_peft.registry import did_you_mean
+from snnk_peft.stamps import stamp_entries, stamp_tensors
 
 if TYPE_CHECKING:
     from snnk_peft.parts.adapter import AdapterPart
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from snnk_peft.parts.low_rank import LowRankPart
     from snnk_peft.parts.pooler import PoolerPart
 
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SHORTCUTS = ("adapter", "pooler", "ffn", "attention", "low_rank")  # parts that have a field of their own
 # Entries of adapter_config.json that do not decide what the adapter computes.
 FREE = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")

@@ -1,10 +1,12 @@
 """Is a file what was saved? A digest of every tensor in the header of a safetensors file, one of every entry of a JSON.
 
     header of *.safetensors      __metadata__: {"snnk_digests": {tensor name: digest of dtype, shape and bytes}}
-    (adapter_)config.json        "snnk_digests": {entry: digest of its value}
+    (adapter_)config.json        "snnk_digests": {entry: digest of its value,
+                                                  weights file: digest of the digests in its header}
 
-A damaged or swapped value then has a name. Both travel with their file, through copies, caches and uploads alike. Files
-without them (older, or written by others) load with a note. Part of the code file of every bundle.
+A damaged or swapped value then has a name, and a config is tied to its weights. Both travel with their file, through
+copies, caches and uploads alike. Files without them (older, or written by others) load with a note. Part of the code
+file of every bundle; stamps.py writes them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from snnk_peft.errors import ConfigError
 
 DIGESTS = "snnk_digests"
+WEIGHTS_END = ".safetensors"
 NOT_FINITE = " not finite"  # behind the digest of a tensor with NaN or infinity: the others need not be searched for it
 SHOWN_FAULTS = 6  # named in a message; a wrong base model misfits in hundreds
 # Floating types whose values fit a model of any floating type; the eight-bit ones need scales that no file of ours has.
@@ -61,8 +63,10 @@ def value_digest(value: Any) -> str:
 
 def open_tensors(path: str | os.PathLike[str]) -> Any:
     """A safetensors file, open for reading; a ConfigError names one that is none."""
-    if not str(path).endswith(".safetensors"):
+    if not str(path).endswith(WEIGHTS_END):
         raise ConfigError(f"{path}: only safetensors files are read; convert it, or save the model again")
+    if not os.path.isfile(path):  # opening a pipe would wait for somebody to write
+        raise ConfigError(f"{path} is no file; expected a safetensors file. Copy or download it again")
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -95,21 +99,29 @@ def layout_faults(found: Layout, expected: Layout) -> list[str]:
     return faults
 
 
-def content_faults(path: str | os.PathLike[str], file: Any, digests: Future[dict[str, str]] | None = None) -> list[str]:
+def content_faults(
+    path: str | os.PathLike[str],
+    file: Any,
+    digests: Future[dict[str, str]] | None = None,
+    config: Path | None = None,
+) -> list[str]:
     """Messages for the tensors of an open file that hold NaN or infinity, or are not what was saved.
 
     Args:
-        path: for the note about a file without digests.
+        path: of the file.
         file: from `open_tensors`.
         digests: from `start_digests`; None to compute them now.
+        config: the JSON file that may name these weights.
     """
-    saved, keys, faults = _saved_digests(file), list(file.keys()), []
-    found = None if saved is None else (digests or start_digests(file)).result()
-    if found is None:
+    saved, tied = saved_digests(file), None if config is None else _weights_in(config)
+    keys, known = list(file.keys()), saved is not None or bool(tied)
+    found, faults = (digests or start_digests(file)).result() if known else {}, []
+    if not known:
         notes.warning("%s carries no digests of its tensors, so damaged values would not be noticed", path)
     for key in keys:
-        if saved is None or found is None:
-            finite = _finite(file.get_tensor(key))
+        if saved is None:
+            finite = is_finite(file.get_tensor(key))
+            found |= {key: found[key] + NOT_FINITE} if known and not finite else {}
         else:
             finite = saved.get(key) != found[key] + NOT_FINITE
             if finite and saved.get(key) != found[key]:
@@ -117,23 +129,59 @@ def content_faults(path: str | os.PathLike[str], file: Any, digests: Future[dict
         if not finite:
             faults.append(f"{key} holds NaN or infinity; save the model from before its training diverged")
     faults += [f"{key} was saved in this file and is missing" for key in saved or () if key not in keys]
-    return faults
+    return faults + ([] if config is None else _tie_faults(path, found if saved is None else saved, config, tied))
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def _tie_faults(
+    path: str | os.PathLike[str], digests: Mapping[str, str], config: Path, tied: Mapping[str, str] | None
+) -> list[str]:
+    """Messages if the config was not saved with these weights."""
+    if not tied:
+        if digests and tied is not None:
+            notes.warning("%s carries no digest of %s: whether they belong together is not known", config, path)
+        return []
+    remedy = f"Copy both from one folder, or save again; if it is meant, remove {DIGESTS!r} from {config.name}"
+    name = Path(path).name
+    if name not in tied:
+        return [f"{config} was saved with {', '.join(sorted(tied))}, not with {name}. {remedy}"]
+    if tied[name] != value_digest(digests):
+        return [f"{config} was saved with other weights than those in {name}, or saving was interrupted. {remedy}"]
+    return []
+
+
+def _weights_in(config: Path) -> dict[str, str] | None:
+    """The weights files that a config names, and their digests; None if there is no config."""
+    named = {name: digest for name, digest in read_digests(config).items() if name.endswith(WEIGHTS_END)}
+    return named if config.is_file() else None
+
+
+def read_digests(config: Path) -> dict[str, str]:
+    """The digests in a config; none if there are none, or if it cannot be read, which others then say."""
+    try:
+        content = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        content = None
+    saved = content.get(DIGESTS) if isinstance(content, dict) else None
+    return saved if isinstance(saved, dict) else {}
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity."""
     return tensor.dtype not in FLOATS or bool(tensor.isfinite().all())
 
 
-def _saved_digests(file: Any) -> Mapping[str, str] | None:
+def saved_digests(file: Any) -> Mapping[str, str] | None:
+    """The digests in the header of an open file, by tensor."""
     text = (file.metadata() or {}).get(DIGESTS)
     if text is None:
         return None
     try:
         saved = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         saved = None
     # Damaged digests fit no tensor.
-    return saved if isinstance(saved, dict) else {}
+    whole = isinstance(saved, dict) and all(isinstance(digest, str) for digest in saved.values())
+    return saved if whole else {}
 
 
 def refuse(path: object, what: str, faults: list[str]) -> None:
@@ -143,62 +191,28 @@ def refuse(path: object, what: str, faults: list[str]) -> None:
         raise ConfigError([f"{path} {what}", *faults[:SHOWN_FAULTS], *more])
 
 
-def stamp_tensors(path: Path) -> None:
-    """Write the digests of its tensors into the header of a safetensors file that has none."""
-    with open_tensors(path) as file:
-        if _saved_digests(file) is not None:
-            return
-        digests = {key: tensor_digest(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - no mapping
-        digests |= {key: digests[key] + NOT_FINITE for key in digests if not _finite(file.get_tensor(key))}
-    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
-    try:
-        with path.open("rb") as source, temporary.open("wb") as target:
-            header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
-            header["__metadata__"] = {**header.get("__metadata__", {}), DIGESTS: json.dumps(digests)}
-            text = json.dumps(header).encode()
-            text += b" " * (-len(text) % 8)  # tensors stay aligned
-            target.write(len(text).to_bytes(8, "little") + text)
-            shutil.copyfileobj(source, target, 1 << 20)
-        shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def stamp_entries(path: Path, free: Collection[str]) -> None:
-    """Write the digests of its entries into a JSON file, but for the `free` ones, which people may edit."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content[DIGESTS] = {key: value_digest(value) for key, value in _entries(content, {*free, DIGESTS}).items()}
-    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
-    try:
-        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def entry_faults(content: Mapping[str, Any], saved: object, free: Collection[str] | None = None) -> list[str]:
     """Messages for the entries of a JSON file that are not what was saved.
 
     Args:
         content: the entries.
-        saved: their digests, as `stamp_entries` wrote them.
+        saved: their digests, as `stamps.stamp_entries` wrote them.
         free: those that have no digest; None if further entries are no fault.
     """
     if not isinstance(saved, Mapping):
         return [f"{DIGESTS} is {saved!r}; expected the digests of the other entries"]
-    found = _entries(content, {*(free or ()), DIGESTS})
+    found = entries_of(content, {*(free or ()), DIGESTS})
     faults = [
         f"{key} is {str(found[key])[:100]!r}, which is not what was saved" if key in found else f"{key} is missing"
         for key, digest in saved.items()
-        if key not in found or value_digest(found[key]) != digest
+        if not key.endswith(WEIGHTS_END) and (key not in found or value_digest(found[key]) != digest)
     ]
     if free is not None:
         faults += [f"{key} was not saved" for key in found if key not in saved]
     return faults[:SHOWN_FAULTS]
 
 
-def _entries(content: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
+def entries_of(content: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
     """Entries by name; those of an inner mapping by "outer.inner"."""
     found: dict[str, Any] = {}
     for key, value in content.items():

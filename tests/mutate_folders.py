@@ -112,8 +112,8 @@ def _by_auto_class(folder: Path) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False)  # and nobody is asked
 
 
-def _by_code_file(folder: Path) -> Any:
-    cls = get_class_from_dynamic_module("modeling_snnk_bundle.SnnkBertForSequenceClassification", str(folder))
+def _by_code_file(folder: Path, name: str = "modeling_snnk_bundle.SnnkBertForSequenceClassification") -> Any:
+    cls = get_class_from_dynamic_module(name, str(folder))
     return cls.from_pretrained(folder)
 
 

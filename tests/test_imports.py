@@ -16,6 +16,7 @@ PACKAGE = "snnk_peft"
 LAYERS: list[set[str]] = [
     {"errors", "options"},
     {"registry", "digests", "repeats"},
+    {"saved_folder", "stamps"},
     {"model_card"},  # text from plain data
     {"functional"},
     {"low_rank"},

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,9 @@ from transformers import AutoModelForSequenceClassification, BertForSequenceClas
 from transformers.modeling_utils import LoadStateDictConfig
 
 from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, get_snnk_model
-from snnk_peft.digests import stamp_tensors
+from snnk_peft.digests import content_faults, open_tensors
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.stamps import stamp_tensors
 from tests.mutate_folders import Folders, _by_code_file, logits, run
 from tests.tensor_sizes import LargestTensor
 
@@ -54,6 +56,12 @@ def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], object], diges
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path, metadata)
+
+
+def rewrite_config(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
 
 
 def hub_cache(folder: Path, top: Path) -> Path:
@@ -183,7 +191,9 @@ def test_digests_cover_names_and_shapes_and_are_not_left_out_by_damage(folders, 
     ):
         path.write_bytes(whole)
         rewrite(path, edit, digests=True)
-        with pytest.raises(ConfigError, match=message):
+        with open_tensors(path) as file:
+            assert any(re.search(message, fault) for fault in content_faults(path, file))
+        with pytest.raises(ConfigError, match=r"readout\.A (is missing|has shape)"):
             peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
     path.write_bytes(whole)
     tensors = load_file(path)
@@ -194,14 +204,24 @@ def test_digests_cover_names_and_shapes_and_are_not_left_out_by_damage(folders, 
 
 
 def test_files_without_digests_load_with_a_note(folders, adapter, bundled, caplog):
-    for path, load in (
-        (adapter / WEIGHTS, lambda: peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)),
-        (bundled / "model.safetensors", lambda: AutoModelForSequenceClassification.from_pretrained(bundled)),
+    for path, config, load in (
+        (
+            adapter / WEIGHTS,
+            adapter / "adapter_config.json",
+            lambda: peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter),
+        ),
+        (
+            bundled / "model.safetensors",
+            bundled / "config.json",
+            lambda: AutoModelForSequenceClassification.from_pretrained(bundled),
+        ),
     ):
         with caplog.at_level(logging.WARNING, "snnk_peft"):
             load()
+            rewrite(path, lambda tensors: None)  # the config still knows a digest of them all
+            load()
             assert not caplog.records
-            rewrite(path, lambda tensors: None)
+            rewrite_config(config, lambda content: content.pop("snnk_digests"))
             torch.testing.assert_close(logits(load()), folders.expected["adapter-adapter"], rtol=1e-5, atol=1e-6)
             assert f"{path} carries no digests" in caplog.text
         caplog.clear()
@@ -330,6 +350,8 @@ def test_damaged_bundles_are_refused_through_every_door(damage, bundled, folders
         path.write_bytes(path.read_bytes()[:-9])
     else:
         rewrite(path, edits[damage], digests=damage == "bit")
+    if damage not in ("truncated", "bit"):
+        rewrite_config(bundled / "config.json", lambda content: content.pop("snnk_digests"))
     name = {"extra": r"bert\.x", "truncated": r"model\.safetensors is truncated"}.get(damage, key.replace(".", r"\."))
     for label, load in bundle_doors(bundled).items():
         with pytest.raises(ValueError, match=name) as caught:

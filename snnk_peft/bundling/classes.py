@@ -8,8 +8,10 @@ a self-contained code file, so that it loads without this package under `trust_r
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,14 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from snnk_peft.bundling.code_file import FILE_NAME, code_file
-from snnk_peft.bundling.modules import FREE_ENTRIES, BundledConfig, BundledModel
+from snnk_peft.bundling.modules import CONFIG_FILE, FREE_ENTRIES, BundledConfig, BundledModel
 from snnk_peft.bundling.pooled_head import PooledHeadModel, forward_like
 from snnk_peft.bundling.report import BundleReport
-from snnk_peft.digests import stamp_entries, stamp_tensors
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.model_card import mentions_import, write_model_card
+from snnk_peft.saved_folder import written_whole
+from snnk_peft.stamps import stamp_together
 
 PREFIX, POOLED_PREFIX = "Snnk", "SnnkPooled"  # of the names of bundle classes; the second have a pooled head
 AUTO_CLASSES: list[type[_BaseAutoModelClass]] = [
@@ -58,7 +61,8 @@ class SavedBundle(BundledModel):
             **kwargs: as in transformers.
 
         Raises:
-            ConfigError: the folder holds a PEFT adapter; transformers would load that on top.
+            ConfigError: the folder holds a PEFT adapter; transformers would load that on top. Or it cannot be written,
+                as on a full disk: what was there before is unchanged.
         """
         folder = Path(save_directory)
         if (folder / "adapter_config.json").exists():
@@ -72,17 +76,19 @@ class SavedBundle(BundledModel):
         portable = is_portable(base)
         if portable:
             self.config.auto_map = auto_map(type(self))
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        if not kwargs.get("is_main_process", True):
+        writes = args[0] if args else kwargs.get("is_main_process", True)
+        # Training states of many processes, and LoRA that transformers put on a bundle, are no bundles.
+        if not writes or kwargs.get("distributed_checkpoint") or getattr(self, "_hf_peft_config_loaded", False):
+            super().save_pretrained(folder, *args, **kwargs)  # type: ignore[misc]
             return
-        for weights in folder.glob("model*.safetensors"):
-            stamp_tensors(weights)
-        stamp_entries(folder / "config.json", FREE_ENTRIES)
-        if portable:
-            source = code_file(base, type(self).config_class, type(self).__name__, self.config.snnk_plan["modules"])  # type: ignore[attr-defined]
-            (folder / FILE_NAME).write_text(source, encoding="utf-8")
-        if not (folder / "README.md").exists():
-            write_model_card(folder, report=self.bundle_report)
+        with written_whole(folder, partial(_is_outdated, kwargs.get("variant"))) as staged:
+            super().save_pretrained(staged, *args, **kwargs)  # type: ignore[misc]
+            stamp_together(staged / CONFIG_FILE, FREE_ENTRIES, staged.glob("model*.safetensors"), folder / CONFIG_FILE)
+            if portable:
+                source = code_file(base, type(self).config_class, type(self).__name__, self.config.snnk_plan["modules"])  # type: ignore[attr-defined]
+                (staged / FILE_NAME).write_text(source, encoding="utf-8")
+            if not (folder / "README.md").exists():
+                write_model_card(staged, report=self.bundle_report)
         if push_to_hub:
             self._upload(folder, hub.pop("repo_id", folder.name), **hub)
 
@@ -133,6 +139,13 @@ class SavedBundle(BundledModel):
             **options,
         )
         return str(commit)
+
+
+def _is_outdated(variant: str | None, old: Path) -> bool:
+    """Whether a file is of the weights that are replaced: transformers reads one file before an index."""
+    name = f"\\.{re.escape(variant)}" if variant else ""
+    pattern = rf"model{name}(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index{name}\.json"
+    return re.fullmatch(pattern, old.name) is not None
 
 
 def is_portable(base: type[PreTrainedModel]) -> bool:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,6 +184,7 @@ def original_config(config: Any, original: type[Any]) -> Iterator[None]:
         config.__class__ = bundled
 
 
+CONFIG_FILE = "config.json"
 # Entries of config.json that people may edit, and those that loaders and hubs write themselves.
 FREE_ENTRIES = {"_commit_hash", "_name_or_path", "auto_map", "custom_pipelines", "id2label", "label2id", "name_or_path"}
 FREE_ENTRIES.add("transformers_version")
@@ -228,7 +230,7 @@ def checked_files(model: nn.Module, files: Sequence[str], quantized: bool) -> It
             yield
         finally:  # damage may be the cause of whatever else went wrong
             for path, file in opened.items():
-                refuse(path, what, content_faults(path, file, digests[path]))
+                refuse(path, what, content_faults(path, file, digests[path], Path(path).with_name(CONFIG_FILE)))
 
 
 class BundledModel:

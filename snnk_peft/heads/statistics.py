@@ -21,8 +21,9 @@ from torch import Tensor
 
 from snnk_peft.calibration.closed_form import one_hot_targets
 from snnk_peft.calibration.ridge import GramAccumulator
-from snnk_peft.digests import content_faults, open_tensors, refuse, stamp_tensors
+from snnk_peft.digests import content_faults, open_tensors, refuse
 from snnk_peft.errors import ConfigError
+from snnk_peft.stamps import stamp_tensors
 
 KINDS = ("classes", "labels", "numbers")
 HEADER = "snnk_head_statistics"  # of the file, as JSON

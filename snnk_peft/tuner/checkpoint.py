@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -71,11 +71,13 @@ class Incoming:
         name: of the file, for messages.
         layout: shape and dtype of every tensor.
         checksums: those of matrices that are drawn again.
+        content_faults: messages about values that are damaged, or belong to another config; reads all of them.
     """
 
     name: str
     layout: Layout
     checksums: Mapping[str, torch.Tensor]
+    content_faults: Callable[[], list[str]] = list
 
 
 def plain_start(config: SNNKConfig) -> SNNKConfig:
@@ -139,6 +141,7 @@ def check_weights(
         faults.append(f"{key} {what}")
     faults += layout_faults(found, expected)
     refuse(incoming.name, f"does not fit {type(model).__name__} with this adapter_config.json", faults)
+    refuse(incoming.name, "is damaged", incoming.content_faults())
 
 
 def check_loaded(config: SNNKConfig, model: nn.Module, adapter_name: str, incoming: Incoming | None) -> None:

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,10 @@ from peft.auto import _BaseAutoPeftModel
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.models.auto import auto_factory
 
-from snnk_peft.config import WEIGHTS, SNNKConfig
+from snnk_peft.config import CONFIG, WEIGHTS, SNNKConfig
 from snnk_peft.digests import DIGESTS, content_faults, entry_faults, layout_of, open_tensors, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.tuner.checkpoint import Incoming, check_loaded
-
-CONFIG = "adapter_config.json"
 
 
 @dataclass
@@ -57,7 +56,7 @@ class Door:
         """The tensors that will be loaded.
 
         Raises:
-            ConfigError: they are damaged, not what was saved, or not in a safetensors file.
+            ConfigError: they are not in a safetensors file.
         """
         self.seen = True
         if self.tensors is not None:
@@ -68,9 +67,8 @@ class Door:
             return None
         path = self._file()
         with open_tensors(path) as file:
-            refuse(path, "is damaged", content_faults(path, file))
             checksums = {key: file.get_tensor(key) for key in file.keys() if key.endswith("checksum")}  # noqa: SIM118
-            return Incoming(str(path), layout_of(file), checksums)
+            return Incoming(str(path), layout_of(file), checksums, partial(_content_faults, path))
 
     def _file(self) -> Path:
         if self.pickled:
@@ -118,6 +116,11 @@ class Door:
             refuse(
                 path, f"was changed: it was saved by snnk_peft, and its peft_type is {content['peft_type']!r}", faults
             )
+
+
+def _content_faults(path: Path) -> list[str]:
+    with open_tensors(path) as file:
+        return content_faults(path, file, config=path.with_name(CONFIG))
 
 
 _open: ContextVar[Door | None] = ContextVar("snnk_peft_door", default=None)

@@ -7,12 +7,10 @@ back gives random weights in the places that matter. With an adapter that transf
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from snnk_peft.config import WEIGHTS
-from snnk_peft.digests import stamp_tensors
 from snnk_peft.errors import ConfigError
+from snnk_peft.tuner.saving import saved_adapters
 
 
 class PatchedSave:
@@ -37,11 +35,11 @@ class PatchedSave:
                 "again. Save the adapter with the PeftModel's save_pretrained, the whole as a plain model with "
                 "snnk_peft.bundle(model).save_pretrained(folder), or the base model after model.unload()"
             )
-        result = type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
-        weights = Path(save_directory) / WEIGHTS
-        if kwargs.get("is_main_process", True) and weights.is_file():
-            stamp_tensors(weights)
-        return result
+        save = type(self.model).save_pretrained
+        if not (args[0] if args else kwargs.get("is_main_process", True)):
+            return save(self.model, save_directory, *args, **kwargs)
+        with saved_adapters(save_directory) as staged:
+            return save(self.model, staged, *args, **kwargs)
 
 
 def guard_save(model: Any) -> None:

@@ -1,0 +1,89 @@
+"""A folder is written whole: elsewhere first, then file by file under its final names, the config last.
+
+What a full disk or a killed process interrupts leaves what was there before. Between two renames a kill can leave new
+weights beside an older config; then the digest of the weights in that config does not fit them (digests.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from snnk_peft.errors import ConfigError
+
+CONFIGS = ("adapter_config.json", "config.json")  # a folder without one is no model
+
+
+@contextlib.contextmanager
+def written_whole(
+    folder: str | os.PathLike[str], outdated: Callable[[Path], bool] = lambda old: False
+) -> Iterator[Path]:
+    """A context with an empty folder to write to; its files move to `folder` when it ends without an error.
+
+    Args:
+        folder: is made if need be; files of other names stay as they are.
+        outdated: whether an older file that gets no successor of its name goes.
+
+    Raises:
+        ConfigError: the folder cannot be written to; what was there before is unchanged.
+    """
+    target = Path(folder)
+    made = [each for each in (target, *target.parents) if not each.exists()]
+    temporary = target / f".saving.{os.getpid()}@{socket.gethostname()}.tmp"
+    try:
+        _remove_leftovers(target)
+        staged = temporary / (target.resolve().name or "folder")  # a model card has the folder's name as its title
+        staged.mkdir(parents=True)
+        yield staged
+        _publish(staged, target, outdated)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{target} cannot be written ({error}); what was there before is unchanged. Make room, or give another "
+            "folder"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the first that is not empty ends it
+            for each in made:
+                each.rmdir()
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Delete what this process, or one of this machine that is no more, did not finish."""
+    host = f"@{socket.gethostname()}.tmp"
+    for found in target.glob(f".saving.*{glob.escape(host)}"):
+        number = found.name.removeprefix(".saving.").removesuffix(host)
+        try:
+            if int(number) != os.getpid():
+                os.kill(int(number), 0)  # only asks whether it lives
+                continue
+        except (ValueError, PermissionError):
+            continue
+        except (ProcessLookupError, OverflowError):
+            pass
+        shutil.rmtree(found, ignore_errors=True)
+
+
+def _publish(staged: Path, target: Path, outdated: Callable[[Path], bool]) -> None:
+    for folder, inner, names in os.walk(staged):
+        inner.sort()
+        home = target / Path(folder).relative_to(staged)
+        home.mkdir(exist_ok=True)
+        gone = [old for old in home.iterdir() if old.name not in names and old.is_file() and outdated(old)]
+        for name in sorted(names, key=lambda name: (name in CONFIGS, name)):
+            if name in CONFIGS:
+                _remove(gone)
+            os.replace(Path(folder) / name, home / name)
+        _remove(gone)
+
+
+def _remove(files: list[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,92 @@
+"""Digests are written: of the tensors into a weights file, of its entries and of its weights into a config."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from snnk_peft.digests import (
+    DIGESTS,
+    NOT_FINITE,
+    WEIGHTS_END,
+    entries_of,
+    is_finite,
+    open_tensors,
+    read_digests,
+    saved_digests,
+    tensor_digest,
+    value_digest,
+)
+
+
+def stamp_together(config: Path, free: Collection[str], weights: Iterable[Path], before: Path | None = None) -> None:
+    """Write digests into files that were saved together, which ties them to each other.
+
+    Args:
+        config: a JSON file.
+        free: its entries without digests, which people may edit.
+        weights: safetensors files.
+        before: the config that this one replaces. What else it names are other variants (float16) of the same model, if
+            it says the same.
+    """
+    ties = {path.name: stamp_tensors(path) for path in sorted(weights)}
+    stamp_entries(config, free, ties)
+    others = {} if before is None else _ties_of_the_same(config, before)
+    if others:
+        stamp_entries(config, free, others | ties)
+
+
+def _ties_of_the_same(config: Path, before: Path) -> dict[str, str]:
+    new, old = (read_digests(path) for path in (config, before))
+    new, old = ({name: value for name, value in each.items() if name != "dtype"} for each in (new, old))
+    own, theirs = ({name: v for name, v in each.items() if not name.endswith(WEIGHTS_END)} for each in (new, old))
+    return {name: v for name, v in old.items() if name.endswith(WEIGHTS_END)} if own == theirs else {}
+
+
+def stamp_tensors(path: Path) -> str:
+    """Write the digests of its tensors into the header of a safetensors file that has none.
+
+    Returns:
+        The digest of them all.
+    """
+    with open_tensors(path) as file:
+        if (saved := saved_digests(file)) is not None:
+            return value_digest(saved)
+        digests = {key: tensor_digest(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - no mapping
+        digests |= {key: digests[key] + NOT_FINITE for key in digests if not is_finite(file.get_tensor(key))}
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
+    try:
+        with path.open("rb") as source, temporary.open("wb") as target:
+            header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+            header["__metadata__"] = {**header.get("__metadata__", {}), DIGESTS: json.dumps(digests)}
+            text = json.dumps(header).encode()
+            text += b" " * (-len(text) % 8)  # tensors stay aligned
+            target.write(len(text).to_bytes(8, "little") + text)
+            shutil.copyfileobj(source, target, 1 << 20)
+        shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return value_digest(digests)
+
+
+def stamp_entries(path: Path, free: Collection[str], weights: Mapping[str, str] | None = None) -> None:
+    """Write the digests of its entries into a JSON file.
+
+    Args:
+        path: of the file.
+        free: entries without, which people may edit.
+        weights: digests of the files that were saved with it, by name.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    digests = {key: value_digest(value) for key, value in entries_of(content, {*free, DIGESTS}).items()}
+    content[DIGESTS] = digests | dict(weights or {})
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
+    try:
+        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
