@@ -18,6 +18,7 @@ from snnk_peft import (
     ClosedFormHead,
     FFNPart,
     HeadFeatures,
+    HeadStatistics,
     NarrowFFNPart,
     NarrowHeadsPart,
     Part,
@@ -101,6 +102,23 @@ def pooled_head(share: slice) -> dict[str, torch.Tensor]:
     return {"weight": fitted.weight, "bias": fitted.bias, "temperature": torch.tensor(fitted.temperature)}
 
 
+def forgotten(share: slice) -> dict[str, torch.Tensor]:
+    """Statistics of which one process has forgotten all examples whose second number is not 0."""
+    generator = torch.Generator().manual_seed(4)
+    vectors = torch.randn(60, 2, generator=generator)
+    vectors[:20, 1] = 0
+    targets = torch.arange(60) % 2
+    found = HeadStatistics(2, 2, "classes", remember=True)
+    found.add(vectors[:20][share], targets[:20][share])
+    if share.start in (0, None):
+        found.add(vectors[20:], targets[20:])
+        found.remove(vectors[20:], targets[20:])
+    found.reduce()
+    assert found.digests is not None
+    kept = torch.tensor(sorted(list(digest) for digest in found.digests))
+    return {"gram": found.moments.normal_equations()[0], "digests": kept}
+
+
 def fault(share: slice, parts: list[Any], count: int = 11) -> str:
     """What calibrate refuses."""
     try:
@@ -148,6 +166,7 @@ def main(folder: Path) -> None:
     head, reports["closed form"] = closed_form(share)
     tensors |= {f"closed form/{key}": value for key, value in head.items()}
     tensors |= {f"pooled head/{key}": value for key, value in pooled_head(share).items()}
+    tensors |= {f"forgotten/{key}": value for key, value in forgotten(share).items()}
     reports["faults"] = [
         fault(share, [PARTS["features"]], count=1),
         fault(share, [TwoLinearsPart(targets="*.intermediate.dense")]),

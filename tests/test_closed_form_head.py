@@ -396,3 +396,36 @@ def test_a_changed_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="views"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert sys.modules["snnk_peft"]
+
+
+def test_forgetting_what_other_batches_computed_and_what_was_never_counted() -> None:
+    """In other batches a model's last bits are others: a column that is constant in what stays must not become one of
+    them. With digests such rows are refused, and so are rows that were never counted."""
+    generator = torch.Generator().manual_seed(0)
+    model = tiny("bert", num_labels=2)
+    features = HeadFeatures([(-1, "mean")], {"component": "relu", "projection": "gaussian", "num_features": 200})
+    ids = torch.randint(3, 100, (300, 9), generator=generator)
+    labels = ids[:, 1] % 2
+
+    def batches(order: torch.Tensor, size: int) -> list[dict[str, torch.Tensor]]:
+        return [{"input_ids": ids[part], "labels": labels[part]} for part in order.split(size)]
+
+    head = ClosedFormHead(model, features)
+    vectors = head.vectors({"input_ids": ids})
+    # What stays are examples that are alike, so that some columns are 0 for all of them.
+    order = (vectors - vectors[0]).norm(dim=1).argsort()
+    stay, go = order[:12], order[12:]
+    assert int((vectors[stay].std(0) == 0).sum()) > 5
+    head.add(batches(torch.cat((go, stay)), 8))
+    head.remove(batches(go.flip(0), 1))
+    never = ClosedFormHead(model, features)
+    never.add(batches(stay, 8))
+    found, wanted = (each.fit(batches(stay, 8)) for each in (head, never))
+    assert torch.equal(found.scores(vectors).argmax(1), wanted.scores(vectors).argmax(1))
+    torch.testing.assert_close(found.scores(vectors[stay]), wanted.scores(vectors[stay]), rtol=1e-3, atol=1e-3)
+
+    certain = ClosedFormHead(model, features, remember=True)
+    certain.add(batches(order, 8))
+    with pytest.raises(ConfigError, match="4 of 4 examples that are to be forgotten were not counted"):
+        certain.remove([{"input_ids": ids[:4].flip(1), "labels": labels[:4]}])
+    assert certain.remove(batches(order, 8)[:3]) == 24

@@ -94,6 +94,14 @@ def test_shares_make_the_head_of_the_whole_and_forget_alike(group) -> None:
             assert difference < 1e-9 * expected[key].abs().max()
 
 
+def test_what_was_forgotten_before_sharing_leaves_no_rounding(group) -> None:
+    expected = group_job.forgotten(slice(None))
+    for tensors, _ in group:
+        assert tensors["forgotten/gram"][1, 1] == 0
+        torch.testing.assert_close(tensors["forgotten/gram"], expected["gram"])
+        assert torch.equal(tensors["forgotten/digests"], expected["digests"])
+
+
 def test_what_cannot_be_shared_is_refused_in_every_process(group) -> None:
     for _, reports in group:
         empty, alone = reports["faults"]

@@ -35,6 +35,7 @@ from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.tuner.batches import evaluating, model_inputs
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
+ROUNDINGS = 8  # by which variances of what a model computes differ at most when other examples stand in the batch
 
 
 class ClosedFormHead:
@@ -45,6 +46,8 @@ class ClosedFormHead:
         features: what the head reads; the mean over the tokens of the last layer if None.
         kind: "classes", "labels" (of which several may hold) or "numbers".
         names: of the classes, labels or numbers; those of `model.config.id2label` if None.
+        remember: keep a digest of every example, so that `remove` refuses one that was not counted; see
+            `HeadStatistics`.
 
     Attributes:
         statistics: of the examples counted so far. They can be saved, loaded, merged and taken away.
@@ -75,6 +78,7 @@ class ClosedFormHead:
         *,
         kind: str = "classes",
         names: Sequence[str] | None = None,
+        remember: bool = False,
     ):
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
@@ -89,7 +93,7 @@ class ClosedFormHead:
         self.reader = HeadReader(self.features, config.hidden_size, config.num_hidden_layers + 1)
         self.reader.to(model.device).eval()
         origin = {"weights": _digest(self.encoder), "features": self.features.to_dict(), "names": self.names}
-        self.statistics = HeadStatistics(self.reader.out_dim, len(self.names), kind, origin)
+        self.statistics = HeadStatistics(self.reader.out_dim, len(self.names), kind, origin, remember)
         self.fitted: FittedHead | None = None
         self._sample: TokenSample | None = None
 
@@ -154,17 +158,24 @@ class ClosedFormHead:
     def remove(self, batches: Iterable[Mapping[str, Any]], targets: str = "labels") -> int:
         """Forget examples that were counted here or in what was merged; arguments as in `add`.
 
-        The head is then that of the other examples, to rounding: give the rows as they were counted. Vectors that were
-        kept for the temperature are dropped as well, all of them.
+        The head is then that of the other examples, to rounding: give the rows in the batches in which they were
+        counted, because a model's last bits depend on them. Columns in which the others do not differ by more than
+        such bits tell nothing then. Vectors that were kept for the temperature are dropped as well, all of them.
+
+        That the rows were counted is known with `remember` only. Without it, rows that were not are noticed where a
+        class would be left with less than no examples, or a column with a negative variance; others that were not
+        leave a head of no set of examples.
 
         Returns:
             How many were forgotten.
 
         Raises:
-            ConfigError: as in `add`, or more examples than there are; nothing is forgotten then.
+            ConfigError: as in `add`, or examples that cannot have been counted; nothing is forgotten then.
         """
         found, _ = self._counted(batches, targets)
-        self.statistics.take_away(found)
+        same_bits = found.digests is not None
+        eps = torch.finfo(torch.promote_types(self.model.dtype, torch.float32)).eps
+        self.statistics.take_away(found, 0.0 if same_bits else ROUNDINGS * eps)
         self._sample = None
         return found.count
 

@@ -8,8 +8,9 @@ are kept: m² + m l numbers whatever n is. Each batch is centred at its own mean
 
     S ← S₁ + S₂ + n₁n₂/(n₁+n₂) (φ̄₂−φ̄₁)(φ̄₂−φ̄₁)ᵀ
 
-which does not cancel when means are large, and which a negative n₂ undoes. Cost per token: m² + m l, plus l·o with an
-output metric W₂ (o, l). What they are for: calibration/ridge.py.
+which does not cancel when means are large, and which a negative n₂ undoes, up to rounding of what was there before:
+at most n eps (S_jj + 2 |φ̄_j| √(S_jj/n)) in a column, which is kept. One whose S_jj is not above it is constant.
+Cost per token: m² + m l, plus l·o with an output metric W₂ (o, l). What they are for: calibration/ridge.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOMENTS = ("feature_mean", "target_mean", "gram", "cross", "spread")
+ROUNDING = "rounding"  # of gram's diagonal after removals; statistics that were saved before it was kept have none
+IMPOSSIBLE = 1e-3  # of a column's S_jj: rows that were there never leave less than minus this, whatever is rounded
 
 
 class Moments:
@@ -76,6 +79,7 @@ class Moments:
         self._cross = torch.zeros(out_dim, feature_dim, dtype=dtype)
         rows = out_dim if output_weight is None else len(output_weight)
         self._spread = torch.zeros(rows, dtype=dtype)  # Σ (W₂(y − ȳ))², each output's
+        self._rounding = torch.zeros(feature_dim, dtype=dtype)
 
     @torch.no_grad()
     def update(self, features: Tensor, targets: Tensor, mask: Tensor | None = None) -> None:
@@ -126,15 +130,21 @@ class Moments:
         self._require_alike(other)
         if other.count:
             self._add(other.count, other._feature_mean, other._target_mean, other._gram, other._cross, other._spread)
+            self._rounding += other._rounding.to(self._gram)
 
-    def remove(self, other: Moments) -> None:
+    def remove(self, other: Moments, noise: float = 0.0) -> None:
         """Take away tokens that were added before, so that nothing of them is left but rounding.
 
+        A column in which the others do not differ is constant then, as `normal_equations` has it.
+
         Args:
-            other: their moments; that they were added is the caller's knowledge.
+            other: their moments. That they were added is the caller's knowledge: of tokens that never were, only those
+                are noticed that would leave a column a negative variance.
+            noise: relative error of S with which their features were computed again; 0 for the same bits.
 
         Raises:
-            ConfigError: another shape, or more tokens than there are.
+            ConfigError: another shape, more tokens than there are, or tokens that cannot have been among them; nothing
+                is taken away then.
         """
         self._require_alike(other)
         if other.count > self.count:
@@ -144,8 +154,26 @@ class Moments:
         if other.count == self.count:
             self._clear()
         elif other.count:
+            self._require_within(other)
+            before, mean = self._gram.diagonal().clamp_min(0), self._feature_mean.abs()
+            eps = torch.finfo(self.dtype).eps
+            rounding = eps * (self.count * before + 2 * mean * (self.count * before).sqrt()) + noise * before
+            self._rounding = torch.maximum(self._rounding, rounding) + other._rounding.to(self._gram)
             self._add(
                 -other.count, other._feature_mean, other._target_mean, -other._gram, -other._cross, -other._spread
+            )
+
+    def _require_within(self, other: Moments) -> None:
+        """Of each column a variance sum that is not negative stays behind."""
+        step = other._feature_mean.to(self._gram) - self._feature_mean
+        between = self.count * other.count / (self.count - other.count)
+        before = self._gram.diagonal()
+        left = before - other._gram.diagonal().to(before) - between * step.square()
+        wrong = left < -IMPOSSIBLE * before - self._rounding
+        if wrong.any():
+            raise ConfigError(
+                f"{other.count} tokens are to be removed that were not added before: {int(wrong.sum())} of {len(left)} "
+                "features would keep a negative variance; expected tokens that were added, as they were then"
             )
 
     def _require_alike(self, other: Moments) -> None:
@@ -162,7 +190,8 @@ class Moments:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that was accumulated, as tensors that a file can hold; see `of_tensors`."""
-        return {"count": torch.tensor(self.count), **{name: getattr(self, f"_{name}") for name in MOMENTS}}
+        named = {name: getattr(self, f"_{name}") for name in (*MOMENTS, ROUNDING)}
+        return {"count": torch.tensor(self.count), **named}
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
@@ -175,7 +204,7 @@ class Moments:
         if missing:
             raise ConfigError(f"tensors of the moments are missing: {', '.join(missing)}")
         found = cls(tensors["feature_mean"].numel(), tensors["target_mean"].numel(), dtype=tensors["gram"].dtype)
-        for name in MOMENTS:
+        for name in (*MOMENTS, *({ROUNDING} & tensors.keys())):
             wanted, given = getattr(found, f"_{name}").shape, tensors[name].shape
             if wanted != given:
                 raise ConfigError(f"{name} is {tuple(given)}; expected {tuple(wanted)}, as the means say")
@@ -186,14 +215,16 @@ class Moments:
     def mapped(self, matrix: Tensor) -> Self:
         """The moments of features Mφ, for M (k, m) or the diagonal of M (m,), from those of φ."""
         found = type(self)(len(matrix), self.out_dim, self.intercept, self.dtype, self.output_weight)
-        matrix = matrix.to(self._gram)
+        matrix, rooted = matrix.to(self._gram), self._rounding.sqrt()
 
         def rows(of: Tensor) -> Tensor:
             return matrix[:, None] * of if matrix.ndim == 1 else matrix @ of
 
         found.count, found._target_mean, found._spread = self.count, self._target_mean.clone(), self._spread.clone()
+        gram, cross = self._without_rounding()
         found._feature_mean = rows(self._feature_mean[:, None]).squeeze(1)
-        found._gram, found._cross = rows(rows(self._gram).T), rows(self._cross.T).T
+        found._gram, found._cross = rows(rows(gram).T), rows(cross.T).T
+        found._rounding = (matrix * rooted if matrix.ndim == 1 else matrix.abs() @ rooted).square()
         return found
 
     @classmethod
@@ -225,6 +256,7 @@ class Moments:
         self._gram = summed(self._gram.addr(feature_step, feature_step, alpha=self.count))
         self._cross = summed(self._cross.addr(target_step, feature_step, alpha=self.count))
         self._spread = summed(self._spread + self.count * self._behind(target_step.unsqueeze(1)))
+        self._rounding = summed(self._rounding)
         self.count, self._feature_mean, self._target_mean = total, feature_mean, target_mean
 
     def _behind(self, columns: Tensor) -> Tensor:
@@ -237,8 +269,8 @@ class Moments:
         self, count: int, feature_mean: Tensor, target_mean: Tensor, gram: Tensor, cross: Tensor, spread: Tensor
     ) -> None:
         if self.count == 0:  # the first tokens decide the device
-            for name in ("_feature_mean", "_target_mean", "_gram", "_cross", "_spread"):
-                setattr(self, name, getattr(self, name).to(gram.device))
+            for name in (*MOMENTS, ROUNDING):
+                setattr(self, f"_{name}", getattr(self, f"_{name}").to(gram.device))
         total = self.count + count
         feature_step = feature_mean.to(self._gram) - self._feature_mean
         target_step = target_mean.to(self._gram) - self._target_mean
@@ -251,15 +283,23 @@ class Moments:
         self._target_mean += target_step * (count / total)
         self.count = total
 
+    def _without_rounding(self) -> tuple[Tensor, Tensor]:
+        """S and C with zeros where nothing but the rounding of what was removed is left of a column."""
+        if not self._rounding.any():
+            return self._gram, self._cross
+        constant = self._gram.diagonal() <= self._rounding
+        return self._gram.masked_fill(constant | constant[:, None], 0.0), self._cross.masked_fill(constant, 0.0)
+
     def normal_equations(self) -> tuple[Tensor, Tensor]:
         """Gram matrix (m, m) and cross moments (l, m), sums over tokens: centred with intercept, raw without."""
         self._require_tokens()
+        gram, cross = self._without_rounding()
         if self.intercept:
-            return self._gram, self._cross
+            return gram, cross
         mean = self._feature_mean
         return (
-            self._gram + self.count * torch.outer(mean, mean),
-            self._cross + self.count * torch.outer(self._target_mean, mean),
+            gram + self.count * torch.outer(mean, mean),
+            cross + self.count * torch.outer(self._target_mean, mean),
         )
 
     @property

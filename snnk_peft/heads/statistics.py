@@ -3,7 +3,11 @@
 Ridge regression of targets on what a head reads needs nothing but moments (calibration/ridge.py), and moments of two
 sets of examples are those of both. So parts that were counted on different machines make the same head as one pass over
 everything, up to the rounding of sums in fp64, and a head from which examples were taken away is the head that never
-saw them.
+saw them: a column in which the others do not differ is constant again, although subtraction leaves rounding there.
+
+What was forgotten has to have been counted, with the same vectors to the last bit. Moments cannot tell in general; they
+do where a class would be left with less than no examples, or a column with a negative variance. Whoever needs certainty
+has a digest of every example kept (`remember`), which costs 16 bytes each.
 
 Targets are one-hot vectors of classes, zeros and ones of labels of which several may hold, or numbers.
 """
@@ -12,22 +16,28 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from snnk_peft.calibration.closed_form import one_hot_targets
+from snnk_peft.calibration.reduce import gathered
 from snnk_peft.calibration.ridge import GramAccumulator
 from snnk_peft.digests import content_faults, open_tensors, refuse
 from snnk_peft.errors import ConfigError
+from snnk_peft.repeats import rows
 from snnk_peft.stamps import stamp_tensors
 
 KINDS = ("classes", "labels", "numbers")
 HEADER = "snnk_head_statistics"  # of the file, as JSON
 LEAST_CLASSES = 2
+DIGESTS = "digests"  # of the examples in that file, one behind the other
+DIGEST = 16  # bytes of one
 
 
 class HeadStatistics:
@@ -38,9 +48,11 @@ class HeadStatistics:
         outputs: classes, labels or numbers that the head tells.
         kind: "classes", "labels" (several may hold) or "numbers".
         origin: plain data that says what made the vectors (model, features); only statistics of one origin are added.
+        remember: keep a digest of every example, so that `remove` and `take_away` refuse one that was not counted.
 
     Attributes:
         moments: of vectors and targets.
+        digests: how often each example was counted, by its digest; None without `remember`.
 
     Example:
         >>> import torch
@@ -53,13 +65,21 @@ class HeadStatistics:
         60
     """
 
-    def __init__(self, width: int, outputs: int, kind: str, origin: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        width: int,
+        outputs: int,
+        kind: str,
+        origin: Mapping[str, Any] | None = None,
+        remember: bool = False,
+    ):
         if kind not in KINDS:
             raise ConfigError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
         if kind == "classes" and outputs < LEAST_CLASSES:
             raise ConfigError(f"outputs is {outputs}; expected {LEAST_CLASSES} classes at least")
         self.kind, self.origin = kind, dict(origin or {})
         self.moments = GramAccumulator(width, outputs)
+        self.digests: Counter[bytes] | None = Counter() if remember else None
 
     @property
     def count(self) -> int:
@@ -77,24 +97,30 @@ class HeadStatistics:
             ConfigError: shapes or values that do not fit; nothing is counted then.
             ValueError: NaN or infinity; likewise.
         """
-        self.moments.update(vectors, self.targets(targets).to(vectors.device))
+        wanted = self.targets(targets)
+        self.moments.update(vectors, wanted.to(vectors.device))
+        if self.digests is not None:
+            each = rows({"examples": torch.cat([vectors.double().cpu(), wanted.cpu()], 1)})
+            self.digests.update(digest[:DIGEST] for digest in each)
 
     def remove(self, vectors: Tensor, targets: Tensor) -> None:
         """Forget examples that were counted before, here or in what was merged; arguments as in `add`.
 
-        Raises:
-            ConfigError: shapes or values that do not fit, or more examples than there are; nothing is forgotten then.
-        """
-        self.take_away(self._of(vectors, targets))
+        That they were counted is known with `remember` only. Without it some that were not are noticed (see
+        `take_away`), and others leave statistics of no set of examples.
 
-    def _of(self, vectors: Tensor, targets: Tensor) -> HeadStatistics:
-        found = self.empty()
-        found.add(vectors, targets)
-        return found
+        Raises:
+            ConfigError: shapes or values that do not fit, or examples that cannot have been counted; nothing is
+                forgotten then.
+        """
+        other = self.empty()
+        other.add(vectors, targets)
+        self.take_away(other)
 
     def empty(self) -> HeadStatistics:
         """Of the same kind, origin and shape, without examples."""
-        return HeadStatistics(self.moments.feature_dim, self.moments.out_dim, self.kind, self.origin)
+        remember = self.digests is not None
+        return HeadStatistics(self.moments.feature_dim, self.moments.out_dim, self.kind, self.origin, remember)
 
     def merge(self, other: HeadStatistics) -> None:
         """Count all examples of the other.
@@ -104,24 +130,71 @@ class HeadStatistics:
         """
         self._require_alike(other)
         self.moments.merge(other.moments)
+        if self.digests is not None and other.digests is not None:
+            self.digests += other.digests
 
-    def take_away(self, other: HeadStatistics) -> None:
+    def take_away(self, other: HeadStatistics, noise: float = 0.0) -> None:
         """Forget all examples of the other, which were counted before.
 
+        Args:
+            other: their statistics.
+            noise: relative error with which their vectors were computed again; 0 for the same bits.
+
         Raises:
-            ConfigError: of another kind, origin or shape, or more examples than there are.
+            ConfigError: of another kind, origin or shape; more examples than there are, or more of a class or with a
+                label; vectors whose variance is larger than that of all; with `remember`, an example that was not
+                counted. Nothing is forgotten then.
         """
         self._require_alike(other)
-        self.moments.remove(other.moments)
+        faults = self._never_counted(other)
+        if faults:
+            raise ConfigError([*faults, "expected examples that were counted before, as they were then"])
+        self.moments.remove(other.moments, noise)
+        if self.digests is not None and other.digests is not None:
+            self.digests -= other.digests
+
+    def _never_counted(self, other: HeadStatistics) -> list[str]:
+        """What shows that examples of the other were not counted here."""
+        ours = self._numbers()
+        found = [
+            f"{number} examples {what} are to be forgotten of {ours[what]}"
+            for what, number in other._numbers().items()
+            if number > ours[what] and other.count <= self.count
+        ]
+        if self.digests is not None and other.digests is not None:
+            unknown = sum((other.digests - self.digests).values())
+            if unknown:
+                found.append(
+                    f"{unknown} of {other.count} examples that are to be forgotten were not counted with these vectors "
+                    "and targets (other batches change the last bits of what a model computes)"
+                )
+        return found
+
+    def _numbers(self) -> dict[str, int]:
+        """How many examples there are of each class, or with and without each label."""
+        mean = self.moments.target_mean.cpu()
+        shares = {"classes": {"of class": mean}, "labels": {"with label": mean, "without label": 1 - mean}}
+        return {
+            f"{what} {index}": round(float(share) * self.count)
+            for what, each in shares.get(self.kind, {}).items()
+            for index, share in enumerate(each)
+        }
 
     def reduce(self) -> None:
         """Count the examples of all other processes as well; every process calls this."""
         self.moments.reduce()
+        if self.digests is not None:
+            self.digests = sum(gathered(self.digests), Counter())
 
     def _require_alike(self, other: HeadStatistics) -> None:
+        remembered = [each.digests is not None for each in (self, other)]
         faults = [
             f"{what} is {theirs!r} there and {ours!r} here"
-            for what, ours, theirs in (("kind", self.kind, other.kind), ("origin", self.origin, other.origin))
+            for what, ours, theirs in (
+                ("kind", self.kind, other.kind),
+                ("origin", self.origin, other.origin),
+                ("remember", *remembered),
+            )
             if ours != theirs
         ]
         if faults:
@@ -148,10 +221,11 @@ class HeadStatistics:
         target = Path(path)
         temporary = target.with_name(f".{target.name}.tmp.safetensors")  # a killed process's remains are written over
         header = {HEADER: json.dumps({"kind": self.kind, "origin": self.origin})}
+        tensors = self.moments.tensors()
+        if self.digests is not None:
+            tensors[DIGESTS] = torch.tensor(list(b"".join(sorted(self.digests.elements()))), dtype=torch.uint8)
         try:
-            save_file(
-                {name: each.contiguous().cpu() for name, each in self.moments.tensors().items()}, temporary, header
-            )
+            save_file({name: each.contiguous().cpu() for name, each in tensors.items()}, temporary, header)
             stamp_tensors(temporary)
             os.replace(temporary, target)
         finally:
@@ -169,8 +243,12 @@ class HeadStatistics:
             text = (file.metadata() or {}).get(HEADER)
             if text is None:
                 raise ConfigError(f"{path} holds no statistics of a head; expected a file of HeadStatistics.save")
-            moments = GramAccumulator.of_tensors({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        digests = tensors.pop(DIGESTS, None)
+        moments = GramAccumulator.of_tensors(tensors)
         told = json.loads(text)
-        found = cls(moments.feature_dim, moments.out_dim, told["kind"], told["origin"])
+        found = cls(moments.feature_dim, moments.out_dim, told["kind"], told["origin"], digests is not None)
         found.moments = moments
+        if digests is not None:
+            found.digests = Counter(bytes(each.tolist()) for each in digests.split(DIGEST))
         return found
