@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from _lib.data import ExampleSet
 
     from snnk_peft import ClosedFormHead
+    from snnk_peft.heads.fitted import FittedHead
 
 STATISTICS, RECORD = "statistics.safetensors", "head.json"  # what was fitted, written before the first checkpoint
 PLOT = "score_over_seconds.png"
@@ -151,7 +153,7 @@ class FitHead(Finetuning):
             part.reduce()
             head.merge(part)
             read = time.perf_counter()
-            fitted = head.fit()
+            fitted = _fit(head, number == len(shares))
             reading += read - start
             seconds = reading + time.perf_counter() - read  # who stops here has fitted nothing before
             scores = {name: self.task.compute(fitted.scores(x).float(), y) for name, (x, y) in held.items()}
@@ -190,11 +192,12 @@ class FitHead(Finetuning):
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
         """Of the bundle; before that, what was fitted is written, because `--resume` does not repeat it."""
-        from _lib.files import write_json
+        from _lib.files import write_json, writing
 
         if self.record is not None and accelerator.is_main_process:
             folder = Path(self.config.output.dir)
-            self.head.save(folder / STATISTICS)
+            with writing(folder / STATISTICS):
+                self.head.save(folder / STATISTICS)
             write_json(folder / RECORD, self.record)
             self.record = None
         return super().score(model, splits, accelerator, stopped)
@@ -255,12 +258,22 @@ class FitHead(Finetuning):
         )
 
 
+def _fit(head: ClosedFormHead, all_counted: bool) -> FittedHead:
+    """What may be wrong with the first examples (a class that comes later) says nothing about all of them."""
+    from snnk_peft.errors import NumericalWarning
+
+    with warnings.catch_warnings():
+        if not all_counted:
+            warnings.simplefilter("ignore", NumericalWarning)
+        return head.fit()
+
+
 def _shares(lengths: Sequence[int], points: int, seed: int, size: int) -> list[list[list[int]]]:
     """Batches of the first n/2^k examples in drawn order, then of the next as many, then of twice as many, ..."""
     from _lib.texts import batches_by_length, drawn
 
     order = drawn(len(lengths), len(lengths), seed)
-    ends = sorted({max(1, len(order) >> power) for power in range(points)})
+    ends = sorted({max(2, len(order) >> power) for power in range(points)})  # one example is no head
     starts = [0, *ends[:-1]]
     return [batches_by_length(lengths, order[start:end], size) for start, end in zip(starts, ends, strict=True)]
 

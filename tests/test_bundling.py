@@ -486,7 +486,7 @@ def test_closed_form_refusals():
         fit_closed_form(model, [], ridge=1.0)
     with pytest.raises(ConfigError, match="batch 0 has no 'label'; found input_ids, labels"):
         fit_closed_form(model, regression_batches(model, 3), targets="label")
-    with pytest.raises(ConfigError, match="labels run from 0 to 3; expected 0 to 2"):
+    with pytest.raises(ConfigError, match="targets run from 0 to 3; expected 0 to 2"):
         fit_closed_form(model, regression_batches(model, 4), ridge=1.0)
     with pytest.raises(ConfigError, match="expected floating targets"):
         fit_closed_form(bundled(1), regression_batches(model, 2), ridge=1.0)

@@ -97,7 +97,7 @@ def test_memory_does_not_grow_with_tokens():
     for _ in range(3):
         gram.update(torch.randn(2, 50, 8), torch.randn(2, 50, 3))
         held = sum(value.numel() for value in vars(gram).values() if isinstance(value, torch.Tensor))
-        assert held == 8 * 8 + 3 * 8 + 8 + 3 + 3
+        assert held == 8 * 8 + 3 * 8 + 2 * 8 + 3 + 3
     assert gram.count == 300
 
 

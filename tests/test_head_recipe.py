@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from recipe_world import RECIPES, write_world
 from safetensors.torch import load_file
 
 from snnk_peft import ClosedFormHead, HeadStatistics
+from snnk_peft.errors import NumericalWarning
 from tests.fresh_process import run_processes, run_python
 
 sys.path.append(str(RECIPES))
@@ -222,3 +225,30 @@ def test_wrong_views_are_refused_before_the_run(
     assert fit_head.main([*given, "method.views=[[1, median]]"]) == 2
     assert "median" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_told_with_the_path(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits, save = resource.getrlimit(resource.RLIMIT_FSIZE), ClosedFormHead.save
+
+    def on_a_full_disk(self, path):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            save(self, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(ClosedFormHead, "save", on_a_full_disk)
+    out = tmp_path / "head"
+    assert fit_head.main([str(world / "head.yaml"), f"output.dir={out}", "data.max_train_samples=16"]) == 2
+    assert f"error: {out / 'statistics.safetensors'}: File too large; raise the limit" in capsys.readouterr().err
+    assert not list(out.glob("*.safetensors"))
+
+
+def test_twelve_examples_are_enough_for_every_point(world: Path, tmp_path: Path) -> None:
+    """The first point, an eighth of the examples, may lack a class; all of them do not, and nothing is said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NumericalWarning)
+        figures = fitted(world, tmp_path / "head", "data.max_train_samples=12")
+    assert [point["examples"] for point in figures["points"]] == [2, 3, 6, 12]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
     for given, told in (
         ((vectors, targets + 1), "labels run from 1 to 3"),
         ((vectors[:, :6], targets), "do not fit"),
-        ((vectors, targets.double()), "expected integer class indices"),
+        ((vectors, targets + 0.5), "expected integer class indices"),
     ):
         with pytest.raises(ConfigError, match=told):
             found.add(*given)
@@ -276,3 +277,21 @@ def test_with_digests_only_what_was_counted_is_forgotten(tmp_path: Path) -> None
     torch.testing.assert_close(FittedHead(found).scores(kept), FittedHead(never).scores(kept))
     with pytest.raises(ConfigError, match="remember is False there and True here"):
         found.merge(of((kept, wanted)))
+
+
+def test_a_full_disk_is_told_with_the_path_and_the_older_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "head.safetensors"
+    counted("classes", slice(None)).save(path)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            counted("classes", slice(None)).save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.filename == str(path)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(OSError, match="No such file or directory") as raised:
+        counted("classes", slice(None)).save(tmp_path / "missing" / "head.safetensors")
+    assert raised.value.filename == str(tmp_path / "missing" / "head.safetensors")

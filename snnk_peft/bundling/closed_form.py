@@ -14,6 +14,7 @@ first order around z₀ the softmax has the shares p where
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,9 +27,10 @@ from snnk_peft.calibration.closed_form import one_hot_targets
 from snnk_peft.calibration.reduce import same_everywhere
 from snnk_peft.calibration.ridge import GramAccumulator
 from snnk_peft.calibration.ridge_posterior import cross_validated
-from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.errors import ConfigError, NumericalWarning, UnsupportedError
 from snnk_peft.functional.folding import bundle_jacobian
 from snnk_peft.heads.fitted import HEAD_RIDGES
+from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whole, require_finite
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.tuner.batches import evaluating, model_inputs
 
@@ -75,8 +77,10 @@ def fit_closed_form(
         model: whose last Linear gives the logits: from `bundle`, of a model whose pooler was replaced and folded into
             the classifier (BERT, ELECTRA) or put before it (image classifiers); or any other classifier, patched or
             plain, which keeps its pooler as it is.
-        batches: dicts of model inputs with targets, read once. Integer targets (n,) are classes, or (n, tokens) those
-            of words, where negative ones do not count; floating ones (n,) or (n, k) are regressed.
+        batches: dicts of model inputs with targets, read once. Integer targets (n,) are classes, as are names of
+            `config.id2label` and, for several outputs, truth values and whole floats; (n, tokens) are those of words,
+            where negative ones do not count. Other floats (n,) and all of (n, k) are regressed. Targets may be a
+            tensor, an array, a list or columns of a table.
         ridge: λ >= 0 of the penalty λ‖W̄‖², scikit-learn's `alpha`; the bias is not penalised. None chooses it by
             generalised cross-validation, still in one pass.
         ridges: the candidates for that, as fractions of the mean squared feature deviation.
@@ -89,8 +93,11 @@ def fit_closed_form(
 
     Raises:
         UnsupportedError: no Linear gives the model's logits, or it has no bias.
-        ConfigError: no batches, no targets in a batch, labels that do not fit the head.
-        ValueError: features or targets hold NaN or infinity.
+        ConfigError: fewer than two examples, no targets in a batch, labels that do not fit the head or the batches
+            before, NaN or infinity among features or targets.
+
+    Warns:
+        NumericalWarning: features that are all the same, or classes without examples.
 
     Example:
         >>> import torch
@@ -107,6 +114,7 @@ def fit_closed_form(
     start = time.perf_counter()
     bundled = isinstance(model, SavedBundle) and model.config.snnk_plan.get("head") is not None
     found = bundled_head(model)[:2] if bundled else None
+    names = list((getattr(getattr(model, "config", None), "id2label", None) or {}).values())
     of_classes, moments = False, _moments_of(found)
     for index, batch in enumerate(batches):
         if targets not in batch:
@@ -115,14 +123,28 @@ def fit_closed_form(
         path, head = found = logits_head(model, inputs) if found is None else found
         if index == 0:
             moments = _moments_of(found)
-        features, labels = head_features(model, head, inputs), torch.as_tensor(batch[targets])
-        of_classes = not labels.is_floating_point()
-        if of_classes and features.ndim == 3 and labels.shape == features.shape[:2]:  # of words; others are negative
-            features, labels = features[labels >= 0], labels[labels >= 0]
-        moments.update(features, _as_targets(labels, head.out_features).to(features.device))
+        features = head_features(model, head, inputs)
+        try:
+            features, wanted, classes = _pairs(features, as_tensor("targets", batch[targets], names), head.out_features)
+            require_finite("features", features)
+        except ConfigError as error:
+            raise ConfigError(f"batch {index}: {fault}" for fault in error.faults) from error
+        if index and classes != of_classes:
+            told = ["numbers", "class indices"]
+            raise ConfigError(
+                f"batch {index} has targets that are {told[classes]}, those before it {told[of_classes]}; expected "
+                "one kind of targets in all batches"
+            )
+        of_classes = classes
+        moments.update(features, wanted.to(features.device))
     moments.reduce()
     if moments.count == 0:
         raise ConfigError("batches held no examples; expected at least one batch")
+    if moments.count == 1:
+        raise ConfigError("batches held 1 example; expected two at least, and some dozen of every class")
+    varies = bool((moments.normal_equations()[0].diagonal() > 0).any())
+    for note in fit_notes(moments.count, moments.target_mean if of_classes else None, names, varies):
+        warnings.warn(note, NumericalWarning, stacklevel=2)
     if ridge is None:
         ridge = cross_validated(moments, ridges).ridge * moments.ridge_scale
     fit = moments.solve(ridge)
@@ -213,19 +235,30 @@ def head_features(model: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) 
     return caught[0]
 
 
-def _as_targets(labels: Any, width: int) -> torch.Tensor:
-    labels = torch.as_tensor(labels)
-    if labels.is_floating_point():
-        labels = labels.reshape(len(labels), -1)
-        if labels.shape[1] != width:
-            raise ConfigError(f"targets have {labels.shape[1]} columns; the head has {width} outputs")
-        return labels
-    if width < 2 or labels.ndim != 1:
+def _pairs(features: torch.Tensor, given: torch.Tensor, outputs: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Features (n, m) and targets (n, outputs) of what counts, and whether these are of classes."""
+    floating, shape = given.is_floating_point(), tuple(given.shape)
+    if not floating and features.ndim == 3 and shape == features.shape[:2]:  # of words; others are negative
+        features, given = features[given >= 0], given[given >= 0]
+    if given.shape[:1] != features.shape[:1]:
+        raise ConfigError(f"targets are {shape}; expected one per example, of which there are {len(features)}")
+    if floating:
+        require_finite("targets", given)
+    indices = outputs > 1 and given.shape[1:].numel() == 1 and (not floating or is_whole(given))
+    if (floating and not indices) or given.shape[1:] == (outputs,):
+        wanted = given.reshape(len(given), -1).double()
+        if wanted.shape[1] != outputs:
+            raise ConfigError(
+                f"targets have {wanted.shape[1]} columns; the head has {outputs} outputs. Expected a column for each, "
+                "or integer class indices (n,)"
+            )
+        return features, wanted, False
+    if outputs == 1:
         raise ConfigError(
-            f"targets are {tuple(labels.shape)} {labels.dtype} and the head has {width} outputs; expected floating "
-            "targets for regression, or class indices (n,) and a head with one output per class"
+            f"targets are {shape} {given.dtype} and the head has 1 output; expected floating targets for regression, "
+            "or class indices (n,) and a head with one output per class"
         )
-    return one_hot_targets(labels, width)
+    return features, one_hot_targets(class_indices("targets", given, outputs), outputs), True
 
 
 def head_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ class ClosedFormHead:
         fitted: what `fit` made, or None; examples that are counted or forgotten later are not part of it.
 
     Raises:
-        ConfigError: a layer that the model does not have; an unknown kind; fewer than two classes.
+        ConfigError: a layer that the model does not have; an unknown kind; fewer than two classes; names that repeat.
 
     Example:
         >>> import torch
@@ -89,7 +89,7 @@ class ClosedFormHead:
         self.encoder: nn.Module = model.base_model
         images = model.main_input_name == "pixel_values"
         config = getattr(model.config, "vision_config", model.config) if images else model.config.get_text_config()
-        self.names = list(names or (model.config.id2label or {}).values())
+        self.names = _checked(names if names is not None else (model.config.id2label or {}).values())
         self.reader = HeadReader(self.features, config.hidden_size, config.num_hidden_layers + 1)
         self.reader.to(model.device).eval()
         origin = {"weights": _digest(self.encoder), "features": self.features.to_dict(), "names": self.names}
@@ -114,19 +114,22 @@ class ClosedFormHead:
             )
         return self.reader(states, mask, second_text(self.reader, self.model.config, given))
 
-    def _pairs(self, batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(self, batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[Tensor, Any]]:
         for index, batch in enumerate(batches):
             if targets not in batch:
                 raise ConfigError(f"batch {index} has no {targets!r}; found {', '.join(sorted(batch))}")
             inputs = {name: value for name, value in batch.items() if name != targets}
-            yield self.vectors(inputs), torch.as_tensor(batch[targets])
+            yield self.vectors(inputs), batch[targets]
 
     def _counted(self, batches: Iterable[Mapping[str, Any]], targets: str) -> tuple[HeadStatistics, TokenSample]:
         """Statistics of batches by themselves, so that a fault in a late one counts none of them."""
         found = self.statistics.empty()
         sample = TokenSample(SAMPLE, torch.Generator().manual_seed(0))
-        for vectors, wanted in self._pairs(batches, targets):
-            found.add(vectors, wanted)
+        for index, (vectors, wanted) in enumerate(self._pairs(batches, targets)):
+            try:
+                found.add(vectors, wanted)
+            except ConfigError as error:
+                raise ConfigError(f"batch {index}: {fault}" for fault in error.faults) from error
             sample.update(torch.cat([vectors.double().cpu(), found.targets(wanted).cpu()], 1))
         return found, sample
 
@@ -134,16 +137,15 @@ class ClosedFormHead:
         """Count examples, in one forward pass.
 
         Args:
-            batches: dicts of model inputs with targets: class indices (n,), labels (n, outputs) of zeros and ones, or
-                numbers (n,) or (n, outputs). Read once.
+            batches: dicts of model inputs with targets: class indices or `names` (n,), labels (n, outputs) of zeros and
+                ones, or numbers (n,) or (n, outputs), in a tensor, an array, a list or columns of a table. Read once.
             targets: key of the targets.
 
         Returns:
             How many were counted.
 
         Raises:
-            ConfigError: no targets in a batch, or some that do not fit; nothing is counted then.
-            ValueError: NaN or infinity; likewise.
+            ConfigError: no targets in a batch, or some that do not fit, NaN or infinity; nothing is counted then.
         """
         found, sample = self._counted(batches, targets)
         self.statistics.merge(found)
@@ -287,6 +289,14 @@ class ClosedFormHead:
                 ids[:, half] = separator
         wanted = temperature * (self.fitted.scores(self.vectors(inputs)) - shift)
         return float((made(**inputs).logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+
+
+def _checked(names: Any) -> list[str]:
+    """Different texts."""
+    found = [] if isinstance(names, str) else [str(name) for name in names]
+    if len(set(found)) < max(1, len(found)):
+        raise ConfigError(f"names is {names!r}; expected different texts, one per class, label or number")
+    return found
 
 
 def _digest(encoder: nn.Module) -> str:

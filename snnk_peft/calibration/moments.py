@@ -314,8 +314,11 @@ class Moments:
 
     @property
     def ridge_scale(self) -> float:
-        """The mean diagonal entry of the Gram matrix: multiply a relative ridge by it to get an absolute one."""
-        return float(self.normal_equations()[0].diagonal().mean())
+        """The mean diagonal entry of the Gram matrix: multiply a relative ridge by it to get an absolute one.
+
+        1 if that is zero, as of features that are all constant, where any ridge gives the same readout.
+        """
+        return float(self.normal_equations()[0].diagonal().mean()) or 1.0
 
     def _require_tokens(self) -> None:
         if self.count == 0:

@@ -12,6 +12,7 @@ Everything follows from moments but t, which takes the vectors of some examples 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,8 +22,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from snnk_peft.calibration.ridge_posterior import RidgePosterior, cross_validated
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.heads.statistics import HeadStatistics
+from snnk_peft.heads.targets import as_tensor, as_vectors, class_indices, fit_notes, require_finite
 
 # From shrinking all columns to interpolating: hidden states have a few directions that hold nearly all of the variance,
 # so with as many examples as columns the best ridge is far above their mean, which is what a ridge is measured in.
@@ -68,8 +70,11 @@ class FittedHead:
         temperature: t, or None before `temper`.
 
     Raises:
-        ConfigError: no candidates, or some not above 0.
+        ConfigError: no candidates, or some not above 0; a single example.
         ValueError: no examples.
+
+    Warns:
+        NumericalWarning: vectors that are all the same, or classes without examples.
 
     Example:
         >>> import torch
@@ -87,8 +92,13 @@ class FittedHead:
     def __init__(self, statistics: HeadStatistics, ridges: Sequence[float] = HEAD_RIDGES):
         self.kind, self.count, moments = statistics.kind, statistics.count, statistics.moments
         gram = moments.normal_equations()[0]
+        if self.count == 1:
+            raise ConfigError("1 example was counted; expected two at least, and some dozen of every class")
         spread = (gram.diagonal() / self.count).clamp_min(0).sqrt()
         told = spread > CONSTANT * moments.feature_mean.abs().clamp_min(1e-300)
+        shares = moments.target_mean if self.kind == "classes" else None
+        for note in fit_notes(self.count, shares, statistics.names, bool(told.any())):
+            warnings.warn(note, NumericalWarning, stacklevel=2)
         self._scale = torch.where(told, 1 / torch.where(told, spread, 1.0), 0.0)
         standardised = moments.mapped(self._scale)
         eigen = standardised.eigen()
@@ -105,25 +115,34 @@ class FittedHead:
         """What was found."""
         return HeadFitReport(self.count, self.ridge, self.cross_validated, self.posterior.degrees, self.temperature)
 
-    def scores(self, vectors: Tensor) -> Tensor:
-        """(n, width) -> (n, outputs) in fp64; numbers are told as they are, classes by the largest score."""
-        return vectors.to(self.weight) @ self.weight.T + self.bias
+    def _read(self, vectors: Any) -> Tensor:
+        return as_vectors(vectors, self.weight.shape[1]).to(self.weight)
 
-    def variance(self, vectors: Tensor) -> Tensor:
+    def scores(self, vectors: Any) -> Tensor:
+        """(n, width) -> (n, outputs) in fp64; numbers are told as they are, classes by the largest score.
+
+        Raises:
+            ConfigError: vectors of another width, or with NaN or infinity; so do the other methods.
+        """
+        return self._read(vectors) @ self.weight.T + self.bias
+
+    def variance(self, vectors: Any) -> Tensor:
         """Of a new target at these vectors (n, width): (n, outputs)."""
-        return self.posterior.variance(vectors.to(self._scale) * self._scale)
+        return self.posterior.variance(self._read(vectors) * self._scale)
 
-    def leave_one_out(self, vectors: Tensor, targets: Tensor) -> Tensor:
+    def leave_one_out(self, vectors: Any, targets: Any) -> Tensor:
         """Scores (n, outputs) of examples that were fitted, each from the head that has not seen it.
 
         Args:
             vectors: (n, width).
             targets: as in `HeadStatistics.add`.
         """
-        wanted = self._targets(targets).to(self._scale.device)
-        return wanted - self.posterior.leave_one_out(vectors.to(self._scale) * self._scale, wanted)
+        vectors, wanted = self._read(vectors), self._targets(targets).to(self._scale.device)
+        if len(vectors) != len(wanted):
+            raise ConfigError(f"{len(vectors)} vectors and {len(wanted)} targets were given; expected as many of each")
+        return wanted - self.posterior.leave_one_out(vectors * self._scale, wanted)
 
-    def temper(self, examples: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def temper(self, examples: Iterable[tuple[Any, Any]]) -> None:
         """Find t.
 
         Args:
@@ -156,7 +175,7 @@ class FittedHead:
     def _logits(self, scores: Tensor, temperature: Tensor | float) -> Tensor:
         return temperature * (scores if self.kind == "classes" else scores - 0.5)
 
-    def probabilities(self, vectors: Tensor) -> Tensor:
+    def probabilities(self, vectors: Any) -> Tensor:
         """Of classes, which sum to one, or of labels: (n, width) -> (n, outputs).
 
         Raises:
@@ -168,14 +187,24 @@ class FittedHead:
         return logits.softmax(-1) if self.kind == "classes" else logits.sigmoid()
 
 
-def expected_calibration_error(probabilities: Tensor, labels: Tensor, bins: int = 15) -> float:
+def expected_calibration_error(probabilities: Any, labels: Any, bins: int = 15) -> float:
     """How far confidence is from accuracy: Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015).
 
     Args:
         probabilities: of classes, (n, classes).
         labels: (n,).
         bins: of equal width in the confidence, that is the largest probability.
+
+    Raises:
+        ConfigError: no examples, other shapes, NaN, or labels that are no classes.
     """
+    probabilities = as_tensor("probabilities", probabilities)
+    if probabilities.ndim != 2 or len(probabilities) == 0:
+        raise ConfigError(f"probabilities are {tuple(probabilities.shape)}; expected (examples, classes), one at least")
+    require_finite("probabilities", probabilities)
+    labels = class_indices("labels", as_tensor("labels", labels), probabilities.shape[1])
+    if len(labels) != len(probabilities):
+        raise ConfigError(f"{len(probabilities)} probabilities and {len(labels)} labels were given; expected as many")
     confidence, found = probabilities.double().max(-1)
     right = (found == labels.to(found.device)).double()
     place = (confidence * bins).ceil().long().clamp(1, bins) - 1

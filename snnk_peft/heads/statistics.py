@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from snnk_peft.calibration.reduce import gathered
 from snnk_peft.calibration.ridge import GramAccumulator
 from snnk_peft.digests import content_faults, open_tensors, refuse
 from snnk_peft.errors import ConfigError
+from snnk_peft.heads.targets import as_tensor, as_vectors, class_indices, require_finite
 from snnk_peft.repeats import rows
 from snnk_peft.stamps import stamp_tensors
 
@@ -38,6 +41,7 @@ HEADER = "snnk_head_statistics"  # of the file, as JSON
 LEAST_CLASSES = 2
 DIGESTS = "digests"  # of the examples in that file, one behind the other
 DIGEST = 16  # bytes of one
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in what safetensors tells of a full disk
 
 
 class HeadStatistics:
@@ -86,24 +90,31 @@ class HeadStatistics:
         """Examples so far."""
         return self.moments.count
 
-    def add(self, vectors: Tensor, targets: Tensor) -> None:
+    @property
+    def names(self) -> list[str]:
+        """Of the classes, labels or numbers, as far as `origin` has them."""
+        return list(self.origin.get("names") or ())
+
+    def add(self, vectors: Any, targets: Any) -> None:
         """Count examples.
 
         Args:
-            vectors: (n, width).
-            targets: class indices (n,), labels (n, outputs) of zeros and ones, or numbers (n,) or (n, outputs).
+            vectors: (n, width), a tensor, an array, lists or columns of a table.
+            targets: likewise: class indices (n,) or names of `origin`; labels (n, outputs) of zeros and ones; or
+                numbers (n,) or (n, outputs).
 
         Raises:
-            ConfigError: shapes or values that do not fit; nothing is counted then.
-            ValueError: NaN or infinity; likewise.
+            ConfigError: shapes or values that do not fit, NaN or infinity; nothing is counted then.
         """
-        wanted = self.targets(targets)
+        vectors, wanted = as_vectors(vectors, self.moments.feature_dim), self.targets(targets)
+        if len(vectors) != len(wanted):
+            raise ConfigError(f"{len(vectors)} vectors and {len(wanted)} targets were given; expected as many of each")
         self.moments.update(vectors, wanted.to(vectors.device))
         if self.digests is not None:
             each = rows({"examples": torch.cat([vectors.double().cpu(), wanted.cpu()], 1)})
             self.digests.update(digest[:DIGEST] for digest in each)
 
-    def remove(self, vectors: Tensor, targets: Tensor) -> None:
+    def remove(self, vectors: Any, targets: Any) -> None:
         """Forget examples that were counted before, here or in what was merged; arguments as in `add`.
 
         That they were counted is known with `remember` only. Without it some that were not are noticed (see
@@ -200,24 +211,31 @@ class HeadStatistics:
         if faults:
             raise ConfigError([*faults, "expected statistics of the same task, model and features"])
 
-    def targets(self, given: Tensor) -> Tensor:
-        """What is regressed, (n, outputs) in fp64.
+    def targets(self, given: Any) -> Tensor:
+        """What is regressed, (n, outputs) in fp64, of targets as `add` takes them.
 
         Raises:
             ConfigError: shapes or values that do not fit.
         """
-        outputs = self.moments.out_dim
+        outputs, what = self.moments.out_dim, "numbers" if self.kind == "numbers" else "labels"
+        tensor = as_tensor(what, given, self.names if self.kind == "classes" else ())
         if self.kind == "classes":
-            return one_hot_targets(given, outputs)
-        found = given.reshape(len(given), -1).double()
-        if found.shape[1] != outputs:
-            raise ConfigError(f"targets are {tuple(given.shape)}; expected (examples, {outputs})")
+            return one_hot_targets(class_indices(what, tensor, outputs), outputs)
+        if tensor.shape[1:] != (outputs,) and (tensor.ndim, outputs) != (1, 1):
+            each = f", a column for each of {', '.join(map(repr, self.names))}" if self.names else ""
+            raise ConfigError(f"{what} are {tuple(tensor.shape)}; expected (examples, {outputs}){each}")
+        found = tensor.reshape(len(tensor), outputs).double()
+        require_finite(what, found)
         if self.kind == "labels" and not bool(((found == 0) | (found == 1)).all()):
             raise ConfigError(f"labels run from {found.min():g} to {found.max():g}; expected zeros and ones")
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file with digests; an older one is replaced when the new one is complete."""
+        """Write one safetensors file with digests; an older one is replaced when the new one is complete.
+
+        Raises:
+            OSError: it cannot be written; `filename` is this path.
+        """
         target = Path(path)
         temporary = target.with_name(f".{target.name}.tmp.safetensors")  # a killed process's remains are written over
         header = {HEADER: json.dumps({"kind": self.kind, "origin": self.origin})}
@@ -228,6 +246,11 @@ class HeadStatistics:
             save_file({name: each.contiguous().cpu() for name, each in tensors.items()}, temporary, header)
             stamp_tensors(temporary)
             os.replace(temporary, target)
+        except (OSError, SafetensorError) as error:
+            number, told = getattr(error, "errno", None), OS_ERROR.search(str(error))
+            if told is not None:
+                number = int(told[1])
+            raise OSError(number or 0, os.strerror(number) if number else str(error), str(target)) from error
         finally:
             temporary.unlink(missing_ok=True)
 

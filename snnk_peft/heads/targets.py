@@ -1,0 +1,169 @@
+"""What a head is given, as users have it: tensors, arrays, lists and columns of tables become tensors, or a fault.
+
+Labels of classes may be names, truth values or whole floats (which pandas makes of integers where some are missing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.registry import did_you_mean
+
+SHOWN = 5  # unknown names in a message
+
+
+def as_tensor(what: str, given: Any, names: Sequence[str] = ()) -> Tensor:
+    """A tensor of truth values, integers or floats, of one dimension at least.
+
+    Args:
+        what: it is called in messages, such as "labels".
+        given: a tensor, an array, a list, a column or columns of a table.
+        names: of the classes, whose places stand for names that are given.
+
+    Raises:
+        ConfigError: missing values, unknown names, or no numbers.
+    """
+    if isinstance(given, Tensor):
+        found = given.detach()
+    else:
+        try:
+            array = np.asarray(given)
+        except ValueError as error:
+            raise ConfigError(f"{what} are rows of different lengths ({error}); expected as many in each") from error
+        found = torch.from_numpy(_numbers(what, array, names))
+    if found.is_complex() or found.ndim == 0:
+        raise ConfigError(f"{what} are {given!r}; expected one entry, or one row of numbers, per example")
+    return found
+
+
+def _numbers(what: str, array: Any, names: Sequence[str]) -> Any:
+    kind = array.dtype.kind
+    if kind in "US" or kind == "O":
+        missing = np.array([each is None or _is_nan(each) for each in array.flat], dtype=bool)
+        if missing.any():
+            row = int(missing.argmax()) // max(1, array.size // max(1, len(array))) if array.ndim else 0
+            raise ConfigError(
+                f"{int(missing.sum())} of {missing.size} {what} are missing, the first in row {row}; expected a value "
+                "for every example. Leave these examples out"
+            )
+        if all(isinstance(each, str) for each in array.flat):
+            return _indices(what, array, names)
+        try:
+            array = array.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{what} hold entries that are no numbers ({error}); expected numbers alone") from error
+        kind = "f"
+    if kind not in "biuf":
+        raise ConfigError(f"{what} are {array.dtype}; expected numbers")
+    return array.astype({"b": np.bool_, "f": np.float64}.get(kind, np.int64))
+
+
+def _is_nan(value: Any) -> bool:
+    """NaN, NaT and what pandas has for missing, none of which equals itself; False for all else."""
+    try:
+        return not bool(value == value)
+    except (TypeError, ValueError):
+        return True
+
+
+def _indices(what: str, array: Any, names: Sequence[str]) -> Any:
+    place = {name: index for index, name in enumerate(names)}
+    unknown = sorted({str(each) for each in array.flat} - place.keys())
+    if unknown and not names:
+        shown = ", ".join(map(repr, unknown[:SHOWN]))
+        raise ConfigError(f"{what} are texts such as {shown}; expected numbers: class indices, from 0")
+    if unknown:
+        raise ConfigError(did_you_mean(f"class in {what}", each, list(names)) for each in unknown[:SHOWN])
+    return np.vectorize(place.__getitem__, otypes=[np.int64])(array)
+
+
+def require_finite(what: str, found: Tensor) -> None:
+    """ConfigError if some rows hold NaN or infinity: how many, and the first."""
+    wrong = ~torch.isfinite(found).reshape(len(found), -1).all(1)
+    if wrong.any():
+        raise ConfigError(
+            f"{int(wrong.sum())} of {len(found)} {what} hold NaN or infinity, the first in row "
+            f"{int(wrong.int().argmax())}; expected finite numbers. Leave these examples out, or mend what made them"
+        )
+
+
+def as_vectors(given: Any, width: int) -> Tensor:
+    """What a head reads, (examples, width), finite and floating.
+
+    Raises:
+        ConfigError: another shape, NaN or infinity, or no numbers.
+    """
+    found = as_tensor("vectors", given)
+    if found.shape[1:] != (width,):
+        raise ConfigError(f"vectors {tuple(found.shape)} do not fit; expected (examples, {width})")
+    found = found if found.is_floating_point() else found.double()
+    require_finite("vectors", found)
+    return found
+
+
+def class_indices(what: str, labels: Tensor, classes: int) -> Tensor:
+    """Labels as class indices (n,), int64.
+
+    Args:
+        what: they are called.
+        labels: of `as_tensor`: (n,) or (n, 1) integers, truth values or whole floats.
+        classes: how many there are.
+
+    Raises:
+        ConfigError: anything else, or no class's index.
+    """
+    shape = tuple(labels.shape)
+    labels = labels.squeeze(1) if labels.ndim == 2 and shape[1] == 1 else labels
+    if labels.ndim != 1:
+        raise ConfigError(f"{what} are {shape} {labels.dtype}; expected integer class indices (n,), one per example")
+    if labels.is_floating_point():
+        require_finite(what, labels)
+        if not is_whole(labels):
+            some = float(labels[labels != labels.round()][0])
+            raise ConfigError(f"{what} are {labels.dtype} such as {some:g}; expected integer class indices (n,)")
+    labels = labels.long()
+    wrong = (labels < 0) | (labels >= classes)
+    if wrong.any():
+        first = int(wrong.int().argmax())
+        raise ConfigError(
+            f"{what} run from {int(labels.min())} to {int(labels.max())}; expected 0 to {classes - 1}, one of "
+            f"{classes} classes ({int(wrong.sum())} of {len(labels)} are none, the first in row {first})"
+        )
+    return labels
+
+
+def is_whole(found: Tensor) -> bool:
+    """Whether floats are all whole numbers."""
+    return bool((found == found.round()).all())
+
+
+def fit_notes(count: int, shares: Tensor | None, names: Sequence[str], varies: bool) -> list[str]:
+    """What makes a head that was fitted one to distrust; an empty list if nothing does.
+
+    Args:
+        count: of examples.
+        shares: of the classes among them, (classes,); None if there are no classes.
+        names: of the classes, as far as known.
+        varies: whether the vectors differ.
+    """
+    found = []
+    if not varies:
+        found.append(
+            f"all {count} vectors are the same, so the head tells the mean of the targets whatever it reads; expected "
+            "examples that differ"
+        )
+    absent = [] if shares is None else (shares <= 0).nonzero().flatten().tolist()
+    if absent and shares is not None:
+        told = ", ".join(repr(names[index]) if index < len(names) else str(index) for index in absent[:SHOWN])
+        more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
+        only = "; all are of one class, which the head always tells" if len(absent) == len(shares) - 1 else ""
+        found.append(
+            f"none of {count} examples is of class {told}{more}{only}; expected examples of all {len(shares)} classes"
+        )
+    return found
