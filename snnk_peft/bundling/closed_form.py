@@ -33,6 +33,7 @@ from snnk_peft.heads.fitted import HEAD_RIDGES
 from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whole, require_finite
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.tuner.batches import evaluating, model_inputs
+from snnk_peft.tuner.held_out import LabelledRows
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def fit_closed_form(
             before, NaN or infinity among features or targets.
 
     Warns:
-        NumericalWarning: features that are all the same, or classes without examples.
+        NumericalWarning: rows with two labels, features that are all the same, or classes without examples.
 
     Example:
         >>> import torch
@@ -115,7 +116,7 @@ def fit_closed_form(
     bundled = isinstance(model, SavedBundle) and model.config.snnk_plan.get("head") is not None
     found = bundled_head(model)[:2] if bundled else None
     names = list((getattr(getattr(model, "config", None), "id2label", None) or {}).values())
-    of_classes, moments = False, _moments_of(found)
+    of_classes, moments, known = False, _moments_of(found), LabelledRows()
     for index, batch in enumerate(batches):
         if targets not in batch:
             raise ConfigError(f"batch {index} has no {targets!r}; found {', '.join(sorted(batch))}")
@@ -125,7 +126,8 @@ def fit_closed_form(
             moments = _moments_of(found)
         features = head_features(model, head, inputs)
         try:
-            features, wanted, classes = _pairs(features, as_tensor("targets", batch[targets], names), head.out_features)
+            labels = as_tensor("targets", batch[targets], names)
+            features, wanted, classes = _pairs(features, labels, head.out_features)
             require_finite("features", features)
         except ConfigError as error:
             raise ConfigError(f"batch {index}: {fault}" for fault in error.faults) from error
@@ -136,8 +138,12 @@ def fit_closed_form(
                 "one kind of targets in all batches"
             )
         of_classes = classes
+        if of_classes:
+            known.add(inputs, labels)
         moments.update(features, wanted.to(features.device))
     moments.reduce()
+    known.reduce()
+    known.warn_if_contradicting()
     if moments.count == 0:
         raise ConfigError("batches held no examples; expected at least one batch")
     if moments.count == 1:

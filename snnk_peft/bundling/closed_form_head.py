@@ -33,6 +33,7 @@ from snnk_peft.heads.features import HeadFeatures, HeadReader
 from snnk_peft.heads.fitted import HEAD_RIDGES, FittedHead
 from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.tuner.batches import evaluating, model_inputs
+from snnk_peft.tuner.held_out import LabelledRows
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
 ROUNDINGS = 8  # by which variances of what a model computes differ at most when other examples stand in the batch
@@ -114,24 +115,31 @@ class ClosedFormHead:
             )
         return self.reader(states, mask, second_text(self.reader, self.model.config, given))
 
-    def _pairs(self, batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[Tensor, Any]]:
+    @staticmethod
+    def _parts(batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Inputs and targets."""
         for index, batch in enumerate(batches):
             if targets not in batch:
                 raise ConfigError(f"batch {index} has no {targets!r}; found {', '.join(sorted(batch))}")
-            inputs = {name: value for name, value in batch.items() if name != targets}
-            yield self.vectors(inputs), batch[targets]
+            yield {name: value for name, value in batch.items() if name != targets}, batch[targets]
 
-    def _counted(self, batches: Iterable[Mapping[str, Any]], targets: str) -> tuple[HeadStatistics, TokenSample]:
+    def _counted(
+        self, batches: Iterable[Mapping[str, Any]], targets: str
+    ) -> tuple[HeadStatistics, TokenSample, LabelledRows]:
         """Statistics of batches by themselves, so that a fault in a late one counts none of them."""
-        found = self.statistics.empty()
+        found, known = self.statistics.empty(), LabelledRows()
         sample = TokenSample(SAMPLE, torch.Generator().manual_seed(0))
-        for index, (vectors, wanted) in enumerate(self._pairs(batches, targets)):
+        for index, (inputs, given) in enumerate(self._parts(batches, targets)):
+            vectors = self.vectors(inputs)
             try:
-                found.add(vectors, wanted)
+                wanted = found.targets(given)
+                found.add(vectors, given)
             except ConfigError as error:
                 raise ConfigError(f"batch {index}: {fault}" for fault in error.faults) from error
-            sample.update(torch.cat([vectors.double().cpu(), found.targets(wanted).cpu()], 1))
-        return found, sample
+            sample.update(torch.cat([vectors.double().cpu(), wanted.cpu()], 1))
+            if found.kind != "numbers":
+                known.add(inputs, wanted)
+        return found, sample, known
 
     def add(self, batches: Iterable[Mapping[str, Any]], targets: str = "labels") -> int:
         """Count examples, in one forward pass.
@@ -146,8 +154,12 @@ class ClosedFormHead:
 
         Raises:
             ConfigError: no targets in a batch, or some that do not fit, NaN or infinity; nothing is counted then.
+
+        Warns:
+            NumericalWarning: rows among these batches with two labels.
         """
-        found, sample = self._counted(batches, targets)
+        found, sample, known = self._counted(batches, targets)
+        known.warn_if_contradicting()
         self.statistics.merge(found)
         self._keep(sample)
         return found.count
@@ -174,7 +186,7 @@ class ClosedFormHead:
         Raises:
             ConfigError: as in `add`, or examples that cannot have been counted; nothing is forgotten then.
         """
-        found, _ = self._counted(batches, targets)
+        found = self._counted(batches, targets)[0]
         same_bits = found.digests is not None
         eps = torch.finfo(torch.promote_types(self.model.dtype, torch.float32)).eps
         self.statistics.take_away(found, 0.0 if same_bits else ROUNDINGS * eps)
@@ -223,7 +235,11 @@ class ClosedFormHead:
         """
         fitted = FittedHead(self.statistics, ridges)
         if fitted.kind != "numbers":
-            pairs = list(self._pairs(examples, targets)) if examples is not None else self._kept()
+            pairs = (
+                self._kept()
+                if examples is None
+                else [(self.vectors(inputs), given) for inputs, given in self._parts(examples, targets)]
+            )
             if pairs:
                 fitted.temper(pairs)
             fitted.temperature = gathered(fitted.temperature)[0]

@@ -1,13 +1,20 @@
-"""Are the held-out rows of a calibration new? If the same texts stand in both parts, their error says nothing."""
+"""Are the held-out rows of a calibration new, and have the rows of a head one label each?
+
+If the same texts stand in both parts, their error says nothing; if one has two labels, no head is right about it.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
 
 from snnk_peft.calibration.reduce import gathered
 from snnk_peft.errors import NumericalWarning
-from snnk_peft.repeats import count_repeated
+from snnk_peft.repeats import count_repeated, label_note, rows
 
 
 class HeldOutRows:
@@ -36,3 +43,29 @@ class HeldOutRows:
                 NumericalWarning,
                 stacklevel=4,
             )
+
+
+class LabelledRows:
+    """Digests of the rows of all batches, with their labels."""
+
+    def __init__(self) -> None:
+        self.rows: list[bytes] = []
+        self.labels: list[Any] = []
+
+    def add(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> None:
+        """The rows of one batch, as `rows` tells them, and their labels (n,), or (n, tokens) of words."""
+        found = list(rows(inputs))
+        if len(found) == len(labels):
+            self.rows += found
+            self.labels += [tuple(each) if isinstance(each, list) else each for each in labels.tolist()]
+
+    def reduce(self) -> None:
+        """Add the rows of all other processes; every process calls this."""
+        shares = gathered((self.rows, self.labels))
+        self.rows, self.labels = (list(chain.from_iterable(column)) for column in zip(*shares, strict=True))
+
+    def warn_if_contradicting(self) -> None:
+        """NumericalWarning if some rows stand there with more than one label."""
+        note = label_note("batches", self.rows, self.labels)
+        if note is not None:
+            warnings.warn(note, NumericalWarning, stacklevel=3)
