@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import snnk_peft
 from snnk_peft import (
+    AdapterPart,
     AttentionPart,
     FFNPart,
     LowRankPart,
@@ -26,12 +27,16 @@ from snnk_peft import (
     NarrowHeadsPart,
     PoolerPart,
     SNNKConfig,
+    bundle,
     calibrate,
+    calibrate_adapters,
+    fit_closed_form,
     get_snnk_model,
 )
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.layers.slots import Fitter
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
+from snnk_peft.tuner.fit_attention import fit_attention
 from tests.tiny_models import tiny
 from tests.two_linears_part import LeastSquares, TwoLinearsPart
 
@@ -127,6 +132,43 @@ def test_ctrl_c_at_any_moment(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert everything(model) != before
     gc.collect()
     assert not list(tmp_path.iterdir())
+
+
+def _attention(model: nn.Module, data: list[dict[str, torch.Tensor]]) -> Any:
+    return fit_attention(model, data, steps=4, progress=False)
+
+
+def _rows(model: nn.Module, data: list[dict[str, torch.Tensor]]) -> Any:
+    return calibrate_adapters(model, data, progress=False)
+
+
+LEARNED = AttentionPart("softmax_pm", "free", num_features=6)
+DOORS = {
+    "fit_attention": (LEARNED, _attention),
+    "calibrate_adapters": (AdapterPart("gelu", "free", num_features=4, placement="query_value"), _rows),
+    "fit_closed_form": (PoolerPart(num_features=6), fit_closed_form),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_ctrl_c_in_other_doors_that_fit(door: str) -> None:
+    part, fit = DOORS[door]
+    model: Any = patched([part]).train()
+    if door == "fit_closed_form":
+        model = bundle(model).train()
+    data = [{**batch, "labels": batch["input_ids"][:, 0] % 2} for batch in texts()]
+    fit(copy.deepcopy(model), data)
+    whole, finished = Interrupted(), copy.deepcopy(model)
+    whole.run(lambda: fit(finished, data))
+    before = everything(model)
+    last = whole.lines - 40  # further on, it has done what it does, and tells of it
+    for moment in torch.linspace(1, last, 25).long().tolist():
+        with pytest.raises(KeyboardInterrupt):
+            Interrupted(moment).run(lambda: fit(model, data))
+        assert everything(model) == before, f"line {moment} of {whole.lines}"
+    fit(model, data)  # and it still works
+    assert all(torch.equal(value, finished.state_dict()[name]) for name, value in model.state_dict().items())
+    assert everything(model) != before
 
 
 def test_an_error_in_the_last_slot_takes_the_first_one_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from snnk_peft.functional.folding import bundle_jacobian
 from snnk_peft.heads.fitted import HEAD_RIDGES
 from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whole, require_finite
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import evaluating, model_inputs
 from snnk_peft.tuner.held_out import LabelledRows
 
@@ -68,7 +69,7 @@ def fit_closed_form(
     targets: str = "labels",
     as_logits: bool = False,
 ) -> HeadFit:
-    """Fit the head of a classifier to labels in one pass, in place.
+    """Fit the head of a classifier to labels in one pass, in place; all or nothing, as `calibrate`.
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches, of any size:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
@@ -113,6 +114,29 @@ def fit_closed_form(
         True
     """
     start = time.perf_counter()
+    with all_or_nothing(model, ()):  # nothing is written to, but modules are switched to eval mode and get hooks
+        path, head, moments, of_classes = _pass(model, batches, targets)
+    if ridge is None:
+        ridge = cross_validated(moments, ridges).ridge * moments.ridge_scale
+    fit = moments.solve(ridge)
+    weight, bias = fit.weight, fit.bias
+    assert bias is not None
+    if as_logits and of_classes:
+        found_shares = moments.target_mean
+        shares = (found_shares * moments.count + 1) / (moments.count + head.out_features)  # none is 0
+        weight, prior = weight / shares[:, None], shares.log()
+        bias = prior - prior.mean() + (bias - found_shares) / shares
+    with all_or_nothing(head, head.parameters()), torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(bias)
+        same_everywhere(head)
+    return HeadFit(path, moments.count, ridge, fit.relative_error, time.perf_counter() - start)
+
+
+def _pass(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], targets: str
+) -> tuple[str, nn.Linear, GramAccumulator, bool]:
+    """Path and module of the head, the moments of what it reads and of its targets, and whether these are classes."""
     bundled = isinstance(model, SavedBundle) and model.config.snnk_plan.get("head") is not None
     found = bundled_head(model)[:2] if bundled else None
     names = list((getattr(getattr(model, "config", None), "id2label", None) or {}).values())
@@ -121,7 +145,8 @@ def fit_closed_form(
         if targets not in batch:
             raise ConfigError(f"batch {index} has no {targets!r}; found {', '.join(sorted(batch))}")
         inputs = {key: value for key, value in batch.items() if key != targets}
-        path, head = found = logits_head(model, inputs) if found is None else found
+        found = logits_head(model, inputs) if found is None else found
+        head = found[1]
         if index == 0:
             moments = _moments_of(found)
         features = head_features(model, head, inputs)
@@ -150,22 +175,9 @@ def fit_closed_form(
         raise ConfigError("batches held 1 example; expected two at least, and some dozen of every class")
     varies = bool((moments.normal_equations()[0].diagonal() > 0).any())
     for note in fit_notes(moments.count, moments.target_mean if of_classes else None, names, varies):
-        warnings.warn(note, NumericalWarning, stacklevel=2)
-    if ridge is None:
-        ridge = cross_validated(moments, ridges).ridge * moments.ridge_scale
-    fit = moments.solve(ridge)
-    weight, bias = fit.weight, fit.bias
-    assert bias is not None
-    if as_logits and of_classes:
-        found_shares = moments.target_mean
-        shares = (found_shares * moments.count + 1) / (moments.count + head.out_features)  # none is 0
-        weight, prior = weight / shares[:, None], shares.log()
-        bias = prior - prior.mean() + (bias - found_shares) / shares
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        head.bias.copy_(bias)
-    same_everywhere(head)
-    return HeadFit(path, moments.count, ridge, fit.relative_error, time.perf_counter() - start)
+        warnings.warn(note, NumericalWarning, stacklevel=3)
+    assert found is not None
+    return *found, moments, of_classes
 
 
 def _moments_of(found: tuple[str, nn.Linear] | None) -> GramAccumulator:

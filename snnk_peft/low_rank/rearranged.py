@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.minimize import minimize
 from snnk_peft.functional.nonlinearity import nonlinearity
 from snnk_peft.low_rank.inputs import InputMoments
-from snnk_peft.low_rank.minimize import minimize
 from snnk_peft.low_rank.problem import rebalanced
 from snnk_peft.low_rank.risk import gaussian_risk
 

@@ -1,13 +1,13 @@
 """What changes a model step by step, and is to change all of it or nothing.
 
-Of tensors, only those of the active slots are kept: nothing else is written to. Of everything else that a module holds
-(hooks, flags, whose attention it asks for), the references are, of every module of the model.
+Of tensors, only those that are written to are kept: those of the active slots, or what the caller names. Of everything
+else that a module holds (hooks, flags, whose attention it asks for), the references are, of every module of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,14 @@ from snnk_peft.tuner.slot_layer import SlotLayer
 
 
 @contextlib.contextmanager
-def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Whatever ends the block early, an error or Ctrl-C, the model leaves it bit for bit as it entered."""
-    before = _Before(model)
+def all_or_nothing(model: nn.Module, written: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+    """Whatever ends the block early, an error or Ctrl-C, the model leaves it bit for bit as it entered.
+
+    Args:
+        model: any model.
+        written: the tensors that the block may write to; None for those of the active slots.
+    """
+    before = _Before(model, _slot_tensors(model) if written is None else written)
     try:
         yield
     except BaseException:
@@ -33,15 +38,11 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 
 class _Before:
-    """A model at one moment.
+    """A model at one moment; arguments as for `all_or_nothing`."""
 
-    Args:
-        model: any model.
-    """
-
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, written: Iterable[torch.Tensor]):
         self.modules = [_Attributes(module) for module in model.modules()]
-        tensors = {id(tensor): tensor for tensor in _slot_tensors(model)}
+        tensors = {id(tensor): tensor for tensor in written}
         self.tensors = [_Tensor(tensor) for tensor in tensors.values()]
 
     def restore(self) -> None:

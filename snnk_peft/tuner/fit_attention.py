@@ -34,6 +34,7 @@ from snnk_peft.functional.precision import wide
 from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention import Attend
+from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import Batches, Survey, is_held_out, model_inputs
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
 from snnk_peft.tuner.slot_layer import SlotLayer
@@ -56,6 +57,8 @@ def fit_attention(
     Layers that attend to a band keep their maps: what these do beyond the band, no softmax did. So do layers whose maps
     have nothing to learn. Everything else of the model stays as it is. Call it before training, after `calibrate`.
 
+    All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was.
+
     Args:
         model: a model from `get_snnk_model` whose active adapter has an AttentionPart with a learned projection
             ("free", "gmm" and so on), not yet wrapped by DDP or FSDP.
@@ -75,7 +78,7 @@ def fit_attention(
 
     Raises:
         ConfigError: nothing to fit, too few batches, bad arguments, several processes; all faults at once.
-        NumericalError: the loss is no longer finite; the maps are as they were before that step.
+        NumericalError: the loss is no longer finite.
 
     Example:
         >>> import torch
@@ -98,7 +101,7 @@ def fit_attention(
     if faults:
         raise ConfigError(faults)
     start = time.perf_counter()
-    with _observed(model, observers):
+    with all_or_nothing(model), _observed(model, observers):
         before = _errors(model, observers, survey, held_out)
         _descend(model, observers, survey, held_out, steps, learning_rate, progress)
         fitted_tokens = [observer.tokens for observer in observers]

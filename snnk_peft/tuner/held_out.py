@@ -68,4 +68,4 @@ class LabelledRows:
         """NumericalWarning if some rows stand there with more than one label."""
         note = label_note("batches", self.rows, self.labels)
         if note is not None:
-            warnings.warn(note, NumericalWarning, stacklevel=3)
+            warnings.warn(note, NumericalWarning, stacklevel=4)

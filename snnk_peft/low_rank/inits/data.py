@@ -13,9 +13,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.minimize import minimize
 from snnk_peft.functional.nonlinearity import NONLINEARITIES
 from snnk_peft.low_rank.inputs import InputMoments
-from snnk_peft.low_rank.minimize import minimize
 from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem, Solution, rebalanced
 from snnk_peft.low_rank.risk import sample_risk
 
