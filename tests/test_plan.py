@@ -30,9 +30,8 @@ from snnk_peft import (
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.planning.candidates import default_parts
-from snnk_peft.planning.choose import STEPS, Offer, best_within, pareto
+from snnk_peft.planning.choose import STEPS, Offer, apart, pareto
 from snnk_peft.planning.costs import rising
-from snnk_peft.planning.measure import Measure
 from tests.fresh_process import run_python
 from tests.tiny_models import inputs_for, tiny
 
@@ -91,13 +90,22 @@ def test_the_choice_is_the_best_of_all_choices():
         assert points[0].cost == 1
         for budget in (0.95, 0.8, 0.7):
             able = [error for cost, error in every if cost <= budget + 1e-9]
-            found = best_within(points, budget)
+            found = next((point for point in points if point.cost <= budget + 1e-9), None)
             assert (found is None) == (not able)
             if found is not None:
                 assert found.error == pytest.approx(min(able), abs=1e-12)
                 offers = [place[i] for place, i in zip(places, found.chosen, strict=True) if i >= 0]
                 assert sum(o.error for o in offers) == pytest.approx(found.error)
                 assert 1 - sum(o.saved for o in offers) == pytest.approx(found.cost)
+
+
+def test_points_apart():
+    """Of costs within a stride the cheapest, the original and the last."""
+    points = pareto([[Offer(0.01, 0.1)], [Offer(0.02, 0.3)], [Offer(0.04, 0.9)]])
+    assert [round(1 - point.cost, 3) for point in points] == [0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07]
+    assert [round(1 - point.cost, 3) for point in apart(points, 0.02)] == [0, 0.01, 0.03, 0.05, 0.07]
+    assert apart(points, 0) == points
+    assert apart(points[:1], 0.02) == points[:1]
 
 
 def test_sizes_are_put_in_order_as_scikit_learn_does():
@@ -193,22 +201,6 @@ assert found.config.modules_to_save == [] and len(found.config.parts) > 1
         Plan.load(tmp_path)
     with pytest.raises(ConfigError, match="expected a folder that Plan"):
         Plan.load(tmp_path / "nothing")
-
-
-def test_parts_that_cost_more_together_leave_the_best_choice_below_that(monkeypatch):
-    """Four choices are too dear together; what is found then is not the cheapest of all, which is checked first."""
-    calls, remaining = itertools.count(), Measure.remaining
-
-    def dear(self: Measure, config: SNNKConfig) -> float:
-        found = remaining(self, config)
-        return max(found, 0.91) if next(calls) < 4 else found
-
-    monkeypatch.setattr(Measure, "remaining", dear)
-    found = plan(bert(), texts(), 0.9, of="macs", parts=PARTS, progress=False)
-    cheapest = found.curve[-1]
-    assert next(calls) > 5
-    assert cheapest["cost"] < found.predicted["measured"] <= 0.9
-    assert found.predicted["error"] < cheapest["error"] / 2
 
 
 def test_an_unreachable_budget_names_one_that_is_not():

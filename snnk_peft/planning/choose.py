@@ -79,8 +79,14 @@ def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
     return points
 
 
-def best_within(points: Sequence[Point], budget: float) -> Point | None:
-    """The point of least error that costs no more than `budget`, or None."""
-    return min(
-        (point for point in points if point.cost <= budget + 1e-9), key=lambda p: (p.error, p.cost), default=None
-    )
+def apart(points: Sequence[Point], stride: float) -> list[Point]:
+    """The points of `pareto`, or fewer of them: of those whose savings are the same multiple of a stride the cheapest.
+
+    Args:
+        points: from the original on, which stays, as does the last.
+        stride: share of the original's cost; 0 keeps all.
+    """
+    if stride <= 0:
+        return list(points)
+    found = {math.floor((1 - point.cost) / stride + 1e-9): point for point in points[1:]}
+    return [points[0], *found.values()]

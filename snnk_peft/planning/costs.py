@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import time
 from collections import defaultdict
@@ -23,7 +22,8 @@ from torch import nn
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import place_of
 
-ROUNDS = 3
+ROUNDS, MOST = 4, 16  # of timings, at least and at most
+WITHIN = 1.01  # times the least: the same
 _SINCE_START: dict[str, Any] = {}  # measured in this process
 
 
@@ -109,16 +109,21 @@ def clock(model: nn.Module) -> Callable[[], float]:
     return now
 
 
+def _reached(samples: Sequence[float]) -> bool:
+    """Whether the least of some timings is what the work takes: other work only adds, hence seldom the same thrice."""
+    return sum(each <= min(samples) * WITHIN for each in samples) >= 3
+
+
 def seconds(
     models: Mapping[str, nn.Module],
     inputs: Mapping[str, Any],
     paths: Sequence[str],
     alike: Mapping[str, Sequence[Any]],
-    rounds: int = ROUNDS,
 ) -> dict[str, Cost]:
     """Seconds of a forward pass of each model, which take turns, so that a machine that slows down slows all of them.
 
-    Of all rounds, and of all layers that are built alike, the least counts: what else a machine does only adds.
+    Of all rounds, and of all layers that are built alike, the least counts: what else a machine does only adds. Rounds
+    go on until each of these has been reached three times, up to `MOST`.
 
     Args:
         models: by name, warm; the first is the original, whose layers and surroundings the others share where they are
@@ -126,20 +131,21 @@ def seconds(
         inputs: keyword arguments of all of them.
         paths: of their Transformer layers.
         alike: per model and layer, equal where layers are built alike.
-        rounds: how often each is run.
     """
-    least: dict[Any, float] = defaultdict(lambda: math.inf)
-    outside = math.inf
+    found: dict[Any, list[float]] = defaultdict(list)
+    outside: list[float] = []
     first = next(iter(models))
-    for turn in range(rounds):
+    for turn in range(MOST):
         for name in list(models) if turn % 2 else reversed(list(models)):
-            found = _by_layer(models[name], inputs, paths, clock(models[name]))
-            for kind, spent in zip(alike[name], found.layers, strict=True):
-                least[kind] = min(least[kind], spent)
+            cost = _by_layer(models[name], inputs, paths, clock(models[name]))
+            for kind, spent in zip(alike[name], cost.layers, strict=True):
+                found[kind].append(spent)
             if name == first:
-                outside = min(outside, found.outside)
-    layers = {name: tuple(least[kind] for kind in alike[name]) for name in models}
-    return {name: Cost(sum(spent) + outside, spent) for name, spent in layers.items()}
+                outside.append(cost.outside)
+        if turn + 1 >= ROUNDS and all(_reached(samples) for samples in (outside, *found.values())):
+            break
+    layers = {name: tuple(min(found[kind]) for kind in alike[name]) for name in models}
+    return {name: Cost(sum(spent) + min(outside), spent) for name, spent in layers.items()}
 
 
 def rising(values: Sequence[float]) -> list[float]:
@@ -153,21 +159,24 @@ def rising(values: Sequence[float]) -> list[float]:
     return [total / count for total, count in blocks for _ in range(int(count))]
 
 
-def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any], rounds: int = 2 * ROUNDS - 1) -> float:
-    """The least seconds of `other` over the least of `original`, taken in turn after one round to warm up.
+def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any]) -> list[float]:
+    """The least seconds of two models, taken in turn after one round to warm up, until each was reached three times.
 
     Args:
         original: a model.
         other: another.
         inputs: keyword arguments of both.
-        rounds: how often each is run.
     """
-    spent: dict[int, list[float]] = {0: [], 1: []}
-    for turn in range(rounds + 1):
+    spent: tuple[list[float], list[float]] = ([], [])
+    for turn in range(MOST + 1):
         for which in (0, 1) if turn % 2 else (1, 0):
             model = (original, other)[which]
-            spent[which].append(_by_layer(model, inputs, (), clock(model)).whole)
-    return min(spent[1][1:]) / min(spent[0][1:])
+            took = _by_layer(model, inputs, (), clock(model)).whole
+            if turn:
+                spent[which].append(took)
+        if turn >= ROUNDS and all(_reached(each) for each in spent):
+            break
+    return [min(each) for each in spent]
 
 
 class Timings:
@@ -191,12 +200,26 @@ class Timings:
         key = hashlib.sha256(json.dumps(of, sort_keys=True, default=str).encode()).hexdigest()
         if key not in self.known:
             self.known[key] = measure()
-            if self.path is not None:
-                partial = self.path.with_name(self.path.name + ".part")
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                partial.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
-                os.replace(partial, self.path)
+            self._write()
         return self.known[key]
+
+    def least(self, of: Mapping[str, Any], measure: Callable[[], list[float]], times: int) -> list[float]:
+        """The least of each number that `measure` gives, measured so many times in all, today's and earlier ones.
+
+        Args:
+            of: as in `get`.
+            measure: returns as many numbers each time.
+            times: >= 1.
+        """
+        done = [self.get({**of, "time": time}, measure) for time in range(times)]
+        return [min(each) for each in zip(*done, strict=True)]
+
+    def _write(self) -> None:
+        if self.path is not None:
+            partial = self.path.with_name(self.path.name + ".part")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
+            os.replace(partial, self.path)
 
 
 def _read(path: Path) -> dict[str, Any]:

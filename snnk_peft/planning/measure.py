@@ -13,11 +13,13 @@ from snnk_peft.bundling.bundle import folded_model
 from snnk_peft.config import SNNKConfig, part_name
 from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import Template, share_tensors, shared_copy
+from snnk_peft.planning.choose import STEPS
 from snnk_peft.planning.costs import Cost, Timings, macs, paired, rising, seconds, stored_bytes
 from snnk_peft.tuner.get_model import get_snnk_model
 
 OF = ("latency", "macs", "bytes")
 LEAST = 0.005  # share of the multiply-adds below which a saving cannot be timed
+GRAIN = 0.005  # of the original's time, or a 16th of the largest saving: no more is told of savings of time
 
 
 class Measure:
@@ -44,6 +46,7 @@ class Measure:
         }
         sizes = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
         self.key = {**self.where, "config": sizes}
+        self.grain = 0.0  # of what `savings` tells: 0 for exact
 
     def savings(self, templates: Sequence[Template]) -> list[dict[int | None, float]]:
         """Per template and group the share of the original's cost that is saved."""
@@ -79,6 +82,12 @@ class Measure:
         saved = dict(zip(timed, _shares_saved(costs, [templates[number] for number in timed]), strict=True))
         for kind in {type(templates[number].part) for number in timed}:
             self._smooth([number for number in timed if type(templates[number].part) is kind], saved, enough)
+        largest = max((share for each in saved.values() for share in each.values()), default=0.0)
+        self.grain = max(1, round(min(GRAIN, largest / 16) * STEPS)) / STEPS
+        saved = {
+            number: {key: round(share / self.grain) * self.grain for key, share in each.items()}
+            for number, each in saved.items()
+        }
         return [
             {key: share for key, share in saved.get(number, {}).items() if key in enough[number]}
             for number in range(len(templates))
@@ -96,8 +105,13 @@ class Measure:
             for number, share in zip(order, rising([saved[n][key] for n in order]), strict=True):
                 saved[number][key] = share
 
-    def remaining(self, config: SNNKConfig) -> float:
-        """The share of the original's cost that a config leaves, all parts together."""
+    def remaining(self, config: SNNKConfig, times: int = 1) -> float:
+        """The share of the original's cost that a config leaves, all parts together.
+
+        Args:
+            config: the parts.
+            times: how often seconds are measured before their least counts.
+        """
         parts = [_described(part) for part in config.parts]
         together = _together(config, self.original)
         if self.of == "bytes":
@@ -105,7 +119,8 @@ class Measure:
         if self.of == "macs":
             return macs(together, self.inputs, ()).whole / macs(self.original, self.inputs, ()).whole
         key = {"together": self.key, "parts": parts}
-        return float(self.timings.get(key, lambda: paired(self.original, together, self.inputs)))
+        whole, left = self.timings.least(key, lambda: paired(self.original, together, self.inputs), times)
+        return left / whole
 
 
 def _shares_saved(costs: Sequence[Cost], templates: Sequence[Template]) -> list[dict[int | None, float]]:
