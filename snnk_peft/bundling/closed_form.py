@@ -168,7 +168,7 @@ def _pass(
         moments.update(features, wanted.to(features.device))
     moments.reduce()
     known.reduce()
-    known.warn_if_contradicting()
+    known.warn_if_contradicting(stacklevel=4)
     if moments.count == 0:
         raise ConfigError("batches held no examples; expected at least one batch")
     if moments.count == 1:

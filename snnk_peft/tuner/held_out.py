@@ -64,8 +64,8 @@ class LabelledRows:
         shares = gathered((self.rows, self.labels))
         self.rows, self.labels = (list(chain.from_iterable(column)) for column in zip(*shares, strict=True))
 
-    def warn_if_contradicting(self) -> None:
-        """NumericalWarning if some rows stand there with more than one label."""
+    def warn_if_contradicting(self, stacklevel: int = 3) -> None:
+        """NumericalWarning if some rows stand there with more than one label; `stacklevel` as in `warnings.warn`."""
         note = label_note("batches", self.rows, self.labels)
         if note is not None:
-            warnings.warn(note, NumericalWarning, stacklevel=4)
+            warnings.warn(note, NumericalWarning, stacklevel=stacklevel)
