@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from snnk_peft import AdapterPart, AttentionPart, SNNKConfig, build_feature_map, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.backend import DEVICE_KERNELS, OPERATIONS, register_kernel
+from snnk_peft.functional.backend import DEVICE_KERNELS, OPERATIONS, SWITCH, form_that_ran, register_kernel
 from snnk_peft.functional.causal_attention import causal_linear_attention
-from snnk_peft.functional.exponential_attention import KeyMeans, key_means, together
+from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention, key_means, together
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.hadamard import hadamard_matrix, hadamard_transform, walsh_hadamard
 from snnk_peft.functional.linear_attention import AttentionState, common_scale, divide, finite, grouped, key_sums
@@ -83,6 +83,14 @@ def dense_causal_exponential(q, k, v, queries, keys, mask=None, state=None):
     return out.flatten(1, 2).to(v.dtype), dense_means(k, v, keys, mask, state)
 
 
+def dense_exponential(q, k, v, queries, keys, mask=None, state=None):
+    means = dense_means(k, v, keys, mask, state)
+    a = query_logarithms(wide(q), queries.rows, k.shape[1]) + queries.offset + keys.offset
+    logs = a + means.log_weight[:, :, None, None]
+    out = (logs.softmax(-1) @ means.values.unsqueeze(2)).masked_fill(logs.amax(-1, keepdim=True) < ABSENT / 2, 0.0)
+    return out.flatten(1, 2).to(v.dtype), means
+
+
 def without_signs(q, k, v, queries, keys, mask=None, state=None) -> bool:
     return keys.signs is None and keys.offset.dim() == 1
 
@@ -90,6 +98,7 @@ def without_signs(q, k, v, queries, keys, mask=None, state=None) -> bool:
 DENSE: dict[Any, tuple[Callable[..., Any], Callable[..., bool] | None]] = {
     causal_exponential_attention: (dense_causal_exponential, without_signs),
     causal_linear_attention: (dense_causal, None),
+    exponential_attention: (dense_exponential, without_signs),
     hadamard_transform: (dense_hadamard, None),
     key_means: (dense_means, None),
     key_sums: (dense_sums, None),
@@ -105,8 +114,8 @@ def _undone() -> Iterator[None]:
     DEVICE_KERNELS.update(before)
 
 
-def register_dense(device: str = "cpu", **options: Any) -> Counter[str]:
-    """All dense forms; what is returned counts their calls."""
+def register_dense(device: str = "cpu", only: Any = None, **options: Any) -> Counter[str]:
+    """All dense forms, or that of one operation; what is returned counts their calls."""
     calls: Counter[str] = Counter()
 
     def counted(operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,6 +126,8 @@ def register_dense(device: str = "cpu", **options: Any) -> Counter[str]:
         return kernel
 
     for operation, (function, serves) in DENSE.items():
+        if only not in (None, operation):
+            continue
         name = operation.__name__
         register_kernel(name, device=device, **{"serves": serves, **options})(counted(name, function))
     return calls
@@ -140,6 +151,7 @@ def arguments(operation: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return {
         causal_exponential_attention: ((q, k, v, log_linear(), features, mask, means), {}),
         causal_linear_attention: ((phi, psi, v, mask), {"log_scale": scale, "state": sums}),
+        exponential_attention: ((q, k, v, log_linear(), features, mask, means), {}),
         hadamard_transform: ((torch.randn(3, 64),), {}),
         key_means: ((k, v, features, mask, means), {}),
         key_sums: ((psi, v, mask), {"log_scale": scale, "state": sums}),
@@ -155,11 +167,23 @@ def test_every_operation_has_a_dense_form():
 def test_the_kernel_runs_in_place_of_the_torch_form(operation):
     args, kwargs = arguments(operation)
     expected = operation(*args, **kwargs)
-    calls = register_dense()
+    calls = register_dense(only=operation)
     torch.testing.assert_close(operation(*args, **kwargs), expected, **CLOSE)
     assert calls == {operation.__name__: 1}
+    assert form_that_ran(operation.__name__) == f"{__name__}.register_dense.<locals>.counted.<locals>.kernel"
     torch.testing.assert_close(operation.__wrapped__(*args, **kwargs), expected, rtol=0, atol=0)
     assert calls == {operation.__name__: 1}
+
+
+@pytest.mark.parametrize("operation", DENSE, ids=lambda operation: operation.__name__)
+def test_the_environment_turns_kernels_off(operation, monkeypatch):
+    args, kwargs = arguments(operation)
+    expected = operation(*args, **kwargs)
+    calls = register_dense()
+    monkeypatch.setenv(SWITCH, "off")
+    torch.testing.assert_close(operation(*args, **kwargs), expected, rtol=0, atol=0)
+    assert not calls
+    assert form_that_ran(operation.__name__) == "torch"
 
 
 def test_the_device_is_that_of_the_first_argument():
@@ -214,7 +238,7 @@ def test_gradients_come_from_what_can_give_them(operation, differentiable):
         return torch.autograd.grad(out.square().sum(), given)[0]
 
     expected = gradient()
-    calls = register_dense(differentiable=differentiable)
+    calls = register_dense(only=operation, differentiable=differentiable)
     torch.testing.assert_close(gradient(), expected, rtol=1e-3, atol=1e-4)
     assert bool(calls) == differentiable
     with torch.no_grad():
@@ -291,7 +315,7 @@ def test_a_file_is_all_it_takes(root, tmp_path):
 
 
 ATTENTION = [
-    ("posrf", False, {"key_means"}),
+    ("posrf", False, {"exponential_attention"}),
     ("posrf", True, {"causal_exponential_attention"}),
     ("relu", False, {"key_sums"}),
     ("relu", True, {"causal_linear_attention"}),
@@ -342,7 +366,7 @@ FAST = {"projection": "sorf", "projection_params": {"fast": True}}
 MODELS = [
     ("bert", {"adapter": AdapterPart(num_features=4)}, {"normalized_linear"}),
     ("bert", {"adapter": AdapterPart(num_features=4, **FAST)}, {"hadamard_transform"}),
-    ("bert", {"attention": AttentionPart(num_features=8)}, {"key_means"}),
+    ("bert", {"attention": AttentionPart(num_features=8)}, {"exponential_attention"}),
     ("bert", {"attention": AttentionPart("relu", num_features=8)}, {"key_sums"}),
     ("llama", {"attention": AttentionPart(num_features=8)}, {"causal_exponential_attention"}),
     ("llama", {"attention": AttentionPart("relu", num_features=8)}, {"causal_linear_attention"}),

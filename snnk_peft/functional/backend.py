@@ -3,7 +3,8 @@
 Each of OPERATIONS is a function that is written in torch: in eager mode, compiled, exported, on the meta device, with
 gradients. A device kernel is another function for one of them: the same arguments, results of the same shapes and
 dtypes, states that the torch form can continue from. Callers know of neither. Kernels of this package are files of
-`device_kernels/`, imported at the first call on their device type; others call `register_kernel` themselves.
+`device_kernels/`, imported at the first call on their device type; others call `register_kernel` themselves. The
+environment variable SNNK_DEVICE_KERNELS=off turns all of them off, and `form_that_ran` says what an operation took.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from snnk_peft.functional.blocks import exporting
 OPERATIONS = (
     "causal_exponential_attention",
     "causal_linear_attention",
+    "exponential_attention",
     "hadamard_transform",
     "key_means",
     "key_sums",
@@ -41,10 +44,13 @@ class DeviceKernel(NamedTuple):
     function: Callable[..., Any]
     serves: Callable[..., bool] | None
     differentiable: bool
+    name: str
 
 
 DEVICE_KERNELS: dict[tuple[str, str], DeviceKernel] = {}  # of (operation, device type)
+SWITCH = "SNNK_DEVICE_KERNELS"  # "off" in the environment: the torch form, always
 _DISCOVERED: set[str] = set()
+_RAN: dict[str, str] = {}
 
 
 def register_kernel(
@@ -72,12 +78,14 @@ def register_kernel(
         raise ConfigError(f"device is {device!r}; expected a type without an index, such as {_device_type(device)!r}")
     if (known := DEVICE_KERNELS.get((operation, device))) is not None:
         raise ConfigError(
-            f"{operation} on {device!r} has a kernel, {known.function.__module__}.{known.function.__qualname__}; "
-            "expected one. Let one kernel call the other, or remove its file"
+            f"{operation} on {device!r} has a kernel, {known.name}; expected one. Let one kernel call the other, or "
+            "remove its file"
         )
 
     def add(function: AnyFunction) -> AnyFunction:
-        DEVICE_KERNELS[operation, device] = DeviceKernel(function, serves, differentiable)
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        kernel = DeviceKernel(function, serves, differentiable, f"{function.__module__}.{name}")
+        DEVICE_KERNELS[operation, device] = kernel
         return function
 
     return add
@@ -92,26 +100,49 @@ def dispatched(torch_form: Callable[Arguments, Result]) -> Callable[Arguments, R
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         given: Any = args[0] if args else kwargs[first]
         device = given.device.type
-        _discover(device)
-        kernel = DEVICE_KERNELS.get((operation, device))
+        kernel = DEVICE_KERNELS.get((operation, device)) if _discover(device) else None
         if kernel is None or not _runs(kernel, args, kwargs):
+            _note(operation, "torch")
             return torch_form(*args, **kwargs)
+        _note(operation, kernel.name)
         found: Result = kernel.function(*args, **kwargs)
         return found
 
     return call
 
 
-# A compiler must not follow imports; it runs this while it traces, and then looks into DEVICE_KERNELS.
+def form_that_ran(operation: str) -> str | None:
+    """What the last call of an operation took: "torch" or the name of a kernel's function; None before the first.
+
+    A compiled function says what it took when it was traced.
+
+    Args:
+        operation: one of OPERATIONS.
+    """
+    return _RAN.get(operation)
+
+
+# A compiler must not follow imports; it runs these two while it traces, and then looks into DEVICE_KERNELS.
 @torch.compiler.assume_constant_result
-def _discover(device: str) -> None:
-    """Import the kernels of this package for a device type, once. The code of a bundle has no folder of them."""
+def _note(operation: str, form: str) -> None:
+    _RAN[operation] = form
+
+
+@torch.compiler.assume_constant_result
+def _discover(device: str) -> bool:
+    """Import the kernels of this package for a device type, once; False where kernels are not wanted.
+
+    The code of a bundle has no folder of them.
+    """
+    if os.environ.get(SWITCH) == "off":
+        return False
     if device in _DISCOVERED:
-        return
+        return True
     for module in pkgutil.iter_modules([str(Path(__file__).with_name("device_kernels"))]):
-        if _device_type(module.name.split("_")[0]) == device:
+        if not module.ispkg and _device_type(module.name.split("_")[0]) == device:
             importlib.import_module(f"{__name__.rpartition('.')[0]}.device_kernels.{module.name}")
     _DISCOVERED.add(device)
+    return True
 
 
 def _device_type(name: str) -> str:

@@ -93,6 +93,7 @@ def key_means(
         return state
 
 
+@dispatched
 def exponential_attention(
     q: Tensor,
     k: Tensor,

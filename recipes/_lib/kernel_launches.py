@@ -1,0 +1,104 @@
+"""The launches of the package's Triton kernels as data: to compile them without a GPU, to time each in other sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from snnk_peft.functional.device_kernels.triton_exponential import causal, key_sums, launches, queries, sizes
+
+HEADS, DIM, FEATURES = 12, 64, 64
+
+
+class Launch(NamedTuple):
+    """One launch; `name` is that of its sizes in sizes.TABLE, or "combine"."""
+
+    name: str
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class _Watched:
+    """Stands in for a kernel."""
+
+    def __init__(self, name: str, kernel: Any, found: list[Launch], runs: bool):
+        self._name, self._kernel, self._found, self._runs = name, kernel, found, runs
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            name = "causal_sums" if self._name == "key_pass" and _of_causal(options) else self._name
+            self._found.append(Launch(name, self._kernel, grid, args, options))
+            if self._runs:
+                self._kernel[grid](*args, **options)
+
+        return launch
+
+
+def _of_causal(options: dict[str, Any]) -> bool:
+    return bool(options["QUERIES"])
+
+
+@contextlib.contextmanager
+def watched(runs: bool) -> Iterator[list[Launch]]:
+    """Collect launches, which are carried out or not."""
+    found: list[Launch] = []
+    with contextlib.ExitStack() as stack:
+        for module, names in (
+            (key_sums, {"key_pass": "key_pass", "combine": "combine", "key_back": "key_back"}),
+            (queries, {"query_pass": "query_pass", "query_back": "query_back"}),
+            (
+                causal,
+                {"forward_pass": "causal_forward", "query_back": "causal_query_back", "key_back": "causal_key_back"},
+            ),
+        ):
+            for name, known in names.items():
+                kernel = _Watched(known, getattr(module, name), found, runs)
+                stack.enter_context(mock.patch.object(module, name, kernel))
+        yield found
+
+
+def every_launch(
+    device: str, dtype: torch.dtype, length: int, *, m: int = FEATURES, d: int = DIM, learned: bool = False,
+    masked: bool = False,
+) -> list[Launch]:  # fmt: skip
+    """Of a forward and backward pass, not causal and causal, of one sequence; on the meta device nothing runs.
+
+    Args:
+        device: "meta", or where the kernels run.
+        dtype: of queries, keys and values.
+        length: tokens.
+        m: features.
+        d: columns of queries, keys and values.
+        learned: with gradients of the rows.
+        masked: with a mask.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.empty(shape) if device == "meta" else torch.randn(shape, generator=generator)
+
+    q, k, v, g = (normal(1, HEADS, length, d).to(device, dtype) for _ in range(4))
+    rows, offset = (normal(m, d) * d**-0.25).to(device), normal(m).to(device)
+    mask = torch.ones(1, length, dtype=torch.bool, device=device) if masked else None
+    given = q, k, v, rows, offset, rows, 0.5 * d**-0.5, mask
+    with watched(device != "meta") as found:
+        means = launches.key_means(k, v, rows, given[6], mask)
+        launches.key_means_back(*means, k, v, rows, given[6], mask, *means, learned)
+        launches.attend_means_back(launches.attend_means(q, rows, offset, *means), q, rows, offset, *means, learned)
+        out, lse, *behind = launches.causal_attention(*given, None, None, dtype)
+        launches.causal_attention_back(g, lse, *behind, *given, None, None, out, lse, *behind, learned, learned)
+    return found
+
+
+@contextlib.contextmanager
+def parts_of(tokens: int) -> Iterator[None]:
+    """Within it every sequence is cut into parts of so many tokens."""
+    kinds = dict.fromkeys(sizes.FEWEST, tokens)
+    with mock.patch.dict(sizes.FEWEST, kinds), mock.patch.dict(sizes.LONGEST, kinds):
+        yield

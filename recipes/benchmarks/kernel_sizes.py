@@ -1,0 +1,128 @@
+"""Which block sizes make the Triton kernels fastest on this card: every kernel alone, by graph replay.
+
+    python recipes/benchmarks/kernel_sizes.py --output gpu/kernel_sizes.json
+
+Every kernel of `functional/device_kernels/triton_exponential` with every number of rows, warps and pipeline stages and
+every length of a part of the sequence, in bf16, 12 heads of 64, 64 features. What wins goes into its sizes.py. Kernels
+are compiled by several processes first. Two minutes on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _bench import RESULTS
+from _lib.kernel_launches import Launch, every_launch, parts_of
+
+BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (1, 2, 3)
+SKIPPED = {"combine"}
+
+
+def shapes(name: str) -> list[tuple[int, int, int]]:
+    """(rows, warps, stages) worth trying."""
+    blocks = BLOCKS[:2] if name.startswith("causal") and name != "causal_sums" else BLOCKS
+    return list(itertools.product(blocks, WARPS, STAGES))
+
+
+def resized(launch: Launch, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """The options of a launch with other sizes."""
+    block, warps, stages = shape
+    rows = "BLOCK" if "BLOCK" in launch.options else "C"
+    return {**launch.options, rows: block, "num_warps": warps, "num_stages": stages}
+
+
+def compile_some(work: tuple[int, int]) -> int:
+    """Compile every `of`-th kernel by launching it once."""
+    first, of = work
+    tried = 0
+    with parts_of(512):
+        launches = one_of_each(every_launch("cuda", torch.bfloat16, 1024))
+    for launch, shape in list(itertools.chain(*([(x, s) for s in shapes(x.name)] for x in launches)))[first::of]:
+        try:
+            launch.kernel[launch.grid](*launch.args, **resized(launch, shape))
+            tried += 1
+        except Exception:
+            pass
+    torch.cuda.synchronize()
+    return tried
+
+
+def one_of_each(launches: list[Launch]) -> list[Launch]:
+    """The first of each name."""
+    return list({launch.name: launch for launch in reversed(launches) if launch.name not in SKIPPED}.values())
+
+
+def microseconds(launch: Launch, options: dict[str, Any], times: int = 8, replays: int = 5) -> float:
+    """Of the device, the median of graph replays."""
+
+    def run() -> None:
+        launch.kernel[launch.grid](*launch.args, **options)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            run()
+    found = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(1e3 * start.elapsed_time(end) / times)
+    return sorted(found)[len(found) // 2]
+
+
+def main() -> None:
+    """Measure, print the best three of each kernel, write all."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--lengths", type=int, nargs="+", default=[4096, 65536])
+    options.add_argument("--parts", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
+    options.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
+    options.add_argument("--seconds", type=float, default=150.0, help="after these nothing new is measured")
+    options.add_argument("--output", type=Path, default=RESULTS / "gpu" / "kernel_sizes.json")
+    given = options.parse_args()
+    started = time.time()
+    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
+        print(sum(pool.imap_unordered(compile_some, [(i, given.processes) for i in range(given.processes)])), "kernels")
+    print(f"compiled after {time.time() - started:.0f} s", flush=True)
+    rows: list[dict[str, Any]] = []
+    for length in given.lengths:
+        for tokens in given.parts:
+            if not length // 128 <= tokens <= length:
+                continue
+            with parts_of(tokens):
+                launches = one_of_each(found := every_launch("cuda", torch.bfloat16, length))
+            for combine in [x for x in found if x.name == "combine"]:
+                row = {"kernel": "combine" + "_prefix" * combine.options["PREFIX"], "length": length, "part": tokens}
+                rows.append({**row, "shape": None, "us": microseconds(combine, combine.options)})
+            for launch, shape in itertools.chain(*([(x, s) for s in shapes(x.name)] for x in launches)):
+                row = {"kernel": launch.name, "length": length, "part": tokens, "shape": shape}
+                if time.time() - started > given.seconds:
+                    continue
+                try:
+                    rows.append({**row, "us": microseconds(launch, resized(launch, shape))})
+                except Exception as error:
+                    rows.append({**row, "us": None, "error": f"{type(error).__name__}: {str(error)[:120]}"})
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": rows}))
+    for length, name in itertools.product(given.lengths, sorted({row["kernel"] for row in rows})):
+        best = sorted(
+            (r for r in rows if (r["kernel"], r["length"]) == (name, length) and r["us"]), key=lambda r: r["us"]
+        )
+        print(length, name, *(f"{r['us']:.0f} us {r['shape']} /{r['part']};" for r in best[:4]), flush=True)
+    print(f"{time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Attention over positive exponential features by Triton kernels, where Triton is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snnk_peft.functional.backend import SWITCH, register_kernel
+from snnk_peft.functional.exponential_attention import KeyMeans, together
+from snnk_peft.functional.log_linear import LogLinear
+
+LARGEST = 128  # features, and columns of keys and of values
+ROOM = {torch.bfloat16: 8192, torch.float16: 4096, torch.float32: 4096}  # features times columns: shared memory
+
+
+def key_means(
+    k: Tensor, v: Tensor, features: LogLinear, mask: Tensor | None = None, state: KeyMeans | None = None,
+    memory: Any = None,
+) -> KeyMeans:  # fmt: skip
+    """As in exponential_attention.py."""
+    from snnk_peft.functional.device_kernels.triton_exponential import operators
+
+    found = KeyMeans(*operators.key_means(k, v, features.rows, float(features.square), mask))
+    return together(state, found)
+
+
+def exponential_attention(
+    q: Tensor, k: Tensor, v: Tensor, queries: LogLinear, keys: LogLinear, mask: Tensor | None = None,
+    state: KeyMeans | None = None,
+) -> tuple[Tensor, KeyMeans]:  # fmt: skip
+    """As in exponential_attention.py; without a mask too, 0 where no key counts."""
+    from snnk_peft.functional.device_kernels.triton_exponential import operators
+
+    means = key_means(k, v, keys, mask, state)
+    return operators.attend_means(q, queries.rows, queries.offset + keys.offset, *means), means
+
+
+def causal_exponential_attention(
+    q: Tensor, k: Tensor, v: Tensor, queries: LogLinear, keys: LogLinear, mask: Tensor | None = None,
+    state: KeyMeans | None = None, *, weighed: bool = False,
+) -> tuple[Tensor, KeyMeans]:  # fmt: skip
+    """As in exponential_causal.py."""
+    from snnk_peft.functional.device_kernels.triton_exponential import operators
+
+    dtype, before = torch.float32 if weighed else v.dtype, (None, None) if state is None else state
+    given = (q, k, v, queries.rows, queries.offset + keys.offset, keys.rows, float(keys.square), mask)
+    out, lse, *behind = operators.causal(*given, *before, dtype)
+    return torch.cat((out, lse.unsqueeze(-1)), -1) if weighed else out, KeyMeans(*behind)
+
+
+def serves(*tensors: Tensor, features: LogLinear, state: KeyMeans | None) -> bool:
+    """Whether kernels take these queries, keys and values, and features of keys."""
+    dtype, m, columns = tensors[0].dtype, features.rows.shape[-2], max(t.shape[-1] for t in tensors)
+    small = max(m, columns) <= LARGEST and _power(m) * _power(columns) <= ROOM.get(dtype, 0)
+    same = all(t.dtype == dtype and t.dim() == 4 and t.shape[-2] > 0 for t in tensors)
+    whole = features.rows.dtype == torch.float32 and features.rows.dim() <= 4
+    kept = state is None or all(t.dtype == torch.float32 for t in state)
+    return small and same and whole and kept and features.signs is None and not isinstance(features.square, Tensor)
+
+
+def _power(size: int) -> int:
+    """The power of two that tiles have in its place."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _serves_means(
+    k: Tensor, v: Tensor, features: LogLinear, mask: Tensor | None = None, state: KeyMeans | None = None,
+    memory: Any = None,
+) -> bool:  # fmt: skip
+    return serves(k, v, features=features, state=state)
+
+
+def _serves_attention(
+    q: Tensor, k: Tensor, v: Tensor, queries: LogLinear, keys: LogLinear, mask: Tensor | None = None,
+    state: KeyMeans | None = None, *, weighed: bool = False,
+) -> bool:  # fmt: skip
+    return serves(q, k, v, features=keys, state=state) and queries.rows.dtype == torch.float32
+
+
+def register(device: str) -> None:
+    """The kernels of all three operations."""
+    register_kernel("key_means", device=device, serves=_serves_means, differentiable=True)(key_means)
+    register_kernel("exponential_attention", device=device, serves=_serves_attention, differentiable=True)(
+        exponential_attention
+    )
+    register_kernel("causal_exponential_attention", device=device, serves=_serves_attention, differentiable=True)(
+        causal_exponential_attention
+    )
+
+
+# Off unless asked for, until all of them have been right on a card.
+if importlib.util.find_spec("triton") is not None and os.environ.get(SWITCH) == "on":
+    register("cuda")

@@ -1,0 +1,237 @@
+"""The launches: tensors in, new tensors out, no gradients.
+
+Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D), one dtype; rows (m, d), (G, m, d) or (B, G, m, d) and offsets
+without the d, fp32; masks (B, N) bool; M (B, G, m, D) and log Z (B, G, m), fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from snnk_peft.functional.device_kernels.triton_exponential import causal, key_sums, queries
+from snnk_peft.functional.device_kernels.triton_exponential.sizes import (
+    dimensions,
+    launch,
+    operand,
+    padded,
+    part_tokens,
+)
+
+
+def empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """New memory on the device of a tensor."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, with its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def flags(mask: Tensor | None, otherwise: Tensor) -> Tensor:
+    """Where the mask lies; without one, any memory: it is not read."""
+    return otherwise if mask is None else mask.contiguous()
+
+
+def whole(x: Tensor) -> Tensor:
+    """x in fp32 with contiguous rows (m, d) or offsets (m,)."""
+    x = x.float()
+    return x if x.stride(-1) == 1 and (x.dim() == 1 or x.stride(-2) == x.shape[-1]) else x.contiguous()
+
+
+def of_heads(x: Tensor, own: int) -> tuple[int, int]:
+    """Strides of batch and key head of rows (own = 2 dimensions) or offsets (1)."""
+    strides = x.stride()[:-own] if x.dim() > own else ()
+    sizes = x.shape[:-own] if x.dim() > own else ()
+    kept = [0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)]
+    return (0, 0) if not kept else (0, kept[0]) if len(kept) == 1 else (kept[0], kept[1])
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Of batch, head and token."""
+    return [s for t in tensors for s in t.stride()[:3]]
+
+
+def key_parts(
+    k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None, size: int, name: str
+) -> tuple[Tensor, int]:
+    """What each part of the keys says, and how many parts there are."""
+    (B, G, N, d), D, m = k.shape, v.shape[-1], rows.shape[-2]
+    sizes, parts = dimensions(m, d, D), triton.cdiv(N, size)
+    block, options = launch(name, operand(k.dtype), max(sizes["M"], sizes["Dk"], sizes["Dv"]))
+    sums = empty(k, B * G * parts * m * (D + 2))
+    key_sums.key_pass[(B * G, parts)](
+        k, v, rows, flags(mask, k), k, k, sums, *strides(k, v), *of_heads(rows, 2), G, 1, N, square, size,
+        **sizes, BLOCK=min(block, size), T=operand(k.dtype), MASKED=mask is not None, QUERIES=False, **options,
+    )  # fmt: skip
+    return sums, parts
+
+
+def key_means(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """M and log Z."""
+    k, v, rows = dense(k), dense(v), whole(rows)
+    (B, G, N, _), D, m = k.shape, v.shape[-1], rows.shape[-2]
+    sums, parts = key_parts(k, v, rows, square, mask, part_tokens(N, B * G, "plain"), "key_pass")
+    means, log_weight = empty(k, B, G, m, D), empty(k, B, G, m)
+    key_sums.combine[(B * G, m)](
+        sums, sums, sums, sums, means, log_weight, parts, 1, m, D, padded(D), padded(parts),
+        FIRST=False, PREFIX=False, REVERSE=False, num_warps=4,
+    )  # fmt: skip
+    return means, log_weight
+
+
+def key_means_back(
+    g_means: Tensor, g_weight: Tensor, k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None,
+    means: Tensor, log_weight: Tensor, learned: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of k, v and of the rows of each head (B, G, m, d), which are empty if they are not learned."""
+    k, v, rows, g_means, g_weight = dense(k), dense(v), whole(rows), g_means.contiguous(), g_weight.contiguous()
+    (B, G, N, d), D, m = k.shape, v.shape[-1], rows.shape[-2]
+    sizes, size = dimensions(m, d, D), part_tokens(N, B * G, "plain")
+    parts, T = triton.cdiv(N, size), operand(k.dtype)
+    block, options = launch("key_back", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
+    dk, dv = empty(k, *k.shape, dtype=k.dtype), empty(v, *v.shape, dtype=v.dtype)
+    dw = empty(k, B, G, parts, m, d) if learned else empty(k, 0)
+    key_sums.key_back[(B * G, parts)](
+        k, v, rows, flags(mask, k), means, log_weight, g_means, g_weight, dk, dv, dw, *strides(k, v),
+        *of_heads(rows, 2), G, N, square, size, **sizes, BLOCK=min(block, size), T=T, MASKED=mask is not None,
+        ROWS=learned, **options,
+    )  # fmt: skip
+    return dk, dv, dw.sum(2) if learned else dw
+
+
+def attend_means(q: Tensor, rows: Tensor, offset: Tensor, means: Tensor, log_weight: Tensor) -> Tensor:
+    """Every query attends to all keys in M and log Z: (B, H, L, D) in the dtype of q, 0 where no key counted."""
+    q, rows, offset, means, log_weight = (
+        dense(q),
+        whole(rows),
+        whole(offset),
+        means.contiguous(),
+        log_weight.contiguous(),
+    )
+    (B, H, L, d), (_, G, m, D) = q.shape, means.shape
+    sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "plain"), operand(q.dtype)
+    block, options = launch("query_pass", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
+    out = empty(q, B, H, L, D, dtype=q.dtype)
+    queries.query_pass[(B * H, triton.cdiv(L, size))](
+        q, rows, offset, means, log_weight, out, *strides(q), *of_heads(rows, 2), *of_heads(offset, 1), *strides(out),
+        H, H // G, L, size, **sizes, BLOCK=min(block, size), T=T, **options,
+    )  # fmt: skip
+    return out
+
+
+def attend_means_back(
+    g: Tensor, q: Tensor, rows: Tensor, offset: Tensor, means: Tensor, log_weight: Tensor, learned: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, M, log Z and of the rows of each key head (B, G, m, d), empty if they are not learned."""
+    q, g, rows, offset, means, log_weight = (
+        dense(q), dense(g), whole(rows), whole(offset), means.contiguous(), log_weight.contiguous()
+    )  # fmt: skip
+    (B, H, L, d), (_, G, m, D) = q.shape, means.shape
+    sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "plain"), operand(q.dtype)
+    parts = triton.cdiv(L, size)
+    block, options = launch("query_back", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
+    dq, sums = empty(q, *q.shape, dtype=q.dtype), empty(q, B, G, H // G * parts, m * (D + 1))
+    dw = empty(q, B, G, H // G * parts, m, d) if learned else empty(q, 0)
+    queries.query_back[(B * H, parts)](
+        q, g, rows, offset, means, log_weight, dq, sums, dw, *strides(q, g), *of_heads(rows, 2), *of_heads(offset, 1),
+        H, H // G, L, size, **sizes, BLOCK=min(block, size), T=T, ROWS=learned, **options,
+    )  # fmt: skip
+    g_means, g_weight = sums.sum(2).split((m * D, m), -1)
+    return dq, g_means.unflatten(-1, (m, D)).contiguous(), g_weight.contiguous(), dw.sum(2) if learned else dw
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
+    mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Outputs in `dtype`, logarithms of denominators (B, H, L), and M and log Z behind the last key."""
+    q, k, v, rows, offset, key_rows = dense(q), dense(k), dense(v), whole(rows), whole(offset), whole(key_rows)
+    (B, H, L, d), (_, G, _, D), m = q.shape, v.shape, rows.shape[-2]
+    sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "causal"), operand(q.dtype)
+    prefixes, parts, behind, behind_weight = _prefixes(k, v, key_rows, square, mask, means, log_weight, size)
+    block, options = launch("causal_forward", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
+    out, lse = empty(q, B, H, L, D, dtype=dtype), empty(q, B, H, L)
+    causal.forward_pass[(B * H, parts)](
+        q, k, v, rows, key_rows, offset, flags(mask, k), prefixes, out, lse, *strides(q, k, v, out),
+        *of_heads(rows, 2), *of_heads(key_rows, 2), *of_heads(offset, 1), H, H // G, L, square, size, **sizes, C=block,
+        T=T, MASKED=mask is not None, **options,
+    )  # fmt: skip
+    return out, lse, behind, behind_weight
+
+
+def _prefixes(
+    k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None,
+    log_weight: Tensor | None, size: int,
+) -> tuple[Tensor, int, Tensor, Tensor]:  # fmt: skip
+    """Sums before each part, how many parts, and M and log Z behind the last."""
+    (B, G, _, _), D, m = k.shape, v.shape[-1], rows.shape[-2]
+    sums, parts = key_parts(k, v, rows, square, mask, size, "causal_sums")
+    behind, behind_weight, prefixes = empty(k, B, G, m, D), empty(k, B, G, m), torch.empty_like(sums)
+    given = means is not None and log_weight is not None
+    first = (means.contiguous(), log_weight.contiguous()) if given else (sums, sums)  # type: ignore[union-attr]
+    key_sums.combine[(B * G, m)](
+        sums, *first, prefixes, behind, behind_weight, parts, 1, m, D, padded(D), padded(parts),
+        FIRST=given, PREFIX=True, REVERSE=False, num_warps=8,
+    )  # fmt: skip
+    return prefixes, parts, behind, behind_weight
+
+
+def causal_attention_back(
+    g: Tensor, g_lse: Tensor, g_means: Tensor, g_weight: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
+    offset: Tensor, key_rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None,
+    log_weight: Tensor | None, out: Tensor, lse: Tensor, behind: Tensor, behind_weight: Tensor, learned: bool,
+    learned_keys: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, rows, offset, key rows (the last three of each key head), M and log Z; empty: not asked."""
+    q, k, v, rows, offset, key_rows = dense(q), dense(k), dense(v), whole(rows), whole(offset), whole(key_rows)
+    g, g_lse = dense(g), g_lse.contiguous()
+    (B, H, L, d), (_, G, _, D), m, rep = q.shape, v.shape, rows.shape[-2], q.shape[1] // k.shape[1]
+    sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "causal"), operand(q.dtype)
+    prefixes, parts, *_ = _prefixes(k, v, key_rows, square, mask, means, log_weight, size)
+    most, masked, counts = max(sizes["M"], sizes["Dk"], sizes["Dv"]), mask is not None, flags(mask, k)
+    heads = (*of_heads(rows, 2), *of_heads(key_rows, 2), *of_heads(offset, 1), H, rep, L, square, size)
+    dq, delta, doff = empty(q, *q.shape, dtype=q.dtype), empty(q, B, H, L), empty(q, B, G, rep * parts, m)
+    dw, dwk = (empty(q, B, G, rep * parts, m, d) if wanted else empty(q, 0) for wanted in (learned, learned_keys))
+    block, options = launch("causal_query_back", T, most)
+    causal.query_back[(B * H, parts)](
+        q, k, v, g, out, g_lse, rows, key_rows, offset, counts, prefixes, lse, delta, dq, doff, dw,
+        *strides(q, k, v, g, out), *heads, **sizes, C=block, T=T, MASKED=masked, ROWS=learned, **options,
+    )  # fmt: skip
+    block, options = launch("causal_sums", T, most)
+    sums = empty(q, B * H * parts * m * (D + 2))
+    key_sums.key_pass[(B * H, parts)](
+        q, g, rows, counts, lse, delta, sums, *strides(q, g), *of_heads(rows, 2), H, rep, L, 0.0, size, **sizes,
+        BLOCK=block, T=T, MASKED=False, QUERIES=True, **options,
+    )  # fmt: skip
+    # The state behind the last key is one query more: 2^−log Z [∂M, ∂M·M − ∂log Z] of each feature.
+    top = -behind_weight * key_sums.LOG2E.value - _expanded(offset, B, G) * key_sums.LOG2E.value
+    last = torch.stack((top, (g_means * behind).sum(-1) - g_weight), -2)
+    prefixes, whole_s, whole_z = torch.empty_like(sums), empty(q, B, G, rep, m, D), empty(q, B, G, rep, 2, m)
+    key_sums.combine[(B * H, m)](
+        sums, g_means.contiguous(), last, prefixes, whole_s, whole_z, parts, rep, m, D, padded(D), padded(parts),
+        FIRST=True, PREFIX=True, REVERSE=True, num_warps=8,
+    )  # fmt: skip
+    block, options = launch("causal_key_back", T, most)
+    dtype = k.dtype if rep == 1 else torch.float32
+    dk, dv = empty(k, B, G, rep, L, d, dtype=dtype), empty(v, B, G, rep, L, D, dtype=dtype)
+    causal.key_back[(B * H, parts)](
+        q, k, v, g, rows, key_rows, offset, counts, prefixes, lse, delta, dk, dv, dwk, *strides(q, k, v, g), *heads,
+        **sizes, C=block, T=T, MASKED=masked, ROWS=learned_keys, **options,
+    )  # fmt: skip
+    dk, dv = (x.squeeze(2) if rep == 1 else x.sum(2).to(k.dtype) for x in (dk, dv))
+    dm, dz = empty(q, 0), empty(q, 0)
+    if means is not None and log_weight is not None:
+        exponent = whole_z[..., 0, :] + (log_weight + _expanded(offset, B, G)).unsqueeze(2) * key_sums.LOG2E.value
+        scale = torch.where(exponent > key_sums.NONE.value / 2, exponent.clamp_max(0.0).exp2(), 0.0)
+        dm = (scale.unsqueeze(-1) * whole_s).sum(2)
+        dz = (means * dm).sum(-1) - (scale * whole_z[..., 1, :]).sum(2)
+    return (
+        dq, dk, dv, dw.sum(2) if learned else dw, doff.sum(2), dwk.sum(2) if learned_keys else dwk, dm, dz
+    )  # fmt: skip
+
+
+def _expanded(offset: Tensor, batch: int, groups: int) -> Tensor:
+    return offset.expand(batch, groups, offset.shape[-1])

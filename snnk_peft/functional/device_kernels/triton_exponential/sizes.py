@@ -1,0 +1,73 @@
+"""Block sizes, warps and pipeline stages of each kernel, and parts of a sequence; `@triton.autotune` needs a driver."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LARGEST = 128  # features, columns of keys and of values that a program holds at once
+MOST_PARTS = 128  # of a sequence: `combine` holds one number per pair of them
+PROGRAMS = 512  # that fill a card
+
+
+class Launch(NamedTuple):
+    """Rows per block, and what the compiler is told."""
+
+    block: int
+    warps: int
+    stages: int
+
+
+TABLE = {
+    "key_pass": Launch(64, 4, 2),
+    "key_back": Launch(64, 4, 2),
+    "query_pass": Launch(64, 4, 2),
+    "query_back": Launch(64, 4, 2),
+    "causal_sums": Launch(32, 4, 2),
+    "causal_forward": Launch(32, 4, 2),
+    "causal_query_back": Launch(32, 4, 2),
+    "causal_key_back": Launch(32, 4, 2),
+}
+FEWEST = {"causal": 256, "plain": 128}  # tokens of a part
+LONGEST = {"causal": 1024, "plain": 2048}
+
+
+def padded(size: int) -> int:
+    """Tiles are powers of two, of 16 or more."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def dimensions(m: int, d: int, D: int) -> dict[str, int]:
+    """The constants that every kernel takes."""
+    return {"m": m, "M": padded(m), "d": d, "Dk": padded(d), "D": D, "Dv": padded(D)}
+
+
+def part_tokens(length: int, heads: int, kind: str) -> int:
+    """Tokens of a part: enough parts to fill a card, not more than `combine` takes."""
+    wanted = length * heads // PROGRAMS
+    tokens = triton.next_power_of_2(max(1, wanted))
+    tokens = min(max(tokens, FEWEST[kind]), LONGEST[kind])
+    return max(tokens, triton.next_power_of_2(math.ceil(length / MOST_PARTS)))
+
+
+def launch(kernel: str, T: Any, most: int) -> tuple[int, dict[str, int]]:
+    """Rows per block and the options of a launch.
+
+    Args:
+        kernel: its name in TABLE.
+        T: dtype of the operands.
+        most: the largest of m, d and D, padded.
+    """
+    block, warps, stages = TABLE[kernel]
+    if T == tl.float32 or most > 64:
+        block, warps, stages = 32, 8, 1
+    return block, {"num_warps": warps, "num_stages": stages}
+
+
+def operand(dtype: torch.dtype) -> Any:
+    """The dtype of operands of products for inputs of this one."""
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
