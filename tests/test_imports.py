@@ -16,7 +16,7 @@ PACKAGE = "snnk_peft"
 LAYERS: list[set[str]] = [
     {"errors", "options"},
     {"registry", "digests", "repeats"},
-    {"saved_folder", "stamps"},
+    {"saved_folder", "stamps", "yaml_file"},
     {"model_card"},  # text from plain data
     {"functional"},
     {"low_rank"},
