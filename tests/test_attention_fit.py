@@ -339,3 +339,16 @@ def test_attention_that_is_lost_is_told_of():
             assert f"{path} ({error:.2f})" in texts[0]
         found[features] = len(poor)
     assert found == {4: 2, 64: 0}
+
+
+def test_key_features_have_the_mean_one_over_gaussian_keys() -> None:
+    """exp(row·k + bias) is e^{c·z − ‖c‖²/2} of whitened keys z: a change of density, whatever the centre."""
+    generator = torch.Generator().manual_seed(0)
+    mean, root = torch.tensor([0.3, -0.2, 0.5]).double(), 0.6 * torch.randn(3, 3, generator=generator).double()
+    covariance = root @ root.T
+    maps = centroids(torch.randn(1, 60, 3, generator=generator), mean[None], covariance[None], 5, generator)
+    keys = mean + torch.randn(400_000, 3, generator=generator, dtype=torch.float64) @ root.T
+    features = (keys @ maps.key_rows[0].double().T + maps.key_bias[0].double()).exp()
+    error = features.std(0) / len(keys) ** 0.5
+    assert bool((maps.query_bias[0] < -0.05).any())  # centres far enough from 0 that half of ‖c‖² shows
+    assert bool(((features.mean(0) - 1).abs() < 5 * error).all())

@@ -429,3 +429,23 @@ def test_forgetting_what_other_batches_computed_and_what_was_never_counted() -> 
     with pytest.raises(ConfigError, match="4 of 4 examples that are to be forgotten were not counted"):
         certain.remove([{"input_ids": ids[:4].flip(1), "labels": labels[:4]}])
     assert certain.remove(batches(order, 8)[:3]) == 24
+
+
+def test_the_larger_sample_gives_the_temperature() -> None:
+    """Of merged heads; of equal ones its own."""
+    model, batches = tiny("bert", num_labels=3), text_batches(10)
+
+    def counted(part: slice) -> ClosedFormHead:
+        head = ClosedFormHead(model)
+        head.add(batches[part])
+        return head
+
+    for own, theirs, sample in (
+        (slice(0, 6), slice(6, 10), slice(0, 6)),
+        (slice(0, 4), slice(4, 10), slice(4, 10)),
+        (slice(0, 5), slice(5, 10), slice(0, 5)),
+    ):
+        head, alike = counted(own), counted(own)
+        head.merge(counted(theirs))
+        alike.merge(counted(theirs).statistics)
+        assert head.fit().temperature == pytest.approx(alike.fit(batches[sample]).temperature, rel=1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from sklearn.linear_model import Ridge
@@ -144,3 +146,23 @@ def test_as_many_examples_as_columns_are_no_harm() -> None:
     assert best < 0.9
     assert error(FittedHead(statistics)) < best + 0.1
     assert error(FittedHead(statistics, [0.1, 0.01])) > best + 0.15  # the check tells a short list from a good one
+
+
+def test_scores_that_separate_all_examples_ask_for_no_infinite_temperature() -> None:
+    """A large ridge leaves them scores that hardly differ, but in the right sense: the sharper the likelier, without an
+    end. Here it ends at e⁷."""
+    vectors = torch.cat((torch.full((20, 1), -1.0), torch.full((20, 1), 1.0))).double()
+    vectors = vectors + 1e-3 * torch.randn(40, 1, generator=torch.Generator().manual_seed(0), dtype=F64)
+    labels = (vectors[:, 0] > 0).long()
+    statistics = HeadStatistics(1, 2, "classes")
+    statistics.add(vectors, labels)
+    head = FittedHead(statistics, [30.0])
+    head.temper([(vectors, labels)])
+    assert head.temperature == pytest.approx(math.exp(7), rel=1e-9)
+    assert head.probabilities(vectors).isfinite().all()
+
+
+def test_confidences_on_the_edge_of_a_bin_belong_to_the_lower_one() -> None:
+    """((m − 1)/M, m/M] is bin m of Naeini et al. Here .5 (wrong) is in the first of two, .75 (right) in the second."""
+    probabilities, labels = torch.tensor([[0.5, 0.25, 0.25], [0.75, 0.25, 0.0]]), torch.tensor([1, 0])
+    assert expected_calibration_error(probabilities, labels, bins=2) == (0.5 + 0.25) / 2

@@ -12,6 +12,7 @@ from snnk_peft import LOW_RANK_INITS, InputMoments, factorize, factorize_many
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.functional.nonlinearity import NONLINEARITIES
 from snnk_peft.low_rank import kernel_projection, risk
+from snnk_peft.low_rank.unit_fit import best_rows, fit_units
 
 F64 = torch.float64
 # The paper's W = [[1, −1, 0], [0, 0, 1]] has one column per output; torch's has one row.
@@ -346,3 +347,37 @@ def test_many_layers_tell_all_their_faults_before_anything_is_computed():
         factorize_many({n: {**layers()["relu"], "activation": lambda z: z**3} for n in "ab"}, processes=2)
     with pytest.raises(ConfigError, match="processes is 0"):
         factorize_many(layers(), processes=0)
+
+
+@pytest.mark.parametrize("activation", sorted(NONLINEARITIES))
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_in_the_subspace_and_rows_of_zeros_are_met_exactly(activation, biased):
+    """Of the first ρ = ‖Pw‖/‖w‖ is 1, and by rounding more; of the others it may be any quotient of rounding."""
+    low = he_normal(40, 3) @ he_normal(3, 12, seed=1)
+    low[3] = 0
+    bias = normal(40, seed=2) if biased else None
+    for weight in (low, torch.zeros(40, 12, dtype=F64)):
+        factors = factorize(weight, 3, "spectral_gnorm", activation=activation, bias=bias)
+        torch.testing.assert_close(factors.weight(), weight, atol=1e-6, rtol=1e-6)
+        assert 0 <= factors.relative_risk < 1e-6
+
+
+def brute_norm(function, t: float, rho: float) -> float:
+    """The s that minimises E (f(su) − f(tv))² on a fine grid, the mean over v given u by the trapezoidal rule."""
+    u = torch.linspace(-8, 8, 801, dtype=F64)
+    weight = torch.exp(-u.square() / 2)
+    weight = weight / weight.sum()
+    told = (function(t * (rho * u[:, None] + math.sqrt(1 - rho * rho) * u)) * weight).sum(1)
+    s = torch.linspace(0, 1.2 * t, 6001, dtype=F64)
+    return float(s[((function(s[:, None] * u) - told).square() * weight).sum(1).argmin()])
+
+
+@pytest.mark.parametrize(("activation", "t"), [("gelu", 0.7), ("tanh", 1.3), ("gelu", 4.0), ("silu", 3.0)])
+@pytest.mark.parametrize("rho", [0.35, 0.93, 0.985])
+def test_norms_of_rows_are_the_best_by_brute_force(activation, t, rho):
+    """From the table, and by steps where the conditional mean is a series (below .9) and an integral (above)."""
+    f = NONLINEARITIES[activation]
+    target, cosine = torch.tensor([t], dtype=F64), torch.tensor([rho], dtype=F64)
+    wanted = brute_norm(f.function, t, rho)
+    assert float(fit_units(f, target, cosine, None)[0]) == pytest.approx(wanted, rel=2e-3)
+    assert float(best_rows(f, target, cosine, None)[0]) == pytest.approx(wanted, rel=5e-3)

@@ -547,3 +547,10 @@ def test_uptraining_brings_a_model_nearer_to_the_original(monkeypatch: pytest.Mo
     assert distance() < 0.7 * before
     assert torch.equal(student.get_input_embeddings().weight, embedded)
     assert all(parameter.requires_grad for parameter in student.parameters())
+
+
+@pytest.mark.parametrize(("keep", "units"), [(0.33, 21), (0.67, 43), (0.005, 1)])
+def test_a_share_of_the_units_is_rounded_to_the_nearest(keep, units):
+    """Of 64: 21.12 and 42.88, and never none."""
+    model = bundle(get_snnk_model(tiny("bert"), SNNKConfig(parts=[NarrowFFNPart(keep=keep)])))
+    assert model.bert.encoder.layer[0].intermediate.dense.weight.shape == (units, 32)

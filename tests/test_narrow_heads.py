@@ -335,3 +335,21 @@ def test_real_weights(shared_dir):
     report = calibrate(patched, given, progress=False)
     assert len(report.slots) == 6
     assert all(slot.error_after < 0.85 * slot.error_before for slot in report.slots), str(report)
+
+
+def test_values_of_two_heads_that_overlap_are_the_best_there_are():
+    """One direction of each of two heads, against all pairs of angles."""
+    generator = torch.Generator().manual_seed(3)
+    z = torch.randn(300, 4, generator=generator, dtype=torch.float64)
+    z[:, 2:] += 0.8 * z[:, :2]
+    y = z @ torch.randn(4, 5, generator=generator, dtype=torch.float64)
+
+    def error(first, second):
+        hidden = torch.stack((z[:, :2] @ first, z[:, 2:] @ second), 1)
+        return float((y - hidden @ torch.linalg.lstsq(hidden, y).solution).square().sum() / y.square().sum())
+
+    angles = torch.linspace(0, torch.pi, 61, dtype=torch.float64)[:-1]
+    directions = torch.stack((angles.cos(), angles.sin()), 1)
+    best = min(error(first, second) for first in directions for second in directions)
+    found = error(*narrow_values(z.T @ z, y.T @ z, 2, 1)[:, 0])
+    assert found < 1.02 * best

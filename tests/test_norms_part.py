@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import AdapterPart, NormsPart, SNNKConfig, bundle, calibrate_adapters, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.parts.norms import is_norm
 from tests.tiny_families import CONFIGS, build, main_head
 from tests.tiny_models import inputs_for, tiny, trained
 
@@ -158,3 +159,22 @@ def test_on_minilm(rows: int, layers: str, kilobytes: int, minilm_dir: Path, tmp
     bundle(model).save_pretrained(tmp_path / "bundle")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "bundle")
     torch.testing.assert_close(logits(loaded, inputs), expected, rtol=0, atol=1e-5)
+
+
+def test_norms_without_gains_are_none() -> None:
+    """OLMo's have neither gain nor bias; a gain that is a buffer is not trained either."""
+
+    class FrozenRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.ones(4))
+
+    assert is_norm(nn.LayerNorm(4))
+    for other in (nn.LayerNorm(4, elementwise_affine=False), FrozenRMSNorm(), nn.Linear(4, 4)):
+        assert not is_norm(other)
+    model = tiny("bert")
+    for layer in model.modules():
+        if hasattr(layer, "LayerNorm"):
+            layer.LayerNorm = nn.LayerNorm(32, elementwise_affine=False)
+    with pytest.raises(UnsupportedError, match="expected a pattern for some of none at all"):
+        get_snnk_model(model, SNNKConfig(parts=[NormsPart()]))

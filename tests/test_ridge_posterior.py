@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from snnk_peft.calibration.ridge import GramAccumulator
+from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
 from snnk_peft.calibration.ridge_posterior import RidgePosterior, cross_validated
 from snnk_peft.errors import ConfigError
 
@@ -137,3 +137,12 @@ def test_faults() -> None:
             cross_validated(moments, ridges)
     with pytest.raises(ValueError, match="no tokens"):
         RidgePosterior(GramAccumulator(3, 2), 1.0)
+
+
+def test_of_ridges_that_are_equally_good_the_largest_is_taken() -> None:
+    """Targets that are all equal are met by every ridge."""
+    features, _ = examples()
+    moments = moments_of(features, torch.ones(len(features), 2, dtype=F64))
+    for ridges in ((1e-3, 1.0, 1e-1), (1.0, 1e-1, 1e-3)):
+        assert cross_validated(moments, ridges).ridge == 1.0
+        assert fit_ridge(moments, moments, ridges).ridge == 1.0

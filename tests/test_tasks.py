@@ -591,3 +591,10 @@ def test_qqp_leaves_out_the_few_rows_that_its_official_file_breaks(tmp_path):
     assert train["idx"][9:11] == [9, 12]
     edit(path, 20, "1\t1")  # one more than the official share is a fault of this copy
     assert len(faults_of(lambda: TASKS["qqp"].load(tmp_path))) == 3
+
+
+def test_constant_references_score_zero():
+    """Nothing can be told of them; NaN would be the best of all checkpoints, or of none."""
+    ids = np.arange(10) % 2
+    assert TASKS["stsb"].compute(ids * 5.0, np.full(10, 2.5)) == {"pearson": 0.0, "spearmanr": 0.0, "score": 0.0}
+    assert TASKS["cola"].compute(ids, np.ones(10, int))["score"] == 0.0
