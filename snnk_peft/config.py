@@ -18,6 +18,7 @@ from peft import PeftConfig, TaskType
 from snnk_peft.digests import DIGESTS, entry_faults, open_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_adapter_card
+from snnk_peft.options import MOST_SEED
 from snnk_peft.parts import PARTS, Part
 from snnk_peft.registry import did_you_mean
 from snnk_peft.stamps import stamp_entries, stamp_tensors
@@ -118,8 +119,8 @@ class SNNKConfig(PeftConfig):
                 )
         if not found and not self.named_parts():
             found.append(f"no part given; set at least one of {', '.join(SHORTCUTS)}, or parts")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            found.append(f"seed is {self.seed!r}; expected an integer >= 0")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= MOST_SEED:
+            found.append(f"seed is {repr(self.seed)[:100]}; expected an integer >= 0, of 63 bits")
         if not isinstance(self.save_projection, bool):
             found.append(f"save_projection is {self.save_projection!r}; expected True or False")
         if isinstance(self.modules_to_save, str):

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.json_files import parse_json, read_json
 
 DIGESTS = "snnk_digests"
 WEIGHTS_END = ".safetensors"
@@ -158,8 +159,8 @@ def _weights_in(config: Path) -> dict[str, str] | None:
 def read_digests(config: Path) -> dict[str, str]:
     """The digests in a config; none if there are none, or if it cannot be read, which others then say."""
     try:
-        content = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None
-    except (OSError, ValueError, RecursionError):
+        content = read_json(config)
+    except ConfigError:
         content = None
     saved = content.get(DIGESTS) if isinstance(content, dict) else None
     return saved if isinstance(saved, dict) else {}
@@ -176,8 +177,8 @@ def saved_digests(file: Any) -> Mapping[str, str] | None:
     if text is None:
         return None
     try:
-        saved = json.loads(text)
-    except (ValueError, RecursionError):
+        saved = parse_json(text, DIGESTS)
+    except ConfigError:
         saved = None
     # Damaged digests fit no tensor.
     whole = isinstance(saved, dict) and all(isinstance(digest, str) for digest in saved.values())

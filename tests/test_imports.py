@@ -15,8 +15,9 @@ PACKAGE = "snnk_peft"
 # From the bottom up; a unit imports from units below its own line. Some units are files, some folders.
 LAYERS: list[set[str]] = [
     {"errors", "options"},
-    {"registry", "digests", "repeats"},
-    {"saved_folder", "stamps", "yaml_file"},
+    {"registry", "json_files", "repeats"},
+    {"digests"},
+    {"config_size", "saved_folder", "stamps", "yaml_file"},
     {"model_card"},  # text from plain data
     {"functional"},
     {"low_rank"},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -18,8 +20,10 @@ import yaml
 from snnk_peft import COMPONENTS, PROJECTIONS, SNNKConfig, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
-from snnk_peft.feature_map.spec import SHARED_ARGUMENTS
-from snnk_peft.options import Option, documented, fits_type, option, options_of, value_faults
+from snnk_peft.feature_map.spec import SHARED_ARGUMENTS, pair_faults
+from snnk_peft.options import MOST_SEED, Option, documented, fits_type, option, options_of, value_faults
+from snnk_peft.parts import PARTS
+from tests.tensor_sizes import LargestTensor
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
@@ -255,3 +259,42 @@ def test_positional_arguments_and_params(name: str, args: tuple[Any, ...]) -> No
     assert COMPONENTS[name](**made.params).params == made.params
     with pytest.raises(ConfigError, match=f"component '{name}' parameter 'x' is unknown"):
         build_feature_map(name, "orf", 4, 4, component_params={"x": 1})
+
+
+MEMBERS = [(name, kind[name]) for kind in (COMPONENTS, PROJECTIONS, PARTS) for name in kind.names()]
+INTEGERS = [
+    pytest.param(cls, name, known, id=f"{member}.{name}")
+    for member, cls in [*MEMBERS, ("feature_map", FeatureMapSpec)]
+    for name, known in options_of(cls).items()
+    # Sizes of parts are those of their feature maps, which check them.
+    if known.checked and int in known.kinds() and not any(isinstance(choice, int) for choice in known.choices)
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "known"), INTEGERS)
+def test_no_integer_is_unlimited(cls, name, known):
+    """A number in a file decides how much memory or time is asked for."""
+    for value in (10**30, 10**12):
+        fault = known.fault(name, value)
+        assert fault is not None or (value <= MOST_SEED and name == "seed"), f"{name} may be {value}"
+
+
+SIZED = [
+    (kind, member, name, known.high)
+    for kind, registry in (("component", COMPONENTS), ("projection", PROJECTIONS))
+    for member in registry.names()
+    for name, known in options_of(registry[member]).items()
+    if known.high is not None and name not in SHARED_ARGUMENTS
+]
+
+
+@pytest.mark.parametrize(("kind", "member", "name", "high"), SIZED)
+def test_the_largest_integer_is_affordable(kind, member, name, high):
+    """Or refused for the number of rows."""
+    rows = 256
+    component = member if kind == "component" else next(c for c in COMPONENTS.names() if not pair_faults(c, member))
+    matrix = member if kind == "projection" else next(p for p in PROJECTIONS.names() if not pair_faults(member, p))
+    params = {f"{kind}_params": {name: high}}
+    with LargestTensor(1 << 24), contextlib.suppress(ConfigError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        FeatureMapSpec(component, matrix, rows, dim=16, **params).build()(torch.randn(2, 16))

@@ -21,6 +21,7 @@ from snnk_peft.feature_map import FeatureMap
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.options import MOST
 
 PLANNED_ATTENTION = "snnk_peft"  # in plans; the name under which a function is registered depends on the module
 
@@ -99,7 +100,7 @@ FIELDS["attention"] = {
 FIELDS["joint_attention"] = {
     **FIELDS["attention"],
     "near_field": SIZE,
-    "sinks": expects("an integer >= 0", lambda value: type(value) is int and value >= 0),
+    "sinks": expects(f"an integer >= 0 and <= {MOST}", lambda value: type(value) is int and 0 <= value <= MOST),
 }
 BUILDERS |= dict.fromkeys(("attention", "joint_attention"), _attention)
 ADDITIONS |= {"attention", "joint_attention"}

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.plan import plan_faults, spec_faults
+from snnk_peft.config_size import building_within, weights_of
 from snnk_peft.digests import (
     DIGESTS,
     content_faults,
@@ -42,6 +43,7 @@ from snnk_peft.digests import (
     start_digests,
 )
 from snnk_peft.errors import ConfigError
+from snnk_peft.json_files import check_limits
 from snnk_peft.layers.adapter import Beside, Leading, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.heads import resize_heads
@@ -185,6 +187,8 @@ def original_config(config: Any, original: type[Any]) -> Iterator[None]:
 
 
 CONFIG_FILE = "config.json"
+# What constructors of transformers raise without saying which entry they could not use.
+BARE = (TypeError, KeyError, AttributeError, IndexError, AssertionError, ArithmeticError, RuntimeError, MemoryError)
 # Entries of config.json that people may edit, and those that loaders and hubs write themselves.
 FREE_ENTRIES = {"_commit_hash", "_name_or_path", "auto_map", "custom_pipelines", "id2label", "label2id", "name_or_path"}
 FREE_ENTRIES.add("transformers_version")
@@ -200,6 +204,9 @@ class BundledConfig:
         Raises:
             ConfigError: an entry does not fit its digest.
         """
+        if not isinstance(config_dict, Mapping):
+            raise ConfigError(f"config.json is {str(config_dict)[:100]!r}; expected the object of a {cls.__name__}")
+        check_limits(config_dict, f"config.json of a {cls.__name__}")
         content = dict(config_dict)
         saved = content.pop(DIGESTS, None)
         if saved is not None:
@@ -251,8 +258,15 @@ class BundledModel:
                 f"this bundle is a {plan['model_class']} and cannot be loaded as {name}, because what was folded "
                 "depends on the task head; use the Auto class that matches"
             )
-        with original_config(config, type(self)._original().config_class):
-            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        original = type(self)._original()
+        with original_config(config, original.config_class):
+            try:
+                super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+            except BARE as error:
+                raise ConfigError(
+                    f"the config builds no {original.__name__} ({type(error).__name__}: {error}): config.json was "
+                    "changed, or is of another version of transformers"
+                ) from error
         install_plan(self, plan["modules"])  # type: ignore[arg-type]
         for kind in {spec["kind"] for spec in plan["modules"].values()} & set(FINISHERS):
             FINISHERS[kind](self)
@@ -291,7 +305,9 @@ class BundledModel:
         Raises:
             ConfigError: the files do not hold exactly the tensors of this bundle, or a redrawn matrix differs.
         """
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        with building_within(*weights_of(source, kwargs.get("subfolder"))):
+            model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         faults = [
             f"{what}: {', '.join(sorted(str(key) for key in info[field]))}"
             for field, what in (

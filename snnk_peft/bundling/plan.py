@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from snnk_peft.feature_map.spec import FeatureMapSpec
+from snnk_peft.options import MOST
 from snnk_peft.registry import did_you_mean
 
 Check = Callable[[str, Any], list[str]]
 
-LARGEST_DRAW = 1 << 28  # numbers of one matrix; those that a seed stands for are in no file that could be compared
+WIDEST, WIDEST_KERNEL = 1 << 22, 1 << 8  # a module of these sizes can be described, on the meta device
 
 
 def expects(what: str, fits: Callable[[Any], bool]) -> Check:
@@ -25,21 +26,26 @@ def expects(what: str, fits: Callable[[Any], bool]) -> Check:
     return lambda where, value: [] if fits(value) else [f"{where} is {str(value)[:100]!r}; expected {what}"]
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_whole(value: Any, least: int, most: int = WIDEST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-SIZE = expects("an integer >= 1", lambda value: _is_whole(value, 1))
+def _are_whole(value: Any, least: int) -> bool:
+    return isinstance(value, list) and all(_is_whole(item, least, WIDEST_KERNEL) for item in value)
+
+
+SIZE = expects(f"an integer >= 1 and <= {WIDEST}", lambda value: _is_whole(value, 1))
 SIZES = expects(
-    "a list of integers >= 1", lambda value: isinstance(value, list) and all(_is_whole(item, 1) for item in value)
+    f"one or two integers >= 1 and <= {WIDEST_KERNEL}, in a list",
+    lambda value: _are_whole(value, 1) and len(value) in (1, 2),
 )
 PADDING = expects(
-    "'same', 'valid' or a list of integers >= 0",
-    lambda value: value in ("same", "valid") or (isinstance(value, list) and all(_is_whole(item, 0) for item in value)),
+    f"'same', 'valid' or a list of integers >= 0 and <= {WIDEST_KERNEL}",
+    lambda value: value in ("same", "valid") or _are_whole(value, 0),
 )
 PADDING_MODE = expects("a padding mode of torch", lambda value: value in ("zeros", "reflect", "replicate", "circular"))
 YES_OR_NO = expects("true or false", lambda value: isinstance(value, bool))
@@ -62,8 +68,8 @@ def stage_faults(where: str, stage: Any) -> list[str]:
         return faults
     spec = FeatureMapSpec.from_dict({name: stage[name] for name in FeatureMapSpec.stored_names()})
     faults += spec.faults(where)
-    if not faults and spec.num_features * stage["dim"] > LARGEST_DRAW:
-        faults.append(f"{where}: num_features × dim is {spec.num_features} × {spec.dim}; expected <= {LARGEST_DRAW}")
+    if not faults and spec.num_features * stage["dim"] > MOST:
+        faults.append(f"{where}: num_features × dim is {spec.num_features} × {spec.dim}; expected <= {MOST}")
     return faults
 
 

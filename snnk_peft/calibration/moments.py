@@ -203,6 +203,12 @@ class Moments:
         missing = sorted({"count", *MOMENTS} - tensors.keys())
         if missing:
             raise ConfigError(f"tensors of the moments are missing: {', '.join(missing)}")
+        width, gram, count = tensors["feature_mean"].numel(), tensors["gram"], tensors["count"]
+        if gram.shape != (width, width) or not gram.is_floating_point() or count.numel() != 1 or count < 0:
+            raise ConfigError(
+                f"gram is {tuple(gram.shape)} in {gram.dtype} and count {tuple(count.shape)}; expected ({width}, "
+                f"{width}) in floating point, as feature_mean says, and one number >= 0"
+            )
         found = cls(tensors["feature_mean"].numel(), tensors["target_mean"].numel(), dtype=tensors["gram"].dtype)
         for name in (*MOMENTS, *({ROUNDING} & tensors.keys())):
             wanted, given = getattr(found, f"_{name}").shape, tensors[name].shape

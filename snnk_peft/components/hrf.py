@@ -50,6 +50,7 @@ class Hrf(Exponential):
             Option(
                 "n, random directions that estimate the angle; more of them cost features and lower the variance.",
                 low=1,
+                high=1024,
             ),
         ] = 4,
         kernel: KernelName = "softmax",

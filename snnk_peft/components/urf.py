@@ -30,7 +30,7 @@ from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import random_choices
 from snnk_peft.functional.trigonometric_fit import ACTIVATIONS, fit_trigonometric
-from snnk_peft.options import Option
+from snnk_peft.options import MOST, Option
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
 
@@ -63,11 +63,11 @@ class Urf(Component):
         radius: Annotated[
             float, Option("pre-activations are expected in [−radius, radius].", above=0, below=math.inf)
         ] = 6.0,
-        atoms: Annotated[int, Option("K, cosines and sines in the fit.", low=1)] = 8,
+        atoms: Annotated[int, Option("K, cosines and sines in the fit.", low=1, high=128)] = 8,
         sampling: Annotated[
             str, Option("how rows are shared out among atoms, see above.", choices=("stratified", "iid", "block"))
         ] = "stratified",
-        block_size: Annotated[int, Option('rows per block for "block".', low=1)] = 8,
+        block_size: Annotated[int, Option('rows per block for "block".', low=1, high=MOST)] = 8,
         x_norm: Annotated[float, Option("typical ‖x‖, decides the scale s together with w_norm.", above=0)] = 1.0,
         w_norm: Annotated[float, Option("typical ‖w‖.", above=0)] = 1.0,
         bound: Annotated[

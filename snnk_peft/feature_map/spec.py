@@ -16,7 +16,7 @@ from torch import nn
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map.base import FeatureMap, distribution_fault
-from snnk_peft.options import argument_faults, documented, option, options_of, value_faults
+from snnk_peft.options import MOST, MOST_SEED, argument_faults, documented, option, options_of, value_faults
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import Registry, did_you_mean
 
@@ -41,11 +41,11 @@ class FeatureMapSpec:
 
     component: str = option(MISSING, "the function f, a name of `COMPONENTS`.", checked=False)
     projection: str = option(MISSING, "the matrix W, a name of `PROJECTIONS`.", checked=False)
-    num_features: int = option(MISSING, "rows of W.", low=1)
+    num_features: int = option(MISSING, "rows of W.", low=1, high=MOST)
     component_params: Mapping[str, Any] = option(dict, "keyword arguments of the component.")
     projection_params: Mapping[str, Any] = option(dict, "keyword arguments of the projection.")
-    dim: int | None = option(None, "length of the input vectors; None while it is not known.", low=1)
-    seed: int = option(0, "decides the draw together with `site`.", low=0)
+    dim: int | None = option(None, "length of the input vectors; None while it is not known.", low=1, high=MOST)
+    seed: int = option(0, "decides the draw together with `site`.", low=0, high=MOST_SEED)
     site: str = option("", "name of the place in the model that the map serves.")
     save: bool = option(True, "whether W is saved with a checkpoint; see `Drawn`.")
 

@@ -33,6 +33,7 @@ from snnk_peft.calibration.ridge import GramAccumulator
 from snnk_peft.digests import content_faults, open_tensors, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.heads.targets import as_tensor, as_vectors, class_indices, require_finite
+from snnk_peft.json_files import parse_json
 from snnk_peft.repeats import rows
 from snnk_peft.stamps import stamp_tensors
 
@@ -266,10 +267,14 @@ class HeadStatistics:
             text = (file.metadata() or {}).get(HEADER)
             if text is None:
                 raise ConfigError(f"{path} holds no statistics of a head; expected a file of HeadStatistics.save")
+            told = parse_json(text, f"{HEADER} of {path}")
+            if not isinstance(told, dict) or not isinstance(told.get("origin"), dict) or "kind" not in told:
+                raise ConfigError(f"{HEADER} of {path} is {str(told)[:100]}; expected kind and origin. Copy it again")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         digests = tensors.pop(DIGESTS, None)
+        if digests is not None and (digests.dtype != torch.uint8 or digests.ndim != 1 or len(digests) % DIGEST):
+            raise ConfigError(f"{path}: digests are {tuple(digests.shape)} in {digests.dtype}; expected bytes, {DIGEST} each")
         moments = GramAccumulator.of_tensors(tensors)
-        told = json.loads(text)
         found = cls(moments.feature_dim, moments.out_dim, told["kind"], told["origin"], digests is not None)
         found.moments = moments
         if digests is not None:

@@ -90,6 +90,7 @@ class AttentionPart(FeaturePart):
         None,
         "width of an exact softmax band around the diagonal, or None for none. Costs near_field products per token.",
         low=1,
+        high=1 << 20,
     )
     near_field_normalisation: str = option(
         "blend",
@@ -100,7 +101,10 @@ class AttentionPart(FeaturePart):
         choices=("blend", "joint"),
     )
     sinks: int = option(
-        0, 'how many of the first tokens are exact too, for models that lean on them; with "joint".', low=0
+        0,
+        'how many of the first tokens are exact too, for models that lean on them; with "joint".',
+        low=0,
+        high=1 << 20,
     )
     sum_of: list[dict[str, Any]] = option(
         list,

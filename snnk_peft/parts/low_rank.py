@@ -24,7 +24,7 @@ from snnk_peft.functional.nonlinearity import NONLINEARITIES
 from snnk_peft.layers.low_rank import SPLITS, low_rank_class
 from snnk_peft.layers.slots import Slot
 from snnk_peft.low_rank import LOW_RANK_INITS
-from snnk_peft.options import closest, documented, option
+from snnk_peft.options import MOST, closest, documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
 from snnk_peft.parts.base_low_rank import LowRankSlot
@@ -58,7 +58,7 @@ class LowRankPart(Part):
         above=0,
         high=1,
     )
-    rank: int | None = option(None, "the same rank everywhere, >= 1.", low=1)
+    rank: int | None = option(None, "the same rank everywhere, >= 1.", low=1, high=MOST)
     energy: float | None = option(
         None, "the least rank that keeps this fraction of the squared singular values.", above=0, high=1
     )

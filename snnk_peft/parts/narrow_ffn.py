@@ -23,7 +23,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import module_at
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, FoldPlace, Slot, Tokens
-from snnk_peft.options import documented, option
+from snnk_peft.options import MOST, documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
 from snnk_peft.parts.base_narrow import NarrowLinear, OneMatrix
@@ -45,7 +45,7 @@ class NarrowFFNPart(Part):
     """
 
     keep: float = option(0.75, "share of the hidden units that stay, 0 < keep < 1.", above=0, below=1)
-    num_features: int | None = option(None, "how many hidden units stay, >= 1; None follows `keep`.", low=1)
+    num_features: int | None = option(None, "how many hidden units stay, >= 1; None follows `keep`.", low=1, high=MOST)
     rule: str = option(
         "greedy",
         'which units `calibrate` keeps: "greedy" (takes out, one after the other, the unit without which the repaired '

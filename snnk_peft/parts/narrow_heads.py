@@ -14,7 +14,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import module_at
 from snnk_peft.layers.heads import HEAD_SIZES, head_size
 from snnk_peft.layers.slots import Slot
-from snnk_peft.options import documented, option
+from snnk_peft.options import MOST, documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
 from snnk_peft.parts.base_heads import FittedHeads, NarrowHeads
@@ -32,7 +32,7 @@ class NarrowHeadsPart(Part):
     reads and multiplies fewer numbers; a patched model still computes at full width. The factors are trained.
     """
 
-    head_dim: int = option(16, "dimensions of a head from now on, >= 1 and below those it has.", low=1)
+    head_dim: int = option(16, "dimensions of a head from now on, >= 1 and below those it has.", low=1, high=MOST)
     init: str = option(
         "data",
         'how the factors are found: "spectral" (singular vectors of the weights; `calibrate` leaves them) or "data" '

@@ -21,6 +21,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import place_of
+from snnk_peft.json_files import read_json
 
 ROUNDS, MOST = 4, 16  # of timings, at least and at most
 WITHIN = 1.01  # times the least: the same
@@ -226,8 +227,8 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = read_json(path)
+    except ConfigError as error:
         raise ConfigError(
             f"timings is {str(path)!r}, which cannot be read ({error}); expected a file that plan() wrote, or one that "
             "does not exist yet. Remove it to measure again"

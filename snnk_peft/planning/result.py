@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from snnk_peft.config import SNNKConfig, part_name
+from snnk_peft.digests import DIGESTS, entry_faults, notes, refuse
 from snnk_peft.errors import ConfigError
+from snnk_peft.json_files import read_json
+from snnk_peft.stamps import stamp_entries
 
 FILE, PICTURE = "plan.json", "plan.png"
 POINTS = 200  # of the curve that are kept
@@ -95,6 +98,7 @@ class Plan:
         target.mkdir(parents=True, exist_ok=True)
         partial = target / f"{FILE}.part"
         partial.write_text(json.dumps(self.to_dict(), indent=2), encoding="utf-8")
+        stamp_entries(partial, ())
         os.replace(partial, target / FILE)
         if drawn is not None:
             drawn.savefig(target / f"{PICTURE}.part", format="png", dpi=120)
@@ -109,7 +113,12 @@ class Plan:
         """
         file = Path(folder) / FILE
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = read_json(file)
+            if DIGESTS not in found:
+                notes.warning("%s carries no digests of its entries, so a changed one would not be noticed", file)
+            else:
+                remedy = f"was changed. If that is meant, remove {DIGESTS!r} from it; otherwise make the plan again"
+                refuse(file, remedy, entry_faults(found, found[DIGESTS], ()))
             config = SNNKConfig(**found["config"])
             candidates = [Candidate(**candidate) for candidate in found["candidates"]]
             names = ("of", "budget", "predicted", "curve", "settings")

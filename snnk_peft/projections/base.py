@@ -16,7 +16,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
-from snnk_peft.options import Option, argument_faults, documented
+from snnk_peft.options import MOST, Option, argument_faults, documented
 from snnk_peft.projections.base_drawn import Drawn
 
 
@@ -66,9 +66,10 @@ class Projection(Drawn):
 
     def __init__(
         self,
-        dim: Annotated[int, Option("length of the input vectors.", low=1)],
+        dim: Annotated[int, Option("length of the input vectors.", low=1, high=MOST)],
         num_features: Annotated[
-            int, Option("rows of W. Cost grows linearly with it, the error falls as its square root.", low=1)
+            int,
+            Option("rows of W. Cost grows linearly with it, the error falls as its square root.", low=1, high=MOST),
         ],
         *,
         seed: Annotated[int, Option("together with `site` decides the draw.", checked=False)] = 0,
@@ -88,6 +89,7 @@ class Projection(Drawn):
                 "None for never. For features that meet features, as in attention: a readout that was trained on one "
                 "draw does not fit the next. The current draw is saved, and how many steps have passed.",
                 low=1,
+                high=MOST,
             ),
         ] = None,
     ):

@@ -54,6 +54,7 @@ class Bbq(Learned):
                 "pieces of each quantile function; more of them can follow more modes, and each needs some of the "
                 "num_features points to learn from. With 1 it learns a scale and a mean.",
                 low=1,
+                high=1024,
             ),
         ] = 8,
         points: Annotated[str, Option('"sobol" has at most 21201 dimensions.', choices=("sobol", "random"))] = "sobol",

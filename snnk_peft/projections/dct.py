@@ -61,6 +61,7 @@ class Dct(Structured):
                 "t, how many times signs and the transform act. 1 is nearest to the paper, 2 nearer to Gaussian rows, "
                 "at twice the cost where the fast transform is used.",
                 low=1,
+                high=64,
             ),
         ] = 2,
         **kwargs: Any,

@@ -25,7 +25,7 @@ from typing import Annotated
 
 import torch
 
-from snnk_peft.options import Option
+from snnk_peft.options import MOST, Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_learned import Learned
 
@@ -57,7 +57,10 @@ class Gmm(Learned):
         num_features: int,
         *,
         components: Annotated[
-            int, Option("C, the number of components; 2 as in the paper. num_features must be at least 2C.", low=1)
+            int,
+            Option(
+                "C, the number of components; 2 as in the paper. num_features must be at least 2C.", low=1, high=MOST
+            ),
         ] = 2,
         covariance: Annotated[
             str,

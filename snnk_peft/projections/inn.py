@@ -57,6 +57,7 @@ class Inn(Learned):
             Option(
                 "number of layers; with 1, half of the coordinates keep their distribution but for scale and shift.",
                 low=1,
+                high=64,
             ),
         ] = 4,
         **kwargs: object,

@@ -61,6 +61,7 @@ class Rom(Structured):
                 "number t of factors H D. More make the rows more nearly Gaussian and cost one transform each; there "
                 "is little to gain beyond 3.",
                 low=1,
+                high=64,
             ),
         ] = 3,
         complex_unit: Annotated[

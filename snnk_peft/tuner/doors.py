@@ -25,13 +25,19 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from peft import PeftModel
 from peft.auto import _BaseAutoPeftModel
+from transformers import PretrainedConfig
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.models.auto import auto_factory
 
 from snnk_peft.config import CONFIG, WEIGHTS, SNNKConfig
+from snnk_peft.config_size import weights_of
 from snnk_peft.digests import DIGESTS, content_faults, entry_faults, layout_of, open_tensors, refuse
 from snnk_peft.errors import ConfigError
+from snnk_peft.json_files import read_json
 from snnk_peft.tuner.checkpoint import Incoming, check_loaded
+
+MODEL_CONFIG = "config.json"
+LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth"}
 
 
 @dataclass
@@ -99,23 +105,57 @@ class Door:
             needs_base: whether it must name its base model.
         """
         folder = self._folder()
-        if folder is None or not (path := folder / CONFIG).is_file():
+        if folder is None or not os.path.lexists(path := folder / CONFIG):
             return
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON ({error}); copy or download it again") from error
+        content = read_json(path)
         if not isinstance(content, dict) or "peft_type" not in content:
             raise ConfigError(f"{path} is no adapter config: expected an object with a 'peft_type'")
         base = content.get("base_model_name_or_path")
-        alone = not (folder / "config.json").is_file()  # transformers takes the model beside an adapter
+        alone = not (folder / MODEL_CONFIG).is_file()  # transformers takes the model beside an adapter
         if needs_base and alone and not (isinstance(base, str) and base):
             raise ConfigError(f"{path}: base_model_name_or_path is {base!r}; expected a folder or a repository")
+        if needs_base:
+            _check_base(Path(str(base)) if alone else folder)
         if DIGESTS in content and content["peft_type"] != "SNNK":
             faults = entry_faults(content, content[DIGESTS])
             refuse(
                 path, f"was changed: it was saved by snnk_peft, and its peft_type is {content['peft_type']!r}", faults
             )
+
+
+def _check_base(folder: Path) -> None:
+    """ConfigError if the config of a local model asks for far more layers than its weights have tensors."""
+    path = folder / MODEL_CONFIG
+    if not os.path.lexists(path):
+        return
+    content, (most, why) = read_json(path), weights_of(folder, None)
+    inner = [each for each in content.values() if isinstance(each, dict)] if isinstance(content, dict) else []
+    for entries in [content, *inner]:
+        for name in LAYERS & set(entries):
+            if isinstance(entries[name], int) and entries[name] > most:
+                raise ConfigError(f"{path}: {name} is {entries[name]}; {why}. Copy the base model again")
+
+
+def _watch_json(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _dict_from_json_file(cls: type, json_file: Any) -> Any:
+        try:
+            found = original(cls, json_file)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise  # transformers says so
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+            read_json(json_file)
+            raise ConfigError(f"{json_file} cannot be read ({error}); copy or download it again") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"{json_file} is {str(found)[:100]!r}; expected an object. Copy or download it again")
+        code = found.get("auto_map") or {}
+        if not isinstance(code, dict) or not all(isinstance(name, (str, list, type(None))) for name in code.values()):
+            raise ConfigError(
+                f"{json_file}: auto_map is {str(code)[:100]!r}; expected names of classes in files of code"
+            )
+        return found
+
+    return _dict_from_json_file
 
 
 def _content_faults(path: Path) -> list[str]:
@@ -211,6 +251,7 @@ def _watch_transformers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def watch_doors() -> None:
     """Let PEFT's and transformers' loading methods note what they are given; once."""
+    PretrainedConfig._dict_from_json_file = classmethod(_watch_json(PretrainedConfig._dict_from_json_file.__func__))  # type: ignore
     # Every Auto class has a copy of its own of `from_pretrained`; what all of them call is one function.
     auto_factory.find_adapter_config_file = _watch_search(auto_factory.find_adapter_config_file)
     _BaseAutoPeftModel.from_pretrained = classmethod(_watch_auto(_BaseAutoPeftModel.from_pretrained.__func__))  # type: ignore

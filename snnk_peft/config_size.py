@@ -1,0 +1,77 @@
+"""How large a model a config may ask for, by what the weights beside it hold: it takes one line to ask for 10⁷ layers.
+
+Part of the code file of every bundle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from snnk_peft.digests import open_tensors
+from snnk_peft.errors import ConfigError
+from snnk_peft.json_files import read_json
+
+# Parameters for each tensor of a file (a bundle leaves some of the original model out), for none, and of any model.
+PARAMETERS_PER_TENSOR, SPARE_PARAMETERS, UNHEARD_OF = 8, 1000, 100_000
+
+
+@contextlib.contextmanager
+def building_within(most: int, of: str) -> Iterator[None]:
+    """A context in which at most so many parameters are made: a config may ask for ten million layers.
+
+    Args:
+        most: how many.
+        of: why no more, for the message.
+
+    Raises:
+        ConfigError: there are more.
+    """
+    made = 0
+
+    def count(module: nn.Module, name: str, parameter: Any) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise ConfigError(
+                f"config.json asks for more than {most:,} parameters; {of}. Look at the number of layers, or copy the "
+                "folder again"
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _check_indices(home: Path) -> None:
+    """ConfigError if an index of shards is none; transformers believes what it reads there."""
+    for path in home.glob("model.safetensors.index*.json"):
+        content = read_json(path)
+        files = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+            raise ConfigError(f"{path} has no weight_map of tensor names to files; copy or download it again")
+        if not isinstance(content.get("metadata", {}), dict):
+            raise ConfigError(f"{path}: metadata is {str(content['metadata'])[:100]!r}; expected an object")
+
+
+def weights_of(folder: Any, subfolder: str | None) -> tuple[int, str]:
+    """How many parameters a config may ask for, by the weights in a local folder, and why no more."""
+    home = Path(folder) / (subfolder or "") if isinstance(folder, (str, os.PathLike)) else None
+    held = 0
+    if home is not None and not (home / "model.safetensors").exists():
+        _check_indices(home)
+    for path in home.glob("*.safetensors") if home is not None and home.is_dir() else ():
+        if path.is_file():
+            with open_tensors(path) as file:
+                held += len(file.keys())
+    if not held:
+        return UNHEARD_OF, "no known model has as many"
+    return PARAMETERS_PER_TENSOR * held + SPARE_PARAMETERS, f"the weights in {home} hold {held:,} tensors"
