@@ -63,6 +63,9 @@ class SNNKConfig(PeftConfig):
         made_for: filled in when a model is patched: its architecture and sizes. Another model is then refused.
         saved_embeddings: filled in when saving: tensors of the base model's embeddings that PEFT put into the file, as
             after a change of the vocabulary. Any other tensor of the base model in an adapter file is refused.
+        base_digests: filled in when a model is patched: digests of a sample of its weights, by the precision to which
+            they were rounded. An adapter that is loaded into other weights says so.
+        revision: of the base model on the Hub, as in PEFT: "v1", a branch or a commit; AutoPeftModel loads that one.
         snnk_digests: in files only: digests of the other fields, which a changed value does not fit.
 
     Raises:
@@ -88,6 +91,7 @@ class SNNKConfig(PeftConfig):
     trained_within: list[str] | None = None
     made_for: dict[str, Any] | None = None
     saved_embeddings: list[str] | None = None
+    base_digests: dict[str, str] | None = None
     snnk_digests: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -132,6 +136,10 @@ class SNNKConfig(PeftConfig):
         ]
         if self.made_for is not None and not isinstance(self.made_for, Mapping):
             found.append(f"made_for is {self.made_for!r}; expected a dict, which patching a model fills in, or None")
+        if self.base_digests is not None and not isinstance(self.base_digests, Mapping):
+            found.append(f"base_digests is {self.base_digests!r}; expected a dict, which patching fills in, or None")
+        if not isinstance(self.revision, (str, type(None))):
+            found.append(f"revision is {self.revision!r}; expected a branch, tag or commit of the base model, or None")
         if found := found + changed:
             raise ConfigError(found)
         # A tuple: PEFT shortens long lists and sets of targets to common endings, which would no longer be paths.

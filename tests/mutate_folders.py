@@ -208,7 +208,8 @@ def judge(
         text = f"{error} {error.__cause__}"
         # By name: the code file has its own copies of these classes.
         outcome = "refused" if type(error).__name__ in ("ConfigError", "UnsupportedError") else "library"
-        words = [str(folder), folder.name, "config.json", ".safetensors", *what.replace(":", " ").split()[1:3]]
+        named = what.replace(":", " ").split()[1:3]
+        words = [str(folder), folder.name, "config.json", ".safetensors", *named, *(n.replace("_", " ") for n in named)]
         if isinstance(error.__cause__, MemoryError) or "allocate memory" in text or "bad_alloc" in text:
             outcome = f"memory {type(error).__name__}: {text[:150]}"
         elif outcome == "library" and (isinstance(error, BARE) or not any(word in text for word in words)):

@@ -246,3 +246,10 @@ def test_plans_carry_digests(folders, copied, caplog):
     (folder / "plan.json").write_text(json.dumps(content))
     assert Plan.load(folder).config.parts[0].num_features == 7
     assert "plan.json carries no digests" in caplog.text
+
+
+@pytest.mark.parametrize(("entry", "value"), [("id2label", 3), ("label2id", [1]), ("auto_map", {"AutoConfig": True})])
+def test_entries_that_people_may_edit_are_what_transformers_takes_them_for(entry, value, folders, copied):
+    folder = copied("bundle-adapter")
+    edit(folder / "config.json", **{entry: value})
+    refused(lambda: AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False), entry)

@@ -207,6 +207,9 @@ class BundledConfig:
         if not isinstance(config_dict, Mapping):
             raise ConfigError(f"config.json is {str(config_dict)[:100]!r}; expected the object of a {cls.__name__}")
         check_limits(config_dict, f"config.json of a {cls.__name__}")
+        for name in ("id2label", "label2id"):  # people may edit them
+            if not isinstance(config_dict.get(name), (Mapping, type(None))):
+                raise ConfigError(f"config.json: {name} is {str(config_dict[name])[:100]!r}; expected an object")
         content = dict(config_dict)
         saved = content.pop(DIGESTS, None)
         if saved is not None:

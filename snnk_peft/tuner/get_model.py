@@ -14,7 +14,9 @@ from snnk_peft.tuner.model import refuse_prepared
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 
-def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "default") -> peft.PeftModel:
+def get_snnk_model(
+    model: nn.Module, config: SNNKConfig, adapter_name: str = "default", revision: str | None = None
+) -> peft.PeftModel:
     """Put SNNK layers into a transformers model.
 
     The same as `peft.get_peft_model(model, config, adapter_name)`; all faults are found before anything is changed.
@@ -23,6 +25,8 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
         model: a transformers model of a known family (`FAMILIES.names()`), on any device, in any floating dtype.
         config: which parts, with which feature maps.
         adapter_name: name under which the new parameters are kept.
+        revision: of the base model on the Hub, if it was loaded with one: written to the adapter's config, and what
+            AutoPeftModel loads. That of the config if None.
 
     Returns:
         A `peft.PeftModel`: train it with any loop or Trainer, `save_pretrained` writes only the new parameters.
@@ -59,6 +63,8 @@ def get_snnk_model(model: nn.Module, config: SNNKConfig, adapter_name: str = "de
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)
     fresh.target_modules = fresh.trained_within = fresh.made_for = fresh.saved_embeddings = None
+    fresh.base_digests = None
+    fresh.revision = revision or fresh.revision
     with warnings.catch_warnings():
         # PEFT 0.21 asks the model by a name that transformers 5.23 deprecates: nothing that our users could change.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

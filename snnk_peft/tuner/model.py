@@ -26,6 +26,7 @@ from snnk_peft.functional.at_hand import place_of
 from snnk_peft.layers.slots import Retrained, Slot
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext
+from snnk_peft.tuner.base_digests import base_digests, note_another_base
 from snnk_peft.tuner.checkpoint import (
     check_measurements,
     check_size,
@@ -183,6 +184,11 @@ class SNNKModel(BaseTuner):
             slots.setdefault(name, []).insert(0, Retrained(module_at(model, name, "modules_to_save")))
         if incoming is not None:
             check_weights(peft_config, model, slots, saved, incoming)
+        base = base_digests(model, saved)
+        if door is not None:
+            note_another_base(peft_config, base, model)
+        if door is None or not peft_config.inference_mode:
+            peft_config.base_digests = base
         self._slots = slots
         peft_config.target_modules = tuple(sorted(slots))
         # An empty list stays one: null would mean the classifier when the adapter is loaded.
