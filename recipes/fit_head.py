@@ -76,6 +76,7 @@ class FitHead(Finetuning):
     settings, program = FitHeadConfig, "fit_head.py"
     paths = (("method", "beside"),)
     leaves = (STATISTICS, RECORD, PLOT)
+    records = (STATISTICS, RECORD)
 
     @property
     def method(self) -> str:

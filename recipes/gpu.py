@@ -376,7 +376,7 @@ def show(entries: Sequence[Mapping[str, Any]], title: str) -> None:
 def run(plan: Plan, names: Sequence[str], limit: float | None) -> int:
     """All steps; returns the exit code."""
     import torch
-    from _lib.files import check_writable, write_json
+    from _lib.files import write_json
     from _lib.run_folder import environment
     from _lib.terminal import quiet
 
@@ -385,7 +385,6 @@ def run(plan: Plan, names: Sequence[str], limit: float | None) -> int:
         why = "is built without CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no GPU"
         print(f"skipped: torch {torch.__version__} {why}; README, 'On a GPU', says what to install")
         return 0
-    check_writable(plan.output)
     shutil.rmtree(plan.output / "data", ignore_errors=True)
     plan.output.mkdir(parents=True, exist_ok=True)
     found, entries, started = card(plan.device), [], time.perf_counter()
@@ -410,10 +409,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, help="seconds per step, instead of each one's own limit")
     parser.add_argument("--output", type=Path, default=Path("gpu"), help="folder of the results (gpu)")
     given = parser.parse_args(argv)
+    from _lib.files import check_writable
     from _lib.guard import guarded
+    from _lib.lock import alone
 
     plan = Plan(given.device, given.small, given.output.absolute())
-    return guarded(lambda: run(plan, given.steps, given.limit))
+
+    def work() -> int:
+        check_writable(plan.output)
+        with alone(plan.output):
+            return run(plan, given.steps, given.limit)
+
+    return guarded(work)
 
 
 if __name__ == "__main__":

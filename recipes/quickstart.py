@@ -36,10 +36,11 @@ from _lib.checkpoint import load_model
 from _lib.data import Examples
 from _lib.evaluation import predict
 from _lib.experiment import Data, Finished
-from _lib.files import read_json, write_json
+from _lib.files import check_writable, read_json, write_folder, write_json
 from _lib.guard import guarded
 from _lib.heads import Head, Vectors
 from _lib.launch import ROOT, Request, perform, resume_command
+from _lib.lock import alone
 from _lib.models import build_model
 from _lib.processes import unwrapped
 from _lib.quickstart_data import Corpus, Rows, load_corpus
@@ -65,6 +66,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import FFNPart, SNNKConfig, bundle, calibrate, calibrate_adapters, get_snnk_model
+from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_model_card
 from snnk_peft.tasks import TASKS
 
@@ -175,13 +177,12 @@ class Stages:
             train=FinetuneTrain(mixed_precision=self.precision, seed=self.seed, **settings),
         )
         stage = Stage(config, data, build)
-        if self.resume and (folder / "metrics.json").is_file():
+        begun = self.resume and (folder / "config.yaml").is_file()
+        if code := perform(lambda: stage, Request(self.command, begun, None, overwrite=False)):
+            sys.exit(code)
+        if not hasattr(stage, "trained"):  # an earlier start had finished it
             stage.trained = build().eval()
             load_model(best_checkpoint(folder), stage.trained)
-        else:
-            begun = self.resume and (folder / "config.yaml").is_file()
-            if code := perform(lambda: stage, Request(self.command, begun, None, overwrite=False)):
-                sys.exit(code)
         return stage.trained, read_json(folder / "metrics.json")
 
 
@@ -261,31 +262,56 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     ]
     if given.resume and given.overwrite:
         faults.append("--resume and --overwrite contradict each other; give one of them")
-    if given.out.exists():
-        if not given.overwrite and not given.resume:
-            faults.append(f"{given.out} exists; give --overwrite to replace it, --resume, or another --out")
-        elif not (given.out / "metrics.json").is_file():
-            faults.append(
-                f"{given.out} has no metrics.json, so it is not an earlier run; remove it or give another --out"
-            )
-    if faults:
+    if faults := [*faults, *folder_faults(given)]:
         parser.error("; ".join(faults))
-    if given.out.exists() and given.overwrite:
-        shutil.rmtree(given.out)
     return given
 
 
+def folder_faults(options: argparse.Namespace) -> list[str]:
+    """Why --out must not be written: it is something else, or a run with other options is to be continued."""
+    out = options.out
+    if not out.exists():
+        return []
+    if not options.overwrite and not options.resume:
+        return [f"{out} exists; give --overwrite to replace it, --resume, or another --out"]
+    if not (out / "metrics.json").is_file():
+        return [f"{out} has no metrics.json, so it is not an earlier run; remove it or give another --out"]
+    before = read_json(out / "metrics.json").get("settings", {}) if options.resume else {}
+    return [
+        f"--{key.replace('_', '-')} was {before[key]} when {out} was started and is now {value}; expected the same"
+        for key, value in settings_of(options).items()
+        if before.get(key, value) != value
+    ]
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What decides the figures."""
+    return {key: value for key, value in vars(options).items() if key not in ("out", "overwrite", "resume")}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the steps and write the results."""
+    """Read the command line and do everything in a folder that nobody else writes."""
     argv = sys.argv[1:] if argv is None else argv
     options = arguments(argv)
+    out: Path = options.out
+    check_writable(out)
+    with alone(out, "--out"):
+        if faults := folder_faults(options):  # another process may have been there since
+            raise ConfigError(faults)
+        if out.exists() and options.overwrite:
+            shutil.rmtree(out)
+        out.mkdir(parents=True, exist_ok=True)
+        # An interrupted run can be recognised, continued and overwritten by this file.
+        write_json(out / "metrics.json", {"finished": False, "settings": settings_of(options)})
+        run(options, argv)
+
+
+def run(options: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Run the steps and write the results."""
     began = time.perf_counter()
     quiet()
     console = Console()
     out: Path = options.out
-    out.mkdir(parents=True, exist_ok=True)
-    # An interrupted run can be recognised, and overwritten, by this file.
-    write_json(out / "metrics.json", {"finished": False})
     command = resume_command("quickstart.py", [word for word in argv if word not in ("--overwrite", "--resume")])
 
     # Real sentences, none of them in both halves; a real encoder with a new classifier.
@@ -313,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     probe, figures = stages.train("probe", MethodSection("linear_probe"), vectors, head, **PROBE)
     reference.classifier.load_state_dict(probe.linear.state_dict())
     all_figures = [figures]
-    reference.save_pretrained(out / "reference")
+    write_folder(out / "reference", reference.save_pretrained)
     size = [weight_bytes(out / "reference")] * 2
     shutil.rmtree(out / "reference")
 
@@ -341,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     model, figures = stages.train("adapters", ADAPTERS, data, with_adapters, **recipe)
     all_figures.append(figures)
-    model.save_pretrained(out / "adapter")
+    write_folder(out / "adapter", model.save_pretrained)
     size.append(size[0] + weight_bytes(out / "adapter"))
 
     # 4. Convert: the feed-forward blocks are replaced and fitted; then the adapters are trained once more.
@@ -357,8 +383,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Bundle: features, readouts and the matrices behind them are multiplied together.
     step("bundle")
     small = bundle(recovered)
-    small.save_pretrained(out / "bundle")
-    tokenizer.save_pretrained(out / "bundle")
+
+    def fill(folder: Path) -> None:
+        small.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    write_folder(out / "bundle", fill)
     size.append(weight_bytes(out / "bundle"))
     correct = [each["metrics"]["correct"] for each in all_figures] + [count_correct(small, testing, accelerator)]
     trained = [each["trainable_parameters"] for each in (*all_figures, all_figures[-1])]
@@ -376,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     title, chance = f"MiniLM-L6: {corpus.title}", 1 / len(corpus.labels)
     draw(rows, title, corpus.unseen, f"{BATCH_SIZE} × {LATENCY_TOKENS} tokens", chance, out / "comparison.png")
 
-    settings = {key: value for key, value in vars(options).items() if key not in ("out", "overwrite", "resume")}
+    settings = settings_of(options)
     write_model_card(
         out / "bundle",
         report=small.bundle_report,

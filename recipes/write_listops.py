@@ -31,20 +31,22 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     from _lib.files import check_writable, write_folder
     from _lib.guard import guarded
+    from _lib.lock import alone
 
     from snnk_peft.errors import ConfigError
     from snnk_peft.tasks.listops import write_listops
 
     def work() -> None:
-        if given.output.exists():
-            raise ConfigError(f"{given.output} exists; choose another --output or delete it")
         check_writable(given.output)
         sizes = {"train": given.train, "validation": given.validation, "test": given.test}
         faults = [f"--{name} is {size}; expected at least 1" for name, size in sizes.items() if size < 1]
         if faults:
             raise ConfigError(faults)
         bounds = {name: getattr(given, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
-        write_folder(given.output, lambda folder: write_listops(folder, sizes, given.seed, **bounds))
+        with alone(given.output):
+            if given.output.exists():
+                raise ConfigError(f"{given.output} exists; choose another --output or delete it")
+            write_folder(given.output, lambda folder: write_listops(folder, sizes, given.seed, **bounds))
         print(f"wrote {', '.join(f'{size} {name}' for name, size in sizes.items())} expressions to {given.output}")
 
     return guarded(work)

@@ -123,26 +123,71 @@ def _fill_checkpoint(
 
 
 def verify(checkpoint: Path) -> None:
-    """Raise a ConfigError that says which file of the checkpoint is missing, truncated or altered."""
-    faults = []
-    if not (checkpoint / "manifest.json").is_file():
-        raise ConfigError(f"checkpoint {checkpoint} has no manifest.json{_alternative(checkpoint)}")
-    manifest = read_json(checkpoint / "manifest.json")
-    if not isinstance(manifest, dict) or manifest.get("format") != 1:
-        raise ConfigError(
-            f"{checkpoint / 'manifest.json'}: expected format 1, which snnk-peft {__version__} reads; continue "
-            f"with the version that wrote it (see the run's environment.json){_alternative(checkpoint)}"
-        )
-    for name, entry in manifest["files"].items():
-        file = checkpoint / name
-        if not file.is_file():
-            faults.append(f"{file} is missing")
-        elif file.stat().st_size != entry["bytes"]:
-            faults.append(f"{file} has {file.stat().st_size} bytes, expected {entry['bytes']}: it was cut or extended")
-        elif sha256(file) != entry["sha256"]:
-            faults.append(f"{file} does not have the sha256 that its manifest gives: its content was altered")
-    if faults:
+    """Raise a ConfigError that says which file of the checkpoint is missing, truncated, altered or of no manifest."""
+    if faults := _damage(checkpoint):
         raise ConfigError([*faults[:-1], faults[-1] + _alternative(checkpoint)])
+
+
+def _damage(checkpoint: Path) -> list[str]:
+    """What is wrong with the files of a checkpoint."""
+    file = checkpoint / "manifest.json"
+    if not file.is_file():
+        return [f"checkpoint {checkpoint} has no manifest.json"]
+    try:
+        manifest = read_json(file)
+    except ConfigError as error:
+        return error.faults
+    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+        return [
+            f"{file}: expected format 1, which snnk-peft {__version__} reads; continue with the version that wrote it "
+            "(see the run's environment.json)"
+        ]
+    entries = manifest.get("files")
+    if not isinstance(entries, dict) or not all(map(_is_entry, entries.values())):
+        return [f"{file}: expected `files` with bytes and sha256 of every file; the manifest is damaged"]
+    present = {entry.name for entry in checkpoint.iterdir()} - {file.name}
+    faults = [f"{checkpoint / name} is missing" for name in sorted(entries.keys() - present)]
+    faults += [f"{checkpoint / name} is not in its manifest.json" for name in sorted(present - entries.keys())]
+    needed = {"model.safetensors", "optimizer.safetensors", "state.json", "rng-0.safetensors", "rng-0.json"}
+    faults += [f"{checkpoint} has no {name}" for name in sorted(needed - entries.keys() - present)]
+    for name in sorted(entries.keys() & present):
+        path, entry = checkpoint / name, entries[name]
+        if not path.is_file():
+            faults.append(f"{path} is no file")
+        elif (size := path.stat().st_size) != entry["bytes"]:
+            faults.append(f"{path} has {size} bytes, expected {entry['bytes']}: it was cut or extended")
+        elif sha256(path) != entry["sha256"]:
+            faults.append(f"{path} does not have the sha256 that its manifest gives: its content was altered")
+    return faults
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The position and identity that a checkpoint holds, after checking its files.
+
+    Raises:
+        ConfigError: a file is damaged, or the state is that of another step.
+    """
+    verify(checkpoint)
+    file = checkpoint / "state.json"
+    try:
+        state = _with_processes(checkpoint, read_json(file))
+        _, _, run, best = *(state["identity"][key] for key in ("data", "batch")), state["run"], state["run"]["best"]
+        sound = all(isinstance(value, int | float) for key, value in run.items() if key != "best")
+        sound &= isinstance(state["step"] + state["processes"] + (best or {"step": 0})["step"], int)
+    except (KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise ConfigError(f"{file}: expected step, processes, identity and run{_alternative(checkpoint)}")
+    if f"step-{state['step']:07d}" != checkpoint.name or run.get("step") != state["step"]:
+        raise ConfigError(
+            f"{file} is the state after step {state['step']}, and its folder is {checkpoint.name}: it was renamed or "
+            f"put together{_alternative(checkpoint)}"
+        )
+    return state
 
 
 def load_model(checkpoint: Path, model: torch.nn.Module) -> None:
@@ -175,8 +220,7 @@ def load_checkpoint(
     Raises:
         ConfigError: a file is damaged, or a tensor's name, shape or dtype does not fit the model.
     """
-    verify(checkpoint)
-    state = _with_processes(checkpoint, read_json(checkpoint / "state.json"))
+    state = read_state(checkpoint)
     before = state["identity"]
     changed = []
     if before["data"] != identity["data"]:
@@ -262,9 +306,7 @@ def _delete(checkpoint: Path) -> None:
 def _alternative(checkpoint: Path) -> str:
     """What to do about a damaged checkpoint."""
     for other in reversed([entry for entry in list_checkpoints(checkpoint.parent) if entry.name < checkpoint.name]):
-        try:
-            verify(other)
-        except ConfigError:
+        if _damage(other):
             continue
         return f". The previous complete checkpoint is {other.name}: continue with --resume --checkpoint {other.name}"
     return ". There is no earlier complete checkpoint: start again with --overwrite"

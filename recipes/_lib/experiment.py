@@ -118,6 +118,7 @@ class Experiment(ABC, Generic[Config]):
         advice: what to try when training diverged.
         paths: (section, key) of settings that are paths, besides those of the data: metrics.json does without.
         leaves: names of what it writes into the run folder, besides what many runs write (`CONTENT` of run_folder.py).
+        records: those among them that a continuation reads, which are written before the first checkpoint.
         task: computes the metrics; an experiment without one replaces `score`.
     """
 
@@ -127,6 +128,7 @@ class Experiment(ABC, Generic[Config]):
     task: Any = None
     paths: tuple[tuple[str, str], ...] = ()
     leaves: tuple[str, ...] = ()
+    records: tuple[str, ...] = ()
 
     def __init__(self, config: Config):
         self.config: Any = config

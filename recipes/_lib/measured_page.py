@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from _lib.files import check_writable, read_json, write_json, write_text
+from _lib.lock import alone
 from _lib.terminal import quiet
 
 Figures = dict[str, Any]
@@ -38,11 +39,12 @@ def measured_page(folder: Path, again: bool, measure: Callable[[], Figures], pag
         page: the Markdown of the figures.
     """
     check_writable(folder)
-    if not again:
-        quiet()
-        figures = measure()
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "metrics.json", figures)
-    figures = read_json(folder / "metrics.json")
-    write_text(folder / "README.md", page(figures))
+    with alone(folder):
+        if not again:
+            quiet()
+            figures = measure()
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "metrics.json", figures)
+        figures = read_json(folder / "metrics.json")
+        write_text(folder / "README.md", page(figures))
     return figures

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, set_seed
 
 from snnk_peft.errors import ConfigError
 
@@ -77,6 +78,18 @@ def launcher_faults(device: str, cpu: bool, setting: str = "train.device") -> li
             "every process starts its SNNK layers; set it to false"
         )
     return faults
+
+
+def in_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
+    """Do what one process is enough for; what it refuses, all refuse."""
+    faults: list[str] = []
+    if accelerator.is_main_process:
+        try:
+            work()
+        except ConfigError as error:
+            faults = error.faults
+    if faults := broadcast_object_list([faults])[0]:
+        raise ConfigError(faults)
 
 
 def prepare(

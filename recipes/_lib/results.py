@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from _lib.belonging import check_checkpoint
 from _lib.checkpoint import load_model
 from _lib.config import load_config, read_yaml
 from _lib.files import write_folder
@@ -29,7 +30,7 @@ def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, Any]:
     pretrained, task = resolve_model(run.model.name_or_path), find_task(run)
     base, _ = load_pretrained(pretrained, task, run.model.pretrained)
     model = build_model(base, run.method, run.train.seed, calibration=None)
-    load_model(best_checkpoint(folder), model)
+    load_model(_checkpoint(folder, run), model)
     return model.eval(), modality_of(task).reader(pretrained, task)
 
 
@@ -37,8 +38,15 @@ def load_long_range(folder: Path, run: LongRangeConfig) -> LongRangeClassifier:
     """The classifier of a sequence run's best checkpoint, in eval mode."""
     task, length = run.read_task()
     model = build_classifier(task, run.model, run.method, length, run.train.seed)
-    load_model(best_checkpoint(folder), model)
+    load_model(_checkpoint(folder, run), model)
     return model.eval()
+
+
+def _checkpoint(folder: Path, run: Any) -> Path:
+    """The best one, which must be of a run with these settings."""
+    best = best_checkpoint(folder)
+    check_checkpoint(best, run, ())
+    return best
 
 
 def load_folder(folder: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,17 +12,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from _lib.belonging import REPORT, check_checkpoint, check_finished, refusal, reported_settings
 from _lib.checkpoint import MisfitError, discard_newer, load_checkpoint, load_model
 from _lib.config import dump_yaml
 from _lib.data import steps_per_epoch
 from _lib.experiment import Experiment, Finished
-from _lib.files import write_json
+from _lib.files import check_writable, write_json
 from _lib.launch import ROOT, Request
+from _lib.lock import alone
 from _lib.loop import RunState
 from _lib.models import parameter_counts
-from _lib.processes import is_sharded, make_accelerator, prepare, seed_continuation, unwrapped
-from _lib.run_folder import StopSignal, check_folder, choose_checkpoint, claim_folder, environment, peak_memory, refusal
-from _lib.settings import PATHS
+from _lib.processes import in_main, is_sharded, make_accelerator, prepare, seed_continuation, unwrapped
+from _lib.run_folder import StopSignal, check_folder, choose_checkpoint, claim_folder, environment, peak_memory
 from _lib.tracking import Tracker, read_log
 from _lib.training import Training
 
@@ -34,15 +36,29 @@ def run(experiment: Experiment[Any], request: Request) -> int:
     """
     stop = StopSignal()
     config, folder = experiment.config, Path(experiment.config.output.dir)
+    accelerator = make_accelerator(config.train)
+    with contextlib.ExitStack() as held:
+
+        def check() -> None:
+            check_writable(folder)
+            held.enter_context(alone(folder, "output.dir"))
+            check_folder(folder, config, request.resume, request.overwrite, experiment.leaves)
+
+        in_main(accelerator, check)
+        return _run(experiment, request, accelerator, stop)
+
+
+def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator, stop: StopSignal) -> int:
+    """`run`, in a folder that is this run's alone."""
+    config, folder = experiment.config, Path(experiment.config.output.dir)
     train = config.train
-    accelerator = make_accelerator(train)
-    if accelerator.is_main_process:
-        check_folder(folder, config, request.resume, request.overwrite, experiment.leaves)
-    accelerator.wait_for_everyone()
     start = choose_checkpoint(folder / "checkpoints", request.checkpoint) if request.resume else None
-    if request.resume and request.checkpoint is None and (folder / "metrics.json").is_file():
-        accelerator.print(f"{folder} is finished; its results are in {folder / 'metrics.json'}")
+    if request.resume and request.checkpoint is None and (folder / REPORT).is_file():
+        check_finished(folder, _identity(experiment))
+        accelerator.print(f"{folder} is finished; its results are in {folder / REPORT}")
         return 0
+    if start is not None:
+        check_checkpoint(start, config, experiment.records)
 
     # --- data, model and optimizer -----------------------------------------------------------------------------------
     data, world = experiment.data(accelerator), accelerator.num_processes
@@ -63,6 +79,7 @@ def run(experiment: Experiment[Any], request: Request) -> int:
     accelerator.wait_for_everyone()  # all processes have read it
     if accelerator.is_main_process:
         claim_folder(folder, dump_yaml(config), ROOT, request.resume)
+        (folder / REPORT).unlink(missing_ok=True)  # of a finished run that goes on from an earlier checkpoint
         for name in discard_newer(start) if start is not None else []:
             print(f"discarded {name}, which is newer than {start.name}")
     tracker = Tracker(folder, schedule.total, state.step, config.output.tensorboard, accelerator.is_main_process)
@@ -122,7 +139,7 @@ def run(experiment: Experiment[Any], request: Request) -> int:
         experiment.curve(read_log(folder / "log.jsonl"), folder / "learning_curve.png")
         # The presence of metrics.json means that the run is complete.
         common = _common_figures(experiment, done, schedule.total, memory)
-        write_json(folder / "metrics.json", {**common, **figures, "environment": environment(ROOT)})
+        write_json(folder / REPORT, {**common, **figures, "environment": environment(ROOT)})
         print(experiment.summary(done, figures))
     accelerator.end_training()
     return 0
@@ -173,16 +190,8 @@ def _restore(
 
 def _common_figures(experiment: Experiment[Any], done: Finished, total: int, memory: int) -> dict[str, Any]:
     """What metrics.json says about every run."""
-    # Paths of this machine are of no use to a reader of the numbers; config.yaml has them.
-    settings = dataclasses.asdict(experiment.config)
-    del settings["output"]
-    settings["data"] = {key: value for key, value in settings["data"].items() if key not in PATHS}
-    for section, key in experiment.paths:
-        del settings[section][key]
     return {
-        "task": experiment.config.task,
-        "method": experiment.method,
-        "seed": experiment.config.train.seed,
+        **_identity(experiment),
         "best_step": done.best["step"],
         "epochs": done.state.step / done.per_epoch,
         "stopped_early": done.state.step < total,
@@ -192,5 +201,15 @@ def _common_figures(experiment: Experiment[Any], done: Finished, total: int, mem
         "trainable_parameters": done.counts["trainable"],
         "total_parameters": done.counts["total"],
         "examples": done.data.sizes,
-        "config": settings,
+    }
+
+
+def _identity(experiment: Experiment[Any]) -> dict[str, Any]:
+    """What metrics.json says of which run it is."""
+    config = experiment.config
+    return {
+        "task": config.task,
+        "method": experiment.method,
+        "seed": config.train.seed,
+        "config": reported_settings(config, experiment.paths),
     }

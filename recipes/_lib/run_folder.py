@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import glob
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -18,11 +19,9 @@ from typing import Any
 
 import torch
 
-import snnk_peft
-from _lib.checkpoint import list_checkpoints, verify
-from _lib.config import flatten, load_config
-from _lib.files import check_writable, read_json, remove_leftovers, write_json, write_text, writing
-from _lib.settings import FREE_ON_RESUME
+from _lib.belonging import check_settings
+from _lib.checkpoint import list_checkpoints, read_state
+from _lib.files import check_writable, remove_leftovers, temporary_name, write_json, write_text, writing
 from snnk_peft.errors import ConfigError
 
 CONTENT = (
@@ -30,6 +29,9 @@ CONTENT = (
     "checkpoints", "tensorboard", "adapter", "bundle", "model",
     "conversion.json", "calibration.json", "calibration.png", "plan.json", "plan.png",
 )  # fmt: skip
+
+
+_LEFT_OVER = re.compile(r"^\..+\.tmp(\.|$)|^plan\.(json|png)\.part$")  # what a killed process was writing
 
 
 def check_folder(folder: Path, config: Any, resume: bool, overwrite: bool, leaves: Sequence[str] = ()) -> None:
@@ -48,32 +50,36 @@ def check_folder(folder: Path, config: Any, resume: bool, overwrite: bool, leave
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite contradict each other; give one of them")
     check_writable(folder)
-    entries = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    found = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    entries = sorted(name for name in found if not _LEFT_OVER.search(name))
     if resume:
         if "config.yaml" not in entries:
             raise ConfigError(f"{folder} holds no run: nothing to resume; leave out --resume to start one")
-        _compare(folder, config)
+        check_settings(folder, config)
         return
     if entries and not overwrite:
         raise ConfigError(
             f"{folder} is not empty ({', '.join(entries[:5])}); continue the run with --resume, replace it with "
             "--overwrite, or choose another output.dir"
         )
-    strange = [name for name in entries if name not in (*CONTENT, *leaves) and not name.endswith(".tmp")]
+    strange = [name for name in entries if name not in (*CONTENT, *leaves)]
     if strange:
         raise ConfigError(f"--overwrite would delete {folder}, which holds more than a run: {', '.join(strange[:5])}")
 
 
 def claim_folder(folder: Path, config: str, root: Path, resume: bool) -> None:
     """Empty the (checked) folder unless `resume`, and write config.yaml and environment.json into it."""
+    remove_leftovers(folder.parent, f"{glob.escape(folder.name)}.*")
     with writing(folder):
-        if not resume and folder.exists():
-            shutil.rmtree(folder)
+        if not resume and folder.exists():  # renamed first: a killed process must not leave half a run
+            doomed = temporary_name(folder)
+            folder.rename(doomed)
+            shutil.rmtree(doomed)
         folder.mkdir(parents=True, exist_ok=True)
     for place in (folder, folder / "checkpoints"):
         remove_leftovers(place)
+    write_text(folder / "config.yaml", config)  # with it the folder is a run, which --resume continues
     write_json(folder / "environment.json", environment(root))
-    write_text(folder / "config.yaml", config)
 
 
 def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
@@ -93,44 +99,10 @@ def best_checkpoint(folder: Path) -> Path:
     found = list_checkpoints(folder / "checkpoints")
     best = None
     if found:
-        verify(found[-1])
-        best = read_json(found[-1] / "state.json")["run"]["best"]
+        best = read_state(found[-1])["run"]["best"]
     if best is None:
         raise ConfigError(f"{folder} has no evaluated checkpoint yet; let the run reach its first evaluation")
     return folder / "checkpoints" / f"step-{best['step']:07d}"
-
-
-def _compare(folder: Path, config: Any) -> None:
-    try:
-        # Settings that did not exist when the run was started have their defaults.
-        stored = load_config(type(config), folder / "config.yaml")
-    except ConfigError as error:
-        raise refusal(folder, [f"{folder / 'config.yaml'}: {fault}" for fault in error.faults]) from error
-    before, now = flatten(dataclasses.asdict(stored)), flatten(dataclasses.asdict(config))
-    faults = [
-        f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(FREE_ON_RESUME)
-    ]
-    if faults:
-        raise ConfigError(
-            [f"--resume in {folder} needs the settings that the run was started with: {faults[0]}", *faults[1:]]
-        )
-
-
-def refusal(folder: Path, faults: list[str]) -> ConfigError:
-    """A run that another version wrote, and that this one cannot continue for these reasons."""
-    file = folder / "environment.json"
-    written = read_json(file) if file.is_file() else {}
-    version = written.get("packages", {}).get("snnk-peft", "unknown")
-    return ConfigError(
-        [
-            f"{folder} cannot be continued by snnk-peft {snnk_peft.__version__}; it was written by version {version}, "
-            f"git commit {written.get('git_commit') or 'unknown'}: continue it with that one, or start again with "
-            "--overwrite",
-            *faults,
-        ]
-    )
 
 
 def environment(root: Path) -> dict[str, Any]:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from _lib.checkpoint import prune, save_checkpoint
+from _lib.config import dump_yaml
 from _lib.data import share
 from _lib.evaluation import DivergedError
 from _lib.experiment import Data, Experiment, Schedule
+from _lib.files import sha256
 from _lib.loop import FiniteWatch, RunState, train_step
 from _lib.run_folder import StopSignal, choose_checkpoint
 from _lib.settings import StepSettings
@@ -165,9 +167,12 @@ class Training:
     def _save(self) -> Path:
         self._watch.check()
         scaler = self.accelerator.scaler
+        records = self.experiment.records if self.accelerator.is_main_process else ()
         saved = {
             "step": self.state.step,
             "identity": dict(self.identity),
+            "settings": dump_yaml(self.experiment.config),
+            "records": {name: sha256(self.folder / name) for name in records},
             "processes": self.accelerator.num_processes,
             "torch_threads": torch.get_num_threads(),
             "device": self.accelerator.device.type,

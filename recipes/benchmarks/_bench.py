@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _lib.files import write_json
+from _lib.lock import hold
 from _lib.run_folder import environment, peak_memory
 from _lib.terminal import show_table
 from _lib.timing import alternate as alternate  # all programs time in this way
@@ -29,10 +30,20 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def parser(description: str, name: str) -> argparse.ArgumentParser:
     """Options that every benchmark has."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = _Options(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--repetitions", type=int, default=9, help="timed repetitions, candidates in turn (default 9)")
     made.add_argument("--output", type=Path, default=RESULTS / name / "metrics.json", help="file of the figures")
     return made
+
+
+class _Options(argparse.ArgumentParser):
+    """Who has read them is the only one to write the figures: some benchmarks take what is there and add to it."""
+
+    def parse_args(self, *given: Any) -> Any:
+        """As ever."""
+        found = super().parse_args(*given)
+        hold(found.output)
+        return found
 
 
 def add_device(options: argparse.ArgumentParser, help: str) -> None:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import yaml
 from _lib.config import load_config
 from _lib.files import write_json
+from _lib.lock import hold
 from _lib.lowrank_model import rebuilt_errors
 from _lib.lowrank_settings import LowRankConfig
 from _lib.plots import scatter_panels
@@ -52,6 +53,7 @@ def options() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Build every start and write the results."""
     arguments = options().parse_args(argv)
+    hold(arguments.output)
     try:
         table = read_reports(arguments.runs, "recipes/sweep_lowrank.py and table_lowrank.py")
     except ConfigError as error:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from _lib.files import write_json
+from _lib.lock import hold
 from _lib.plots import error_curves
 from _lib.run_folder import environment
 from _lib.terminal import show_table
@@ -55,6 +56,7 @@ def options() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Run everything and write the results."""
     arguments = options().parse_args(argv)
+    hold(arguments.output)
     if faults := _faults(arguments):
         raise SystemExit(f"error: {ConfigError(faults)}")
     runs, best = [], []  # of all methods on all samples, and of the best factors of the true W

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from _lib.files import write_json
+from _lib.lock import hold
 from _lib.plots import error_curves
 from _lib.run_folder import environment
 from _lib.terminal import show_table
@@ -59,6 +60,7 @@ def options() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Draw everything and write the results."""
     arguments = options().parse_args(argv)
+    hold(arguments.output)
     faults = [f"--projections has {p}; expected at least 1" for p in arguments.projections if p < 1]
     faults += [
         f"--{name} is {getattr(arguments, name)}; expected at least {least}"
