@@ -265,8 +265,11 @@ def test_quickstart(tmp_path: Path) -> None:
     stopped = start("--overwrite", STOPPING)
     assert stopped.returncode == 143, stopped.stderr
     assert shlex.split(stopped.stdout.splitlines()[-1])[-1] == "--resume"
-    assert json.loads((out / "metrics.json").read_text()) == {"finished": False}
+    assert json.loads((out / "metrics.json").read_text())["finished"] is False
     probe_file = (out / "runs/probe/metrics.json").read_bytes()
+    other = start("--resume", "sys.argv += ['--seed', '5']")
+    assert other.returncode == 2
+    assert f"--seed was 0 when {out} was started and is now 5; expected the same" in other.stderr
     done = start("--resume")
     assert done.returncode == 0, done.stderr
     assert "continuing after step 3" in done.stdout

@@ -15,7 +15,7 @@ from torch import nn
 from _lib.convert_settings import ConversionSection, ConvertConfig
 from _lib.data import ExampleSet
 from _lib.experiment import Data
-from _lib.files import read_json, write_json
+from _lib.files import read_json, write_json, writing
 from _lib.texts import batches_by_length, drawn
 from snnk_peft import CalibrationReport, Plan, SNNKConfig, calibrate, get_snnk_model, plan
 from snnk_peft.errors import ConfigError
@@ -44,9 +44,10 @@ class Conversion:
 
     def save(self, folder: Path) -> None:
         """calibration.json, its picture, those of the plan, and conversion.json, which says that all are there."""
-        self.report.save(folder)
-        if self.plan is not None:
-            self.plan.save(folder)
+        with writing(folder):
+            self.report.save(folder)
+            if self.plan is not None:
+                self.plan.save(folder)
         parts = self.model.peft_config["default"].to_dict()
         described = {name: parts[name] for name in ("adapter", "ffn", "attention", "pooler", "low_rank", "parts")}
         found = {"examples": self.examples, "seconds": self.seconds, "calibration": self.report.to_dict()}

@@ -11,6 +11,8 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
+from _lib.files import replacing
+
 COLORS = ("#9aa5b1", "#6b9e78", "#3b82c4", "#e07a3f")
 
 
@@ -119,5 +121,6 @@ def draw(rows: Sequence[Row], title: str, unseen: str, batch: str, chance: float
     axes[0].text(100 * chance, len(rows) - 0.55, "chance", ha="center", va="top", fontsize=8)
     axes[0].invert_yaxis()
     figure.suptitle(title)
-    figure.savefig(file, dpi=150)
+    with replacing(file) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
     pyplot.close(figure)

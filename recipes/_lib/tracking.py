@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from _lib.files import write_text, writing
+from _lib.files import FileError, write_text, writing
 
 
 class Tracker:
@@ -30,20 +31,27 @@ class Tracker:
         self._total, self._first, self._done = total_steps, first_step, first_step
         self._started = self._printed = time.monotonic()
         self._file, self._events, self._bar = folder / "log.jsonl", None, None
+        self._folder = folder / "tensorboard" if tensorboard and active else None
         if not active:
             return
         rows = [row for row in read_log(self._file) if row["step"] <= first_step] if first_step else []
         write_text(self._file, "".join(json.dumps(row) + "\n" for row in rows))
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
         if sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn())
             self._task = self._bar.add_task("training", total=total_steps, completed=first_step)
 
     def __enter__(self) -> Tracker:
+        if self._folder is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._hook, threading.excepthook = threading.excepthook, self._in_thread
+            try:
+                with writing(self._folder):
+                    self._events = SummaryWriter(str(self._folder), purge_step=self._first + 1)
+            except FileError:
+                threading.excepthook = self._hook
+                raise
         if self._bar is not None:
             self._bar.start()
         return self
@@ -53,8 +61,23 @@ class Tracker:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self._events is not None:
-            self._events.close()
+        if self._folder is None:
+            return
+        try:
+            with writing(self._folder):
+                if self._events is not None:
+                    self._events.flush()
+                    self._events.close()
+        except FileError:
+            if error is None:
+                raise
+        finally:
+            threading.excepthook = self._hook
+
+    def _in_thread(self, given: threading.ExceptHookArgs) -> None:
+        """The writer's thread meets a full disk first, keeps the error, and the next call raises it again."""
+        if not isinstance(given.exc_value, OSError):
+            self._hook(given)
 
     def say(self, text: str) -> None:
         """A line on the terminal, above the progress bar."""
@@ -69,8 +92,9 @@ class Tracker:
         with writing(self._file), self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, **row}) + "\n")
         if self._events is not None:
-            for name, value in row.items():
-                self._events.add_scalar(name, value, step)
+            with writing(self._folder):
+                for name, value in row.items():
+                    self._events.add_scalar(name, value, step)
 
     def progress(self, step: int, text: str, total: float | None = None) -> None:
         """Advance to `step`; `text` is the newest loss. Without a terminal, a line every 20 seconds.

@@ -74,7 +74,9 @@ class TorchFormat:
 
     def write(self, program: Any, path: Path) -> list[Path]:
         """Write a program; returns the files, that at `path` first."""
-        self.exporter.save_program(program, path)
+        content = io.BytesIO()  # torch's own writer ends the process on a full disk
+        torch.export.save(program, content)
+        path.write_bytes(content.getbuffer())
         return [path]
 
     def run(self, path: Path, metadata: Any) -> Any:
