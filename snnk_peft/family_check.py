@@ -35,6 +35,7 @@ from snnk_peft.parts.ffn import FFNPart
 from snnk_peft.parts.narrow_ffn import FirstUnits, NarrowFFNPart
 from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.pooler import PoolerPart
+from snnk_peft.tuner.batches import checked_one
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.model import plan_patches, refuse_prepared
 from snnk_peft.tuner.slot_layer import SlotLayer
@@ -112,7 +113,7 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
     report = FamilyReport(type(model).__name__, family.name)
     faults = [fault for name in IN_LAYERS for fault in _missing(model, family, name)]
     if not faults:
-        inputs = probe_inputs(model) if probe is None else dict(probe)
+        inputs = probe_inputs(model) if probe is None else checked_one(model, probe, "probe")
         for case, parts in CASES.items():
             config = SNNKConfig(**copy.deepcopy(parts))
             reason = _reason_against(model, config)

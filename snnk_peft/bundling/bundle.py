@@ -25,6 +25,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import known_family
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.model_card import hub_id
+from snnk_peft.tuner.batches import checked_one
 
 Tensors = dict[str, torch.Tensor]
 
@@ -69,7 +70,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     family = known_family(base)
     bundled, plan, table = folded_model(base)
-    inputs = probe_inputs(base) if probe is None else dict(probe)
+    inputs = probe_inputs(base) if probe is None else checked_one(base, probe, "probe")
     error, where = compare(base, bundled, inputs)
     tolerance = TOLERANCES.get(base.dtype, 1e-5)
     read = family is not None and family.classifier_of_pooler is not None and family.pooler_activation is None

@@ -33,7 +33,7 @@ from snnk_peft.heads.fitted import HEAD_RIDGES
 from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whole, require_finite
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
-from snnk_peft.tuner.batches import evaluating, model_inputs
+from snnk_peft.tuner.batches import checked, evaluating, model_inputs
 from snnk_peft.tuner.held_out import LabelledRows
 
 
@@ -141,9 +141,7 @@ def _pass(
     found = bundled_head(model)[:2] if bundled else None
     names = list((getattr(getattr(model, "config", None), "id2label", None) or {}).values())
     of_classes, moments, known = False, _moments_of(found), LabelledRows()
-    for index, batch in enumerate(batches):
-        if targets not in batch:
-            raise ConfigError(f"batch {index} has no {targets!r}; found {', '.join(sorted(batch))}")
+    for index, batch in enumerate(checked(model, batches, targets)):
         inputs = {key: value for key, value in batch.items() if key != targets}
         found = logits_head(model, inputs) if found is None else found
         head = found[1]

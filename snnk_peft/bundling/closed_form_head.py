@@ -32,7 +32,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.heads.features import HeadFeatures, HeadReader
 from snnk_peft.heads.fitted import HEAD_RIDGES, FittedHead
 from snnk_peft.heads.statistics import HeadStatistics
-from snnk_peft.tuner.batches import evaluating, model_inputs
+from snnk_peft.tuner.batches import checked, checked_one, evaluating, model_inputs
 from snnk_peft.tuner.held_out import LabelledRows
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
@@ -105,7 +105,7 @@ class ClosedFormHead:
         Raises:
             UnsupportedError: the model gives no hidden states of one vector per token.
         """
-        given = model_inputs(self.model, inputs)
+        given = model_inputs(self.model, checked_one(self.model, inputs, "inputs"))
         with evaluating(self.encoder):
             _, states, mask = hidden_states_of(self.encoder, given)
         if len(states) != self.reader.layers or states[-1].shape[-1] != self.reader.hidden:
@@ -115,12 +115,9 @@ class ClosedFormHead:
             )
         return self.reader(states, mask, second_text(self.reader, self.model.config, given))
 
-    @staticmethod
-    def _parts(batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[dict[str, Any], Any]]:
+    def _parts(self, batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[dict[str, Any], Any]]:
         """Inputs and targets."""
-        for index, batch in enumerate(batches):
-            if targets not in batch:
-                raise ConfigError(f"batch {index} has no {targets!r}; found {', '.join(sorted(batch))}")
+        for batch in checked(self.model, batches, targets):
             yield {name: value for name, value in batch.items() if name != targets}, batch[targets]
 
     def _counted(

@@ -24,6 +24,7 @@ from snnk_peft.exporting.int8 import compared, milliseconds, quantized
 from snnk_peft.exporting.program import FORMATS, TorchFormat, as_it_was, missing_packages
 from snnk_peft.exporting.report import ExportReport, Int8Report, ShapeParity
 from snnk_peft.exporting.shapes import Axes, Inputs, only_tensors
+from snnk_peft.tuner.batches import read, refuse_no_batches
 
 # Relative to the largest output; other kernels add up in another order.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -99,10 +100,15 @@ def export(
             f'export(..., "{format}") needs {", ".join(missing)}, which {"is" if len(missing) == 1 else "are"} not '
             "installed: pip install snnk-peft[onnx]"
         )
-    given = [only_tensors(batch, f"batches[{number}]") for number, batch in enumerate(batches or ())]
+    if batches is not None:
+        refuse_no_batches(batches)
+    given = [
+        only_tensors(model, batch, f"batches[{number}]")
+        for number, batch in enumerate(() if batches is None else read(batches))
+    ]
     if batches is not None and not given:
         raise ConfigError("batches is empty; expected model inputs, or None. An iterator may have been read before")
-    first = only_tensors(sample, "sample") if sample is not None else given[0] if given else None
+    first = only_tensors(model, sample, "sample") if sample is not None else given[0] if given else None
     plain = _plain_model(model, first)
     if format == "onnx" and plain.device.type != "cpu":
         plain = copy.deepcopy(plain).cpu()  # the graph is checked on the processor, which sums in its own order

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from snnk_peft.bundling.probe import text_room
 from snnk_peft.errors import ConfigError
+from snnk_peft.tuner.batches import checked_one
 
 Inputs = dict[str, torch.Tensor]
 
@@ -17,30 +19,25 @@ LONG = 160  # tokens: more than one chunk of causal linear attention, which is 1
 PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 
 
-def only_tensors(batch: Mapping[str, Any], what: str) -> Inputs:
+def only_tensors(model: nn.Module, batch: Any, what: str) -> Inputs:
     """A batch without its labels.
 
     Args:
+        model: what it is for.
         batch: model inputs.
         what: the argument that it was given as, for messages.
 
     Raises:
         ConfigError: no mapping, nothing in it, or something that is no tensor or has no axis for the examples.
     """
-    if not isinstance(batch, Mapping) or not batch:
-        raise ConfigError(
-            f"{what} is {type(batch).__name__}{'' if batch else ' without anything in it'}; expected model inputs by "
-            'name, {"input_ids": ..., "attention_mask": ...}, as a tokenizer returns them with return_tensors="pt"'
-        )
-    kept = {name: value for name, value in batch.items() if name not in ("labels", "label", "label_ids")}
+    given = checked_one(model, batch, what)
+    kept = {name: value for name, value in given.items() if name not in ("labels", "label", "label_ids")}
     wrong = {name: value for name, value in kept.items() if not isinstance(value, torch.Tensor) or not value.dim()}
     if wrong:
         raise ConfigError(
             f"{what}[{name!r}] is {type(value).__name__}; expected a tensor whose first axis counts examples"
             for name, value in wrong.items()
         )
-    if not kept:
-        raise ConfigError(f"{what} holds labels alone; expected model inputs")
     return {name: value.detach() for name, value in kept.items()}
 
 

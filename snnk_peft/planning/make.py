@@ -28,7 +28,7 @@ from snnk_peft.planning.fitting import Errors, fit_all
 from snnk_peft.planning.measure import OF, Measure
 from snnk_peft.planning.result import POINTS, Candidate, Plan
 from snnk_peft.planning.sample import PICTURE, Sample
-from snnk_peft.tuner.batches import Batches, model_inputs
+from snnk_peft.tuner.batches import Batches, checked_one, model_inputs
 from snnk_peft.tuner.model import refuse_prepared
 
 ATTEMPTS = 4  # to find the budget in proportion
@@ -102,7 +102,7 @@ def plan(
     share = _check(budget, of, parts, tokens)
     refuse_prepared(model)
     sample = Sample(model, batches, tokens)
-    given = model_inputs(model, sample.middle if inputs is None else inputs)
+    given = model_inputs(model, sample.middle if inputs is None else checked_one(model, inputs, "inputs"))
     if parts is None:
         templates = default_templates(model, _length(given), seed)
     else:

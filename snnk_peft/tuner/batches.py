@@ -14,16 +14,82 @@ from snnk_peft.calibration.reduce import gathered, global_index, process
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.at_hand import place_of
 from snnk_peft.repeats import rows
+from snnk_peft.tuner.as_tensors import FLOATS, LABELS, as_tensors
 from snnk_peft.tuner.held_out import HeldOutRows
-from snnk_peft.tuner.input_check import InputCheck
+from snnk_peft.tuner.input_check import GIVES, Batch, InputCheck
 
-Batch = Mapping[str, Any]
 Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
 
-def read(batches: Batches) -> Iterator[Batch]:
-    """The batches once more."""
+def read(batches: Batches) -> Iterator[Any]:
+    """The batches once more, as they are given."""
     return iter(batches() if callable(batches) else batches)
+
+
+def refuse_no_batches(batches: Any) -> None:
+    """ConfigError for what does not hold batches: a single one, a text, nothing."""
+    expected = f"expected a list of dicts of model inputs, such as a tokenizer {GIVES}, or a DataLoader"
+    if isinstance(batches, Mapping):
+        inside = ", ".join(map(str, batches))
+        single = any(hasattr(value, "column_names") for value in batches.values())  # splits of a data set
+        raise ConfigError(
+            f"batches is a {type(batches).__name__} ({inside}); {expected}. "
+            + ("Give one of its splits" if single else "Give a batch alone as [batch]")
+        )
+    readable = callable(batches) or hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, (str, bytes)) or not readable:
+        shown = f"the text {batches[:30]!r}" if isinstance(batches, str) else f"a {type(batches).__name__}"
+        raise ConfigError(f"batches is {shown}; {expected}")
+
+
+def checked(model: nn.Module, batches: Iterable[Any], targets: str | None = None) -> Iterator[Batch]:
+    """Batches that are read once, as tensors, each of them looked at before a model runs on it.
+
+    Args:
+        model: what they are for.
+        batches: as for `Survey`, or an iterator.
+        targets: name of the labels.
+
+    Raises:
+        ConfigError: what is wrong with the first batch that cannot be used; no targets in it.
+    """
+    refuse_no_batches(batches)
+    empty = True
+    for index, given in enumerate(read(batches)):
+        check = InputCheck(model)
+        batch = check.look(index, given, targets=targets)
+        faults = check.faults()
+        if batch is not None and targets is not None and targets not in batch:
+            faults = [f"batch {index} has no {targets!r}; found {', '.join(sorted(map(str, batch)))}", *faults]
+        if faults:
+            raise ConfigError(faults)
+        assert batch is not None
+        empty = False
+        yield batch
+    if empty and hasattr(batches, "__next__"):
+        raise ConfigError(
+            f"batches is a {type(batches).__name__} that gives nothing: it was read before. Expected a fresh one, or a "
+            "list, which can be read again"
+        )
+
+
+def checked_one(model: nn.Module, batch: Any, name: str) -> dict[str, Any]:
+    """One batch as tensors, on the device of the model, labels included.
+
+    Args:
+        model: what it is for.
+        batch: model inputs.
+        name: of the argument.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    check = InputCheck(model)
+    found = check.look(None, batch, name)
+    if faults := check.faults():
+        raise ConfigError(faults)
+    assert found is not None
+    return placed(model, found)
 
 
 def is_held_out(index: int, fraction: float) -> bool:
@@ -55,6 +121,7 @@ class Survey:
     """
 
     def __init__(self, model: nn.Module, batches: Batches, held_out: float):
+        refuse_no_batches(batches)
         if not callable(batches) and iter(batches) is batches:
             raise ConfigError(
                 f"batches is a {type(batches).__name__}, which can be read only once; expected a list, a DataLoader, "
@@ -64,8 +131,8 @@ class Survey:
         self._first_rows: list[bytes | None] = []
         self._warned = False
         check, known = InputCheck(model), HeldOutRows()
-        for index, batch in enumerate(read(batches)):
-            if not check.look(index, batch):
+        for index, given in enumerate(read(batches)):
+            if (batch := check.look(index, given)) is None:
                 break  # nothing that could be counted
             found = list(rows(batch))
             known.add(found, is_held_out(index, held_out))
@@ -104,9 +171,10 @@ class Survey:
             ConfigError: there are fewer or more than at first.
         """
         index = -1
-        for index, batch in enumerate(read(self.batches)):
+        for index, given in enumerate(read(self.batches)):
             if index == self.total:
                 raise ConfigError(self._other(f"more than {self.total}"))
+            batch = as_tensors(given)[0]
             self._compare(index, batch)
             yield index, batch
         if index + 1 < self.total:
@@ -145,10 +213,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """What a batch gives the model: no labels, on its device."""
-    device = place_of(model)
+    """What a batch gives the model: no labels, on its device, pictures and sounds as precise as it is."""
+    return {key: value for key, value in placed(model, batch).items() if key not in LABELS}
+
+
+def placed(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """A batch on the device of the model, pictures and sounds as precise as it is."""
+    device, dtype = place_of(model), getattr(model, "dtype", None)
     return {
-        key: value.to(device) if isinstance(value, torch.Tensor) else value
+        key: value.to(device, dtype if key in FLOATS else None) if isinstance(value, torch.Tensor) else value
         for key, value in batch.items()
-        if key not in ("label", "labels")
     }

@@ -19,13 +19,14 @@ from tqdm.auto import tqdm
 from snnk_peft.calibration.gradient_rows import RIDGES, GradientMoments, gradient_rows
 from snnk_peft.calibration.reduce import process, processes, same_everywhere
 from snnk_peft.errors import ConfigError, NumericalError
-from snnk_peft.functional.at_hand import offloaded, place_of
+from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.slots import Slot, real_tokens
 from snnk_peft.tuner.adapter_report import AdapterReport, AdapterSlotReport
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
-from snnk_peft.tuner.batches import Batch, Batches, Survey, evaluating, is_held_out
+from snnk_peft.tuner.as_tensors import LABELS
+from snnk_peft.tuner.batches import Batch, Batches, Survey, evaluating, is_held_out, placed
 from snnk_peft.tuner.slot_inputs import root_of
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
@@ -251,9 +252,13 @@ def _gradients(
         ConfigError: the model makes no loss of the batch.
         ValueError: loss or gradient is not finite.
     """
-    device = place_of(model)
-    given = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-    loss = getattr(model(**given), "loss", None)
+    words = [key for key in LABELS if key in batch and not isinstance(batch[key], torch.Tensor)]
+    if words:
+        raise ConfigError(
+            f"batch {index} holds {words[0]} as a {type(batch[words[0]]).__name__}, which are no numbers; expected a "
+            "tensor of class indices, or of numbers"
+        )
+    loss = getattr(model(**placed(model, batch)), "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
             f"batch {index} holds {', '.join(batch)}, of which {type(root_of(model)).__name__} makes no loss; expected "
