@@ -26,6 +26,7 @@ from snnk_peft.functional.at_hand import place_of
 from snnk_peft.layers.slots import Retrained, Slot
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext
+from snnk_peft.tuner.adapter_names import name_faults, put_back
 from snnk_peft.tuner.base_digests import base_digests, note_another_base
 from snnk_peft.tuner.checkpoint import (
     check_measurements,
@@ -146,6 +147,20 @@ class SNNKModel(BaseTuner):
     target_module_mapping: dict[str, Any] = {}  # noqa: RUF012 - PEFT's attribute; families do this job
 
     _making: Callable[[], contextlib.AbstractContextManager[Any]]
+    _adding: str
+
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any):
+        known = set(getattr(model, "peft_config", ()))
+        try:
+            super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        except Exception:
+            # transformers notes the adapter before it is made.
+            if getattr(model, "_hf_peft_config_loaded", False):
+                noted: Any = getattr(model, "peft_config", {})
+                for name in set(noted) - known:
+                    del noted[name]
+                model._hf_peft_config_loaded = bool(noted)  # type: ignore[assignment]
+            raise
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
         return peft_config  # the targets follow from the parts: see _prepare_model
@@ -169,7 +184,11 @@ class SNNKModel(BaseTuner):
         if head is not None and head in (peft_config.target_modules or ()) and head not in {*places, *copied}:
             copied.append(head)  # a loaded config, written after `head` was taken out of modules_to_save
         saved = [name for name in saved or () if name not in copied] or None
-        if faults := clashes(model, places | set(copied), saved):
+        others = cast(dict[str, SNNKConfig], {k: v for k, v in self.peft_config.items() if k != self._adding})
+        held = {*(saved or ()), *(target for one in others.values() for target in one.modules_to_save or ())}
+        faults = name_faults(self._adding, held)
+        faults += [fault for one in others for fault in name_faults(one, saved or ())]
+        if faults := faults + clashes(model, places | set(copied), saved):
             raise ConfigError(faults)
         # Everything is built, and compared with the checkpoint, before the first module is touched.
         door = open_door()
@@ -211,12 +230,18 @@ class SNNKModel(BaseTuner):
         """As in PEFT, and also at places inside a layer that an earlier adapter wrapped, which PEFT passes over."""
         # PEFT makes the modules of other methods while it goes through the model; ours are made before that.
         self._making = init_empty_weights if low_cpu_mem_usage else contextlib.nullcontext
+        self._adding = adapter_name
+        patched = any(isinstance(module, SlotLayer) for module in model.modules())
+        trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()] if patched else []
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
         guard_save(model)
         for path in list(self._slots):
             parent, _, name = path.rpartition(".")
             places = model.get_submodule(path), name, model.get_submodule(parent)
             self._create_and_replace(self.peft_config[adapter_name], adapter_name, *places, current_key=path)
+        # As PEFT does, but for parameters whose path happens to hold the new adapter's name.
+        for parameter, requires_grad in trained:
+            parameter.requires_grad = requires_grad
         warn_if_nothing_is_trained(cast(SNNKConfig, self.peft_config[adapter_name]), model, adapter_name)
         watch_first_forward(model, adapter_name)
 
@@ -296,6 +321,8 @@ class SNNKModel(BaseTuner):
         state_dict: dict[str, torch.Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, torch.Tensor]:
+        # PEFT goes on with this same dict, for modules_to_save and embeddings.
+        put_back(model, adapter_name, state_dict, unwanted_adapter_names)
         return {key: value for key, value in state_dict.items() if f".snnk_slots.{adapter_name}." in key}
 
     @classmethod
