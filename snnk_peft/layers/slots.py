@@ -218,11 +218,14 @@ class Slot(nn.Module):
         alone: there can be one of its class in a place.
         lets_pass: what is behind the module still gets what the module gave, or what stands for it, at the front of its
             input.
+        by_row: rows of one batch can go through slots of different adapters (`adapter_names`): what it does to a row
+            depends on that row alone.
     """
 
     replaces = False
     alone = True
     lets_pass = False
+    by_row = False
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """The new output for input `x`; `base` computes the original one."""
@@ -285,6 +288,7 @@ class Retrained(Slot):
     """
 
     replaces = True
+    by_row = True
 
     def __init__(self, module: nn.Module):
         super().__init__()

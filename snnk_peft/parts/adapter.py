@@ -201,6 +201,7 @@ class After(Slot):
     """adapter(original(x)): the sequential placement."""
 
     alone = False
+    by_row = True
 
     def __init__(self, adapter: SNNKAdapter):
         super().__init__()
@@ -222,6 +223,8 @@ class After(Slot):
 
 class BesideLinear(Slot, SNNKAdapter):
     """The adapter of x, added to linear(x) and not to x: beside one Linear, where LoRA puts its two matrices."""
+
+    by_row = True
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:  # type: ignore[override]
         """x (..., dim) -> (..., out_dim)."""
@@ -253,6 +256,7 @@ class BesideExpansion(Slot):
     """
 
     lets_pass = True
+    by_row = True
 
     def __init__(self, stage: FeatureStage, behind: tuple[str, ...] = ()):
         super().__init__()
@@ -287,6 +291,7 @@ class OnHiddenUnits(Slot):
     """
 
     lets_pass = True
+    by_row = True
 
     def __init__(self, features: int, expansion: str):
         super().__init__()
@@ -313,6 +318,8 @@ class BesideContraction(Slot):
     Args:
         readout: holds A and v; the features come from the `BesideExpansion` slot, behind everything else.
     """
+
+    by_row = True
 
     def __init__(self, readout: GatedReadout):
         super().__init__()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -39,6 +39,7 @@ from snnk_peft.tuner.checkpoint import (
 from snnk_peft.tuner.doors import open_door
 from snnk_peft.tuner.first_forward import run_watchers, warn_if_nothing_is_trained, watch_first_forward
 from snnk_peft.tuner.patched_save import guard_save, release_save
+from snnk_peft.tuner.row_adapters import rows_of, rows_through
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 
@@ -250,6 +251,16 @@ class SNNKModel(BaseTuner):
         output = super().forward(*args, **kwargs)
         run_watchers(self.model)
         return output
+
+    @contextlib.contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """PEFT's place for `adapter_names`, an adapter for each row, in forward and generate."""
+        names = kwargs.get("adapter_names")
+        if names is None:
+            yield
+        else:
+            with rows_through(self.model, names, self.peft_config, rows_of(self.model, args, kwargs)):
+                yield
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Not possible: a weighted sum of two non-linear adapters is no adapter with averaged tensors."""

@@ -5,6 +5,7 @@ All adapter bookkeeping lives here and in `model.py`; the slots themselves (laye
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
     Attributes:
         snnk_slots: adapter name -> the slots of that adapter here, innermost first.
         was_called: whether a forward pass has come here (outside of compiled code).
+        rows: the `RowAdapters` of the call that is under way, if it names an adapter for each row.
     """
 
     adapter_layer_names = ("snnk_slots",)
@@ -37,6 +39,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         super().__init__()
         self.base_layer = base_layer
         self.was_called = False
+        self.rows: Any = None
         self.merged_adapters: list[str] = []
         self.snnk_slots = nn.ModuleDict()
         first = next((p for p in base_layer.parameters() if p.ndim == 2), None)
@@ -88,10 +91,16 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         """The original module's signature."""
         if not torch.compiler.is_compiling():
             self.was_called = True
+        if self.rows is not None and not self.disable_adapters:
+            ways = {name: self.slots_of(name) for name in self.snnk_slots}
+            return self.rows.run(self.base_layer, lambda name: self._through(ways.get(name, ())), args, kwargs)
+        return self._through(self.active_slots())(*args, **kwargs)
+
+    def _through(self, slots: Iterable[Any]) -> Any:
         run: Any = self.base_layer
-        for slot in self.active_slots():
+        for slot in slots:
             run = partial(slot, run)
-        return run(*args, **kwargs)
+        return run
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[Any, Any]:
         first = next(base_layer.parameters(), None)

@@ -1,0 +1,162 @@
+"""Rows of one batch through adapters of their own: `model(x, adapter_names=["a", "b", "__base__"])`.
+
+Row i is what the model gives with the adapter named for it alone, "__base__" what it gives with none. Every module that
+adapters change goes through its rows adapter by adapter; all others see the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.registry import did_you_mean
+from snnk_peft.tuner.slot_layer import SlotLayer
+
+BASE = "__base__"
+
+
+class RowAdapters:
+    """Which row of a batch goes through which adapter, for the time of one call of the model.
+
+    Args:
+        names: one per row.
+
+    Attributes:
+        widths: adapter -> length of its rows, where the module before gave them different ones (the features of an
+            adapter beside the FFN); the shorter are filled up with zeros.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self.names = list(names)
+        self.widths: dict[str, int] = {}
+
+    def run(self, where: nn.Module, ways: Callable[[str], Callable[..., Any]], args: Any, kwargs: Any) -> torch.Tensor:
+        """The output of a module whose rows go different ways.
+
+        Args:
+            where: the module, for messages.
+            ways: what computes the rows of an adapter.
+            args: of the module; what has as many rows as the first is split as that is.
+            kwargs: likewise.
+
+        Raises:
+            ConfigError: the rows are no multiple of the names (beams and choices stand next to each other).
+            UnsupportedError: the module gives something else than a tensor.
+        """
+        x, names = args[0], self.names
+        if len(x) % len(names):
+            raise ConfigError(f"adapter_names has {len(names)} names; a {type(where).__name__} was given {len(x)} rows")
+        repeats = len(x) // len(names)
+        taken, self.widths = self.widths, {}
+        if x.shape[-1] != max(taken.values(), default=0):
+            taken = {}
+
+        def part(value: Any, rows: torch.Tensor) -> Any:
+            return value[rows] if isinstance(value, torch.Tensor) and value.ndim and len(value) == len(x) else value
+
+        parts = {}
+        for name in dict.fromkeys(names):
+            own = torch.tensor([one == name for one in names], device=x.device).repeat_interleave(repeats)
+            rows = own.nonzero().flatten()
+            first = x[rows][..., : taken[name]] if name in taken else x[rows]
+            more = {key: part(value, rows) for key, value in kwargs.items()}
+            parts[name] = rows, ways(name)(first, *(part(value, rows) for value in args[1:]), **more)
+        outputs = [output for _, output in parts.values()]
+        if not all(isinstance(output, torch.Tensor) for output in outputs):
+            raise UnsupportedError(
+                f"adapter_names: a {type(where).__name__} gives a {type(outputs[0]).__name__}, whose rows cannot be "
+                "put together again; expected a tensor. Call the model once per adapter, with set_adapter"
+            )
+        widths = {name: output.shape[-1] for name, (_, output) in parts.items()}
+        widest = max(outputs, key=lambda output: output.shape[-1])
+        whole = widest.new_zeros(len(x), *widest.shape[1:])
+        for rows, output in parts.values():
+            whole[rows, ..., : output.shape[-1]] = output.to(whole.dtype)
+        if len(set(widths.values())) > 1:
+            self.widths = widths
+        return whole
+
+
+class _SavedInFull:
+    """A forward hook of a module that adapters save in full: the rows of each through its copy.
+
+    PEFT's own way takes three kinds of modules, and only adapters that all have a copy.
+    """
+
+    def __init__(self, rows: RowAdapters):
+        self.rows = rows
+
+    def __call__(self, wrapper: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
+        if wrapper.disable_adapters:
+            return output
+        copies = wrapper.modules_to_save
+        return self.rows.run(
+            wrapper.original_module,
+            lambda name: copies.get(name, wrapper.original_module),
+            args,
+            kwargs,
+        )
+
+
+@contextlib.contextmanager
+def rows_through(model: nn.Module, names: Any, configs: Mapping[str, Any], rows: int | None) -> Iterator[None]:
+    """Let each row go through its adapter.
+
+    Args:
+        model: the patched model.
+        names: as given.
+        configs: the config of each adapter.
+        rows: of the batch; None if that is not known.
+
+    Raises:
+        ConfigError: names that no adapter has, or not one per row, or a model in training mode.
+        UnsupportedError: an adapter with a part that rows cannot choose one by one.
+    """
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names) or not names:
+        raise ConfigError(f"adapter_names is {names!r}; expected a list with the name of an adapter for each row")
+    faults = [did_you_mean("adapter", n, [*configs, BASE]) for n in dict.fromkeys(names) if n not in {*configs, BASE}]
+    if rows is not None and rows != len(names):
+        faults.append(f"adapter_names has {len(names)} names; the batch has {rows} rows, and needs one for each")
+    if model.training:
+        faults.append("adapter_names is for inference, as in PEFT; the model is in training mode: call model.eval()")
+    if faults:
+        raise ConfigError(faults)
+    layers = [module for module in model.modules() if isinstance(module, SlotLayer)]
+    for name in dict.fromkeys(names):
+        for layer in layers:
+            for slot in layer.slots_of(name) if name in layer.snnk_slots else ():
+                if not getattr(slot, "by_row", False):
+                    parts = ", ".join(f"{part} ({type(p).__name__})" for part, p in configs[name].named_parts().items())
+                    raise UnsupportedError(
+                        f"adapter_names: adapter {name!r} has the parts {parts}; a {type(slot).__name__} replaces a "
+                        "module, or acts on the whole batch. Expected adapters (AdapterPart) only: call the model "
+                        "once per adapter, with set_adapter"
+                    )
+    choice = RowAdapters(names)
+    hooks = [
+        module.register_forward_hook(_SavedInFull(choice), with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, ModulesToSaveWrapper)
+    ]
+    try:
+        for layer in layers:
+            layer.rows = choice
+        yield
+    finally:
+        for layer in layers:
+            layer.rows = None
+        for hook in hooks:
+            hook.remove()
+
+
+def rows_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """How many rows a call of a transformers model has, if its main input is there."""
+    names = (getattr(model, "main_input_name", "input_ids"), "inputs", "input_ids", "inputs_embeds", "pixel_values")
+    given = [*(kwargs.get(name) for name in names), *args[:1]]
+    return next((len(value) for value in given if isinstance(value, torch.Tensor)), None)
