@@ -135,9 +135,9 @@ def accuracy(model: torch.nn.Module, reader: Any, folder: Path) -> tuple[int, in
     """How many pictures are recognised, how many among the first five answers, and how many there are."""
     import torch
     from _lib.efficientnet_lite import CLASSES
-    from PIL import Image
 
     from snnk_peft.errors import ConfigError
+    from snnk_peft.tasks._pictures import FilePictures, converted
 
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     if not classes or CLASSES % len(classes):
@@ -146,8 +146,9 @@ def accuracy(model: torch.nn.Module, reader: Any, folder: Path) -> tuple[int, in
         )
     first = five = count = 0
     for place, entry in enumerate(classes):
-        for file in sorted(entry.iterdir()):
-            pixels = reader(Image.open(file).convert("RGB"), return_tensors="pt")["pixel_values"]
+        pictures = FilePictures(entry, sorted(file.name for file in entry.iterdir()))
+        for index in range(len(pictures)):
+            pixels = reader(converted(pictures.open(index), 3), return_tensors="pt")["pixel_values"]
             with torch.no_grad():
                 best = model(pixels).logits[0].topk(5).indices.tolist()
             label = place * (CLASSES // len(classes))

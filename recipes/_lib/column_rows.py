@@ -9,7 +9,10 @@ import numpy as np
 import torch
 
 from _lib.data import ExampleSet, check_not_empty, digest
+from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Columns, Images
+from snnk_peft.tasks._pictures import UnreadableImageError, converted
+from snnk_peft.tasks._tsv import capped
 
 
 class ColumnRows(ExampleSet):
@@ -52,7 +55,12 @@ def columns_of(rows: Any) -> Columns:
     """A split of pictures as rows of their grey pixels, 0 to 1; of numbers, itself."""
     if not isinstance(rows, Images):
         return rows  # type: ignore[no-any-return]
-    pixels = [
-        np.asarray(rows.picture(index).convert("L"), dtype=np.float32).ravel() / 255 for index in range(len(rows))
-    ]
+    pixels, faults = [], []
+    for index in range(len(rows)):
+        try:
+            pixels.append(np.asarray(converted(rows.picture(index), 1), dtype=np.float32).ravel() / 255)
+        except UnreadableImageError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError(capped(faults, f"{len(faults)} of {len(rows)} pictures cannot be read"))
     return Columns(np.stack(pixels), rows.labels)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from _lib.data import ExampleSet
 from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._pictures import FilePictures, UnreadableImageError, converted
 
 
 class PictureRows(ExampleSet):
@@ -71,9 +72,8 @@ def read_picture(name: str, file: str | Path | None, size: int) -> PictureRows:
         picture = Image.fromarray(load_sample_image(f"{name}.jpg"))
     else:
         try:
-            with Image.open(file) as opened:
-                picture = opened.convert("RGB")
-        except (OSError, UnidentifiedImageError) as error:
+            picture = converted(FilePictures(Path(file).parent, [Path(file).name]).open(0), 3)
+        except UnreadableImageError as error:
             raise ConfigError(f"data.file: {file} cannot be read as a picture: {error}") from error
     side = min(picture.size)
     left, top = ((length - side) // 2 for length in picture.size)

@@ -38,7 +38,7 @@ from _lib.cifar_resnet import load_cifar_resnet
 from _lib.files import read_json, replacing, write_json
 from _lib.plots import pyplot
 from _lib.run_folder import environment
-from PIL import Image, ImageOps
+from PIL import ImageOps
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, logging
@@ -47,6 +47,7 @@ from snnk_peft import LowRankPart, NarrowHeadsPart, SNNKConfig, bundle, calibrat
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.low_rank import LowRank
 from snnk_peft.tasks import TASKS
+from snnk_peft.tasks._pictures import FilePictures, converted
 
 # Study -> its two options and their help.
 PAIRS = {
@@ -227,7 +228,9 @@ def efficientnet(weights: Path, data: Path, asked: argparse.Namespace) -> Study:
     files = sorted(file for file in data.rglob("*") if file.suffix.lower() in (".jpeg", ".jpg", ".png"))
     if len(files) < 4:
         raise ConfigError(f"{data} holds {len(files)} pictures in its folders; expected 4 at least, JPEG or PNG")
-    cropped = [ImageOps.fit(Image.open(file).convert("RGB"), (256, 256)).crop((16, 16, 240, 240)) for file in files]
+    found = FilePictures(data, [file.relative_to(data).as_posix() for file in files])
+    whole = [converted(found.open(index), 3) for index in range(len(found))]
+    cropped = [ImageOps.fit(picture, (256, 256)).crop((16, 16, 240, 240)) for picture in whole]
     pixels = normalised([np.asarray(picture) for picture in cropped], [lite.MEAN] * 3, [lite.STD] * 3)
     model = fold_batch_norms(lite.load_efficientnet_lite(weights))
     halves = [pixels[::2], pixels[1::2]]

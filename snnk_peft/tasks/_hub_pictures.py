@@ -12,7 +12,8 @@ import numpy as np
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks._extras import require
-from snnk_peft.tasks._pictures import Pictures
+from snnk_peft.tasks._pictures import LARGEST, Pictures
+from snnk_peft.tasks._regular import read_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -60,10 +61,15 @@ class HubPictures(Pictures):
         return f"{self._source}, row {index}"
 
     def _opened(self, index: int) -> Image:
-        stored = self._dataset[index][self._column]
-        content = stored["bytes"] if stored["bytes"] is not None else Path(stored["path"]).read_bytes()
-        image: Image = require("PIL.Image").open(io.BytesIO(content))
+        image: Image = require("PIL.Image").open(io.BytesIO(self._content(index)))
         return image
+
+    def _content(self, index: int) -> bytes:
+        stored = self._dataset[index][self._column]
+        if stored is None:
+            raise ValueError("the row holds no picture")
+        content: bytes | None = stored["bytes"]
+        return read_bytes(Path(stored["path"]), LARGEST) if content is None else content
 
     def _identity(self, index: int) -> bytes:
         if self._sizes is None:  # of the encoded pictures, from the offsets of the column

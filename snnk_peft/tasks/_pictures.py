@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +17,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from snnk_peft.tasks._extras import require
+from snnk_peft.tasks._regular import read_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 # What Pillow raises for damaged files of its many formats.
-DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError)
+DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
 # Modes with eight bits per channel, which convert to grey or RGB without loss of meaning.
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+LARGEST = 1 << 30
+"""Bytes of an encoded picture; what claims more is damaged."""
+_ORIENTATION = 0x0112  # the EXIF tag by which a camera says how it was held
 
 
 class UnreadableImageError(ValueError):
@@ -44,11 +49,15 @@ class Pictures(ABC):
     def _opened(self, index: int) -> Image: ...
 
     @abstractmethod
+    def _content(self, index: int) -> bytes:
+        """The picture as it is kept, encoded or as pixels."""
+
+    @abstractmethod
     def _identity(self, index: int) -> bytes:
         """What two runs must agree in; of large sets not the pixels, which would take minutes to read."""
 
     def open(self, index: int) -> Image:
-        """Picture `index`, decoded whole.
+        """Picture `index`, decoded whole and upright, as `datasets.Image` and transformers' pipelines have it.
 
         Raises:
             UnreadableImageError: a damaged picture, or one with more than eight bits per channel.
@@ -57,6 +66,8 @@ class Pictures(ABC):
         try:
             image = self._opened(index)
             image.load()
+            if image.getexif().get(_ORIENTATION) is not None:
+                image = require("PIL.ImageOps").exif_transpose(image)
         except (*DAMAGED, bomb) as error:
             raise UnreadableImageError(f"{self.name(index)}: cannot be decoded ({error})") from error
         if image.mode not in _MODES:
@@ -65,6 +76,13 @@ class Pictures(ABC):
                 "convert it"
             )
         return image
+
+    def digest(self, index: int) -> bytes | None:
+        """SHA-256 of picture `index` as it is kept; None if it cannot be read."""
+        try:
+            return hashlib.sha256(self._content(index)).digest()
+        except DAMAGED:
+            return None
 
     def fingerprint(self, indices: Sequence[int]) -> bytes:
         """A digest of the chosen pictures, in this order."""
@@ -98,8 +116,11 @@ class ArrayPictures(Pictures):
         image: Image = require("PIL.Image").fromarray(self._pixels[index])
         return image
 
-    def _identity(self, index: int) -> bytes:
+    def _content(self, index: int) -> bytes:
         return self._pixels[index].tobytes()
+
+    def _identity(self, index: int) -> bytes:
+        return self._content(index)
 
 
 class EncodedPictures(Pictures):
@@ -123,6 +144,9 @@ class EncodedPictures(Pictures):
     def _opened(self, index: int) -> Image:
         image: Image = require("PIL.Image").open(io.BytesIO(self._contents[index]))
         return image
+
+    def _content(self, index: int) -> bytes:
+        return self._contents[index]
 
     def _identity(self, index: int) -> bytes:
         return self._contents[index]
@@ -148,11 +172,18 @@ class FilePictures(Pictures):
 
     def _opened(self, index: int) -> Image:
         # Read whole: an image that is opened by name keeps its file open.
-        image: Image = require("PIL.Image").open(io.BytesIO((self._root / self._files[index]).read_bytes()))
+        image: Image = require("PIL.Image").open(io.BytesIO(self._content(index)))
         return image
 
+    def _content(self, index: int) -> bytes:
+        return read_bytes(self._root / self._files[index], LARGEST)
+
     def _identity(self, index: int) -> bytes:
-        return f"{self._files[index]}\n{(self._root / self._files[index]).stat().st_size}".encode()
+        try:
+            size = (self._root / self._files[index]).stat().st_size
+        except OSError:  # a link to nothing, named with the other unreadable pictures
+            size = -1
+        return f"{self._files[index]}\n{size}".encode()
 
 
 def converted(image: Any, channels: int) -> Image:

@@ -51,11 +51,14 @@ class ShardPictures(Pictures):
         return f"{self._root / self._shards[shard]}, the picture at byte {offset}"
 
     def _opened(self, index: int) -> Image:
+        image: Image = require("PIL.Image").open(io.BytesIO(self._content(index)))
+        return image
+
+    def _content(self, index: int) -> bytes:
         shard, offset, size = self._places[index].tolist()
         with (self._root / self._shards[shard]).open("rb") as stream:
             stream.seek(offset)
-            image: Image = require("PIL.Image").open(io.BytesIO(stream.read(size)))
-        return image
+            return stream.read(size)
 
     def _identity(self, index: int) -> bytes:
         shard, offset, size = self._places[index].tolist()

@@ -56,6 +56,10 @@ class Images:
         """Where example `index` is."""
         return self._pictures.name(int(self._indices[index]))
 
+    def digest(self, index: int) -> bytes | None:
+        """SHA-256 of example `index` as it is kept: equal where pictures are; None if it cannot be read."""
+        return self._pictures.digest(int(self._indices[index]))
+
     def fingerprint(self) -> str:
         """A digest of labels and pictures (of files: their names and sizes)."""
         found = hashlib.sha256(self.labels.tobytes())

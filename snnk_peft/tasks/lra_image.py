@@ -18,7 +18,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS, Images, Sequences, SequenceTask
 from snnk_peft.tasks._cifar import CIFAR10, PIXELS, SIDE
 from snnk_peft.tasks._pictures import UnreadableImageError, converted
-from snnk_peft.tasks._tsv import MAX_FAULTS
+from snnk_peft.tasks._tsv import capped
 from snnk_peft.tasks.base_sequence import byte_tokens, with_validation
 
 HELD_OUT_EVERY = 10
@@ -32,7 +32,7 @@ def read_images(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str
     found = with_validation(_examples(parts, faults), HELD_OUT_EVERY)
     faults += [f"{path} holds no image for the {split} split" for split in wanted if not len(found[split])]
     if faults:
-        raise ConfigError(faults[:MAX_FAULTS])
+        raise ConfigError(capped(faults, path))
     return {split: found[split] for split in wanted}
 
 
