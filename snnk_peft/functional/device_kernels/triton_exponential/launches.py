@@ -7,7 +7,6 @@ without the d, fp32; masks (B, N) bool; M (B, G, m, D) and log Z (B, G, m), fp32
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from snnk_peft.functional.device_kernels.triton_exponential import causal, key_sums, queries
@@ -18,6 +17,11 @@ from snnk_peft.functional.device_kernels.triton_exponential.sizes import (
     padded,
     part_tokens,
 )
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -59,7 +63,7 @@ def key_parts(
 ) -> tuple[Tensor, int]:
     """What each part of the keys says, and how many parts there are."""
     (B, G, N, d), D, m = k.shape, v.shape[-1], rows.shape[-2]
-    sizes, parts = dimensions(m, d, D), triton.cdiv(N, size)
+    sizes, parts = dimensions(m, d, D), cdiv(N, size)
     block, options = launch(name, operand(k.dtype), max(sizes["M"], sizes["Dk"], sizes["Dv"]))
     sums = empty(k, B * G * parts * m * (D + 2))
     key_sums.key_pass[(B * G, parts)](
@@ -90,7 +94,7 @@ def key_means_back(
     k, v, rows, g_means, g_weight = dense(k), dense(v), whole(rows), g_means.contiguous(), g_weight.contiguous()
     (B, G, N, d), D, m = k.shape, v.shape[-1], rows.shape[-2]
     sizes, size = dimensions(m, d, D), part_tokens(N, B * G, "plain")
-    parts, T = triton.cdiv(N, size), operand(k.dtype)
+    parts, T = cdiv(N, size), operand(k.dtype)
     block, options = launch("key_back", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
     dk, dv = empty(k, *k.shape, dtype=k.dtype), empty(v, *v.shape, dtype=v.dtype)
     dw = empty(k, B, G, parts, m, d) if learned else empty(k, 0)
@@ -115,7 +119,7 @@ def attend_means(q: Tensor, rows: Tensor, offset: Tensor, means: Tensor, log_wei
     sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "plain"), operand(q.dtype)
     block, options = launch("query_pass", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
     out = empty(q, B, H, L, D, dtype=q.dtype)
-    queries.query_pass[(B * H, triton.cdiv(L, size))](
+    queries.query_pass[(B * H, cdiv(L, size))](
         q, rows, offset, means, log_weight, out, *strides(q), *of_heads(rows, 2), *of_heads(offset, 1), *strides(out),
         H, H // G, L, size, **sizes, BLOCK=min(block, size), T=T, **options,
     )  # fmt: skip
@@ -131,7 +135,7 @@ def attend_means_back(
     )  # fmt: skip
     (B, H, L, d), (_, G, m, D) = q.shape, means.shape
     sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "plain"), operand(q.dtype)
-    parts = triton.cdiv(L, size)
+    parts = cdiv(L, size)
     block, options = launch("query_back", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
     dq, sums = empty(q, *q.shape, dtype=q.dtype), empty(q, B, G, H // G * parts, m * (D + 1))
     dw = empty(q, B, G, H // G * parts, m, d) if learned else empty(q, 0)

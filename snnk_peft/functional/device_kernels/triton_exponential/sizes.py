@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
-LARGEST = 128  # features, columns of keys and of values that a program holds at once
 MOST_PARTS = 128  # of a sequence: `combine` holds one number per pair of them
 PROGRAMS = 512  # that fill a card
 
@@ -38,9 +36,15 @@ LONGEST = {"causal": 1024, "plain": 2048}
 
 def padded(size: int) -> int:
     """Tiles are powers of two, of 16 or more."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power_of_two(size))
 
 
+def power_of_two(size: int) -> int:
+    """The next one; triton's own takes as long as a launch."""
+    return 1 << (size - 1).bit_length()
+
+
+@functools.cache
 def dimensions(m: int, d: int, D: int) -> dict[str, int]:
     """The constants that every kernel takes."""
     return {"m": m, "M": padded(m), "d": d, "Dk": padded(d), "D": D, "Dv": padded(D)}
@@ -49,9 +53,9 @@ def dimensions(m: int, d: int, D: int) -> dict[str, int]:
 def part_tokens(length: int, heads: int, kind: str) -> int:
     """Tokens of a part: enough parts to fill a card, not more than `combine` takes."""
     wanted = length * heads // PROGRAMS
-    tokens = triton.next_power_of_2(max(1, wanted))
+    tokens = power_of_two(max(1, wanted))
     tokens = min(max(tokens, FEWEST[kind]), LONGEST[kind])
-    return max(tokens, triton.next_power_of_2(math.ceil(length / MOST_PARTS)))
+    return max(tokens, power_of_two(-(-length // MOST_PARTS)))
 
 
 def launch(kernel: str, T: Any, most: int) -> tuple[int, dict[str, int]]:
