@@ -85,7 +85,20 @@ def tests(plan: Plan) -> list[str]:
     """Everything in tests/gpu."""
     report = plan.output / "tests.xml"
     only = ["-k", SAMPLE] if plan.small else []
-    return ["-m", "pytest", "-m", "gpu", "tests/gpu", "--device", plan.device, f"--junitxml={report}", "-q", *only]
+    return [
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "tests/gpu",
+        "--device",
+        plan.device,
+        f"--junitxml={report}",
+        "-q",
+        "-n",
+        plan.of("auto", "0"),
+        *only,
+    ]
 
 
 def test_figures(plan: Plan) -> dict[str, Any]:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
 
-from snnk_peft.functional.backend import DEVICE_KERNELS, form_that_ran
-from tests.exponential_oracle import CASES, TOLERANCE, check, compare, given
+from snnk_peft.functional.backend import DEVICE_KERNELS, SWITCH, form_that_ran
+from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention
+from snnk_peft.functional.exponential_causal import causal_exponential_attention
+from snnk_peft.functional.log_linear import LogLinear
+from tests.exponential_oracle import CASES, check, compare, given
 
+OPERATION = {False: exponential_attention, True: causal_exponential_attention}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own: the first test starts it")
@@ -24,6 +30,19 @@ def test_in_a_process_of_its_own():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled_kernels_fit_into_registers(capability):
+    """Without a GPU: bytes that a thread keeps in memory, and shared memory of a program."""
+    from tests.compile_kernels import all_usages
+
+    found = list(all_usages(capability, torch.bfloat16, learned=True, masked=True))
+    assert len({name for name, _ in found}) == 9
+    assert [(name, use) for name, use in found if use["stack"] > 256] == []
+    assert max(use["shared"] for _, use in found) <= {80: 163, 90: 227}[capability] * 2**10
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +63,87 @@ def _on_the_cpu(monkeypatch):
     DEVICE_KERNELS.update(before)
 
 
+# What depends on the dtype: roundings, and whether their range is enough.
+NARROW = [(dtype, case) for dtype in (torch.bfloat16, torch.float16) for case in ("plain", "large", "shrinking")]
+
+
 @in_interpreter
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "case"), [*((torch.float32, case) for case in CASES), *NARROW], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_attention(causal, case, dtype):
+def test_attention(causal, dtype, case):
     tensors, square, mask = given(dtype, **CASES[case])
     report = compare(tensors, square, mask, causal)
-    assert "cuda_exponential" in form_that_ran("causal_exponential_attention" if causal else "exponential_attention")
+    assert "cuda_exponential" in form_that_ran(OPERATION[causal].__name__)
     print({name: f"{value:.1e}" for name, value in report.items()})
     check(report, dtype, case)
+
+
+def small(**more: Any) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+    """Arguments of either operation, and those tensors of them that have gradients."""
+    tensors, square, mask = given(torch.float32, **{"L": 37, "d": 16, "D": 16, "m": 16, **more})
+    own = [x.requires_grad_() for x in tensors]
+    q, k, v, rows, offset, key_rows = own[:6]
+    maps = LogLinear(rows, offset, 0.0), LogLinear(key_rows, torch.zeros(16), square)
+    return (q, k, v, *maps, mask, KeyMeans(*own[6:]) if len(own) > 6 else None), own
+
+
+@in_interpreter
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_gradients_of_gradients_are_those_of_the_torch_form(causal, monkeypatch):
+    def second() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        args, own = small(masked=True)
+        first = torch.autograd.grad(OPERATION[causal](*args)[0].square().sum(), own, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), own)
+
+    found = second()
+    monkeypatch.setenv(SWITCH, "off")
+    for mine, theirs in zip(found, second(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+
+
+@in_interpreter
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_compiled_in_one_graph(causal):
+    args, own = small()
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return OPERATION[causal](q, *args[1:])[0].cos()
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(f(own[0]).sum(), own) for f in (compiled, call))
+    torch.testing.assert_close(found, expected)
+    assert "cuda_exponential" in form_that_ran(OPERATION[causal].__name__)
+
+
+@in_interpreter
+def test_operators_keep_their_promises():
+    """Schemas, shapes without data, and gradients that compilers can trace."""
+    from snnk_peft.functional.device_kernels.triton_exponential import operators
+
+    (q, k, v, queries, keys, mask, state), _ = small(L=20, masked=True, state=True)
+    maps = (queries.rows, queries.offset, keys.rows, keys.square, mask)
+    torch.library.opcheck(operators.key_means, (k, v, keys.rows, keys.square, mask))
+    torch.library.opcheck(operators.attention, (q, k, v, *maps, *state))
+    torch.library.opcheck(operators.causal, (q, k, v, *maps, *state, torch.float32))
+    torch.library.opcheck(operators.causal, (q, k, v, *maps, None, None, torch.float32))
+
+
+@in_interpreter
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_what_the_kernels_do_not_take(causal):
+    """Signs, a matrix in place of a number, other dtypes, more features than fit: the torch form, and no error."""
+    (q, k, v, queries, keys, *_), _ = small()
+    wide = LogLinear(torch.randn(600, 16), torch.zeros(600), 0.0)
+    others = [
+        (q.double(), k.double(), v.double(), *(x._replace(rows=x.rows.double()) for x in (queries, keys))),
+        (q, k, v.half(), queries, keys),
+        (q, k, v, queries, keys._replace(signs=torch.ones(16))),
+        (q, k, v, queries, keys._replace(square=torch.full((1, 16), 0.1))),
+        (q, k, v, wide, wide),
+    ]
+    for args in others:
+        OPERATION[causal](*args)
+        assert form_that_ran(OPERATION[causal].__name__) == "torch"
+    OPERATION[causal](q, k, v, queries, keys)
+    assert form_that_ran(OPERATION[causal].__name__) != "torch"

@@ -88,11 +88,10 @@ def every_launch(
     mask = torch.ones(1, length, dtype=torch.bool, device=device) if masked else None
     given = q, k, v, rows, offset, rows, 0.5 * d**-0.5, mask
     with watched(device != "meta") as found:
-        means = launches.key_means(k, v, rows, given[6], mask)
-        launches.key_means_back(*means, k, v, rows, given[6], mask, *means, learned)
-        launches.attend_means_back(launches.attend_means(q, rows, offset, *means), q, rows, offset, *means, learned)
+        _, *means = launches.attention(*given, None, None)
+        launches.attention_back(g, None, None, *given, None, None, *means, learned, learned)
         out, lse, *behind = launches.causal_attention(*given, None, None, dtype)
-        launches.causal_attention_back(g, lse, *behind, *given, None, None, out, lse, *behind, learned, learned)
+        launches.causal_attention_back(g, None, None, None, *given, None, None, out, lse, *behind, learned, learned)
     return found
 
 

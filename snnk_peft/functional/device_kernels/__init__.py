@@ -15,6 +15,9 @@
     def hadamard_transform(x: Tensor) -> Tensor:
         return transform(x.contiguous())
 
+Folders beside these files hold what they share, and are imported by them alone: `triton_exponential/`, which needs
+Triton, by `cuda_exponential.py`.
+
 What a kernel is given and must give is said by the docstring of the operation's torch form, which is also what it is
 tested against; what it may decline, by `backend.register_kernel`. Bundles that load with this package have these
 kernels; the code of a bundle, which runs without it, has the torch forms alone.

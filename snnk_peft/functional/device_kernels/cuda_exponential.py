@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.backend import SWITCH, register_kernel
+from snnk_peft.functional.backend import register_kernel
 from snnk_peft.functional.exponential_attention import KeyMeans, together
 from snnk_peft.functional.log_linear import LogLinear
 
@@ -35,8 +34,9 @@ def exponential_attention(
     """As in exponential_attention.py; without a mask too, 0 where no key counts."""
     from snnk_peft.functional.device_kernels.triton_exponential import operators
 
-    means = key_means(k, v, keys, mask, state)
-    return operators.attend_means(q, queries.rows, queries.offset + keys.offset, *means), means
+    given = (q, k, v, queries.rows, queries.offset + keys.offset, keys.rows, float(keys.square), mask)
+    out, *means = operators.attention(*given, *((None, None) if state is None else state))
+    return out, KeyMeans(*means)
 
 
 def causal_exponential_attention(
@@ -92,6 +92,5 @@ def register(device: str) -> None:
     )
 
 
-# Off unless asked for, until all of them have been right on a card.
-if importlib.util.find_spec("triton") is not None and os.environ.get(SWITCH) == "on":
+if importlib.util.find_spec("triton") is not None:
     register("cuda")

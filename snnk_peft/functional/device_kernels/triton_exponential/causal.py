@@ -142,9 +142,9 @@ def query_back(
     Q, K, V, G, OUT, GLSE, W, WK, OFF, MASK, PREFIXES, LSE, DELTA, DQ, DOFF, DW, qb, qh, ql, kb, kh, kl, vb, vh, vl,
     gb, gh, gl, ob, oh, ol, wb, wh, xb, xh, cb, ch, heads, rep, L, square, SEGMENT,
     m: tl.constexpr, M: tl.constexpr, d: tl.constexpr, Dk: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
-    C: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+    C: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """DELTA (B·H, L) is written; DQ is contiguous; DOFF (B·H, parts, m), DW (B·H, parts, m, d)."""
+    """WEIGHED: lse has a gradient GLSE. Written: DELTA (B·H, L), contiguous DQ, DOFF (B·H, parts, m), DW (…, d)."""
     bh, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h, n = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), (bh // rep).to(tl.int64)
     g, bh = h // rep, bh.to(tl.int64)
@@ -162,7 +162,8 @@ def query_back(
     for row in range(part * SEGMENT, tl.minimum(part * SEGMENT + SEGMENT, L), C):
         q, v, grad = tile(Q, row, L, ql, d, Dk, C), tile(V, row, L, vl, D, Dv, C), tile(G, row, L, gl, D, Dv, C)
         delta = tl.sum(grad.to(tl.float32) * tile(OUT, row, L, ol, D, Dv, C).to(tl.float32), 1)
-        delta -= numbers(GLSE + bh * L, row, L, C, 0.0)
+        if WEIGHED:
+            delta -= numbers(GLSE + bh * L, row, L, C, 0.0)
         r = row + tl.arange(0, C)
         tl.store(DELTA + bh * L + r, delta, mask=r < L)
         delta = delta[:, None]

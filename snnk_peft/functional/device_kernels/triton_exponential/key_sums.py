@@ -128,18 +128,19 @@ def combine(
 
 @triton.jit
 def key_back(
-    K, V, W, MASK, MEANS, LOGZ, GM, GZ, DK, DV, DW, kb, kh, kl, vb, vh, vl, wb, wh, heads, N, square, SPLIT,
+    K, V, W, MASK, MEANS, LOGZ, GM, GZ, DK, DV, DW, kb, kh, kl, vb, vh, vl, wb, wh, gb, gh, zb, zh, heads, N, square,
+    SPLIT,
     m: tl.constexpr, M: tl.constexpr, d: tl.constexpr, Dk: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
     BLOCK: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """GM, GZ: gradients of M (B·heads, m, D) and log Z. DK, DV are contiguous; DW (B·heads, parts, m, d)."""
+    """GM, GZ: gradients of M (B, heads, m, D) and log Z. DK, DV are contiguous; DW (B·heads, parts, m, d)."""
     bh, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h, n = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), bh.to(tl.int64)
     K += b * kb + h * kh
     V += b * vb + h * vh
     high, low = rows_of(W + b * wb + h * wh, m, d, M, Dk, T)
-    bias, wide = bias_of(LOGZ + n * m, m, M), tile(GM + n * m * D, 0, m, D, D, Dv, M)
-    common = numbers(GZ + n * m, 0, m, M, 0.0) - tl.sum(wide * tile(MEANS + n * m * D, 0, m, D, D, Dv, M), 1)
+    bias, wide = bias_of(LOGZ + n * m, m, M), tile(GM + b * gb + h * gh, 0, m, D, D, Dv, M)
+    common = numbers(GZ + b * zb + h * zh, 0, m, M, 0.0) - tl.sum(wide * tile(MEANS + n * m * D, 0, m, D, D, Dv, M), 1)
     gm = wide.to(T)
     dw = tl.zeros([M, Dk], tl.float32)
     first = part * SPLIT

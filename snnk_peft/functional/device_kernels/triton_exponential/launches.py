@@ -73,25 +73,32 @@ def key_parts(
     return sums, parts
 
 
-def key_means(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """M and log Z."""
+def key_means(
+    k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None = None,
+    log_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """M and log Z of these keys, and of those of a state."""
     k, v, rows = dense(k), dense(v), whole(rows)
     (B, G, N, _), D, m = k.shape, v.shape[-1], rows.shape[-2]
     sums, parts = key_parts(k, v, rows, square, mask, part_tokens(N, B * G, "plain"), "key_pass")
-    means, log_weight = empty(k, B, G, m, D), empty(k, B, G, m)
+    first = (sums, sums) if means is None or log_weight is None else (means.contiguous(), log_weight.contiguous())
+    found, found_weight = empty(k, B, G, m, D), empty(k, B, G, m)
     key_sums.combine[(B * G, m)](
-        sums, sums, sums, sums, means, log_weight, parts, 1, m, D, padded(D), padded(parts),
-        FIRST=False, PREFIX=False, REVERSE=False, num_warps=4,
+        sums, *first, sums, found, found_weight, parts, 1, m, D, padded(D), padded(parts),
+        FIRST=means is not None, PREFIX=False, REVERSE=False, num_warps=4,
     )  # fmt: skip
-    return means, log_weight
+    return found, found_weight
 
 
 def key_means_back(
     g_means: Tensor, g_weight: Tensor, k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None,
     means: Tensor, log_weight: Tensor, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of k, v and of the rows of each head (B, G, m, d), which are empty if they are not learned."""
-    k, v, rows, g_means, g_weight = dense(k), dense(v), whole(rows), g_means.contiguous(), g_weight.contiguous()
+    """Gradients of k, v and of the rows of each head (B, G, m, d), which are empty if they are not learned.
+
+    The gradients of M and log Z have contiguous heads.
+    """
+    k, v, rows = dense(k), dense(v), whole(rows)
     (B, G, N, d), D, m = k.shape, v.shape[-1], rows.shape[-2]
     sizes, size = dimensions(m, d, D), part_tokens(N, B * G, "plain")
     parts, T = cdiv(N, size), operand(k.dtype)
@@ -100,51 +107,59 @@ def key_means_back(
     dw = empty(k, B, G, parts, m, d) if learned else empty(k, 0)
     key_sums.key_back[(B * G, parts)](
         k, v, rows, flags(mask, k), means, log_weight, g_means, g_weight, dk, dv, dw, *strides(k, v),
-        *of_heads(rows, 2), G, N, square, size, **sizes, BLOCK=min(block, size), T=T, MASKED=mask is not None,
-        ROWS=learned, **options,
+        *of_heads(rows, 2), *g_means.stride()[:2], *g_weight.stride()[:2], G, N, square, size, **sizes,
+        BLOCK=min(block, size), T=T, MASKED=mask is not None, ROWS=learned, **options,
     )  # fmt: skip
     return dk, dv, dw.sum(2) if learned else dw
 
 
-def attend_means(q: Tensor, rows: Tensor, offset: Tensor, means: Tensor, log_weight: Tensor) -> Tensor:
-    """Every query attends to all keys in M and log Z: (B, H, L, D) in the dtype of q, 0 where no key counted."""
-    q, rows, offset, means, log_weight = (
-        dense(q),
-        whole(rows),
-        whole(offset),
-        means.contiguous(),
-        log_weight.contiguous(),
-    )
-    (B, H, L, d), (_, G, m, D) = q.shape, means.shape
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
+    mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Outputs in the dtype of v, 0 where no key counts, and M and log Z of these keys and those of the state."""
+    found, found_weight = key_means(k, v, key_rows, square, mask, means, log_weight)
+    q, rows, offset = dense(q), whole(rows), whole(offset)
+    (B, H, L, d), (_, G, m, D) = q.shape, found.shape
     sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "plain"), operand(q.dtype)
     block, options = launch("query_pass", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
-    out = empty(q, B, H, L, D, dtype=q.dtype)
+    out = empty(q, B, H, L, D, dtype=v.dtype)
     queries.query_pass[(B * H, cdiv(L, size))](
-        q, rows, offset, means, log_weight, out, *strides(q), *of_heads(rows, 2), *of_heads(offset, 1), *strides(out),
-        H, H // G, L, size, **sizes, BLOCK=min(block, size), T=T, **options,
+        q, rows, offset, found, found_weight, out, *strides(q), *of_heads(rows, 2), *of_heads(offset, 1),
+        *strides(out), H, H // G, L, size, **sizes, BLOCK=min(block, size), T=T, **options,
     )  # fmt: skip
-    return out
+    return out, found, found_weight
 
 
-def attend_means_back(
-    g: Tensor, q: Tensor, rows: Tensor, offset: Tensor, means: Tensor, log_weight: Tensor, learned: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, M, log Z and of the rows of each key head (B, G, m, d), empty if they are not learned."""
-    q, g, rows, offset, means, log_weight = (
-        dense(q), dense(g), whole(rows), whole(offset), means.contiguous(), log_weight.contiguous()
-    )  # fmt: skip
-    (B, H, L, d), (_, G, m, D) = q.shape, means.shape
+def attention_back(
+    g: Tensor, g_means: Tensor | None, g_weight: Tensor | None, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
+    offset: Tensor, key_rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None,
+    log_weight: Tensor | None, found: Tensor, found_weight: Tensor, learned: bool, learned_keys: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k, v, rows, offset, key rows (the last three of each key head), M and log Z; empty: not asked.
+
+    `means` and `log_weight` are the state, or None where it has no gradient; `found` is with it.
+    """
+    q, g, rows, offset = dense(q), dense(g), whole(rows), whole(offset)
+    (B, H, L, d), (_, G, m, D) = q.shape, found.shape
     sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "plain"), operand(q.dtype)
     parts = cdiv(L, size)
     block, options = launch("query_back", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
     dq, sums = empty(q, *q.shape, dtype=q.dtype), empty(q, B, G, H // G * parts, m * (D + 1))
     dw = empty(q, B, G, H // G * parts, m, d) if learned else empty(q, 0)
     queries.query_back[(B * H, parts)](
-        q, g, rows, offset, means, log_weight, dq, sums, dw, *strides(q, g), *of_heads(rows, 2), *of_heads(offset, 1),
-        H, H // G, L, size, **sizes, BLOCK=min(block, size), T=T, ROWS=learned, **options,
+        q, g, rows, offset, found, found_weight, dq, sums, dw, *strides(q, g), *of_heads(rows, 2),
+        *of_heads(offset, 1), H, H // G, L, size, **sizes, BLOCK=min(block, size), T=T, ROWS=learned, **options,
     )  # fmt: skip
-    g_means, g_weight = sums.sum(2).split((m * D, m), -1)
-    return dq, g_means.unflatten(-1, (m, D)).contiguous(), g_weight.contiguous(), dw.sum(2) if learned else dw
+    of_queries, of_offset = sums.sum(2).split((m * D, m), -1)
+    dm = of_queries.unflatten(-1, (m, D)) if g_means is None else of_queries.unflatten(-1, (m, D)) + g_means
+    dz = of_offset if g_weight is None else of_offset + g_weight
+    dk, dv, dwk = key_means_back(dm, dz, k, v, key_rows, square, mask, found, found_weight, learned_keys)
+    dm0, dz0 = empty(q, 0), empty(q, 0)
+    if means is not None and log_weight is not None:
+        share = (log_weight - found_weight).exp()
+        dm0, dz0 = share.unsqueeze(-1) * dm, share * ((dm * (means - found)).sum(-1) + dz)
+    return dq, dk, dv, dw.sum(2) if learned else dw, of_offset, dwk, dm0, dz0
 
 
 def causal_attention(
@@ -184,14 +199,14 @@ def _prefixes(
 
 
 def causal_attention_back(
-    g: Tensor, g_lse: Tensor, g_means: Tensor, g_weight: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
-    offset: Tensor, key_rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None,
+    g: Tensor, g_lse: Tensor | None, g_means: Tensor | None, g_weight: Tensor | None, q: Tensor, k: Tensor,
+    v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None,
     log_weight: Tensor | None, out: Tensor, lse: Tensor, behind: Tensor, behind_weight: Tensor, learned: bool,
     learned_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, rows, offset, key rows (the last three of each key head), M and log Z; empty: not asked."""
     q, k, v, rows, offset, key_rows = dense(q), dense(k), dense(v), whole(rows), whole(offset), whole(key_rows)
-    g, g_lse = dense(g), g_lse.contiguous()
+    g, g_lse = dense(g), None if g_lse is None else g_lse.contiguous()
     (B, H, L, d), (_, G, _, D), m, rep = q.shape, v.shape, rows.shape[-2], q.shape[1] // k.shape[1]
     sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "causal"), operand(q.dtype)
     prefixes, parts, *_ = _prefixes(k, v, key_rows, square, mask, means, log_weight, size)
@@ -201,8 +216,10 @@ def causal_attention_back(
     dw, dwk = (empty(q, B, G, rep * parts, m, d) if wanted else empty(q, 0) for wanted in (learned, learned_keys))
     block, options = launch("causal_query_back", T, most)
     causal.query_back[(B * H, parts)](
-        q, k, v, g, out, g_lse, rows, key_rows, offset, counts, prefixes, lse, delta, dq, doff, dw,
-        *strides(q, k, v, g, out), *heads, **sizes, C=block, T=T, MASKED=masked, ROWS=learned, **options,
+        q, k, v, g, out, lse if g_lse is None else g_lse, rows, key_rows, offset, counts, prefixes, lse, delta, dq,
+        doff, dw,
+        *strides(q, k, v, g, out), *heads, **sizes, C=block, T=T, MASKED=masked, ROWS=learned,
+        WEIGHED=g_lse is not None, **options,
     )  # fmt: skip
     block, options = launch("causal_sums", T, most)
     sums = empty(q, B * H * parts * m * (D + 2))
@@ -210,15 +227,19 @@ def causal_attention_back(
         q, g, rows, counts, lse, delta, sums, *strides(q, g), *of_heads(rows, 2), H, rep, L, 0.0, size, **sizes,
         BLOCK=block, T=T, MASKED=False, QUERIES=True, **options,
     )  # fmt: skip
-    # The state behind the last key is one query more: 2^−log Z [∂M, ∂M·M − ∂log Z] of each feature.
-    top = -behind_weight * key_sums.LOG2E.value - _expanded(offset, B, G) * key_sums.LOG2E.value
-    last = torch.stack((top, (g_means * behind).sum(-1) - g_weight), -2)
+    first, last = sums, sums
+    if g_means is not None or g_weight is not None:
+        # The state behind the last key is one query more: 2^−log Z [∂M, ∂M·M − ∂log Z] of each feature.
+        first = torch.zeros_like(behind) if g_means is None else g_means.contiguous()
+        top = -(behind_weight + _expanded(offset, B, G)) * key_sums.LOG2E.value
+        of_weight = (first * behind).sum(-1) - (0.0 if g_weight is None else g_weight)
+        last = torch.stack((top, of_weight), -2)
     prefixes, whole_s, whole_z = torch.empty_like(sums), empty(q, B, G, rep, m, D), empty(q, B, G, rep, 2, m)
     key_sums.combine[(B * H, m)](
-        sums, g_means.contiguous(), last, prefixes, whole_s, whole_z, parts, rep, m, D, padded(D), padded(parts),
-        FIRST=True, PREFIX=True, REVERSE=True, num_warps=8,
+        sums, first, last, prefixes, whole_s, whole_z, parts, rep, m, D, padded(D), padded(parts),
+        FIRST=last is not sums, PREFIX=True, REVERSE=True, num_warps=8,
     )  # fmt: skip
-    block, options = launch("causal_key_back", T, most)
+    block, options = launch("causal_key_back_rows" if learned_keys else "causal_key_back", T, most)
     dtype = k.dtype if rep == 1 else torch.float32
     dk, dv = empty(k, B, G, rep, L, d, dtype=dtype), empty(v, B, G, rep, L, D, dtype=dtype)
     causal.key_back[(B * H, parts)](

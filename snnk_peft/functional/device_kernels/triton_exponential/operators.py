@@ -13,12 +13,10 @@ from torch import Tensor
 
 from snnk_peft.functional.device_kernels.triton_exponential import launches
 from snnk_peft.functional.exponential_attention import KeyMeans
-from snnk_peft.functional.exponential_attention import attend_means as torch_attend
+from snnk_peft.functional.exponential_attention import exponential_attention as torch_attention
 from snnk_peft.functional.exponential_attention import key_means as torch_means
 from snnk_peft.functional.exponential_causal import causal_exponential_attention as torch_causal
 from snnk_peft.functional.log_linear import LogLinear
-
-Shape = Sequence[int]
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -29,6 +27,11 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 def narrow(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """What an operator says it gives."""
     return x.new_empty(shape, dtype=dtype)
+
+
+def same(x: Tensor) -> Tensor:
+    """The gradient of a tensor, as an operator gives it."""
+    return narrow(x, *x.shape, dtype=x.dtype)
 
 
 def differentiable(
@@ -49,15 +52,14 @@ def to_shape(gradient: Tensor, of: Tensor) -> Tensor:
 
 
 @operator("key_means", "(Tensor k, Tensor v, Tensor rows, float square, Tensor? mask) -> (Tensor, Tensor)")
-def key_means(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def key_means(*given: Any) -> tuple[Tensor, Tensor]:
     """(B, G, m, D) and (B, G, m)."""
-    return launches.key_means(k, v, rows, square, mask)
+    return launches.key_means(*given)
 
 
 @key_means.register_fake
 def _(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    shape = (*k.shape[:2], rows.shape[-2])
-    return narrow(k, *shape, v.shape[-1]), narrow(k, *shape)
+    return _state(k, v, rows)
 
 
 @operator(
@@ -65,9 +67,9 @@ def _(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) ->
     "(Tensor g_means, Tensor g_weight, Tensor k, Tensor v, Tensor rows, float square, Tensor? mask, Tensor means, "
     "Tensor log_weight, bool learned) -> (Tensor, Tensor, Tensor)",
 )
-def key_means_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+def key_means_back(g_means: Tensor, g_weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Of k, v and the rows of each head."""
-    return launches.key_means_back(*given)
+    return launches.key_means_back(g_means.contiguous(), g_weight.contiguous(), *given)
 
 
 @key_means_back.register_fake
@@ -75,8 +77,7 @@ def _(
     g_means: Tensor, g_weight: Tensor, k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None,
     means: Tensor, log_weight: Tensor, learned: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    of_rows = (*k.shape[:2], *rows.shape[-2:]) if learned else (0,)
-    return narrow(k, *k.shape, dtype=k.dtype), narrow(v, *v.shape, dtype=v.dtype), narrow(k, *of_rows)
+    return same(k), same(v), narrow(k, *((*k.shape[:2], *rows.shape[-2:]) if learned else (0,)))
 
 
 def _save_means(ctx: Any, inputs: Any, output: Any) -> None:
@@ -101,76 +102,116 @@ def _back_of_means(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
 key_means.register_autograd(_back_of_means, setup_context=_save_means)
 
 
-# --- queries over M and log Z -----------------------------------------------------------------------------------------
+# --- both kinds of attention ------------------------------------------------------------------------------------------
 
-
-@operator("attend_means", "(Tensor q, Tensor rows, Tensor offset, Tensor means, Tensor log_weight) -> Tensor")
-def attend_means(q: Tensor, rows: Tensor, offset: Tensor, means: Tensor, log_weight: Tensor) -> Tensor:
-    """(B, H, L, D) in the dtype of q, 0 where no key counted."""
-    return launches.attend_means(q, rows, offset, means, log_weight)
-
-
-@attend_means.register_fake
-def _(q: Tensor, rows: Tensor, offset: Tensor, means: Tensor, log_weight: Tensor) -> Tensor:
-    return narrow(q, *q.shape[:-1], means.shape[-1], dtype=q.dtype)
-
-
-@operator(
-    "attend_means_back",
-    "(Tensor g, Tensor q, Tensor rows, Tensor offset, Tensor means, Tensor log_weight, bool learned) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
+GIVEN = (
+    "Tensor q, Tensor k, Tensor v, Tensor rows, Tensor offset, Tensor key_rows, float square, Tensor? mask, "
+    "Tensor? means, Tensor? log_weight"
 )
-def attend_means_back(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of q, M, log Z and the rows of each key head."""
-    return launches.attend_means_back(*given)
+GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
-@attend_means_back.register_fake
-def _(
-    g: Tensor, q: Tensor, rows: Tensor, offset: Tensor, means: Tensor, log_weight: Tensor, learned: bool
-) -> tuple[Tensor, ...]:
-    of_rows = (*means.shape[:2], *rows.shape[-2:]) if learned else (0,)
-    found = narrow(q, *q.shape, dtype=q.dtype), narrow(q, *means.shape), narrow(q, *log_weight.shape)
-    return *found, narrow(q, *of_rows)
+def _shapes_back(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: bool, *learned: bool) -> tuple[Tensor, ...]:
+    """What both backward operators give: of q, k, v, rows, offset, key rows, M and log Z; empty: not asked."""
+    of_rows = (*k.shape[:2], *rows.shape[-2:])
+    dw, dwk = (narrow(q, *(of_rows if wanted else (0,))) for wanted in learned)
+    before = _state(k, v, rows) if state else (narrow(q, 0), narrow(q, 0))
+    return same(q), same(k), same(v), dw, narrow(q, *of_rows[:3]), dwk, *before
 
 
-def _save_queries(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.square, mask, means, log_weight = inputs[:10]
+    ctx.more = inputs[10:]  # the dtype of causal outputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, mask, means, log_weight, *output)
 
 
-def _back_of_queries(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    given = ctx.saved_tensors
-    _, rows, offset, *_ = given
+def _back(ctx: Any, gradients: Sequence[Any], operator: Any, plain: Callable[..., Any]) -> tuple[Any, ...]:
+    """Gradients of the inputs of either operator."""
+    q, k, v, rows, offset, key_rows, mask, means, log_weight, *output = ctx.saved_tensors
+    given, needs = (q, k, v, rows, offset, key_rows, ctx.square, mask, means, log_weight), ctx.needs_input_grad
     if torch.is_grad_enabled():
-
-        def again(q: Tensor, rows: Tensor, offset: Tensor, means: Tensor, log_weight: Tensor) -> Tensor:
-            kept = KeyMeans(means, log_weight)
-            out = torch_attend(q, kept, LogLinear(rows, offset, 0.0)).to(q.dtype)
-            return out.masked_fill(~kept.seen.repeat_interleave(q.shape[1] // means.shape[1], 1)[..., None, None], 0.0)
-
-        return differentiable(ctx, given, (g,), again)
-    learned = ctx.needs_input_grad[1]
-    dq, dm, dz, dw = attend_means_back(g, *given, learned)
+        whole = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients, output, strict=True)]
+        return differentiable(ctx, (*given, *ctx.more), whole, plain)
+    g = torch.zeros_like(output[0]) if gradients[0] is None else gradients[0]
+    learned, state = (needs[3], needs[5]), (means, log_weight) if needs[8] or needs[9] else (None, None)
+    dq, dk, dv, dw, doff, dwk, dm, dz = operator(
+        g, gradients[1:], given[:8], (means, log_weight), state, output, learned
+    )
     return (
         dq,
-        to_shape(dw, rows) if learned else None,
-        to_shape(dz, offset) if ctx.needs_input_grad[2] else None,
-        dm,
-        dz,
+        dk,
+        dv,
+        to_shape(dw, rows) if learned[0] else None,
+        to_shape(doff, offset) if needs[4] else None,
+        to_shape(dwk, key_rows) if learned[1] else None,
+        None,
+        None,
+        dm if needs[8] else None,
+        dz if needs[9] else None,
+        *(None for _ in ctx.more),
     )
 
 
-attend_means.register_autograd(_back_of_queries, setup_context=_save_queries)
+# --- every query attends to every key ---------------------------------------------------------------------------------
+
+
+@operator("attention", f"({GIVEN}) -> (Tensor, Tensor, Tensor)")
+def attention(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, and M and log Z."""
+    return launches.attention(*given)
+
+
+@attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
+    mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return narrow(q, *q.shape[:-1], v.shape[-1], dtype=v.dtype), *_state(k, v, rows)
+
+
+@operator(
+    "attention_back",
+    f"(Tensor g, Tensor? g_means, Tensor? g_weight, {GIVEN}, Tensor found, Tensor found_weight, bool learned, "
+    f"bool learned_keys) -> {GRADIENTS}",
+)
+def attention_back(*given: Any) -> tuple[Tensor, ...]:
+    """See `_shapes_back`."""
+    return launches.attention_back(*given)
+
+
+@attention_back.register_fake
+def _(
+    g: Tensor, g_means: Tensor | None, g_weight: Tensor | None, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
+    offset: Tensor, key_rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None,
+    log_weight: Tensor | None, found: Tensor, found_weight: Tensor, learned: bool, learned_keys: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _shapes_back(q, k, v, rows, means is not None, learned, learned_keys)
+
+
+def _back_of_attention(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    def call(g: Tensor, more: Any, given: Any, state: Any, wanted: Any, output: Any, learned: Any) -> Any:
+        return attention_back(g, *more, *given, *wanted, *output[1:], *learned)
+
+    return _back(ctx, gradients, call, _in_torch)
+
+
+def _in_torch(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
+    mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    plain = torch_attention.__wrapped__  # type: ignore[attr-defined]
+    out, found = plain(q, k, v, *_maps(rows, offset, key_rows, square), mask, _kept(means, log_weight))
+    return out, *found
+
+
+attention.register_autograd(_back_of_attention, setup_context=_save)
 
 
 # --- causal -----------------------------------------------------------------------------------------------------------
 
 
-@operator(
-    "causal",
-    "(Tensor q, Tensor k, Tensor v, Tensor rows, Tensor offset, Tensor key_rows, float square, Tensor? mask, "
-    "Tensor? means, Tensor? log_weight, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+@operator("causal", f"({GIVEN}, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)")
 def causal(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs, logarithms of denominators (B, H, L), and M and log Z behind the last key."""
     return launches.causal_attention(*given)
@@ -181,73 +222,56 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
     mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    shape = (*k.shape[:2], rows.shape[-2])
     out = narrow(q, *q.shape[:-1], v.shape[-1], dtype=dtype)
-    return out, narrow(q, *q.shape[:-1]), narrow(q, *shape, v.shape[-1]), narrow(q, *shape)
+    return out, narrow(q, *q.shape[:-1]), *_state(k, v, rows)
 
 
 @operator(
     "causal_back",
-    "(Tensor g, Tensor g_lse, Tensor g_means, Tensor g_weight, Tensor q, Tensor k, Tensor v, Tensor rows, "
-    "Tensor offset, Tensor key_rows, float square, Tensor? mask, Tensor? means, Tensor? log_weight, Tensor out, "
-    "Tensor lse, Tensor behind, Tensor behind_weight, bool learned, bool learned_keys) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor g, Tensor? g_lse, Tensor? g_means, Tensor? g_weight, {GIVEN}, Tensor out, Tensor lse, Tensor behind, "
+    f"Tensor behind_weight, bool learned, bool learned_keys) -> {GRADIENTS}",
 )
 def causal_back(*given: Any) -> tuple[Tensor, ...]:
-    """Of q, k, v, rows, offset, key rows, and of M and log Z before the first key."""
+    """See `_shapes_back`."""
     return launches.causal_attention_back(*given)
 
 
 @causal_back.register_fake
 def _(
-    g: Tensor, g_lse: Tensor, g_means: Tensor, g_weight: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
-    offset: Tensor, key_rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None,
-    log_weight: Tensor | None, out: Tensor, lse: Tensor, behind: Tensor, behind_weight: Tensor, learned: bool,
-    learned_keys: bool,
+    g: Tensor, g_lse: Tensor | None, g_means: Tensor | None, g_weight: Tensor | None, q: Tensor, k: Tensor,
+    v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float, mask: Tensor | None,
+    means: Tensor | None, log_weight: Tensor | None, out: Tensor, lse: Tensor, behind: Tensor,
+    behind_weight: Tensor, learned: bool, learned_keys: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    of_inputs = (narrow(x, *x.shape, dtype=x.dtype) for x in (q, k, v))
-    of_rows = (*k.shape[:2], *rows.shape[-2:])
-    dw, dwk = (narrow(q, *(of_rows if wanted else (0,))) for wanted in (learned, learned_keys))
-    state = (behind.shape, behind_weight.shape) if means is not None else ((0,), (0,))
-    return *of_inputs, dw, narrow(q, *of_rows[:3]), dwk, narrow(q, *state[0]), narrow(q, *state[1])
+    return _shapes_back(q, k, v, rows, means is not None, learned, learned_keys)
 
 
-def _save_causal(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, rows, offset, key_rows, ctx.square, mask, means, log_weight, ctx.dtype = inputs
-    ctx.save_for_backward(q, k, v, rows, offset, key_rows, mask, means, log_weight, *output)
+def _back_of_causal(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    def call(g: Tensor, more: Any, given: Any, state: Any, wanted: Any, output: Any, learned: Any) -> Any:
+        return causal_back(g, *more, *given, *state, *output, *learned)
+
+    return _back(ctx, gradients, call, _causal_in_torch)
 
 
-def _back_of_causal(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-    q, k, v, rows, offset, key_rows, mask, means, log_weight, *output = ctx.saved_tensors
-    given = (q, k, v, rows, offset, key_rows, ctx.square, mask, means, log_weight)
-    needs = ctx.needs_input_grad
-    if torch.is_grad_enabled():
-        return differentiable(ctx, (*given, ctx.dtype), gradients, _causal_in_torch)
-    dq, dk, dv, dw, doff, dwk, dm, dz = causal_back(*gradients, *given, *output, needs[3], needs[5])
-    return (
-        dq,
-        dk,
-        dv,
-        to_shape(dw, rows) if needs[3] else None,
-        to_shape(doff, offset) if needs[4] else None,
-        to_shape(dwk, key_rows) if needs[5] else None,
-        None,
-        None,
-        dm if means is not None else None,
-        dz if means is not None else None,
-        None,
-    )
-
-
-def _causal_in_torch(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
-    mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _causal_in_torch(*given: Any) -> tuple[Tensor, ...]:
+    q, k, v, rows, offset, key_rows, square, mask, means, log_weight, dtype = given
     plain = torch_causal.__wrapped__  # type: ignore[attr-defined]
-    state = None if means is None or log_weight is None else KeyMeans(means, log_weight)
-    maps = LogLinear(rows, offset, 0.0), LogLinear(key_rows, offset.new_zeros(offset.shape[-1:]), square)
-    out, behind = plain(q, k, v, *maps, mask, state, weighed=True)
-    return out[..., :-1].to(dtype), out[..., -1], behind.values, behind.log_weight
+    maps = _maps(rows, offset, key_rows, square)
+    out, behind = plain(q, k, v, *maps, mask, _kept(means, log_weight), weighed=True)
+    return out[..., :-1].to(dtype), out[..., -1], *behind
 
 
-causal.register_autograd(_back_of_causal, setup_context=_save_causal)
+causal.register_autograd(_back_of_causal, setup_context=_save)
+
+
+def _maps(rows: Tensor, offset: Tensor, key_rows: Tensor, square: float) -> tuple[LogLinear, LogLinear]:
+    return LogLinear(rows, offset, 0.0), LogLinear(key_rows, offset.new_zeros(offset.shape[-1:]), square)
+
+
+def _kept(means: Tensor | None, log_weight: Tensor | None) -> KeyMeans | None:
+    return None if means is None or log_weight is None else KeyMeans(means, log_weight)
+
+
+def _state(k: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (*k.shape[:2], rows.shape[-2])
+    return narrow(k, *shape, v.shape[-1]), narrow(k, *shape)
