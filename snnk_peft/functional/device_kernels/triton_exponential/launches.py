@@ -47,10 +47,10 @@ def whole(x: Tensor) -> Tensor:
 
 def of_heads(x: Tensor, own: int) -> tuple[int, int]:
     """Strides of batch and key head of rows (own = 2 dimensions) or offsets (1)."""
-    strides = x.stride()[:-own] if x.dim() > own else ()
-    sizes = x.shape[:-own] if x.dim() > own else ()
-    kept = [0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)]
-    return (0, 0) if not kept else (0, kept[0]) if len(kept) == 1 else (kept[0], kept[1])
+    if x.dim() == own:
+        return 0, 0
+    strides = [0 if size == 1 else stride for size, stride in zip(x.shape[:-own], x.stride(), strict=False)]
+    return (0, strides[0]) if len(strides) == 1 else (strides[0], strides[1])
 
 
 def strides(*tensors: Tensor) -> list[int]:
