@@ -118,7 +118,7 @@ def write_model_card(
         "summary": _summary(base, is_adapter),
         "load": _load(name, is_adapter),
         "load_note": _load_note(is_adapter, any(folder.glob("modeling_*.py"))),
-        "parts": _json(parts, "The part configuration was not recorded."),
+        "parts": _json(parts, "The part configuration was not recorded.") + _reach(parts),
         "folded": _folded(report),
         "sizes": _sizes(folder, report),
         "data": _data(data, examples),
@@ -191,6 +191,23 @@ def _load(name: str, is_adapter: bool) -> str:
         "import snnk_peft  # makes the Auto classes know the model\n"
         f"from transformers import AutoModel{head}\n\n"
         f'model = AutoModel{head}.from_pretrained("<this repository>")'
+    )
+
+
+def _reach(parts: Mapping[str, Any]) -> str:
+    """How long texts may be."""
+
+    def found(data: Any) -> list[int]:
+        if not isinstance(data, Mapping):
+            return []
+        own = data.get("fitted_length")
+        return [*([] if own is None else [own]), *(length for value in data.values() for length in found(value))]
+
+    if not (lengths := found(parts)):
+        return ""
+    return (
+        f"\n\nLinear attention was fitted to texts of at most {min(lengths):,} tokens. In a decoder, tokens behind so "
+        "many see their nearest neighbours and the first tokens alone; without a near field, longer texts are refused."
     )
 
 

@@ -243,8 +243,8 @@ def test_the_cache_is_constant():
         cache = RecurrentCache(model)
         model.generate(input_ids=torch.full((2, length), 7), past_key_values=cache, max_new_tokens=5, do_sample=False)
         sizes.append(cache.nbytes)
-    # 2 layers, batch 2: M and log Z of 4 heads (8 × 8 + 8 numbers); 3 + 2 keys and values of 2 heads, and as many flags
-    assert sizes == [2 * 2 * ((4 * (8 * 8 + 8) + 5 * 2 * 2 * 8) * 4 + 5)] * 3
+    # 2 layers, batch 2: M and log Z of 4 heads (8 × 8 + 8 numbers); 5 keys and values of 2 heads, as many flags; place
+    assert sizes == [2 * 2 * ((4 * (8 * 8 + 8) + 5 * 2 * 2 * 8) * 4 + 5 + 8)] * 3
     with pytest.raises(UnsupportedError, match="cannot take tokens back"):
         cache.crop(-1)
     cache.reset()

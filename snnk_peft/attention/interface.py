@@ -129,6 +129,8 @@ def kernel_attention_forward(
         refuse_narrow_band(module, kernel.near_field, window, seen)
         if causal and attention_mask is None and documents is None:
             refuse_restarts(kwargs.get("position_ids"))
+        if causal and documents is None and isinstance(kernel, KernelAttention):  # what listens has softmax
+            kernel.check_length(seen, attention_mask)
     if documents is not None and (weights_wanted or recurrent is not None):
         raise UnsupportedError(
             "attention weights (output_attentions=True) and a RecurrentCache speak of one document per row, and these "

@@ -16,6 +16,7 @@ from snnk_peft.attention.cache import use_recurrent_cache
 from snnk_peft.attention.interface import NAME
 from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, FINISHERS, Spec
 from snnk_peft.bundling.plan import FIELDS, SIZE, Check, expects, field_faults, stage_faults
+from snnk_peft.digests import notes
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.layers.attention_term import AttentionTerm
@@ -35,6 +36,7 @@ def attention_spec(kernel: KernelAttention) -> Spec:
         "num_heads": kernel.num_heads,
         "near_field": kernel.near_field,
         "attention_implementation": PLANNED_ATTENTION,
+        "fitted_length": kernel.fitted_length,
         **joint,
     }
 
@@ -57,7 +59,9 @@ def _attention(spec: Spec, present: Any) -> nn.Module:
         for term in spec["terms"]
     ]
     joint = {"joint": True, "sinks": spec["sinks"]} if spec["kind"] == "joint_attention" else {}
-    return KernelAttention(terms, spec["num_heads"], near_field=spec["near_field"], **joint)
+    return KernelAttention(
+        terms, spec["num_heads"], near_field=spec["near_field"], fitted_length=spec.get("fitted_length"), **joint
+    )
 
 
 def _use_linear_attention(model: Any) -> None:
@@ -69,6 +73,20 @@ def _use_linear_attention(model: Any) -> None:
             f"would be ignored; expected {NAME!r}. Use transformers 5 and the classes of this bundle"
         )
     use_recurrent_cache(model)
+    unknown = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, KernelAttention)
+        and module.fitted_length is None
+        and any(feature_map.projection.of_attention for feature_map in module.maps())
+        and getattr(model.get_submodule(path.rpartition(".")[0]), "is_causal", False)
+    ]
+    if unknown:
+        notes.warning(
+            "%s does not say how long the texts were that its linear attention was fitted to (an earlier version saved "
+            "it, or it was never calibrated): on longer ones its output is wrong, without an error. Convert it again",
+            type(model).__name__,
+        )
 
 
 def _term_faults(where: str, terms: Any) -> list[str]:
@@ -92,6 +110,7 @@ FIELDS["attention"] = {
     "terms": _term_faults,
     "num_heads": SIZE,
     "near_field": lambda where, width: [] if width is None else SIZE(where, width),
+    "fitted_length": lambda where, length: [] if length is None else SIZE(where, length),
     "attention_implementation": expects(
         f"{PLANNED_ATTENTION!r}, without which the linear attention would be ignored",
         lambda value: value == PLANNED_ATTENTION,

@@ -112,11 +112,14 @@ FIELDS: dict[str, dict[str, Check]] = {
 }
 
 
+LATER = {"fitted_length"}  # fields that version 0.1.0 did not write
+
+
 def field_faults(where: str, given: Any, fields: Mapping[str, Check]) -> list[str]:
     """Messages about an object that must have exactly these fields."""
     if not isinstance(given, Mapping):
         return [f"{where} is {str(given)[:100]!r}; expected an object with {', '.join(fields)}"]
-    faults = [f"{where} lacks {name!r}" for name in fields if name not in given]
+    faults = [f"{where} lacks {name!r}" for name in fields if name not in given and name not in LATER]
     faults += [f"{where}: {did_you_mean('field', name, list(fields))}" for name in given if name not in fields]
     return faults + [f for name in fields if name in given for f in fields[name](f"{where}.{name}", given[name])]
 

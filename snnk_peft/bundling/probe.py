@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.functional.precision import full_precision
+from snnk_peft.layers.kernel_attention import KernelAttention
 
 EXAMPLES, TOKENS = 4, 16
 ANY_SIZE = 64  # of pictures for models whose config names no size (ResNet): convolutions read any
@@ -39,7 +40,8 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             "bundle(model, probe={...})"
         )
     pad = getattr(config, "pad_token_id", None)
-    tokens = max(1, min(TOKENS, text_room(config) or TOKENS))
+    fitted = [module.fitted_length for module in model.modules() if isinstance(module, KernelAttention)]
+    tokens = max(1, min([TOKENS, text_room(config) or TOKENS, *(length for length in fitted if length is not None)]))
     ids = torch.randint(0, config.vocab_size, (EXAMPLES, tokens), generator=generator, device="cpu")
     ids[ids == pad] = 0 if pad != 0 else 1
     lengths = torch.tensor([tokens, max(1, tokens // 2), tokens, 1], device="cpu")

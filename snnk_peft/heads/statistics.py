@@ -273,7 +273,9 @@ class HeadStatistics:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         digests = tensors.pop(DIGESTS, None)
         if digests is not None and (digests.dtype != torch.uint8 or digests.ndim != 1 or len(digests) % DIGEST):
-            raise ConfigError(f"{path}: digests are {tuple(digests.shape)} in {digests.dtype}; expected bytes, {DIGEST} each")
+            raise ConfigError(
+                f"{path}: digests are {tuple(digests.shape)} in {digests.dtype}; expected bytes, {DIGEST} each"
+            )
         moments = GramAccumulator.of_tensors(tensors)
         found = cls(moments.feature_dim, moments.out_dim, told["kind"], told["origin"], digests is not None)
         found.moments = moments

@@ -8,6 +8,9 @@ query head, starts at one (several terms: at one over their number); `calibrate`
 right about the weights of far keys among each other and wrong about their sum. q and k hold √scaling here.
 
 Causal, the far keys of query i are the first i − width + 1: linear attention whose keys are late by `width` tokens.
+What was fitted to texts of some length is wrong by orders of magnitude behind it (queries and keys turn with their
+positions): later queries, by count of real tokens, see near keys and sinks alone.
+
 Otherwise it is that in both directions. Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D) -> (B, H, L, D). Time
 and memory as those of the band (functional/near_field.py) and of the terms; what a cache keeps is the sinks, `width`
 keys and values, and the sums of the terms.
@@ -28,7 +31,7 @@ from snnk_peft.components.base import Component
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.exponential_attention import KeyMeans, key_means
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
-from snnk_peft.functional.log_linear import LogLinear, common_logarithm
+from snnk_peft.functional.log_linear import ABSENT, LogLinear, common_logarithm
 from snnk_peft.functional.near_field import Sinks, near_attention
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps
@@ -68,11 +71,13 @@ class JointState(NamedTuple):
         sums: of each term, over the far keys of the last token.
         band: the last `width` keys that are no sinks.
         sinks: the first keys that count, as many as there were, in `sinks` places.
+        place: (B,), how many keys counted.
     """
 
     sums: tuple[KeyMeans, ...]
     band: Kept
     sinks: Kept
+    place: Tensor
 
 
 class JointAttention(nn.Module):
@@ -116,6 +121,7 @@ class JointAttention(nn.Module):
         *,
         causal: bool,
         scaling: float,
+        reach: int | None = None,
     ) -> Tensor:
         """(B, H, L, D) in the dtype of v. Causal with more keys than queries: the queries are the last positions.
 
@@ -127,6 +133,7 @@ class JointAttention(nn.Module):
             mask: (B, N) bool, True where a key counts.
             causal: whether a query sees only keys at or before it.
             scaling: factor on q·k.
+            reach: causal queries that are later in their text than this see no far keys; None for all.
 
         Raises:
             ConfigError: not causal, and not as many keys as queries.
@@ -147,8 +154,9 @@ class JointAttention(nn.Module):
             for term in terms:
                 keys = self._spread(term, window.part(0, before))
                 sums.append(key_means(*keys[:2], _maps(term, q, k, None, True, scaling)[1], keys.counts))
-            state = JointState(tuple(sums), window.part(before, before + self.width), sinks)
-        return self._behind(terms, q, new.part(before, k.shape[-2]), state, scaling)[0]
+            place = new.counts[:, :before].sum(-1)
+            state = JointState(tuple(sums), window.part(before, before + self.width), sinks, place)
+        return self._behind(terms, q, new.part(before, k.shape[-2]), state, scaling, reach)[0]
 
     def continued(
         self,
@@ -160,6 +168,7 @@ class JointAttention(nn.Module):
         state: JointState | None,
         scaling: float,
         kept: KeptMaps | None = None,
+        reach: int | None = None,
     ) -> tuple[Tensor, JointState]:
         """Causal attention of new tokens to each other and to all earlier ones, and the new state.
 
@@ -172,11 +181,12 @@ class JointAttention(nn.Module):
             state: what the call before returned; None at the start. That of the result owns its memory.
             scaling: factor on q·k.
             kept: where the caller keeps logarithms from call to call, or None.
+            reach: as in `forward`.
         """
-        out, (sums, *near) = self._behind(terms, q, self._counted(k, v, mask), state, scaling, kept)
+        out, (sums, *near, place) = self._behind(terms, q, self._counted(k, v, mask), state, scaling, reach, kept)
         band, sinks = (Kept(each.keys.clone(), each.values.clone(), each.counts.clone()) for each in near)
         owned = (KeyMeans(each.values.clone(), each.log_weight.clone()) for each in sums)
-        return out, JointState(tuple(owned), band, sinks)
+        return out, JointState(tuple(owned), band, sinks, place)
 
     def _counted(self, k: Tensor, v: Tensor, mask: Tensor | None) -> Kept:
         every = torch.ones(k.shape[0], k.shape[-2], dtype=torch.bool, device=k.device) if mask is None else mask
@@ -212,10 +222,14 @@ class JointAttention(nn.Module):
         new: Kept,
         state: JointState | None,
         scaling: float,
+        reach: int | None,
         kept: KeptMaps | None = None,
     ) -> tuple[Tensor, JointState]:
         """Causal attention of L new tokens behind a state."""
         length = q.shape[-2]
+        place = new.counts.long().cumsum(-1)  # of each token in its text, from 1 on
+        if state is not None:
+            place = place + state.place.unsqueeze(-1)
         window, sinks, seen = self._with_window(new, state)
         beside = Sinks(sinks.keys, sinks.values, seen) if self.sinks else None
         fields = [near_attention(q, *window[:2], self.width, window.counts, causal=True, scaling=scaling, sinks=beside)]
@@ -226,10 +240,12 @@ class JointAttention(nn.Module):
             out, weights, behind = self._far(
                 number, maps, q, self._spread(term, window.part(0, length)), given, scaling
             )
+            if reach is not None:
+                weights = weights.masked_fill((place > reach).unsqueeze(1), ABSENT)
             fields.append((out, weights))
             sums.append(behind)
         last = window.part(length, length + self.width)
-        return _joined(fields).to(new.values.dtype), JointState(tuple(sums), last, sinks)
+        return _joined(fields).to(new.values.dtype), JointState(tuple(sums), last, sinks, place[:, -1])
 
     def _both_ways(self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, scaling: float) -> Tensor:
         """Every query sees every key."""

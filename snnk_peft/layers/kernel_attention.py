@@ -12,6 +12,7 @@ multiple of G; mask (B, N) -> (B, H, L, D). Cost: that of each term, and of the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import cast
 
@@ -38,6 +39,8 @@ class KernelAttention(nn.Module):
         near_field: width of the exact band (1 is the diagonal alone), or None for no band.
         joint: band and terms under one normalisation, instead of a blend of their results.
         sinks: how many of the first keys are exact as well; joint only.
+        fitted_length: tokens of the longest text that the feature maps were fitted to, or None: behind it, causal
+            attention gives near keys and sinks alone, or if it has none, nothing.
 
     Attributes:
         joint: what joins band and terms, or None for a blend.
@@ -57,8 +60,10 @@ class KernelAttention(nn.Module):
         near_field: int | None = None,
         joint: bool = False,
         sinks: int = 0,
+        fitted_length: int | None = None,
     ):
         super().__init__()
+        self.fitted_length = fitted_length
         given = [term for term in terms if isinstance(term, AttentionTerm)]
         maps = [feature_map for feature_map in terms if isinstance(feature_map, FeatureMap)]
         if len(terms) not in (len(given), len(maps)):
@@ -114,12 +119,16 @@ class KernelAttention(nn.Module):
 
         Raises:
             ConfigError: a scaling that is not positive.
+            UnsupportedError: without a near field, a text longer than those that the maps were fitted to.
         """
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         if scaling <= 0:
             raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
         if self.joint is not None:
-            return self.joint(self._terms(), q, k, v, mask, causal=causal, scaling=scaling)
+            reach = self.fitted_length
+            return self.joint(self._terms(), q, k, v, mask, causal=causal, scaling=scaling, reach=reach)
+        if causal:
+            self.check_length(k.shape[-2], mask)
         root = scaling**0.5
         fields = []
         if self.near_field is not None:
@@ -130,6 +139,37 @@ class KernelAttention(nn.Module):
         for term in self.terms:
             fields.append(term(q, k, v, mask, causal=causal, root=root)[0])
         return self.blended(fields)
+
+    def check_length(self, length: int, mask: torch.Tensor | None) -> None:
+        """What to say of causal attention over so many tokens: nothing, as far as the maps were fitted.
+
+        Args:
+            length: of the texts with their padding.
+            mask: (B, length) bool, True where a key counts, or None.
+
+        Warns:
+            UserWarning: far keys do not count behind the fitted length.
+
+        Raises:
+            UnsupportedError: there are no others.
+        """
+        if self.fitted_length is None or torch.compiler.is_compiling() or length <= self.fitted_length:
+            return
+        longest = length if mask is None else int(mask.sum(-1).max())  # padding is no text
+        if longest <= self.fitted_length:
+            return
+        told = (
+            f"linear attention was fitted (calibrate) to texts of at most {self.fitted_length} tokens, and what it "
+            "gives behind them is wrong by orders of magnitude: positions there are unlike all that was seen"
+        )
+        remedy = "Calibrate on texts as long as those that the model will read"
+        if self.joint is None:
+            raise UnsupportedError(f"{told}. This text has {longest} tokens. {remedy}, or give shorter ones")
+        warnings.warn(
+            f"{told}. Later tokens see their {self.near_field} neighbours and {self.joint.sinks} sinks alone. {remedy}",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def blended(self, fields: Sequence[torch.Tensor]) -> torch.Tensor:
         """Σ_f w_f · field f, each field (B, H, L, D): the near field first, if there is one, then the terms."""

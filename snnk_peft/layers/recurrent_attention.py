@@ -86,7 +86,8 @@ def continue_attention(
         raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
     if kernel.joint is not None:
         terms = [cast(AttentionTerm, term) for term in kernel.terms]
-        return kernel.joint.continued(terms, q, k, v, mask, cast("JointState | None", state), scaling, kept)
+        earlier, reach = cast("JointState | None", state), kernel.fitted_length
+        return kernel.joint.continued(terms, q, k, v, mask, earlier, scaling, kept, reach)
     state = cast("KernelState | None", state)
     root = scaling**0.5
     fields, band = [], None

@@ -159,6 +159,7 @@ class Fit:
         divergence_after: the same after the fit.
         unknowns: of the numbers fitted, how many rows it takes to determine them: as many as a readout has features,
             its bias counted as one. None where that is not known.
+        longest: tokens of the longest text, where what is fitted depends on places in it.
     """
 
     size: int
@@ -170,6 +171,7 @@ class Fit:
     divergence_before: float | None = None
     divergence_after: float | None = None
     unknowns: int | None = None
+    longest: int | None = None
 
 
 class Fitter:
@@ -242,6 +244,9 @@ class Slot(nn.Module):
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter | None:
         """How the slot is fitted; a slot that does not define this is only trained."""
         return None
+
+    def after_fit(self) -> None:
+        """Called when all slots of a model have been fitted: write to the config what belongs there."""
 
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout] | None:
         """The features of an adapter and what adds them to an output, if the features are made here.

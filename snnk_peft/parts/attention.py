@@ -106,6 +106,13 @@ class AttentionPart(FeaturePart):
         low=0,
         high=1 << 20,
     )
+    fitted_length: int | None = option(
+        None,
+        "tokens of the longest text that `calibrate` fitted the far field to, which it writes here: behind so many, a "
+        "decoder's far keys do not count, since what the fit makes of them is wrong. None: not fitted, or not known.",
+        low=1,
+        high=1 << 30,
+    )
     sum_of: list[dict[str, Any]] = option(
         list,
         "further feature maps (the lecture's rank-r attention): attention is Σ_r w_r · att_r over this part's own map "
@@ -281,11 +288,16 @@ class FittedAttend(Attend):
     Args:
         kernel: the linear attention.
         readout: takes the place of the projection behind the heads, or None.
+        part: of the config that is saved.
     """
 
-    def __init__(self, kernel: KernelAttention, readout: HeadsReader | None):
+    def __init__(self, kernel: KernelAttention, readout: HeadsReader | None, part: AttentionPart):
         super().__init__(kernel)
-        self.readout = readout
+        self.readout, self.part = readout, part
+
+    def after_fit(self) -> None:
+        """See `Slot.after_fit`."""
+        self.part.fitted_length = self.kernel.fitted_length
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
         """The rows in closed form, and steps from there if asked for; then the projection behind the heads."""
@@ -330,8 +342,9 @@ def _attend(
         # Keys of their own start as the same draw, and what is redrawn stays the same for both: same site names.
         queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
         terms.append(AttentionTerm(queries, keys if own.separate_maps or own.of_attention else None))
-    kernel = KernelAttention(terms, heads, near_field=part.near_field, joint=part.joint, sinks=part.sinks)
-    return FittedAttend(kernel, readout) if part.fitted else Attend(kernel)
+    near = {"near_field": part.near_field, "joint": part.joint, "sinks": part.sinks}
+    kernel = KernelAttention(terms, heads, fitted_length=part.fitted_length, **near)  # type: ignore[arg-type]
+    return FittedAttend(kernel, readout, part) if part.fitted else Attend(kernel)
 
 
 def _rows(part: AttentionPart, dim: int) -> int:

@@ -244,6 +244,8 @@ class AttentionFitter(Fitter):
     ):
         self.kernel, self.readout, self.options = kernel, readout, options
         self.module: Any = place.original
+        self.longest = 0  # tokens of a text
+        kernel.fitted_length = None  # of an earlier fit
         if any(offloaded(each) for each in (kernel, readout) if each is not None):
             raise ConfigError(
                 "the feature maps of an attention, or the projection behind its heads, are offloaded to memory or "
@@ -272,6 +274,7 @@ class AttentionFitter(Fitter):
             before.update(heard.softmax(), heard.linear(self.kernel))
         diverging = self._divergence(test)
         self._take(self._maps(train, generator))
+        self.kernel.fitted_length = self.longest
         after, ridge = ErrorMeter(self.weight), None
         if self.readout is None:
             for heard in test:
@@ -285,7 +288,8 @@ class AttentionFitter(Fitter):
         if self.readout is not None:
             unknowns = max(unknowns, self.readout.linear.in_features + 1)
         errors = before.value(), after.value()
-        return Fit(size, train.tokens, before.count, ridge, *errors, diverging, self._divergence(test), unknowns)
+        counts = train.tokens, before.count
+        return Fit(size, *counts, ridge, *errors, diverging, self._divergence(test), unknowns, self.longest)
 
     def _divergence(self, sample: Sample) -> float:
         """Of the weights from those of softmax, the mean over queries and heads."""
@@ -317,6 +321,7 @@ class AttentionFitter(Fitter):
                     raise ValueError(
                         "queries or keys hold NaN or infinity; expected finite numbers. Run the model in fp32 or bf16"
                     )
+                self.longest = max(self.longest, int(heard.counted.sum(-1).max()))
                 (test if is_test else train).add(heard)
         return train, test
 

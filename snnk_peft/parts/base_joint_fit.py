@@ -48,7 +48,7 @@ class JointFitter(AttentionFitter):
         assert joint is not None
         batches = [NearScores.of(heard.scores(), joint.width, joint.sinks) for heard in train]
         batches = [each for each in batches if bool(each.affected.any())]
-        longest = max(int(heard.counted.sum(-1).max()) for heard in train)
+        longest = self.longest
         if not batches:
             raise ConfigError(
                 f"the longest sequence that was given has {longest} tokens, all within near_field={joint.width} and "

@@ -143,6 +143,9 @@ def calibrate(
         warn_of_poor_attention(reports)
         for remark in remarks:
             warnings.warn(remark, UserWarning, stacklevel=2)
+        for layer in slots.values():
+            if (slot := slot_to_fit(layer)) is not None:
+                slot.after_fit()
         return CalibrationReport(reports, settings)
 
 
@@ -158,8 +161,9 @@ def _fit_all(
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
+        fitters = {name: fitter_of(model, layer, options) for name, layer in slots.items()}
         order = execution_order(model, slots, survey)
-        fitters = {name: fitter_of(model, slots[name], options) for name in order}
+        fitters = {name: fitters[name] for name in order}
         if processes() > 1 and (alone := [name for name in order if not fitters[name].reduces]):
             kinds = sorted({type(fitters[name]).__name__ for name in alone})
             raise ConfigError(
@@ -239,6 +243,7 @@ def _fit_slot(name: str, layer: SlotLayer, fitter: Fitter, data: SlotInputs) -> 
         fit.divergence_after,
         fit.unknowns,
         _settings(layer),
+        fit.longest,
     )
 
 

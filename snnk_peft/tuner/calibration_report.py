@@ -35,6 +35,7 @@ class SlotReport:
         divergence_after: the same after fitting.
         needed_tokens: fewer fitted tokens than this do not determine what is fitted; None where that is not known.
         settings: component and projection of its feature maps with their parameters; empty without feature maps.
+        longest: of an attention, tokens of the longest text it was fitted to; None for other slots.
     """
 
     path: str
@@ -49,6 +50,7 @@ class SlotReport:
     divergence_after: float | None = None
     needed_tokens: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ class CalibrationReport:
             line = f"{s.path:<{width}}  {s.num_features:>8}  {s.tokens:>7}  {s.error_before:>12.4f} -> "
             line += f"{s.error_after:<15.4f}{f'  {_pair(s)}' if diverging else ''}"
             lines.append(f"{line}  {'-' if s.ridge is None else f'{s.ridge:.0e}':>7}  {s.seconds:>7.1f}")
+        if fitted := {s.longest for s in self.slots if s.longest is not None}:
+            lines.append(
+                f"Attention was fitted to texts of at most {min(fitted)} tokens. Behind so many, a decoder's tokens "
+                "see near keys alone (without a near field, longer texts are refused)"
+            )
         return "\n".join(lines)
 
 
