@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"errors", "options"},
     {"registry", "json_files", "repeats"},
     {"digests"},
-    {"config_size", "saved_folder", "stamps", "yaml_file"},
+    {"config_size", "saved_folder", "stamps"},
     {"model_card"},  # text from plain data
     {"functional"},
     {"low_rank"},

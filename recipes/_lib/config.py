@@ -23,22 +23,15 @@ import yaml
 
 if TYPE_CHECKING:
     from snnk_peft.options import Option, option, options_of
-    from snnk_peft.yaml_file import load_yaml
 else:
-
-    def _alone(name):
-        """One file of the package: that around it imports torch. Whoever imports the package later gets the same."""
-        if name not in sys.modules:
-            package, _, file = name.partition(".")
-            folder = Path(importlib.util.find_spec(package).origin).parent
-            spec = importlib.util.spec_from_file_location(name, folder / f"{file}.py")
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
-        return sys.modules[name]
-
-    _options = _alone("snnk_peft.options")
+    # That file alone: the package around it imports torch. Whoever imports the package later gets the same module.
+    if "snnk_peft.options" not in sys.modules:
+        _folder = Path(importlib.util.find_spec("snnk_peft").origin).parent
+        _spec = importlib.util.spec_from_file_location("snnk_peft.options", _folder / "options.py")
+        sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+        _spec.loader.exec_module(sys.modules[_spec.name])
+    _options = sys.modules["snnk_peft.options"]
     Option, option, options_of = _options.Option, _options.option, _options.options_of
-    load_yaml = _alone("snnk_peft.yaml_file").load_yaml
 
 Section = TypeVar("Section")
 # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3); people write 1e-3.
@@ -76,10 +69,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file; a ConfigError names the file and the line otherwise."""
     from snnk_peft.errors import ConfigError
 
-    if Path(path).exists() and not Path(path).is_file():  # opening a pipe would wait for somebody to write
-        raise ConfigError(f"{path} is no regular file; expected a YAML settings file")
     try:
-        given = load_yaml(Path(path).read_text(encoding="utf-8"))
+        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a YAML settings file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -170,7 +161,7 @@ def _apply(given: dict[str, Any], override: str, faults: list[str]) -> None:
         faults.append(f"{override!r}: expected section.key=value, for example train.epochs=1")
         return
     try:
-        value = load_yaml(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         faults.append(f"{override!r}: the value is not valid YAML; put text with special characters in quotes")
         return

@@ -23,7 +23,6 @@ from snnk_peft.families import family_of
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.model import modules_to_save
-from snnk_peft.yaml_file import load_yaml
 
 TASKS = {
     "features": "AutoModel",
@@ -46,10 +45,8 @@ def read_snnk_config(path: str | Path) -> SNNKConfig:
     Raises:
         ConfigError: there is no such file, it is no YAML, or its fields are wrong; lists all faults.
     """
-    if Path(path).exists() and not Path(path).is_file():  # opening a pipe would wait for somebody to write
-        raise ConfigError(f"{path} is no regular file; expected YAML or JSON")
     try:
-        given = load_yaml(Path(path).read_text(encoding="utf-8"))
+        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(given, Mapping):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._tsv import empty_text, listed
-
-_WHOLE = r"([+-]?\d{1,18})(\.0*)?"
 
 
 def missing(value: Any) -> bool:
@@ -26,31 +23,7 @@ def text(column: str, value: Any) -> str:
         raise ConfigError(f"{column} is {_shown(value)}; expected a text")
     if fault := empty_text(column, value or ""):
         raise ConfigError(fault)
-    return whole(column, str(value))
-
-
-def whole(column: str, value: str) -> str:
-    """A text that can be written: JSON may hold one half of a character that takes two."""
-    half = next((mark for mark in value if "\ud800" <= mark <= "\udfff"), None)
-    if half is not None:
-        raise ConfigError(
-            f"{column} holds half a surrogate pair ({ascii(half)[1:-1]} at position {value.index(half) + 1}); expected "
-            "text: write characters as UTF-8 (json.dumps(..., ensure_ascii=False)), and do not cut them"
-        )
-    return value
-
-
-def is_written_list(value: Any) -> bool:
-    """Whether a text is a list as Python or JSON writes one, such as "['B-ORG', 'O']"."""
-    if not isinstance(value, str) or not (value.strip().startswith("[") and value.strip().endswith("]")):
-        return False
-    inner = value.strip()[1:-1].strip()
-    return inner[:1] in ("'", '"') or all(is_number(part) for part in inner.replace(",", " ").split())
-
-
-def is_number(value: str) -> bool:
-    """Whether a text is a number."""
-    return not isinstance(or_number(value), str)
+    return str(value)
 
 
 def words(column: str, value: Any) -> list[str]:
@@ -91,7 +64,7 @@ def class_name(column: str, value: Any) -> str:
         value = int(value)
     if not isinstance(value, (str, int, float)):
         raise ConfigError(f"{column} is {_shown(value)}; expected one label")
-    return whole(column, str(value).strip())
+    return str(value).strip()
 
 
 def class_id(column: str, value: Any, names: Sequence[str] | None, ids: Mapping[str, int]) -> int:
@@ -99,8 +72,6 @@ def class_id(column: str, value: Any, names: Sequence[str] | None, ids: Mapping[
     if names is not None and isinstance(value, int):  # the Hub's -1 says that the label is kept secret
         value = names[value] if 0 <= value < len(names) else None
     name = class_name(column, value)
-    if name not in ids:
-        name = without_point(name)
     if name not in ids:
         raise ConfigError(f"{column} is {name!r}, which is not among the labels of training: {listed(ids)}")
     return ids[name]
@@ -111,8 +82,6 @@ def number(column: str, value: Any) -> float:
     if missing(value):
         raise ConfigError(f"{column} is missing; expected a number")
     found = or_number(value)
-    if is_decimal_comma(found):
-        raise ConfigError(f"{column} is {_shown(value)}; expected a decimal point: {value.replace(',', '.')}")
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
         raise ConfigError(f"{column} is {_shown(value)}; expected a number")
     return float(found)
@@ -120,7 +89,7 @@ def number(column: str, value: Any) -> float:
 
 def or_number(value: Any) -> Any:
     """The number that a text is; what is none stays as it is."""
-    if not isinstance(value, str) or "_" in value:  # Python reads 1_000, nobody else does
+    if not isinstance(value, str):
         return value
     for convert in (int, float):
         try:
@@ -131,20 +100,8 @@ def or_number(value: Any) -> Any:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, or a text that says one; 1.0 is one."""
-    if isinstance(value, str):
-        return re.fullmatch(_WHOLE, value.strip()) is not None
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
-
-
-def without_point(name: str) -> str:
-    """1 of 1.0, as pandas writes whole numbers in a column with gaps; other texts as they are."""
-    return str(int(found[1])) if "." in name and (found := re.fullmatch(_WHOLE, name)) else name
-
-
-def is_decimal_comma(value: Any) -> bool:
-    """Whether a text is a number such as "3,5"."""
-    return isinstance(value, str) and re.fullmatch(r"[+-]?\d+,\d+", value.strip()) is not None
+    """Whether a value is a whole number, or a text that says one."""
+    return isinstance(or_number(value), int) and not isinstance(value, bool)
 
 
 def _shown(value: Any) -> str:

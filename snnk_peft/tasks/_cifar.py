@@ -92,8 +92,7 @@ class CifarLayout:
             raise ValueError(f"no {' and no '.join(missing)}; found {', '.join(map(str, batch))}")
         pixels, labels = batch["data"], batch[self.labels]
         if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != 3 * PIXELS:
-            found = getattr(pixels, "shape", type(pixels).__name__)
-            raise ValueError(f"data is {found}; expected an array (n, {3 * PIXELS})")
+            raise ValueError(f"data is {getattr(pixels, 'shape', pixels)!r:.60}; expected an array (n, {3 * PIXELS})")
         if not isinstance(labels, list) or not all(type(label) is int for label in labels):
             raise ValueError(f"{self.labels} is no list of class ids")
         if len(labels) != len(pixels):

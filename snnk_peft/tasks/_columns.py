@@ -33,13 +33,6 @@ def completed(known: TableSettings, rows: Rows, notes: list[str]) -> TableSettin
     column = f"column {known.label!r} of {rows.source}"
     values = rows.columns[known.label]
     kind = known.kind
-    if not rows.typed and any(map(cell.is_written_list, values)):
-        shown = next(value for value in values if cell.is_written_list(value))
-        raise ConfigError(
-            f"{column} holds written lists, such as {shown[:40]!r}, as DataFrame.to_csv makes them; expected words and "
-            "tags between spaces (\" \".join(list)), or lists in JSON lines (to_json(path, orient='records', "
-            "lines=True)) or Parquet (to_parquet)"
-        )
     if kind is None:
         kind, why = _kind(known, rows)
         notes.append(f"kind is {kind}, because {why} (data.kind)")
@@ -48,7 +41,6 @@ def completed(known: TableSettings, rows: Rows, notes: list[str]) -> TableSettin
     if (names := rows.class_names.get(known.label)) is None:
         found = {name for value in values for name in _names(known.label, value, kind == TOKENS)}
         whole = all(cell.is_whole(name) for name in found)
-        found = set(map(cell.without_point, found)) if whole else found
         names = sorted(found, key=lambda name: (int(name), name) if whole else (0, name))
         if len(names) < 2:
             raise ConfigError(
@@ -80,16 +72,7 @@ def _kind(known: TableSettings, rows: Rows) -> tuple[str, str]:
         if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in numbers) and any(
             isinstance(value, float) for value in numbers
         ):
-            # Whole numbers beside a gap are written 1.0; more of them than classes have are amounts.
-            if not all(map(cell.is_whole, values)) or len(set(numbers)) > _MANY:
-                return NUMBERS, f"{known.label} holds numbers with decimals"
-        elif any(map(cell.is_decimal_comma, numbers)) and all(
-            cell.is_decimal_comma(value) or not isinstance(value, str) for value in numbers
-        ):
-            raise ConfigError(
-                f"column {known.label!r} of {rows.source} holds numbers with a decimal comma; expected a point "
-                "(pandas' read_csv(path, decimal=',') and to_csv), or data.kind=classification if these are names"
-            )
+            return NUMBERS, f"{known.label} holds numbers with decimals"
     return CLASSES, f"{known.label} holds " + ("whole numbers" if all(map(cell.is_whole, values)) else "names")
 
 

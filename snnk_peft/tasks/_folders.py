@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import lzma
 import re
 import tarfile
@@ -13,8 +11,6 @@ from pathlib import Path
 
 from snnk_peft.errors import ConfigError
 
-LARGEST = 2**31  # bytes that are unpacked in memory at most, all files together
-LONGEST = 2**34  # bytes of an archive that are gone through at most
 _ARCHIVE = re.compile(r"\.(tar|tgz|tar\.(gz|xz|bz2))$")
 
 
@@ -36,7 +32,7 @@ def read_files(path: Path, pattern: str, what: str) -> list[tuple[re.Match[str],
         if found or (archive := archive_in(path)) is None:
             return _ordered(found, path, what)
         path = archive
-    if not _ARCHIVE.search(path.name) or not path.is_file():
+    if not _ARCHIVE.search(path.name):
         raise ConfigError(f"{path} is neither a folder nor a tar archive; expected {what}")
     return _ordered(list(_of_archive(path, wanted)), path, what)
 
@@ -60,47 +56,15 @@ def _of_folder(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[s
 def _of_archive(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[str], bytes]]:
     try:
         with tarfile.open(path) as archive:
-            total = 0
             for member in archive:
                 match = wanted.fullmatch(member.name)
-                if match is None or not member.isfile():
-                    _require(path, archive.offset, LONGEST, "go through")
-                    continue
-                total += member.size
-                _require(path, total, LARGEST, "unpack in memory")
-                if (stream := archive.extractfile(member)) is not None:
+                stream = archive.extractfile(member) if match and member.isfile() else None
+                if match and stream is not None:
                     yield match, stream.read()
             while archive.fileobj is not None and archive.fileobj.read(1 << 20):
-                _require(path, archive.fileobj.tell(), LONGEST, "go through")  # to the end, where the checksum stands
-    except ConfigError:
-        raise
-    except (tarfile.TarError, EOFError, OSError, ValueError, MemoryError, zlib.error, lzma.LZMAError) as error:
+                pass  # the checksum of the whole stands at its end
+    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise ConfigError(f"{path}: not a readable tar archive ({error}); fetch it again") from error
-
-
-def _require(path: Path, size: int, limit: int, what: str) -> None:
-    """ConfigError for an archive that says it holds more than the limit."""
-    if size > limit:
-        raise ConfigError(
-            f"{path} claims {size / 2**30:.1f} GiB or more to {what}; expected {limit / 2**30:.0f} at most. "
-            "If that is true, unpack it and give the folder"
-        )
-
-
-def unpacked(content: bytes) -> bytes:
-    """What gzip packed.
-
-    Raises:
-        ValueError: it is more than `LARGEST`.
-        OSError, EOFError, zlib.error: it is damaged.
-    """
-    with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
-        found = bytearray()
-        while chunk := stream.read(1 << 24):
-            found += chunk
-            if len(found) > LARGEST // 2:  # bytes() copies once
-                raise ValueError(f"unpacks to more than {LARGEST / 2**31:.0f} GiB")
-        return bytes(found)
 
 
 def _ordered(found: list[tuple[re.Match[str], bytes]], path: Path, what: str) -> list[tuple[re.Match[str], bytes]]:

@@ -156,8 +156,6 @@ def _read_rows(path: Path, lines: list[str], first_line: int, header: list[str],
 def decode(path: Path) -> tuple[list[str], list[str]]:
     """The lines of a UTF-8 file without their ends, and a fault for each line that is not UTF-8."""
     lines, faults = [], []
-    if not path.is_file():  # opening a pipe would wait for somebody to write
-        raise ConfigError(f"{path} is no regular file; expected a file of UTF-8 text")
     raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     while raw and not raw[-1].strip():
         raw.pop()

@@ -10,7 +10,6 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,8 +17,6 @@ import numpy as np
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base import Request, Task
-
-LONGEST_LINE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,8 @@ def read_numbers(path: Path, columns: int, *, header: bool = False) -> np.ndarra
         ConfigError: the file is damaged, or a row has other columns than these; names the line.
     """
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as stream:
-            lines = iter(partial(stream.readline, LONGEST_LINE), "")
-            found = np.loadtxt(
-                map(_whole, lines), np.float32, delimiter=",", skiprows=int(header), ndmin=2, comments=None
-            )
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            found = np.loadtxt(lines, np.float32, delimiter=",", skiprows=int(header), ndmin=2, comments=None)
     except ValueError as error:
         # numpy counts rows behind the header: from 0 where a cell is no number, from 1 where columns are missing.
         row = re.search(r"at row (\d+)", str(error))
@@ -123,13 +117,6 @@ def read_numbers(path: Path, columns: int, *, header: bool = False) -> np.ndarra
         row_number = int(np.flatnonzero(~np.isfinite(found).all(1))[0]) + 1 + int(header)
         raise ConfigError(f"{path}, line {row_number}: a number is NaN or infinite; expected finite ones")
     return found.reshape(-1, columns)
-
-
-def _whole(line: str) -> str:
-    """The line; ValueError if it has no end, as in what a few packed bytes can say."""
-    if len(line) == LONGEST_LINE:
-        raise ValueError(f"a line is longer than {LONGEST_LINE:,} characters")
-    return line
 
 
 def class_ids(path: Path, given: np.ndarray, values: Mapping[float, int]) -> np.ndarray:
