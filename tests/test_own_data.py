@@ -317,7 +317,8 @@ def test_every_fault_of_a_csv_has_its_line(here: Path, capsys: pytest.CaptureFix
         "x.csv, line 5: label is missing; expected a label",
         "x.csv, line 7: 1 cells; expected 2 (text, label)",
         "x.csv, line 9: 3 cells; expected 2 (text, label)",
-        "x.csv, line 12: unexpected end of data; expected quotes around a cell as a whole, those inside it doubled",
+        "x.csv, line 12: unexpected end of data; expected quotes around a cell as a whole, those inside it doubled, "
+        "as csv.writer and DataFrame.to_csv write them",
     ]
     assert faults_of(table(train_file="x.csv").load) == expected
     (here / "y.csv").write_text("text,label\nfine,pso\n")
@@ -380,7 +381,7 @@ def test_numbers_that_are_none_and_many_faults(here: Path) -> None:
     write_csv(here / "x.csv", ["text", "label"], [("a", "1.5"), ("b", "1,5"), ("c", "nan"), *[("d", "x")] * 12])
     faults = faults_of(table(train_file="x.csv", kind="regression").load)
     assert faults[:2] == [
-        "x.csv, line 3: label is '1,5' (str); expected a number",
+        "x.csv, line 3: label is '1,5' (str); expected a number, with a point and not a comma",
         "x.csv, line 4: label is 'nan' (str); expected a number",
     ]
     assert len(faults) == 11
@@ -458,7 +459,8 @@ def test_folders_of_save_to_disk_and_data_sets(here: Path, monkeypatch: pytest.M
         ("x.csv", ["10", "9", "2", "9"], "classification", ("2", "9", "10")),
         ("x.csv", ["1", "2.5", "3"], "regression", None),
         ("x.csv", ["1", "2.5", "x"], "classification", ("1", "2.5", "x")),
-        ("x.jsonl", [1.0, 2, 3], "regression", None),
+        ("x.jsonl", [1.5, 2, 3], "regression", None),
+        ("x.jsonl", [1.0, 0.0, 1.0], "classification", ("0", "1")),
         ("x.jsonl", ["3.10", "3.9", "3.10"], "classification", ("3.10", "3.9")),
         ("x.jsonl", [True, False], "classification", ("false", "true")),
         ("x.jsonl", [1, 0], "classification", ("0", "1")),
@@ -477,12 +479,14 @@ def test_kind_and_labels(here: Path, file: str, labels: list[Any], kind: str, na
 
 
 def json_name(label: Any) -> str:
+    if isinstance(label, float):
+        return str(int(label))
     return label if isinstance(label, str) else json.dumps(label)
 
 
 def test_settings_go_before_what_is_inferred(here: Path) -> None:
     write_csv(here / "x.csv", ["text", "label"], [("a", "1.0"), ("b", "2.0"), ("c", "1.0")])
-    assert table(train_file="x.csv", eval_file="x.csv", kind="classification").label_names == ("1.0", "2.0")
+    assert table(train_file="x.csv", eval_file="x.csv", kind="classification").label_names == ("1", "2")
     given = table(train_file="x.csv", eval_file="x.csv", labels=["2.0", "1.0", "3.0"], metric="macro_f1")
     assert given.load()["train"]["label"][:] == [1, 0, 1]
     assert given.num_labels == 3

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._tsv import empty_text, listed
+
+_NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
+_COMMA = re.compile(r"\s*[-+]?[0-9]+,[0-9]+\s*")
+_LIST = re.compile(r"\s*\[\s*(?:['\"].*|[-+.0-9].*)?\]\s*", re.DOTALL)
+_EXACT = 2.0**53  # whole numbers below it are exact in 64 bits
 
 
 def missing(value: Any) -> bool:
@@ -73,8 +79,33 @@ def class_id(column: str, value: Any, names: Sequence[str] | None, ids: Mapping[
         value = names[value] if 0 <= value < len(names) else None
     name = class_name(column, value)
     if name not in ids:
+        name = whole_name(name)
+    if name not in ids:
         raise ConfigError(f"{column} is {name!r}, which is not among the labels of training: {listed(ids)}")
     return ids[name]
+
+
+def is_written_list(value: Any) -> bool:
+    """Whether a text is a list as Python and numpy write one."""
+    return isinstance(value, str) and _LIST.fullmatch(value) is not None
+
+
+def has_decimal_comma(value: Any) -> bool:
+    """Whether a text is a number with a comma where a point was expected."""
+    return isinstance(value, str) and _COMMA.fullmatch(value) is not None
+
+
+def is_torn(value: Any) -> bool:
+    """Whether a text, or one in a list, holds half of a surrogate pair, which no UTF-8 can say."""
+    if isinstance(value, list):
+        return any(isinstance(item, str) and is_torn(item) for item in value)
+    return isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def start(value: Any) -> str:
+    """The beginning of a value, for messages."""
+    text = repr(value[:40] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def number(column: str, value: Any) -> float:
@@ -83,13 +114,14 @@ def number(column: str, value: Any) -> float:
         raise ConfigError(f"{column} is missing; expected a number")
     found = or_number(value)
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
-        raise ConfigError(f"{column} is {_shown(value)}; expected a number")
+        comma = ", with a point and not a comma" if has_decimal_comma(value) else ""
+        raise ConfigError(f"{column} is {_shown(value)}; expected a number{comma}")
     return float(found)
 
 
 def or_number(value: Any) -> Any:
     """The number that a text is; what is none stays as it is."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
         return value
     for convert in (int, float):
         try:
@@ -101,7 +133,16 @@ def or_number(value: Any) -> Any:
 
 def is_whole(value: Any) -> bool:
     """Whether a value is a whole number, or a text that says one."""
-    return isinstance(or_number(value), int) and not isinstance(value, bool)
+    found = or_number(value)
+    return (isinstance(found, int) and not isinstance(found, bool)) or (
+        isinstance(found, float) and found.is_integer() and abs(found) < _EXACT
+    )
+
+
+def whole_name(name: str) -> str:
+    """1 of 1.0, as pandas writes whole numbers of a column with gaps; of everything else itself."""
+    found = or_number(name)
+    return str(int(found)) if isinstance(found, float) and is_whole(found) else name
 
 
 def _shown(value: Any) -> str:

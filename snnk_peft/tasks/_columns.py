@@ -14,6 +14,7 @@ from snnk_peft.tasks._rows import Rows
 from snnk_peft.tasks._table_settings import CLASSES, NUMBERS, TOKENS, TableSettings
 from snnk_peft.tasks._tsv import listed
 
+_NOTHING = {"NA", "N/A", "NaN", "nan", "null", "NULL", "None", "<NA>", "#N/A"}
 _MANY = 20  # whole numbers with more values than this are perhaps no classes
 
 
@@ -41,7 +42,28 @@ def completed(known: TableSettings, rows: Rows, notes: list[str]) -> TableSettin
     if (names := rows.class_names.get(known.label)) is None:
         found = {name for value in values for name in _names(known.label, value, kind == TOKENS)}
         whole = all(cell.is_whole(name) for name in found)
+        if whole:
+            found = {cell.whole_name(name) for name in found}
         names = sorted(found, key=lambda name: (int(name), name) if whole else (0, name))
+        if (
+            kind == CLASSES
+            and any(map(cell.has_decimal_comma, names))
+            and all(cell.has_decimal_comma(name) or cell.is_whole(name) for name in names)
+        ):
+            raise ConfigError(
+                f"{column} holds numbers with a decimal comma, such as "
+                f"{next(filter(cell.has_decimal_comma, names))!r}; expected a point: pandas.read_csv(path, decimal=',').to_csv(path, index=False). If they are names of "
+                "classes, give data.labels"
+            )
+        if nothing := sorted(set(names) & _NOTHING):
+            if all(name in _NOTHING or isinstance(cell.or_number(name), int | float) for name in names):
+                wrong = [
+                    (line, f"{known.label} is {value!r} among numbers; leave the row out, or give data.labels")
+                    for line, value in zip(rows.numbers, values, strict=True)
+                    if isinstance(value, str) and value.strip() in _NOTHING
+                ]
+                raise ConfigError(rows.messages(wrong))
+            notes.append(f"{column}: {listed(nothing)} is taken as a name; leave these rows out, if they have no label")
         if len(names) < 2:
             raise ConfigError(
                 [*rows.messages([]), f"{column} holds {listed(names) or 'no label'}; expected at least two"]
@@ -69,8 +91,8 @@ def _kind(known: TableSettings, rows: Rows) -> tuple[str, str]:
         return TOKENS, f"{known.text} and {known.label} hold lists"
     if known.label not in rows.class_names and known.labels is None:
         numbers = [value if rows.typed else cell.or_number(value) for value in values]
-        if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in numbers) and any(
-            isinstance(value, float) for value in numbers
+        if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in numbers) and not all(
+            map(cell.is_whole, numbers)
         ):
             return NUMBERS, f"{known.label} holds numbers with decimals"
     return CLASSES, f"{known.label} holds " + ("whole numbers" if all(map(cell.is_whole, values)) else "names")

@@ -16,10 +16,14 @@ from typing import Any
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
+from snnk_peft.tasks import _cells as cell
 from snnk_peft.tasks._extras import require
 from snnk_peft.tasks._tsv import capped, decode, listed
 
 _CELLS = {".csv": ",", ".tsv": "\t"}
+_NAMES = {",": "','", "\t": "tabs"}
+_SEPARATORS = {"';'": ";", "tabs": "\t", "'|'": "|", "','": ","}
+_WHOLE = "expected whole characters: write the file with ensure_ascii=False"
 _JSON = (".jsonl", ".ndjson", ".json")
 
 
@@ -72,15 +76,17 @@ def read_table(path: Path, columns: Sequence[str]) -> Rows:
         rows = _of_dataset(str(path), found, columns)
     elif not path.exists():
         raise ConfigError(f"{path} does not exist; expected a table (.csv, .tsv, .jsonl, .parquet)")
+    elif kind in (*_CELLS, *_JSON, ".parquet") and not path.is_file():
+        raise ConfigError(f"{path} is a pipe or a device; expected a regular file: write its content into one")
     elif kind in _CELLS:
-        rows = _of_lines(path, columns, lambda lines: _cells(path, lines, _CELLS[kind]), typed=False)
+        rows = _of_lines(path, columns, lambda lines: _cells(path, lines, _CELLS[kind], columns), typed=False)
     elif kind in _JSON:
-        rows = _of_lines(path, columns, _objects, typed=True)
+        rows = _of_lines(path, columns, lambda lines: _objects(path, lines), typed=True)
     elif kind == ".parquet":
         rows = _of_dataset(str(path), _parquet(path), columns)
     else:
         raise ConfigError(f"{path}: files {kind or 'without a suffix'} are not read; expected {_kinds()}")
-    return _not_empty(rows)
+    return _checked(rows)
 
 
 def read_split(name: str, config: str | None, split: str, columns: Sequence[str], cache_dir: str | None) -> Rows:
@@ -104,7 +110,7 @@ def read_split(name: str, config: str | None, split: str, columns: Sequence[str]
     if split not in found:
         held = "" if split == "train" else "; data.eval_split=train holds back a part of that"
         raise ConfigError(f"{name}: {did_you_mean('split', split, list(found))}{held}")
-    return _not_empty(_of_dataset(f"{name}, split {split}", found[split], columns))
+    return _checked(_of_dataset(f"{name}, split {split}", found[split], columns))
 
 
 def _of_lines(
@@ -124,40 +130,114 @@ def _of_lines(
         rows.numbers.append(number)
         for name, values in rows.columns.items():
             values.append(row.get(name))
+            if typed and cell.is_torn(values[-1]):
+                rows.faults.append((number, f"{name} holds half of a surrogate pair (\\ud800 to \\udfff); {_WHOLE}"))
     if rows.numbers:
         _check_columns(rows.source, columns, list(names))
     return rows
 
 
-def _cells(path: Path, lines: list[str], separator: str) -> Iterator[tuple[int, Any]]:
+def _cells(path: Path, lines: list[str], separator: str, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    first = next((line for line in lines if line.strip()), "")
+    if (fault := _separator_fault(first, separator, columns)) is not None:
+        raise ConfigError(f"{path}, line {lines.index(first) + 1}: {fault}")
+    before_limit = csv.field_size_limit(max(1, max(map(len, lines), default=0), sum(map(len, lines)) + len(lines)))
+    try:
+        yield from _csv_rows(path, lines, separator)
+    finally:
+        csv.field_size_limit(before_limit)
+
+
+def _separator_fault(line: str, separator: str, columns: Sequence[str]) -> str | None:
+    """What is wrong with a header whose columns are separated by something else."""
+    mine = _header(line, separator)
+    for name, other in _SEPARATORS.items():
+        theirs = _header(line, other)
+        if other != separator and len(theirs) > 1 and len(mine) < 2 and not set(columns) <= set(mine):
+            return (
+                f"the columns are separated by {name}; expected {_NAMES[separator]}. Write the table with those: "
+                f"pandas.read_csv(path, sep={other!r}).to_csv(new_path, sep={separator!r}, index=False)"
+            )
+    return None
+
+
+def _header(line: str, separator: str) -> list[str]:
+    return [name.strip() for name in next(csv.reader([line], delimiter=separator))]
+
+
+def _csv_rows(path: Path, lines: list[str], separator: str) -> Iterator[tuple[int, Any]]:
     reader = csv.reader([line + "\n" for line in lines], delimiter=separator, strict=True)
     header: list[str] | None = None
     before = 0
     try:
         for cells in reader:
             number, before = before + 1, reader.line_num
+            if header is None and not any(name.strip() for name in cells):
+                continue
             if header is None:
                 header = [name.strip() for name in cells]
                 if double := [name for name, count in Counter(header).items() if count > 1 and name]:
-                    raise ConfigError(f"{path}, line 1: column {double[0]!r} occurs more than once; rename one of them")
+                    raise ConfigError(
+                        f"{path}, line {number}: column {double[0]!r} occurs more than once; rename one of them"
+                    )
             elif cells and len(cells) != len(header):
                 yield number, f"{len(cells)} cells; expected {len(header)} ({listed(header)})"
             elif cells:
                 yield number, dict(zip(header, cells, strict=True))
     except csv.Error as error:  # what follows cannot be read
-        yield before + 1, f"{error}; expected quotes around a cell as a whole, those inside it doubled"
+        yield (
+            before + 1,
+            f"{error}; expected quotes around a cell as a whole, those inside it doubled, as csv.writer and "
+            "DataFrame.to_csv write them",
+        )
 
 
-def _objects(lines: list[str]) -> Iterator[tuple[int, Any]]:
+def _objects(path: Path, lines: list[str]) -> Iterator[tuple[int, Any]]:
+    if (found := _one_value(lines)) is not None:
+        raise ConfigError(
+            f"{path}, line 1: the file is one JSON {found}; expected JSON lines, one object {{...}} per line, as "
+            "DataFrame.to_json(path, orient='records', lines=True) writes them"
+        )
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_once)
         except json.JSONDecodeError as error:
             yield number, f"not valid JSON ({error.msg} at position {error.pos + 1}); expected one object per line"
             continue
+        except RecursionError:
+            yield number, "brackets inside brackets, too deep to be read; expected one flat object per line"
+            continue
+        except ValueError as error:
+            yield number, f"{str(error).split(';')[0]}; expected one object per line, keys once, numbers of few digits"
+            continue
         yield number, row if isinstance(row, dict) else f"{type(row).__name__}; expected one object {{...}} per line"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        double = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {double!r} occurs more than once")
+    return found
+
+
+def _one_value(lines: list[str]) -> str | None:
+    """What a file holds that is one JSON value as a whole, an array or an object over several lines."""
+    full = [line for line in lines if line.strip()]
+    if not full or full[0].lstrip()[0] not in "[{":
+        return None
+    kind = "array" if full[0].lstrip()[0] == "[" else "object"
+    try:
+        first = json.loads(full[0])
+    except json.JSONDecodeError:
+        # Opened on the first line, closed on the last one: never so in JSON lines, where each line is whole.
+        last = full[-1].strip()
+        return f"{kind} over several lines" if len(full) > 1 and last[-1] == "]}"[kind == "object"] else None
+    except (ValueError, RecursionError):
+        return None
+    return kind if isinstance(first, list) and first and isinstance(first[0], dict) else None
 
 
 def _parquet(path: Path) -> Any:
@@ -179,7 +259,11 @@ def _saved(folder: Path) -> Any:
 
 def _of_dataset(source: str, dataset: Any, columns: Sequence[str]) -> Rows:
     _check_columns(source, columns, dataset.column_names)
-    rows = Rows(source, "row", list(range(1, len(dataset) + 1)), {name: list(dataset[name]) for name in columns})
+    try:
+        values = {name: list(dataset[name]) for name in columns}
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: a text is not UTF-8 ({error}); write the table again from its source") from error
+    rows = Rows(source, "row", list(range(1, len(dataset) + 1)), values)
     for name in columns:
         feature: Any = dataset.features[name]
         if (names := getattr(getattr(feature, "feature", feature), "names", None)) is not None:
@@ -192,9 +276,18 @@ def _check_columns(source: str, wanted: Sequence[str], found: Sequence[str]) -> 
         raise ConfigError(faults)
 
 
-def _not_empty(rows: Rows) -> Rows:
+def _checked(rows: Rows) -> Rows:
+    """Rows that are there, none of whose columns holds lists as texts."""
     if not rows.numbers:
         raise ConfigError(rows.messages([]) or f"{rows.source} holds no row; expected a header line and rows, or rows")
+    written = [
+        f"{rows.source}: the cells of {name!r} hold lists written as text, such as {cell.start(found[0])}; expected "
+        "real lists (.jsonl, .parquet: DataFrame.to_json(path, orient='records', lines=True)), or words between spaces"
+        for name, values in rows.columns.items()
+        if (found := [value for value in values if not cell.missing(value)]) and all(map(cell.is_written_list, found))
+    ]
+    if written:
+        raise ConfigError(written)
     return rows
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
+from snnk_peft.tasks._regular import NotRegularError, read_bytes
 
 MAX_FAULTS = 10
 """Faults listed per file; the rest is counted."""
@@ -156,10 +157,16 @@ def _read_rows(path: Path, lines: list[str], first_line: int, header: list[str],
 def decode(path: Path) -> tuple[list[str], list[str]]:
     """The lines of a UTF-8 file without their ends, and a fault for each line that is not UTF-8."""
     lines, faults = [], []
-    raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    try:
+        content = read_bytes(path)
+    except NotRegularError as error:
+        raise ConfigError(f"{path} is {error.strerror}") from error
+    raw = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     while raw and not raw[-1].strip():
         raw.pop()
     for number, line in enumerate(raw, start=1):
+        if b"\0" in line:
+            faults.append(f"{path}, line {number}: a NUL byte; expected UTF-8 text (is it UTF-16, or damaged?)")
         try:
             lines.append(line.removesuffix(b"\r").decode("utf-8"))
         except UnicodeDecodeError as error:
