@@ -15,7 +15,7 @@ from snnk_peft.tasks._class_folders import archived, of_archive, read_class_fold
 from snnk_peft.tasks._folders import read_files
 from snnk_peft.tasks._pickled_batches import read_pickled_batch
 from snnk_peft.tasks._pictures import ArrayPictures
-from snnk_peft.tasks._tsv import MAX_FAULTS
+from snnk_peft.tasks._tsv import MAX_FAULTS, listed
 from snnk_peft.tasks.base_image import Images, label_fault
 
 SIDE = 32
@@ -89,10 +89,12 @@ class CifarLayout:
     def _pickled(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         batch = read_pickled_batch(content)
         if missing := [key for key in ("data", self.labels) if key not in batch]:
-            raise ValueError(f"no {' and no '.join(missing)}; found {', '.join(map(str, batch))}")
+            raise ValueError(f"no {' and no '.join(missing)}; found {listed(str(key)[:40] for key in batch)}")
         pixels, labels = batch["data"], batch[self.labels]
         if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != 3 * PIXELS:
-            raise ValueError(f"data is {getattr(pixels, 'shape', pixels)!r:.60}; expected an array (n, {3 * PIXELS})")
+            raise ValueError(
+                f"data is {getattr(pixels, 'shape', type(pixels).__name__)}; expected an array (n, {3 * PIXELS})"
+            )
         if not isinstance(labels, list) or not all(type(label) is int for label in labels):
             raise ValueError(f"{self.labels} is no list of class ids")
         if len(labels) != len(pixels):

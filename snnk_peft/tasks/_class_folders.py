@@ -121,7 +121,13 @@ def read_classes(folder: Path, classes: Sequence[str]) -> Images:
             faults.append(f"{folder / name}: {unknown_class(name, classes)}")
             continue
         before = len(files)
-        for parent, _, entries in os.walk(folder / name, followlinks=True):
+        seen: set[tuple[int, int]] = set()
+        for parent, below_it, entries in os.walk(folder / name, followlinks=True):
+            place = os.stat(parent)
+            if (place.st_dev, place.st_ino) in seen:  # a link to a folder around it
+                below_it.clear()
+                continue
+            seen.add((place.st_dev, place.st_ino))
             below = Path(parent).relative_to(folder).as_posix()
             files += [(f"{below}/{entry}", ids[name]) for entry in entries if _IS_PICTURE.fullmatch(entry)]
         if len(files) == before:

@@ -52,7 +52,8 @@ def completed(known: TableSettings, rows: Rows, notes: list[str]) -> TableSettin
         ):
             raise ConfigError(
                 f"{column} holds numbers with a decimal comma, such as "
-                f"{next(filter(cell.has_decimal_comma, names))!r}; expected a point: pandas.read_csv(path, decimal=',').to_csv(path, index=False). If they are names of "
+                f"{next(filter(cell.has_decimal_comma, names))!r}; expected a point: "
+                "pandas.read_csv(path, decimal=',').to_csv(path, index=False). If they are names of "
                 "classes, give data.labels"
             )
         if nothing := sorted(set(names) & _NOTHING):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import lzma
 import re
 import tarfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._regular import NotRegularError, check_regular, read_bytes
+from snnk_peft.tasks._unpacking import DAMAGED, LARGEST, unpacked
 
 _ARCHIVE = re.compile(r"\.(tar|tgz|tar\.(gz|xz|bz2))$")
 
@@ -50,20 +50,30 @@ def _of_folder(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[s
         # Relative to the parent: the given folder may itself be one that the pattern names.
         match = wanted.fullmatch(file.relative_to(path.parent).as_posix())
         if match and file.is_file():
-            yield match, file.read_bytes()
+            try:
+                yield match, read_bytes(file, LARGEST)
+            except NotRegularError as error:
+                raise ConfigError(f"{file} holds {error.strerror}") from error
 
 
 def _of_archive(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[str], bytes]]:
     try:
-        with tarfile.open(path) as archive:
+        check_regular(path)
+        with unpacked(path) as content, tarfile.open(fileobj=content, mode="r:") as archive:
+            total = 0
             for member in archive:
                 match = wanted.fullmatch(member.name)
                 stream = archive.extractfile(member) if match and member.isfile() else None
                 if match and stream is not None:
+                    total += member.size  # which a header may claim without end, of a sparse file too
+                    if total > LARGEST:
+                        raise ValueError(
+                            f"{member.name} of {member.size:,} bytes makes the files more than {LARGEST:,}"
+                        )
                     yield match, stream.read()
-            while archive.fileobj is not None and archive.fileobj.read(1 << 20):
+            while content.read(1 << 20):
                 pass  # the checksum of the whole stands at its end
-    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
+    except DAMAGED as error:
         raise ConfigError(f"{path}: not a readable tar archive ({error}); fetch it again") from error
 
 

@@ -18,6 +18,9 @@ import numpy as np
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _NUMBERS_AND_TEXTS = ("BININT", "BININT1", "BININT2", "SHORT_BINSTRING", "BINSTRING", "BINUNICODE")
 _ARRAY, _CLASS, _DTYPE = "numpy.core.multiarray _reconstruct", "numpy ndarray", "numpy dtype"
+_MOST = 100
+"""Lists, dicts, tuples and calls of a file; the official ones have about ten. So none is nested deeper than that."""
+_CONTAINERS = {"EMPTY_LIST", "EMPTY_DICT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE"}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _BYTES = ("u1", "|u1", "uint8")
 
@@ -64,8 +67,14 @@ def _built(content: bytes) -> Any:
         del stack[start:]
         return items
 
+    made = 0
     for opcode, argument, position in pickletools.genops(content):
         name = opcode.name
+        made += name in _CONTAINERS
+        if made > _MOST:
+            raise ValueError(
+                f"more than {_MOST} lists, dicts and tuples at byte {position}; the official files have ten"
+            )
         if name in _NUMBERS_AND_TEXTS:
             stack.append(argument)
         elif name in _CONSTANTS:
@@ -83,6 +92,8 @@ def _built(content: bytes) -> Any:
             list.extend(stack[-1], items)
         elif name in ("SETITEM", "SETITEMS"):
             items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else since_mark()
+            if not all(isinstance(key, str) for key in items[::2]):  # the hash of nested tuples has no bound
+                raise TypeError("a key that is no text")
             dict.update(stack[-1], zip(items[::2], items[1::2], strict=True))
         elif name == "TUPLE":
             stack.append(tuple(since_mark()))
@@ -92,7 +103,7 @@ def _built(content: bytes) -> Any:
         elif name == "GLOBAL":
             if argument not in (_ARRAY, _CLASS, _DTYPE):
                 raise ValueError(
-                    f"names {str(argument).replace(' ', '.')!r} at byte {position}, which the official "
+                    f"names {str(argument).replace(' ', '.')[:100]!r} at byte {position}, which the official "
                     "files do not: do not unpickle it"
                 )
             stack.append(_Name(str(argument)))
@@ -114,9 +125,14 @@ def _array(call: _Call) -> np.ndarray:
     if call.name != _ARRAY:
         raise ValueError(f"holds a {call.name}; expected an array")
     _, shape, dtype, by_columns, content = call.state
+    if not isinstance(shape, tuple) or len(shape) > 4 or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError("an array whose shape is no tuple of up to four sizes")
     kind = dtype.arguments[0]
+    if not isinstance(kind, str):
+        raise ValueError("an array whose dtype is no text")
     if dtype.name != _DTYPE or kind not in _BYTES:
-        raise ValueError(f"an array of dtype {kind!r}; expected uint8")
+        raise ValueError(f"an array of dtype {kind[:20]!r}; expected uint8")
     if not isinstance(content, str) or math.prod(shape) != len(content):
-        raise ValueError(f"an array of shape {shape} from {type(content).__name__} of {len(content)} values")
+        values = len(content) if isinstance(content, str) else "no"
+        raise ValueError(f"an array of shape {shape} from {type(content).__name__} of {values} values")
     return np.frombuffer(content.encode("latin-1"), np.uint8).reshape(shape, order="F" if by_columns else "C")

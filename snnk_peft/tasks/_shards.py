@@ -20,7 +20,9 @@ import numpy as np
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._extras import require
 from snnk_peft.tasks._pictures import Pictures
+from snnk_peft.tasks._regular import check_regular
 from snnk_peft.tasks._tsv import MAX_FAULTS
+from snnk_peft.tasks._unpacking import DAMAGED, LARGEST, Bounded
 from snnk_peft.tasks.base_image import Images
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _PICTURES = ("jpg", "jpeg", "png", "webp")
 _LABELS = ("cls", "json")
+_LONGEST_LABEL = 1 << 20  # bytes
 
 
 class ShardPictures(Pictures):
@@ -101,11 +104,17 @@ def read_shards(root: Path, shards: Sequence[str]) -> Images:
         pictures: dict[str, tuple[int, int, int]] = {}
         ids: dict[str, int] = {}
         try:
-            with tarfile.open(root / name, "r:") as archive:
+            check_regular(root / name)
+            with (
+                Bounded((root / name).open("rb"), None) as content,
+                tarfile.open(fileobj=content, mode="r:") as archive,
+            ):
                 for member in archive:
                     key, kind = _parts(member.name)
                     if not member.isfile() or kind not in (*_PICTURES, *_LABELS):
                         continue
+                    if member.issparse() or member.size > (LARGEST if kind in _PICTURES else _LONGEST_LABEL):
+                        raise ValueError(f"{member.name} claims {member.size:,} bytes")
                     if kind in _PICTURES:
                         if key in pictures:
                             raise ValueError(f"two pictures {key}; expected one per key")
@@ -113,7 +122,7 @@ def read_shards(root: Path, shards: Sequence[str]) -> Images:
                     elif kind == "cls" or key not in ids:  # .cls counts where both are there
                         stream = archive.extractfile(member)
                         ids[key] = _label(member.name, b"" if stream is None else stream.read())
-        except (tarfile.TarError, OSError, ValueError) as error:
+        except DAMAGED as error:
             faults.append(f"{root / name}: {error}; expected an uncompressed tar of KEY.jpg and KEY.cls")
             continue
         faults += [f"{root / name}: {key} has no label; expected {key}.cls beside it" for key in pictures.keys() - ids]
@@ -139,7 +148,7 @@ def _label(name: str, content: bytes) -> int:
         if name.endswith(".cls"):
             return int(content)
         label = json.loads(content)["label"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{name} holds {content[:40]!r}; expected a class id (.json: under 'label')") from error
     if type(label) is not int:
         raise ValueError(f"{name}: label is {label!r}; expected a class id")

@@ -5,7 +5,6 @@ Files are comma-separated numbers, plain or packed by gzip, read by numpy; nothi
 
 from __future__ import annotations
 
-import gzip
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -16,6 +15,8 @@ from typing import ClassVar
 import numpy as np
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._regular import check_regular
+from snnk_peft.tasks._unpacking import lines_of
 from snnk_peft.tasks.base import Request, Task
 
 
@@ -101,8 +102,8 @@ def read_numbers(path: Path, columns: int, *, header: bool = False) -> np.ndarra
         ConfigError: the file is damaged, or a row has other columns than these; names the line.
     """
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            found = np.loadtxt(lines, np.float32, delimiter=",", skiprows=int(header), ndmin=2, comments=None)
+        check_regular(path)
+        found = np.loadtxt(lines_of(path), np.float32, delimiter=",", skiprows=int(header), ndmin=2, comments=None)
     except ValueError as error:
         # numpy counts rows behind the header: from 0 where a cell is no number, from 1 where columns are missing.
         row = re.search(r"at row (\d+)", str(error))

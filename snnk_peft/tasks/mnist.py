@@ -6,7 +6,6 @@ dimension as four bytes, big-endian, then the values.
 
 from __future__ import annotations
 
-import gzip
 import math
 import re
 import zlib
@@ -20,6 +19,7 @@ from snnk_peft.tasks import TASKS
 from snnk_peft.tasks._folders import read_files
 from snnk_peft.tasks._pictures import ArrayPictures
 from snnk_peft.tasks._tsv import MAX_FAULTS
+from snnk_peft.tasks._unpacking import gunzipped
 from snnk_peft.tasks.base_image import HubSource, Images, ImageTask, label_fault
 
 CLASSES = tuple("0123456789")
@@ -55,7 +55,7 @@ def read_mnist(path: Path, wanted: Sequence[str]) -> dict[str, Images]:
                 continue
             match, content = file
             try:
-                arrays[kind] = read_idx(gzip.decompress(content) if match["packed"] else content, dimensions)
+                arrays[kind] = read_idx(gunzipped(content) if match["packed"] else content, dimensions)
             except (ValueError, OSError, EOFError, zlib.error) as error:
                 faults.append(f"{path}: {match[0]}: {error}; fetch it again")
         if len(arrays) < 2:
