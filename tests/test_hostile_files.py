@@ -1,5 +1,7 @@
 """Files that claim more than they hold, expand without end, or are no files: refused in a line, within 2 GB."""
 
+# Imports follow the check that the optional packages are there.
+
 from __future__ import annotations
 
 import gzip
@@ -13,6 +15,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("PIL", reason="pip install snnk-peft[recipes]")
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.yaml_files import parse_yaml
 
 GIGABYTE = 1 << 30
 LOAD = """
@@ -160,3 +165,23 @@ def test_a_bomb_of_a_picture_a_pipe_and_a_loop_of_links(tmp_path: Path) -> None:
         with pytest.raises(UnreadableImageError, match=told):
             found.picture(index)
     assert found.fingerprint()
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip(LETTERS, LETTERS[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (BOMB, "aliases stand for more than"),
+        ("a: &a [*a]", "aliases stand for more than"),
+        ("a: " + 50_000 * "[", "too deep"),
+        ("a: " + 5000 * "9", "not valid YAML: Exceeds the limit"),
+        ("a: 2001-99-99", "not valid YAML: month must be"),
+    ],
+)
+def test_yaml_is_read_within_bounds(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"x.yaml: .*{told}"):
+        parse_yaml(text, "x.yaml")
+    assert parse_yaml("a: &a {b: 1}\nc: {<<: *a, d: 2}", "x.yaml") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}

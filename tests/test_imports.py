@@ -15,7 +15,7 @@ PACKAGE = "snnk_peft"
 # From the bottom up; a unit imports from units below its own line. Some units are files, some folders.
 LAYERS: list[set[str]] = [
     {"errors", "options"},
-    {"registry", "json_files", "repeats"},
+    {"registry", "json_files", "repeats", "yaml_files"},
     {"digests"},
     {"config_size", "saved_folder", "stamps"},
     {"model_card"},  # text from plain data

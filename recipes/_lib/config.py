@@ -68,12 +68,13 @@ def load_config(
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file; a ConfigError names the file and the line otherwise."""
     from snnk_peft.errors import ConfigError
+    from snnk_peft.yaml_files import parse_yaml
 
     try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        given = parse_yaml(Path(path).read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a YAML settings file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if given is None:
         return {}
@@ -160,9 +161,12 @@ def _apply(given: dict[str, Any], override: str, faults: list[str]) -> None:
     if not equals or not all(keys):
         faults.append(f"{override!r}: expected section.key=value, for example train.epochs=1")
         return
+    from snnk_peft.errors import ConfigError
+    from snnk_peft.yaml_files import parse_yaml
+
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text, name)
+    except ConfigError:
         faults.append(f"{override!r}: the value is not valid YAML; put text with special characters in quotes")
         return
     target = given

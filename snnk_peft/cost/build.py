@@ -12,7 +12,6 @@ from typing import Any
 import peft
 import torch
 import transformers
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -23,6 +22,7 @@ from snnk_peft.families import family_of
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.model import modules_to_save
+from snnk_peft.yaml_files import parse_yaml
 
 TASKS = {
     "features": "AutoModel",
@@ -46,8 +46,8 @@ def read_snnk_config(path: str | Path) -> SNNKConfig:
         ConfigError: there is no such file, it is no YAML, or its fields are wrong; lists all faults.
     """
     try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        given = parse_yaml(Path(path).read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(given, Mapping):
         raise ConfigError(f"{path} holds {type(given).__name__}; expected fields of SNNKConfig, such as 'adapter:'")
