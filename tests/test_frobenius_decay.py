@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import Adafactor
 
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.low_rank.frobenius_decay import (
     FrobeniusDecay,
     decay_groups,
@@ -204,6 +205,7 @@ def test_trainer(tmp_path: Path):
     assert not decay._handles  # it left the optimizer when training ended
 
 
+@pytest.mark.filterwarnings("ignore:Frobenius decay. learning rate times strength")
 def test_detached_it_does_nothing():
     model, plain = network(), network()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
@@ -214,6 +216,7 @@ def test_detached_it_does_nothing():
     same(model, plain, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Frobenius decay. learning rate times strength")
 def test_what_is_frozen_or_unused_stays():
     model = nn.ModuleList([Factored(4, 4, 2), Factored(3, 3, 1)])
     model[0].V.requires_grad_(False)
@@ -289,3 +292,17 @@ def test_faults_of_optimizers_and_groups():
         decay.attach(Adafactor(model.parameters()))
     with pytest.raises(ConfigError, match=r"2 faults:\n.*weight_decay is -1.*\n.*factor_decay is 'x'"):
         decay_groups(model, -1, factor_decay="x")  # type: ignore[arg-type]
+
+
+def test_decay_that_changes_signs_is_told():
+    """U (1 − ηλ‖V‖²): with ‖V‖² = 4 and η = .1 it is 0 at λ = 2.5, negative beyond."""
+    for strength, sign in ((2.4, 1), (2.6, -1)):
+        U, V = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.ones(4, 1))
+        optimizer, decay = torch.optim.SGD([U], lr=0.1), FrobeniusDecay([(U, V)], strength=strength)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            decay.attach(optimizer)
+        assert [each.category for each in told] == [NumericalWarning] * (sign < 0)
+        U.grad = torch.zeros_like(U)
+        optimizer.step()
+        assert bool((U.sign() == sign).all())

@@ -72,6 +72,9 @@ def test_the_kernel_of_an_estimate_has_an_additive_bound(error):
     bound = (moved[:, None] * norm[None] + own[:, None] * moved[None]) / 2
     exact, found = (nonlinearity_kernel(nonlinearity("relu"), w) for w in (weight, estimate))
     assert ((exact - found).abs() <= bound).all()
+    longer = nonlinearity_kernel(nonlinearity("relu"), (1 + error) * weight)  # where it is met, so no smaller one holds
+    met = error * (2 + error) * norm.square() / 2
+    torch.testing.assert_close((longer - exact).diagonal().abs(), met)
 
 
 def test_faults():

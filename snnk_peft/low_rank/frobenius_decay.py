@@ -10,20 +10,22 @@ both from the values before. So under plain SGD it is the gradient of loss + ½�
 not rescale it, and it acts once per optimizer step: whatever number of batches was accumulated, not at all in a step
 that a GradScaler skips, and with the same bits in every DDP process. UVᵀ itself is never formed.
 
-An update overshoots once ηλ·‖V‖²₂ (or ‖U‖²₂) passes 2, and diverges soon after: choose λ below 2/(η·‖UVᵀ‖₂), for
-balanced factors. The paper gives up tuning λ for EfficientNet because training diverged.
+A singular value σ of V multiplies its direction of U by 1 − ηλσ²: once ηλ·‖V‖²₂ (or ‖U‖²₂) passes 1 that changes
+sign, which is no decay any more, and beyond 2 it grows in each step and diverges. Choose λ below 1/(η·‖UVᵀ‖₂), for
+balanced factors; `attach` warns of more. The paper gives up tuning λ for EfficientNet because training diverged.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.precision import full_precision, wide
 
 
@@ -154,6 +156,9 @@ class FrobeniusDecay:
 
         Raises:
             ConfigError: it holds no factor, or its parameter groups have no learning rate.
+
+        Warns:
+            NumericalWarning: ηλ‖V‖²₂ or ηλ‖U‖²₂ is above 1 at the largest learning rate known: factors change sign.
         """
         optimizer = _unwrapped(optimizer)
         factors = {id(factor): pair.path for pair in self.pairs for factor in (pair.U, pair.V)}
@@ -172,10 +177,28 @@ class FrobeniusDecay:
             )
         if faults:
             raise ConfigError(faults)
+        self._warn_of_steep(max(max(group["lr"], group.get("initial_lr", 0)) for group in groups))
         if optimizer not in self._handles:
             # Before the step as in AdamW; what the step reads are the gradients alone.
             self._handles[optimizer] = optimizer.register_step_pre_hook(self._decay)
         return self
+
+    @torch.no_grad()
+    def _warn_of_steep(self, rate: Any) -> None:
+        steep = [
+            pair.path
+            for pair in self.pairs
+            if any((pair.strength or 0.0) * rate * _largest_square(each) > 1 for each in (pair.U, pair.V))
+        ]
+        if steep:
+            warnings.warn(
+                "Frobenius decay: learning rate times strength times the largest squared singular value of a factor "
+                f"is above 1 in {len(steep)} of {len(self.pairs)} layers ({', '.join(steep[:3])}): each step changes "
+                "the sign of these directions instead of shrinking them, and beyond 2 it diverges. Choose a smaller "
+                "strength",
+                NumericalWarning,
+                stacklevel=3,
+            )
 
     def detach(self) -> None:
         """Leave all optimizers as they were."""
@@ -217,6 +240,14 @@ class FrobeniusDecay:
                     if overflow is not None:
                         step = step * (overflow == 0).to(step.device)
                     factor.sub_(step.to(factor.dtype))
+
+
+def _largest_square(factor: torch.Tensor) -> float:
+    """‖U‖²₂; 0 where it is not at hand (sharded, on no device, not finite)."""
+    if factor.is_meta or hasattr(factor, "full_tensor"):
+        return 0.0
+    gram = wide(factor).mT @ wide(factor)
+    return float(torch.linalg.eigvalsh(gram)[-1]) if bool(gram.isfinite().all()) else 0.0
 
 
 def decay_groups(model: nn.Module, weight_decay: float, *, factor_decay: float | None = None) -> list[dict[str, Any]]:
