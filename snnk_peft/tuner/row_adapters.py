@@ -98,7 +98,7 @@ class _SavedInFull:
         copies = wrapper.modules_to_save
         return self.rows.run(
             wrapper.original_module,
-            lambda name: copies.get(name, wrapper.original_module),
+            lambda name: copies[name] if name in copies else wrapper.original_module,  # noqa: SIM401 - no dict
             args,
             kwargs,
         )

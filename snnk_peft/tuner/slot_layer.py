@@ -92,9 +92,11 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         if not torch.compiler.is_compiling():
             self.was_called = True
         if self.rows is not None and not self.disable_adapters:
-            ways = {name: self.slots_of(name) for name in self.snnk_slots}
-            return self.rows.run(self.base_layer, lambda name: self._through(ways.get(name, ())), args, kwargs)
+            return self.rows.run(self.base_layer, self._way, args, kwargs)
         return self._through(self.active_slots())(*args, **kwargs)
+
+    def _way(self, adapter_name: str) -> Any:
+        return self._through(self.slots_of(adapter_name) if adapter_name in self.snnk_slots else ())
 
     def _through(self, slots: Iterable[Any]) -> Any:
         run: Any = self.base_layer
