@@ -36,8 +36,10 @@ from snnk_peft.parts.narrow_ffn import FirstUnits, NarrowFFNPart
 from snnk_peft.parts.narrow_heads import NarrowHeadsPart
 from snnk_peft.parts.pooler import PoolerPart
 from snnk_peft.tuner.batches import checked_one
+from snnk_peft.tuner.finite import refuse_not_finite
 from snnk_peft.tuner.get_model import get_snnk_model
-from snnk_peft.tuner.model import plan_patches, refuse_prepared
+from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.model import plan_patches, refuse_patched, refuse_prepared
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 CASES: dict[str, dict[str, Any]] = {
@@ -79,6 +81,7 @@ class FamilyReport:
         return "\n".join([f"{self.model_class} (family {self.family!r})", *rows])
 
 
+@takes_model
 def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> FamilyReport:
     """Check the description of a model's family on the model itself, with one probe batch for each part it can take.
 
@@ -108,6 +111,8 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
         {}
     """
     refuse_prepared(model)
+    refuse_patched(model)
+    refuse_not_finite(model)
     family = family_of(model)
     assert isinstance(model, PreTrainedModel)
     report = FamilyReport(type(model).__name__, family.name)

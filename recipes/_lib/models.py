@@ -73,13 +73,42 @@ def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer could be read from {folder!r}{nowhere(folder)}: {error}") from error
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # as decoders are padded that never had to be
     if task is None or not task.tokens:
         return tokenizer
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {folder!r} does not say which word a token is from; expected a fast one")
     # Byte-level ones write the space before a word into its token, and a word alone has none.
     alone = "ByteLevel" in str(tokenizer.backend_tokenizer.pre_tokenizer)
-    return AutoTokenizer.from_pretrained(folder, add_prefix_space=True) if alone else tokenizer
+    return (
+        AutoTokenizer.from_pretrained(folder, add_prefix_space=True, pad_token=tokenizer.pad_token)
+        if alone
+        else tokenizer
+    )
+
+
+def name_padding(model: PreTrainedModel, folder: str) -> None:
+    """Write the padding token of the tokenizer into a config that names none, for a classifier that looks for it.
+
+    Args:
+        model: a classifier; those of other kinds than texts do not look.
+        folder: of the model, or a name on the Hub.
+
+    Raises:
+        ConfigError: the tokenizer has neither a padding token nor one that ends a text.
+    """
+    if "ForSequenceClassification" not in type(model).__name__ or getattr(model.config, "pad_token_id", 0) is not None:
+        return
+    token = load_tokenizer(folder).pad_token_id
+    if token is None:
+        raise ConfigError(
+            f"neither the config of {folder!r} nor its tokenizer names a padding token, and {type(model).__name__} "
+            "reads the last token that is none; expected pad_token_id in its config.json, or pad_token or eos_token "
+            "in its tokenizer_config.json"
+        )
+    for config in (model.config, model.config.get_text_config()):
+        config.pad_token_id = token
 
 
 def trained_on_means(folder: str) -> bool:
@@ -134,6 +163,7 @@ def load_pretrained(
     try:
         if not pretrained:
             model = auto_class.from_config(AutoConfig.from_pretrained(folder, **known), dtype=torch.float32)
+            name_padding(model, folder)
             return model, sorted(name for name, _ in model.named_parameters())
         model, report = auto_class.from_pretrained(
             folder,
@@ -150,6 +180,7 @@ def load_pretrained(
             f"model.name_or_path is {folder!r}, an adapter: a second one would be trained on top. Give its base model, "
             f"{next(iter(model.peft_config.values())).base_model_name_or_path!r}"
         )
+    name_padding(model, folder)
     return model, sorted({*report["missing_keys"], *(name for name, *_ in report.get("mismatched_keys", ()))})
 
 

@@ -26,6 +26,10 @@ from snnk_peft.families import known_family
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.model_card import hub_id
 from snnk_peft.tuner.batches import checked_one
+from snnk_peft.tuner.finite import refuse_not_finite, refuse_overflow
+from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.padding import masked_tokens, named_padding
+from snnk_peft.tuner.slot_layer import SlotLayer
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,6 +38,7 @@ Tensors = dict[str, torch.Tensor]
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
+@takes_model
 def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
     """Fold the active SNNK adapter into a plain transformers model.
 
@@ -55,7 +60,8 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
     Raises:
         ConfigError: nothing to fold.
         UnsupportedError: a model that cannot be folded or rebuilt from its config; says why.
-        ValueError: the bundle's outputs differ from the model's beyond 1e-5 of the largest output in fp32 (2e-2 in
+        ValueError: weights or outputs hold NaN or infinity; or the bundle's outputs differ from the model's
+            beyond 1e-5 of the largest output in fp32 (2e-2 in
             fp16, 1e-1 in bf16).
 
     Example:
@@ -69,9 +75,14 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
     """
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     family = known_family(base)
+    refuse_not_finite(base, replaced=False)
     bundled, plan, table = folded_model(base)
     inputs = probe_inputs(base) if probe is None else checked_one(base, probe, "probe")
-    error, where = compare(base, bundled, inputs)
+    masked = masked_tokens(inputs)
+    with named_padding(base, masked), named_padding(bundled, masked):
+        error, where = compare(base, bundled, inputs)
+        if error != error:
+            refuse_overflow(base, inputs, "the probe")
     tolerance = TOLERANCES.get(base.dtype, 1e-5)
     read = family is not None and family.classifier_of_pooler is not None and family.pooler_activation is None
     if not error <= tolerance and plan.head is not None and family is not None and read:
@@ -179,10 +190,21 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
     config.dtype = base.dtype
     with torch.device("meta"):
         bundled = cls(config)
+        if untied(bundled.all_tied_weights_keys, state):
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+            bundled = cls(config)
         if left_out := _left_out(bundled, table, plan):
             config.snnk_plan["modules"].update(left_out)
             bundled = cls(config)
     return filled(bundled, base, state, volatile)
+
+
+def untied(tied: Mapping[str, str], state: Tensors) -> bool:
+    """Whether weights that a config ties, {copy: source}, have become two."""
+    return any(
+        copy in state and source in state and not torch.equal(state[copy], state[source])
+        for copy, source in tied.items()
+    )
 
 
 def filled(bundled: Any, base: PreTrainedModel, state: Tensors, volatile: Tensors) -> Any:
@@ -235,8 +257,8 @@ def _write_report(
     tolerance: float,
 ) -> None:
     configs = getattr(model, "peft_config", None) or {}
-    active = getattr(model, "active_adapters", [])
-    names = list(active() if callable(active) else active)
+    # Of a layer: the transformers model inside a PeftModel does not know.
+    names = next((list(part.active_adapters) for part in base.modules() if isinstance(part, SlotLayer)), [])
     original = _size(_unique(table[path].original for path in table))
     slots = _size(_unique(part for place in table.values() for slot in place.slots for part in slot.modules()))
     trained = _size(_unique(place.module for place in table.values() if place.module is not place.original))

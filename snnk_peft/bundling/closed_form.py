@@ -34,7 +34,10 @@ from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whol
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import checked, evaluating, model_inputs
+from snnk_peft.tuner.finite import refuse_not_finite, refuse_overflow
+from snnk_peft.tuner.given_model import refuse_inference_tensors, takes_model
 from snnk_peft.tuner.held_out import LabelledRows
+from snnk_peft.tuner.padding import masked_tokens, named_padding
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class HeadFit:
         return asdict(self)
 
 
+@takes_model
 def fit_closed_form(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -97,6 +101,7 @@ def fit_closed_form(
         UnsupportedError: no Linear gives the model's logits, or it has no bias.
         ConfigError: fewer than two examples, no targets in a batch, labels that do not fit the head or the batches
             before, NaN or infinity among features or targets.
+        ValueError: weights of the model hold NaN or infinity.
 
     Warns:
         NumericalWarning: rows with two labels, features that are all the same, or classes without examples.
@@ -114,6 +119,8 @@ def fit_closed_form(
         True
     """
     start = time.perf_counter()
+    refuse_inference_tensors(model)
+    refuse_not_finite(model)
     with all_or_nothing(model, ()):  # nothing is written to, but modules are switched to eval mode and get hooks
         path, head, moments, of_classes = _pass(model, batches, targets)
     if ridge is None:
@@ -148,6 +155,8 @@ def _pass(
         if index == 0:
             moments = _moments_of(found)
         features = head_features(model, head, inputs)
+        if not bool(features.isfinite().all()):
+            refuse_overflow(model, model_inputs(model, inputs), f"batch {index}")
         try:
             labels = as_tensor("targets", batch[targets], names)
             features, wanted, classes = _pairs(features, labels, head.out_features)
@@ -166,14 +175,14 @@ def _pass(
         moments.update(features, wanted.to(features.device))
     moments.reduce()
     known.reduce()
-    known.warn_if_contradicting(stacklevel=4)
+    known.warn_if_contradicting(stacklevel=5)
     if moments.count == 0:
         raise ConfigError("batches held no examples; expected at least one batch")
     if moments.count == 1:
         raise ConfigError("batches held 1 example; expected two at least, and some dozen of every class")
     varies = bool((moments.normal_equations()[0].diagonal() > 0).any())
     for note in fit_notes(moments.count, moments.target_mean if of_classes else None, names, varies):
-        warnings.warn(note, NumericalWarning, stacklevel=3)
+        warnings.warn(note, NumericalWarning, stacklevel=4)
     assert found is not None
     return *found, moments, of_classes
 
@@ -200,8 +209,9 @@ def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Li
         if isinstance(module, nn.Linear)
     ]
     try:
-        with evaluating(model):
-            logits = getattr(model(**model_inputs(model, inputs)), "logits", None)
+        given_inputs = model_inputs(model, inputs)
+        with evaluating(model), named_padding(model, masked_tokens(given_inputs)):
+            logits = getattr(model(**given_inputs), "logits", None)
     finally:
         for hook in hooks:
             hook.remove()
@@ -210,6 +220,7 @@ def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Li
             if linear.bias is None:
                 raise UnsupportedError(f"{path}, which gives the logits, has no bias to fit; expected one that has")
             return path, linear
+    refuse_overflow(model, given_inputs, "the first batch")  # NaN is equal to nothing
     raise UnsupportedError(
         f"no Linear of {type(model).__name__} gives its logits; expected a classifier whose last step is one Linear, "
         "such as BERT's, or a bundle of a pooler part"
@@ -244,8 +255,9 @@ def head_features(model: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) 
     caught: list[torch.Tensor] = []
     hook = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
     try:
-        with evaluating(model):
-            model(**model_inputs(model, inputs))
+        given = model_inputs(model, inputs)
+        with evaluating(model), named_padding(model, masked_tokens(given)):
+            model(**given)
     finally:
         hook.remove()
     return caught[0]

@@ -33,6 +33,8 @@ from snnk_peft.heads.features import HeadFeatures, HeadReader
 from snnk_peft.heads.fitted import HEAD_RIDGES, FittedHead
 from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.tuner.batches import checked, checked_one, evaluating, model_inputs
+from snnk_peft.tuner.finite import refuse_not_finite
+from snnk_peft.tuner.given_model import outside_inference_mode, plain_model
 from snnk_peft.tuner.held_out import LabelledRows
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
@@ -72,6 +74,7 @@ class ClosedFormHead:
         {0: 'even', 1: 'odd'}
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         model: nn.Module,
@@ -81,6 +84,7 @@ class ClosedFormHead:
         names: Sequence[str] | None = None,
         remember: bool = False,
     ):
+        model = plain_model(model)
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
                 f"{type(model).__name__} is not a transformers PreTrainedModel; expected an encoder, or a model with a "
@@ -124,6 +128,7 @@ class ClosedFormHead:
         self, batches: Iterable[Mapping[str, Any]], targets: str
     ) -> tuple[HeadStatistics, TokenSample, LabelledRows]:
         """Statistics of batches by themselves, so that a fault in a late one counts none of them."""
+        refuse_not_finite(self.encoder)
         found, known = self.statistics.empty(), LabelledRows()
         sample = TokenSample(SAMPLE, torch.Generator().manual_seed(0))
         for index, (inputs, given) in enumerate(self._parts(batches, targets)):
@@ -138,6 +143,7 @@ class ClosedFormHead:
                 known.add(inputs, wanted)
         return found, sample, known
 
+    @outside_inference_mode
     def add(self, batches: Iterable[Mapping[str, Any]], targets: str = "labels") -> int:
         """Count examples, in one forward pass.
 
@@ -156,7 +162,7 @@ class ClosedFormHead:
             NumericalWarning: rows among these batches with two labels.
         """
         found, sample, known = self._counted(batches, targets)
-        known.warn_if_contradicting()
+        known.warn_if_contradicting(stacklevel=4)
         self.statistics.merge(found)
         self._keep(sample)
         return found.count
@@ -166,6 +172,7 @@ class ClosedFormHead:
         if self._sample is None or (sample is not None and sample.count > self._sample.count):
             self._sample = sample
 
+    @outside_inference_mode
     def remove(self, batches: Iterable[Mapping[str, Any]], targets: str = "labels") -> int:
         """Forget examples that were counted here or in what was merged; arguments as in `add`.
 
@@ -190,6 +197,7 @@ class ClosedFormHead:
         self._sample = None
         return found.count
 
+    @outside_inference_mode
     def merge(self, other: ClosedFormHead | HeadStatistics | str | os.PathLike[str]) -> None:
         """Count what another head, its statistics or their file counted.
 
@@ -204,6 +212,7 @@ class ClosedFormHead:
             self.statistics.merge(other.statistics)
             self._keep(other._sample)
 
+    @outside_inference_mode
     def reduce(self) -> None:
         """Count the examples of all other processes as well; every process calls this, once, after its `add`."""
         self.statistics.reduce()
@@ -212,6 +221,7 @@ class ClosedFormHead:
         """Write the statistics to a safetensors file, for `merge` here or on another machine."""
         self.statistics.save(path)
 
+    @outside_inference_mode
     def fit(
         self,
         examples: Iterable[Mapping[str, Any]] | None = None,
@@ -250,6 +260,7 @@ class ClosedFormHead:
         vectors, wanted = self._sample.reduced().split([self.reader.out_dim, len(self.names)], 1)
         return [(vectors, wanted.argmax(1) if self.statistics.kind == "classes" else wanted)]
 
+    @outside_inference_mode
     def bundle(self) -> Any:
         """The model with this head, in eval mode, sharing no memory with `model`.
 

@@ -162,6 +162,38 @@ def install_plan(model: nn.Module, plan: Mapping[str, Spec]) -> None:
         raise ConfigError(absent)
 
 
+def head_outputs(model: Any) -> set[str]:
+    """Paths of the Linears outside of the encoder whose outputs are the labels, in a model as its config builds it."""
+    inside, labels = f"{model.base_model_prefix}.", getattr(model.config, "num_labels", None)
+    linears = [(path, part) for path, part in model.named_modules() if isinstance(part, nn.Linear)]
+    return {path for path, part in linears if not path.startswith(inside) and part.out_features == labels}
+
+
+def with_outputs(modules: Mapping[str, Spec], heads: set[str], config: Any) -> dict[str, Spec]:
+    """The plan with as many outputs of the head as the config has labels: those are free to change.
+
+    Args:
+        modules: as saved, in config.json, which stays as it is.
+        heads: paths of the original's head.
+        config: of the bundle.
+    """
+    if not isinstance(modules, Mapping):
+        return modules  # refused where it is installed
+    found = dict(modules)
+    for path, spec in modules.items():
+        if not isinstance(spec, Mapping):
+            continue
+        if spec.get("kind") == "pooled_head":
+            found[path] = {**spec, "outputs": config.num_labels}
+        elif path in heads and spec.get("kind") == "linear":
+            found[path] = {**spec, "out": config.num_labels}
+        elif path in heads and spec.get("kind") == "sequence" and isinstance(spec.get("modules"), list):
+            *before, last = spec["modules"] or [None]
+            if isinstance(last, Mapping) and last.get("kind") == "linear":
+                found[path] = {**spec, "modules": [*before, {**last, "out": config.num_labels}]}
+    return found
+
+
 def finish_loading(model: nn.Module, dtype: torch.dtype) -> None:
     """Draw the matrices that are stored as a seed (their checksums are verified on the way in); cast all to `dtype`."""
     for module in model.modules():
@@ -219,7 +251,7 @@ class BundledConfig:
 
 
 @contextlib.contextmanager
-def checked_files(model: nn.Module, files: Sequence[str], quantized: bool) -> Iterator[None]:
+def checked_files(model: nn.Module, files: Sequence[str], quantized: bool, fresh: set[str]) -> Iterator[None]:
     """A context to load a bundle's weights in: ConfigError if they fit its modules only by force, or are damaged.
 
     Digests are computed beside the loading, and asked for at its end.
@@ -228,13 +260,16 @@ def checked_files(model: nn.Module, files: Sequence[str], quantized: bool) -> It
         model: as built from the config.
         files: one, or the shards.
         quantized: whether the modules expect another type than the files have.
+        fresh: tensors that may have another shape in the files, because they are not taken from there.
     """
     expected = {key: (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
     what = f"does not fit {type(model).__name__}, or is damaged"
     with contextlib.ExitStack() as stack:
         opened = {path: stack.enter_context(open_tensors(path)) for path in files}
         for path, file in opened.items():
-            refuse(path, what, [] if quantized else layout_faults(layout_of(file), expected))
+            layout = layout_of(file)
+            wanted = {key: layout.get(key, value) if key in fresh else value for key, value in expected.items()}
+            refuse(path, what, [] if quantized else layout_faults(layout, wanted))
         digests = {path: start_digests(file) for path, file in opened.items()}
         try:
             yield
@@ -243,10 +278,16 @@ def checked_files(model: nn.Module, files: Sequence[str], quantized: bool) -> It
                 refuse(path, what, content_faults(path, file, digests[path], Path(path).with_name(CONFIG_FILE)))
 
 
+def _name(key: Any) -> str:
+    """Of a tensor in transformers' loading info, which adds the two shapes where they differ."""
+    return key if isinstance(key, str) else str(key[0])
+
+
 class BundledModel:
     """Mixin that makes a transformers model class build itself from the plan in its config.
 
     Loading is strict: a tensor that is missing, left over or of another shape is an error, never a random weight.
+    Only a head for other labels may be asked for: `num_labels=5, ignore_mismatched_sizes=True` starts it anew.
     """
 
     config: Any
@@ -270,7 +311,8 @@ class BundledModel:
                     f"the config builds no {original.__name__} ({type(error).__name__}: {error}): config.json was "
                     "changed, or is of another version of transformers"
                 ) from error
-        install_plan(self, plan["modules"])  # type: ignore[arg-type]
+        outputs = head_outputs(self)
+        install_plan(self, with_outputs(plan["modules"], outputs, config))  # type: ignore[arg-type]
         for kind in {spec["kind"] for spec in plan["modules"].values()} & set(FINISHERS):
             FINISHERS[kind](self)
 
@@ -298,8 +340,19 @@ class BundledModel:
         """As in transformers, which knows here which files it will read; `expected_keys` are those of an adapter."""
         load = super(BundledModel, type(model))._load_pretrained_model  # type: ignore[misc]
         files = checkpoint_files if checkpoint_files and "expected_keys" not in options else ()
-        with checked_files(model, files, load_config.is_quantized):
+        fresh = model._head_tensors() if load_config.ignore_mismatched_sizes else set()
+        with checked_files(model, files, load_config.is_quantized, fresh):
             return load(model, state_dict, checkpoint_files, load_config, **options)
+
+    def _head_tensors(self) -> set[str]:
+        """Names of the tensors outside of the encoder that have a row for each label: a new task has others."""
+        inside = f"{self.base_model_prefix}."  # type: ignore[attr-defined]
+        tensors = self.state_dict().items()  # type: ignore[attr-defined]
+        return {
+            name
+            for name, value in tensors
+            if not name.startswith(inside) and value.ndim and len(value) == self.config.num_labels
+        }
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -311,15 +364,16 @@ class BundledModel:
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         with building_within(*weights_of(source, kwargs.get("subfolder"))):
             model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        fresh = model._head_tensors() if kwargs.get("ignore_mismatched_sizes") else set()
         faults = [
-            f"{what}: {', '.join(sorted(str(key) for key in info[field]))}"
+            f"{what}: {', '.join(sorted(str(key) for key in found))}"
             for field, what in (
                 ("missing_keys", "tensors missing from the file"),
                 ("unexpected_keys", "tensors that the bundle does not have"),
                 ("mismatched_keys", "tensors of another shape"),
                 ("error_msgs", "errors while loading"),
             )
-            if info.get(field)
+            if (found := [key for key in info.get(field) or () if _name(key) not in fresh])
         ]
         if faults:
             raise ConfigError([f"{fault}. The folder is incomplete or was changed" for fault in faults])

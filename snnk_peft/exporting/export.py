@@ -21,15 +21,18 @@ from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.probe import compare, probe_inputs
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.exporting.int8 import compared, milliseconds, quantized
-from snnk_peft.exporting.program import FORMATS, TorchFormat, as_it_was, missing_packages
+from snnk_peft.exporting.program import FORMATS, TorchFormat, as_it_was, missing_packages, opsets
 from snnk_peft.exporting.report import ExportReport, Int8Report, ShapeParity
 from snnk_peft.exporting.shapes import Axes, Inputs, only_tensors
 from snnk_peft.tuner.batches import read, refuse_no_batches
+from snnk_peft.tuner.finite import refuse_not_finite
+from snnk_peft.tuner.given_model import takes_model
 
 # Relative to the largest output; other kernels add up in another order.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
+@takes_model
 def export(
     model: nn.Module,
     format: str,
@@ -112,6 +115,7 @@ def export(
     plain = _plain_model(model, first)
     if format == "onnx" and plain.device.type != "cpu":
         plain = copy.deepcopy(plain).cpu()  # the graph is checked on the processor, which sums in its own order
+    refuse_not_finite(plain)
     first = _placed(first or probe_inputs(plain), plain)
     if absent := sorted({name for batch in given for name in first.keys() - batch.keys()}):
         raise ConfigError(
@@ -172,6 +176,13 @@ def _check(format: str, target: Path, int8: bool, opset: int | None, tolerance: 
         faults.append('int8 is True and format "torch"; int8 Linears are written for ONNX Runtime: format="onnx"')
     if format == "torch" and opset is not None:
         faults.append(f'opset is {opset} and format "torch", which has none; leave it out')
+    if format == "onnx" and opset is not None and not missing_packages(FORMATS["onnx"]):
+        lowest, newest = opsets()
+        if type(opset) is not int or not lowest <= opset <= newest:
+            faults.append(
+                f"opset is {opset!r}; expected {lowest} to {newest}, which this torch and the installed onnx know, "
+                "or None for the newest that it writes"
+            )
     if tolerance is not None and not tolerance > 0:
         faults.append(f"tolerance is {tolerance}; expected a number above 0, or None")
     if faults:

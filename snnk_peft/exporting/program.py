@@ -155,6 +155,14 @@ def missing_packages(form: TorchFormat) -> list[str]:
     return [name for name in form.packages if importlib.util.find_spec(name) is None]
 
 
+def opsets() -> tuple[int, int]:
+    """The oldest and the newest version of the ONNX operators that can be asked for."""
+    import onnx
+    from torch.onnx._internal.exporter._constants import TORCHLIB_OPSET
+
+    return TORCHLIB_OPSET, onnx.defs.onnx_opset_version()
+
+
 @contextlib.contextmanager
 def as_it_was(model: PreTrainedModel) -> Iterator[None]:
     """Inside, the model is in eval mode and returns no cache; afterwards it is as it was."""

@@ -29,7 +29,10 @@ from snnk_peft.planning.measure import OF, Measure
 from snnk_peft.planning.result import POINTS, Candidate, Plan
 from snnk_peft.planning.sample import PICTURE, Sample
 from snnk_peft.tuner.batches import Batches, checked_one, model_inputs
-from snnk_peft.tuner.model import refuse_prepared
+from snnk_peft.tuner.finite import refuse_not_finite, refuse_overflow
+from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.model import refuse_patched, refuse_prepared
+from snnk_peft.tuner.padding import named_padding
 
 ATTEMPTS = 4  # to find the budget in proportion
 AGAIN = 3  # times in all that what seems too dear is timed
@@ -38,6 +41,7 @@ SURPLUS = 1.05  # times the saving that was asked for: more is looked into
 STRIDE = 0.02  # of the budget between two choices: what they cost in seconds could not be told apart
 
 
+@takes_model
 def plan(
     model: nn.Module,
     batches: Batches,
@@ -101,8 +105,29 @@ def plan(
     """
     share = _check(budget, of, parts, tokens)
     refuse_prepared(model)
+    refuse_patched(model)
+    refuse_not_finite(model)
     sample = Sample(model, batches, tokens)
-    given = model_inputs(model, sample.middle if inputs is None else checked_one(model, inputs, "inputs"))
+    with named_padding(model, sample.padding):
+        for number, (_, batch) in enumerate(sample.batches):
+            refuse_overflow(model, model_inputs(model, batch), f"batch {number} of those that were chosen")
+        given = model_inputs(model, sample.middle if inputs is None else checked_one(model, inputs, "inputs"))
+        return _planned(model, sample, given, share, of, parts, seed, timings, tokens, progress)
+
+
+def _planned(
+    model: nn.Module,
+    sample: Sample,
+    given: Mapping[str, Any],
+    share: float,
+    of: str,
+    parts: Sequence[Part] | None,
+    seed: int,
+    timings: str | os.PathLike[str] | None,
+    tokens: int,
+    progress: bool,
+) -> Plan:
+    """The plan, for arguments that are as they should be."""
     if parts is None:
         templates = default_templates(model, _length(given), seed)
     else:

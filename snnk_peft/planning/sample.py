@@ -41,6 +41,7 @@ class Sample:
     Attributes:
         batches: (is it held out?, model inputs).
         middle: the batch of median size of all.
+        padding: tokens that stand where a mask leaves them out.
     """
 
     def __init__(self, model: nn.Module, batches: Batches, tokens: int):
@@ -58,6 +59,7 @@ class Sample:
         chosen = {round((step + 0.5) * total / wanted - 0.5) for step in range(wanted)}
         middle = sorted(range(total), key=lambda index: (sizes[index], index))[total // 2]
         kept = {index: batch for index, batch in survey if index in chosen or index == middle}
+        self.padding = survey.padding
         self.middle = kept[middle]
         self.batches = [(is_held_out(number, HELD_OUT), kept[index]) for number, index in enumerate(sorted(chosen))]
 

@@ -17,6 +17,7 @@ from snnk_peft.repeats import rows
 from snnk_peft.tuner.as_tensors import FLOATS, LABELS, as_tensors
 from snnk_peft.tuner.held_out import HeldOutRows
 from snnk_peft.tuner.input_check import GIVES, Batch, InputCheck
+from snnk_peft.tuner.padding import masked_tokens
 
 Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
@@ -115,6 +116,7 @@ class Survey:
     Attributes:
         total: number of batches of this process.
         faults: messages about all that is wrong with them.
+        padding: tokens that stand where a mask leaves them out.
 
     Raises:
         ConfigError: an iterator, which can be read only once.
@@ -131,9 +133,11 @@ class Survey:
         self._first_rows: list[bytes | None] = []
         self._warned = False
         check, known = InputCheck(model), HeldOutRows()
+        self.padding: set[int] = set()
         for index, given in enumerate(read(batches)):
             if (batch := check.look(index, given)) is None:
                 break  # nothing that could be counted
+            self.padding |= masked_tokens(batch)
             found = list(rows(batch))
             known.add(found, is_held_out(index, held_out))
             self._first_rows.append(found[0] if found else None)
@@ -196,7 +200,7 @@ class Survey:
                 "so the reported errors are partly those of fitted ones. Use a DataLoader with shuffle=False, and no "
                 "random changes of the data",
                 NumericalWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

@@ -28,11 +28,15 @@ from snnk_peft.layers.slots import FitOptions, Fitter, Slot
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import Batches, Survey
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport, warn_of_few_tokens, warn_of_poor_attention
+from snnk_peft.tuner.finite import refuse_not_finite
+from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.padding import named_padding
 from snnk_peft.tuner.slot_inputs import SlotInputs, execution_order, root_of
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module, original_path
 from snnk_peft.tuner.stored_inputs import StoredInputs
 
 
+@takes_model
 def calibrate(
     model: nn.Module,
     batches: Batches,
@@ -81,7 +85,7 @@ def calibrate(
         ConfigError: nothing to calibrate, too few batches, an iterator that can be read only once or gives other
             batches when read again, padding without a mask, token ids beyond the vocabulary, bad arguments; all that
             can be known before anything runs, at once.
-        ValueError: activations hold NaN or infinity; names slot and batch.
+        ValueError: weights or activations hold NaN or infinity; names the parameter, or slot and batch.
 
     Warns:
         NumericalWarning: fewer tokens than determine a slot, with the number needed; held-out texts that are also
@@ -128,7 +132,8 @@ def calibrate(
         faults = survey.faults
     if faults:
         raise ConfigError(faults)
-    with all_or_nothing(model):
+    refuse_not_finite(model)
+    with all_or_nothing(model), named_padding(model, survey.padding):
         reports, remarks = _fit_all(model, slots, survey, held_out, options, progress)
         settings = {
             "landmarks": landmarks,
@@ -142,7 +147,7 @@ def calibrate(
         warn_of_few_tokens(reports)
         warn_of_poor_attention(reports)
         for remark in remarks:
-            warnings.warn(remark, UserWarning, stacklevel=2)
+            warnings.warn(remark, UserWarning, stacklevel=3)
         for layer in slots.values():
             if (slot := slot_to_fit(layer)) is not None:
                 slot.after_fit()

@@ -27,6 +27,9 @@ from snnk_peft.tuner.adapter_report import AdapterReport, AdapterSlotReport
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.as_tensors import LABELS
 from snnk_peft.tuner.batches import Batch, Batches, Survey, evaluating, is_held_out, placed
+from snnk_peft.tuner.finite import refuse_not_finite
+from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.padding import named_padding
 from snnk_peft.tuner.slot_inputs import root_of
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
@@ -54,6 +57,7 @@ class _Adapter:
         return 8 * GradientMoments.numbers(*self.shape)
 
 
+@takes_model
 def calibrate_adapters(
     model: nn.Module,
     batches: Batches,
@@ -86,7 +90,7 @@ def calibrate_adapters(
 
     Raises:
         ConfigError: no adapter of the kind, a trained one, too few batches, batches without labels, bad arguments.
-        ValueError: the loss or a gradient is not finite; names the batch.
+        ValueError: a weight, the loss or a gradient is not finite; names the parameter or the batch.
         NumericalError: no gradient arrives at an adapter.
 
     Example:
@@ -112,7 +116,8 @@ def calibrate_adapters(
         faults = survey.faults
     if faults:
         raise ConfigError(faults)
-    with all_or_nothing(model), evaluating(model), torch.enable_grad():
+    refuse_not_finite(model)
+    with all_or_nothing(model), named_padding(model, survey.padding), evaluating(model), torch.enable_grad():
         slots = []
         groups = _groups(adapters)
         with tqdm(

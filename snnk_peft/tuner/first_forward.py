@@ -39,7 +39,9 @@ class FirstForward:
         for number, hook in list(model._forward_hooks.items()):
             if hook is self:
                 del model._forward_hooks[number]
-        silent = [name for name, layer in layers.items() if not layer.was_called]
+        # Compiled layers do not tell.
+        quiet = tuple(f"{name}." for name, part in model.named_modules() if part._compiled_call_impl is not None)
+        silent = [name for name, layer in layers.items() if not layer.was_called and not f"{name}.".startswith(quiet)]
         if silent:
             more = f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else ""
             warnings.warn(

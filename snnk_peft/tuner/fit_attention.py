@@ -37,11 +37,15 @@ from snnk_peft.parts.attention import Attend
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import Batches, Survey, is_held_out, model_inputs
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
+from snnk_peft.tuner.finite import refuse_not_finite
+from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.padding import named_padding
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 LOSSES = ("cross_entropy", "output", "weights")
 
 
+@takes_model
 def fit_attention(
     model: nn.Module,
     batches: Batches,
@@ -78,6 +82,7 @@ def fit_attention(
 
     Raises:
         ConfigError: nothing to fit, too few batches, bad arguments, several processes; all faults at once.
+        ValueError: weights hold NaN or infinity; names the parameter.
         NumericalError: the loss is no longer finite.
 
     Example:
@@ -101,7 +106,8 @@ def fit_attention(
     if faults:
         raise ConfigError(faults)
     start = time.perf_counter()
-    with all_or_nothing(model), _observed(model, observers):
+    refuse_not_finite(model)
+    with all_or_nothing(model), _observed(model, observers), named_padding(model, survey.padding):
         before = _errors(model, observers, survey, held_out)
         _descend(model, observers, survey, held_out, steps, learning_rate, progress)
         fitted_tokens = [observer.tokens for observer in observers]

@@ -10,8 +10,8 @@ from torch import nn
 
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.tuner.model import refuse_prepared
-from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.tuner.given_model import as_usual
+from snnk_peft.tuner.model import refuse_patched, refuse_prepared
 
 
 def get_snnk_model(
@@ -34,7 +34,7 @@ def get_snnk_model(
     Raises:
         ConfigError: sizes or layers that do not fit the model; lists all of them.
         UnsupportedError: the model has no such part, is of an unknown family, is wrapped for data parallelism, holds
-            adapters already, is a bundle, or is quantized.
+            adapters already, is a bundle, is quantized, compiled, or was loaded inside torch.inference_mode.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -53,19 +53,14 @@ def get_snnk_model(
             "which a second one would be trained. Load the base model for a fresh adapter, or go on training the one "
             "there is: PeftModel.from_pretrained(base, folder, is_trainable=True)"
         )
-    if (slots := next((m for m in model.modules() if isinstance(m, SlotLayer)), None)) is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} is patched already (adapter {', '.join(map(repr, slots.snnk_slots))}); expected a "
-            "plain transformers model. Use the PeftModel that patching it returned: model.add_adapter(name, config) "
-            "puts a second adapter beside the first, model.unload() gives the plain model back"
-        )
+    refuse_patched(model)
     # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)
     fresh.target_modules = fresh.trained_within = fresh.made_for = fresh.saved_embeddings = None
     fresh.base_digests = None
     fresh.revision = revision or fresh.revision
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), as_usual(model):
         # PEFT 0.21 asks the model by a name that transformers 5.23 deprecates: nothing that our users could change.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return peft.get_peft_model(model, fresh, adapter_name=adapter_name)

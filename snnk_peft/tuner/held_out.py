@@ -41,7 +41,7 @@ class HeldOutRows:
                 f"{repeated} of {len(held_out)} held-out rows are also among those that are fitted: the reported error "
                 "is that of known texts and the regularisation is chosen too small. Give every text once",
                 NumericalWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

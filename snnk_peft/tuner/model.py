@@ -38,6 +38,7 @@ from snnk_peft.tuner.checkpoint import (
 )
 from snnk_peft.tuner.doors import open_door
 from snnk_peft.tuner.first_forward import run_watchers, warn_if_nothing_is_trained, watch_first_forward
+from snnk_peft.tuner.given_model import is_compiled, refuse_holders, refuse_inference_tensors
 from snnk_peft.tuner.patched_save import guard_save, release_save
 from snnk_peft.tuner.row_adapters import rows_of, rows_through
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
@@ -50,6 +51,13 @@ def refuse_prepared(model: nn.Module) -> None:
             f"the model is wrapped in {type(model).__name__}; patch the bare model first, "
             "get_snnk_model(model.module, config), and wrap the result"
         )
+    refuse_holders(model)
+    if is_compiled(model):
+        raise UnsupportedError(
+            "the model is compiled (torch.compile); expected the plain one, because what is put into a model has to be "
+            "there when it is compiled. Patch model._orig_mod, calibrate and train it, and compile last"
+        )
+    refuse_inference_tensors(model)
     if isinstance(model, PeftModel):
         names = ", ".join(f"{name!r} ({config.peft_type})" for name, config in model.peft_config.items())
         raise UnsupportedError(
@@ -78,6 +86,16 @@ def refuse_prepared(model: nn.Module) -> None:
         raise UnsupportedError(
             f"{type(model).__name__} is quantized; expected weights in floating point, from which SNNK parts take "
             "sizes, statistics and rows. Load it without quantization_config, patch it, and quantize its bundle"
+        )
+
+
+def refuse_patched(model: nn.Module) -> None:
+    """UnsupportedError for a transformers model that get_snnk_model has patched, in place."""
+    if (slots := next((m for m in model.modules() if isinstance(m, SlotLayer)), None)) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is patched already (adapter {', '.join(map(repr, slots.snnk_slots))}); expected a "
+            "plain transformers model. Use the PeftModel that patching it returned: model.add_adapter(name, config) "
+            "puts a second adapter beside the first, model.unload() gives the plain model back"
         )
 
 
@@ -229,6 +247,11 @@ class SNNKModel(BaseTuner):
         state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """As in PEFT, and also at places inside a layer that an earlier adapter wrapped, which PEFT passes over."""
+        if torch.is_inference_mode_enabled() and not self.peft_config[adapter_name].inference_mode:
+            raise ConfigError(
+                "an adapter is made inside torch.inference_mode(), where nothing is made that can be trained; leave "
+                "it, or call get_snnk_model, which does"
+            )
         # PEFT makes the modules of other methods while it goes through the model; ours are made before that.
         self._making = init_empty_weights if low_cpu_mem_usage else contextlib.nullcontext
         self._adding = adapter_name
