@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import peft
 import pytest
@@ -401,3 +402,10 @@ def test_onnx(name):
     small, batch, expected = bundled(name)
     program = OnnxExporter().export(small, dict(batch), config=OnnxConfig(dynamic=True))
     torch.testing.assert_close(program(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [["*", "!*.layer.7.*"], ["*.query", "*.qeury"]])
+def test_a_pattern_that_matches_nothing_is_refused_by_name(targets):
+    idle = targets[-1].removeprefix("!")
+    with pytest.raises(ConfigError, match=re.escape(repr(idle))):
+        get_snnk_model(tiny("bert"), SNNKConfig(low_rank=LowRankPart(targets=targets, rank=2), modules_to_save=[]))

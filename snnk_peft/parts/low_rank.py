@@ -7,6 +7,7 @@ inputs. Folds to two plain modules where that takes fewer multiply-adds, else to
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections import Counter
 from collections.abc import Iterator
@@ -159,6 +160,9 @@ class LowRankPart(Part):
                 if any(fnmatch.fnmatchcase(path, pattern) for pattern in wanted)
                 and not any(fnmatch.fnmatchcase(path, pattern) for pattern in unwanted)
             }
+            idle = [fault for p in (*wanted, *unwanted) if (fault := self._idle(context, p, present))]
+            if found and idle:
+                raise ConfigError(idle)
         of_kind = {path for path, m in present.items() if isinstance(as_linear(m), KINDS[self.kind])}
         chosen = {path: (present[path], behind) for path, behind in found.items() if path in of_kind}
         if not chosen:
@@ -171,6 +175,16 @@ class LowRankPart(Part):
             )
         activation = self.activation
         return {path: (m, activation or behind or "identity") for path, (m, behind) in chosen.items()}
+
+    def _idle(self, context: PatchContext, pattern: str, present: dict[str, nn.Module]) -> str | None:
+        """A message if no path matches a pattern, whether it chooses or leaves out."""
+        if any(fnmatch.fnmatchcase(path, pattern) for path in present):
+            return None
+        near = difflib.get_close_matches(pattern, present, n=3, cutoff=0.3) or list(present)[1:4]
+        return (
+            f"{context.where}.targets has the pattern {pattern!r}, which no path of {type(context.model).__name__} "
+            f"matches; its paths are like {', '.join(map(repr, near))}. A pattern is for the whole path"
+        )
 
     def _by_role(self, context: PatchContext, present: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
         """Paths of Linears, and the function behind each, or None."""
