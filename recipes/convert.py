@@ -68,6 +68,7 @@ class Converting(Experiment[ConvertConfig]):
         """Examples to calibrate and to train with, and those on which original and conversion are compared."""
         from _lib.evaluation import evaluation_splits
         from _lib.modality import modality_of
+        from _lib.repeated import repeat_notes
         from _lib.teacher import load_teacher
         from _lib.texts import held_back, read_texts
 
@@ -93,6 +94,8 @@ class Converting(Experiment[ConvertConfig]):
             train = rows["train"] if texts is None else texts
         if texts is not None:
             train = train.select(_drawn(len(train), limit, seed))
+        for note in repeat_notes(task, train, splits, labelled=texts is None):
+            accelerator.print(f"note: {note}")
         made = [modality.examples(part, self.reader, config.data, task) for part in (train, *splits.values())]
         examples = dict(zip(splits, made[1:], strict=True))
         if config.task is None:

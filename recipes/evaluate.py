@@ -195,9 +195,26 @@ def of_examples(folder: Path, given: Mapping[str, Any] | None, overrides: list[s
         # Of two validation sets one may be absent; only without `splits` does the task allow that.
         wanted = task.validation_splits if len(task.validation_splits) == 1 else None
         rows = evaluation_splits(task, task.load(config.data.dir, splits=wanted), config.data.max_eval_samples)
+        for note in [] if run is None else known_rows(run, task, rows):
+            print(f"note: {note}")
         return {name: modality.examples(part, reader, config.data, task) for name, part in rows.items()}
 
     return Subject(config, task, model, config.data.max_length, read)
+
+
+def known_rows(run: FinetuneConfig, task: Any, splits: Mapping[str, Any]) -> list[str]:
+    """What is to be said about scored examples on which the run was trained."""
+    from _lib.repeated import repeat_notes
+
+    from snnk_peft.errors import ConfigError
+
+    limits = {"train": run.data.max_train_samples}
+    try:
+        own = find_task(run)
+        train = own.load(run.data.dir, max_samples=limits, seed=run.train.seed)["train"]
+    except ConfigError as error:
+        return [f"whether the model was trained on these rows is not known, its own cannot be read: {error.faults[0]}"]
+    return repeat_notes(task, train, splits, labelled=False)
 
 
 def of_sequences(folder: Path, given: Mapping[str, Any] | None, overrides: list[str]) -> Subject:

@@ -50,6 +50,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         from _lib.evaluation import evaluation_splits, held_back_rows
         from _lib.modality import modality_of
         from _lib.models import resolve_model
+        from _lib.repeated import repeat_notes
 
         config, task = self.config, self.task
         self.pretrained = resolve_model(config.model.name_or_path)
@@ -64,6 +65,9 @@ class Finetuning(Experiment[FinetuneConfig]):
         rows, choosing = data["train"], {}
         if self.choose_share is not None:
             rows, choosing["held back"] = held_back_rows(rows, self.choose_share)
+        scored = {**evaluation_splits(task, data, config.data.max_eval_samples), **choosing}
+        for note in repeat_notes(task, rows, scored):
+            accelerator.print(f"note: {note}")
         seed = config.train.seed
         examples = modality.training_examples(rows, reader, config.data, task, config.augment, seed)
         evaluated, chosen_on = (

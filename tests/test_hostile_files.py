@@ -10,13 +10,12 @@ import os
 import subprocess
 import sys
 import tarfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("PIL", reason="pip install snnk-peft[recipes]")
-
-import itertools
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.yaml_files import parse_yaml
@@ -170,7 +169,7 @@ def test_a_bomb_of_a_picture_a_pipe_and_a_loop_of_links(tmp_path: Path) -> None:
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(LETTERS))
+BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise(LETTERS))
 
 
 @pytest.mark.parametrize(

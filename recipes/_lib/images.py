@@ -19,7 +19,10 @@ from _lib.data import ExampleSet, check_not_empty
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
 from snnk_peft.tasks._pictures import UnreadableImageError, converted
+from snnk_peft.tasks._tsv import capped
 from snnk_peft.tasks.base_text import IGNORED
+
+_LOOKED_AT = 20_000  # pictures of a set that are decoded to name all unreadable ones: a minute or two
 
 
 class ImageExamples(ExampleSet):
@@ -159,11 +162,17 @@ class ImageExamples(ExampleSet):
                 self.unreadable[index] = message
                 print(f"note: left out: {message}")
         if len(self.unreadable) > self._limit:
+            found, looked_at = dict(self.unreadable), min(len(self), _LOOKED_AT)
+            for index in range(looked_at):  # all at once, so that one round of mending is enough
+                if index not in found:
+                    self._read(index, found)
+            of = "" if looked_at == len(self) else f" (the first {looked_at:,} of {len(self):,} were looked at)"
+            listed = capped([found[index] for index in sorted(found)], "unreadable")
             raise ConfigError(
                 [
-                    f"{len(self.unreadable)} pictures cannot be read; expected at most {self._limit} "
+                    f"{len(found)} pictures cannot be read{of}; expected at most {self._limit} "
                     "(data.max_unreadable): mend or remove them",
-                    *list(self.unreadable.values())[:10],
+                    *listed,
                 ]
             )
 
