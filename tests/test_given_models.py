@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -62,8 +63,14 @@ def compiled(model):
 
 
 def test_a_compiled_model_is_patched_before_it_is_compiled():
+    with pytest.warns(UserWarning, match=r"is compiled \(torch.compile\).*compile last"):
+        patched = get_snnk_model(compiled(tiny("bert")), ADAPTER).eval()
+    x = inputs_for(patched)
+    expected = get_snnk_model(tiny("bert"), ADAPTER).eval()(**x).logits
+    assert torch.equal(patched(**x).logits, expected)
+    assert torch.equal(compiled(patched)(**x).logits, expected)
     with pytest.raises(UnsupportedError, match=r"is compiled \(torch.compile\).*model._orig_mod.*compile last"):
-        get_snnk_model(compiled(tiny("bert")), ADAPTER)
+        peft.get_peft_model(compiled(tiny("bert")), ADAPTER)
 
 
 def test_compiled_models_are_fitted_and_folded_as_others(tmp_path):

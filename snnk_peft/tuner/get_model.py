@@ -10,7 +10,7 @@ from torch import nn
 
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.tuner.given_model import as_usual
+from snnk_peft.tuner.given_model import as_usual, is_compiled, plain_model
 from snnk_peft.tuner.model import refuse_patched, refuse_prepared
 
 
@@ -46,6 +46,14 @@ def get_snnk_model(
     """
     if not isinstance(config, SNNKConfig):
         raise ConfigError(f"config is a {type(config).__name__}; expected SNNKConfig")
+    if is_compiled(model):
+        warnings.warn(
+            "the model is compiled (torch.compile): the layers go into the plain model inside, and what is returned is "
+            "not compiled. Calibrate and train it, and compile last",
+            UserWarning,
+            stacklevel=2,
+        )
+        model = plain_model(model)
     refuse_prepared(model)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedError(
