@@ -304,9 +304,9 @@ def test_masks_that_do_not_fit(model: nn.Module) -> None:
 
 
 def test_what_is_no_batch(model: nn.Module) -> None:
-    refused(model, ["a sentence", "another"], "batch 0 is a str; expected a dict of model inputs")
-    refused(model, texts()[0], r"batch 0 is a str.*to be given as \[batch\]")
-    refused(model, [(batch["input_ids"], 0) for batch in texts()], "batch 0 is a tuple; expected a dict")
+    refused(model, ["a sentence", "another"], "batch 0 is the text 'a sentence' .*; expected a dict of model inputs")
+    refused(model, texts()[0], r"batches is a dict \(input_ids.*Give a batch alone as \[batch\]")
+    refused(model, [(batch["input_ids"], 0) for batch in texts()], "batch 0 is a tuple of 2 Tensors; expected a dict")
 
 
 def test_exhausted_iterators(model: nn.Module) -> None:
@@ -342,7 +342,7 @@ def test_activations_that_are_not_finite(part: Any, path: str) -> None:
     """A token whose embedding overflows, in one batch; slot and batch are named, and the model stays."""
     model, data = patched([part]), texts()
     with torch.no_grad():
-        model.get_base_model().bert.embeddings.word_embeddings.weight[1] = torch.nan
+        model.get_base_model().bert.embeddings.word_embeddings.weight[1] = torch.tensor([3e38, -3e38] * 8)
     data[3]["input_ids"][2, :2] = 1
     refused(model, data, f"{path}, batch 3: .* hold NaN or infinity; expected finite", ValueError)
 
@@ -350,6 +350,6 @@ def test_activations_that_are_not_finite(part: Any, path: str) -> None:
 def test_what_overflows_inside_a_layer_is_named_too() -> None:
     model, data = patched([FFNPart(num_features=6)]), texts()
     with torch.no_grad():
-        model.get_base_model().bert.encoder.layer[0].intermediate.dense.base_layer.weight[0] = torch.inf
+        model.get_base_model().bert.encoder.layer[0].intermediate.dense.base_layer.weight[0] = 3e38
     message = r"bert.encoder.layer.0.intermediate.dense, batch 0: hidden activations hold NaN or infinity"
     refused(model, data, message, ValueError)

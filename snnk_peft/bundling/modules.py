@@ -260,7 +260,7 @@ def checked_files(model: nn.Module, files: Sequence[str], quantized: bool, fresh
         model: as built from the config.
         files: one, or the shards.
         quantized: whether the modules expect another type than the files have.
-        fresh: tensors that may have another shape in the files, because they are not taken from there.
+        fresh: tensors that may have another number of rows in the files, because they are not taken from there.
     """
     expected = {key: (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
     what = f"does not fit {type(model).__name__}, or is damaged"
@@ -268,7 +268,8 @@ def checked_files(model: nn.Module, files: Sequence[str], quantized: bool, fresh
         opened = {path: stack.enter_context(open_tensors(path)) for path in files}
         for path, file in opened.items():
             layout = layout_of(file)
-            wanted = {key: layout.get(key, value) if key in fresh else value for key, value in expected.items()}
+            free = {key: of for key, of in layout.items() if key in fresh and of[0][1:] == expected[key][0][1:]}
+            wanted = {**expected, **free}
             refuse(path, what, [] if quantized else layout_faults(layout, wanted))
         digests = {path: start_digests(file) for path, file in opened.items()}
         try:

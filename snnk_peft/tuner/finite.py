@@ -9,6 +9,7 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
+from snnk_peft.tuner.batches import evaluating
 from snnk_peft.tuner.padding import masked_tokens, named_padding
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module, original_path
 
@@ -39,7 +40,7 @@ def refuse_overflow(model: nn.Module, inputs: Mapping[str, Any], what: str) -> N
     """ValueError if an output of the model is NaN or infinite for some inputs, with the module where that begins.
 
     Args:
-        model: of finite weights, in eval mode.
+        model: of finite weights.
         inputs: its keyword arguments.
         what: they are, for the message.
     """
@@ -51,7 +52,7 @@ def refuse_overflow(model: nn.Module, inputs: Mapping[str, Any], what: str) -> N
         for path, module in model.named_modules()
     ]
     try:
-        with torch.no_grad(), named_padding(model, masked_tokens(inputs)):
+        with torch.no_grad(), evaluating(model), named_padding(model, masked_tokens(inputs)):
             outputs = model(**inputs)
     finally:
         for hook in hooks:

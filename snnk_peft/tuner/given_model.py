@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,7 +33,10 @@ def takes_model(function: Function) -> Function:
             args = (plain_model(args[0]), *args[1:])
         elif "model" in kwargs:
             kwargs["model"] = plain_model(kwargs["model"])
-        with as_usual(args[0] if args else kwargs.get("model")):
+        given = args[0] if args else kwargs.get("model")
+        if not _unusual(given):
+            return function(*args, **kwargs)  # nothing follows that Ctrl-C could end after the work was done
+        with as_usual(given):
             return function(*args, **kwargs)
 
     return cast(Function, enter)
@@ -93,15 +96,22 @@ def refuse_inference_tensors(model: nn.Module) -> None:
         )
 
 
-@contextlib.contextmanager
-def as_usual(model: Any) -> Iterator[None]:
-    """Outside of inference_mode, and without compiled code if there is some in the model."""
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            grad = torch.is_grad_enabled()
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.set_grad_enabled(grad))
-        modules = model.modules() if isinstance(model, nn.Module) else ()
-        if any(is_compiled(module) or module._compiled_call_impl is not None for module in modules):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+def _has_compiled(model: Any) -> bool:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(is_compiled(module) or module._compiled_call_impl is not None for module in modules)
+
+
+def _unusual(model: Any) -> bool:
+    return torch.is_inference_mode_enabled() or _has_compiled(model)
+
+
+def as_usual(model: Any) -> contextlib.ExitStack:
+    """A context outside of inference_mode, and without compiled code if there is some in the model."""
+    stack = contextlib.ExitStack()
+    if _has_compiled(model):
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    if torch.is_inference_mode_enabled():
+        grad = torch.is_grad_enabled()
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+    return stack
