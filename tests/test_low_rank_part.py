@@ -13,7 +13,7 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainingArguments
 from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
 
-from snnk_peft import AdapterPart, FFNPart, LowRankPart, SNNKConfig, bundle, calibrate, get_snnk_model
+from snnk_peft import AdapterPart, FFNPart, LowRankPart, NormsPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers import low_rank_linear
 from snnk_peft.parts.base_low_rank import LowRankSlot
@@ -409,3 +409,17 @@ def test_a_pattern_that_matches_nothing_is_refused_by_name(targets):
     idle = targets[-1].removeprefix("!")
     with pytest.raises(ConfigError, match=re.escape(repr(idle))):
         get_snnk_model(tiny("bert"), SNNKConfig(low_rank=LowRankPart(targets=targets, rank=2), modules_to_save=[]))
+
+
+@pytest.mark.parametrize(
+    ("part", "targets"),
+    [(LowRankPart, ["*", "!*.layers.0.*"]), (LowRankPart, "*.layers.1.*"), (NormsPart, "*.layers.1.*")],
+)
+@pytest.mark.parametrize("model_class", ["LlamaModel", "LlamaForCausalLM"])
+def test_a_pattern_means_the_same_layer_of_a_bare_model(model_class, part, targets):
+    """Its path is "layers.0" there and "model.layers.0" behind a head."""
+    size = {"rank": 2} if part is LowRankPart else {}
+    model = get_snnk_model(build("llama", model_class), SNNKConfig(parts=[part(targets, **size)], modules_to_save=[]))
+    changed = {path for path in model.peft_config["default"].target_modules if "layers." in path}
+    assert changed
+    assert all("layers.1." in path for path in changed)

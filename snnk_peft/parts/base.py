@@ -170,13 +170,13 @@ class PatchContext:
 
         Args:
             kind: their class; for nn.Linear, transformers' Conv1D counts as one.
-            pattern: as in file names.
+            pattern: see `matches`.
 
         Raises:
             UnsupportedError: there is none.
         """
         whole = {path: as_linear(m) if kind is nn.Linear else m for path, m in plain_modules(self.model)}
-        found = {path: m for path, m in whole.items() if isinstance(m, kind) and fnmatch.fnmatchcase(path, pattern)}
+        found = {path: m for path, m in whole.items() if isinstance(m, kind) and matches(path, pattern)}
         if not found:
             some = ", ".join(repr(path) for path, m in whole.items() if isinstance(m, kind)) or "none at all"
             raise UnsupportedError(
@@ -252,6 +252,14 @@ class PatchContext:
             weight, bias = wide_on_cpu(norm.weight), wide_on_cpu(norm.bias)  # type: ignore[arg-type]
         # A norm may switch a coordinate off; a floor keeps its reciprocal finite.
         return bias, weight.abs().clamp_min(1e-3 * weight.abs().max().clamp_min(1e-6))
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a module path matches a pattern as of file names; "*." in front also stands for nothing, as git's "**/".
+
+    So "*.layers.0.*" means layer 0 in a task model ("model.layers.0.mlp") and in its bare encoder ("layers.0.mlp").
+    """
+    return fnmatch.fnmatchcase(path, pattern) or (pattern.startswith("*.") and fnmatch.fnmatchcase(path, pattern[2:]))
 
 
 def layers_faults(where: str, layers: object) -> list[str]:

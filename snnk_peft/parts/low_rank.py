@@ -8,7 +8,6 @@ inputs. Folds to two plain modules where that takes fewer multiply-adds, else to
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from snnk_peft.layers.slots import Slot
 from snnk_peft.low_rank import LOW_RANK_INITS
 from snnk_peft.options import MOST, closest, documented, option
 from snnk_peft.parts import PARTS
-from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
+from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, matches, resolve_layers
 from snnk_peft.parts.base_low_rank import LowRankSlot
 
 ROLES = ("ffn", "attention", "pooler")
@@ -49,7 +48,8 @@ class LowRankPart(Part):
     targets: str | list[str] = option(
         "ffn",
         'which modules: a role in the layers of a known family ("ffn", "attention", "pooler"), or patterns of module '
-        'paths ("*" for anything, "!" in front takes out), which need no family.',
+        'paths ("*" for anything, "*." in front for the start of the path too, "!" in front takes out), which need '
+        "no family.",
     )
     kind: str = option("all", 'of these, "linear", "conv" or "all".', choices=tuple(KINDS))
     rank_scale: float | None = option(
@@ -157,8 +157,8 @@ class LowRankPart(Part):
             found = {
                 path: None
                 for path in present
-                if any(fnmatch.fnmatchcase(path, pattern) for pattern in wanted)
-                and not any(fnmatch.fnmatchcase(path, pattern) for pattern in unwanted)
+                if any(matches(path, pattern) for pattern in wanted)
+                and not any(matches(path, pattern) for pattern in unwanted)
             }
             idle = [fault for p in (*wanted, *unwanted) if (fault := self._idle(context, p, present))]
             if found and idle:
@@ -178,7 +178,7 @@ class LowRankPart(Part):
 
     def _idle(self, context: PatchContext, pattern: str, present: dict[str, nn.Module]) -> str | None:
         """A message if no path matches a pattern, whether it chooses or leaves out."""
-        if any(fnmatch.fnmatchcase(path, pattern) for path in present):
+        if any(matches(path, pattern) for path in present):
             return None
         near = difflib.get_close_matches(pattern, present, n=3, cutoff=0.3) or list(present)[1:4]
         return (

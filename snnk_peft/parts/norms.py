@@ -9,7 +9,6 @@ them out.
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +19,7 @@ from snnk_peft.families.base import plain_modules
 from snnk_peft.layers.slots import Retrained
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
-from snnk_peft.parts.base import Part, Patch, PatchContext
+from snnk_peft.parts.base import Part, Patch, PatchContext, matches
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -44,7 +43,7 @@ class NormsPart(Part):
     def plan(self, context: PatchContext) -> list[Patch]:
         """See `Part.plan`."""
         whole = {path: module for path, module in plain_modules(context.model) if is_norm(module)}
-        norms = {path: norm for path, norm in whole.items() if fnmatch.fnmatchcase(path, self.targets)}
+        norms = {path: norm for path, norm in whole.items() if matches(path, self.targets)}
         if not norms:
             raise UnsupportedError(
                 f"{context.where}: no LayerNorm or RMSNorm of {type(context.model).__name__} has a path that matches "
