@@ -387,3 +387,23 @@ def test_an_operator_set_that_is_none_is_said_at_once(opset, tmp_path, monkeypat
     with pytest.raises(ConfigError, match=rf"opset is {opset!r}; expected 18 to \d+, which"):
         export(tiny("bert"), "onnx", tmp_path / "model.onnx", opset=opset)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])
+def test_a_full_disk_is_said_with_the_path(name, tmp_path):
+    """A limit on the size of files, which the system tells as it tells a full disk."""
+    pytest.importorskip("onnxscript")
+    form = "onnx" if name.endswith("onnx") else "torch"
+    code = f"""
+import resource
+from snnk_peft import export
+from tests.tiny_models import tiny
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    export(tiny("bert"), {form!r}, {str(tmp_path / name)!r})
+except OSError as error:
+    print(error)
+"""
+    done = run_python(["-c", code])
+    assert f"{tmp_path / name} could not be written" in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())

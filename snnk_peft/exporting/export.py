@@ -144,6 +144,14 @@ def export(
                 times = milliseconds({"torch": plain, "onnx": run, "int8": other}, first)
                 small = Int8Report(linears, examples, agreement, error, before, times)
         written = _moved(files, target)
+    except (OSError, RuntimeError) as error:
+        # torch's writer tells of a full disk in a RuntimeError, and neither says which file.
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            raise
+        raise OSError(
+            getattr(error, "errno", None),
+            f"{target} could not be written ({error}); nothing is left of it. Make room, or choose another path",
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return ExportReport(
