@@ -322,16 +322,17 @@ def test_wrong_arguments_are_told_together(tmp_path):
         ({"format": "tflite"}, "'tflite'; expected 'onnx' or 'torch'"),
         ({"path": tmp_path}, "a folder; expected the name of a file"),
         ({"batches": iter(())}, "batches is empty"),
-        ({"sample": {"labels": torch.ones(2)}}, "labels alone"),
-        ({"sample": {"input_ids": [[1]]}}, r"sample\['input_ids'\] is list; expected a tensor"),
-        ({"sample": inputs_for(model), "batches": [{"input_ids": torch.ones(1, 2)}]}, "lack attention_mask"),
+        ({"sample": {"labels": torch.ones(2)}}, "sample holds labels; expected model inputs"),
+        ({"sample": {"input_ids": [[1], [1, 2]]}}, "sample holds input_ids as a list of rows of 1 to 2 entries"),
+        ({"sample": inputs_for(model), "batches": [{"input_ids": torch.ones(1, 2).long()}]}, "lack attention_mask"),
     ):
         with pytest.raises(ConfigError, match=message):
             export(model, **{"format": "torch", "path": tmp_path / "model.pt2", **fields})
     with pytest.raises(UnsupportedError, match="no transformers model"):
         export(nn.Linear(2, 2), "torch", tmp_path / "model.pt2")
-    with pytest.raises(UnsupportedError, match=r"could not be exported with inputs input_ids: RuntimeError: Expected"):
-        export(model, "torch", tmp_path / "model.pt2", sample={"input_ids": torch.ones(2, 3)})
+    types = {"input_ids": torch.ones(2, 3).long(), "token_type_ids": torch.ones(2, 3)}
+    with pytest.raises(UnsupportedError, match=r"could not be exported with inputs .*: RuntimeError: Expected"):
+        export(model, "torch", tmp_path / "model.pt2", sample=types)
     assert os.listdir(tmp_path) == ["there.onnx"]
     assert (tmp_path / "there.onnx").read_text() == "kept"
 
