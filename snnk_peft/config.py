@@ -33,7 +33,16 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SHORTCUTS = ("adapter", "pooler", "ffn", "attention", "low_rank")  # parts that have a field of their own
 # Entries of adapter_config.json that do not decide what the adapter computes.
-FREE = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
+FREE = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "id2label",
+    "inference_mode",
+    "peft_version",
+    "problem_type",
+    "revision",
+    "task_type",
+)
 
 
 class SNNKType(str, enum.Enum):
@@ -65,6 +74,9 @@ class SNNKConfig(PeftConfig):
             after a change of the vocabulary. Any other tensor of the base model in an adapter file is refused.
         base_digests: filled in when a model is patched: digests of a sample of its weights, by the precision to which
             they were rounded. An adapter that is loaded into other weights says so.
+        id2label: filled in when saving: the names of a classifier's labels, by index. AutoPeftModel makes a classifier
+            of as many labels with these names.
+        problem_type: filled in when saving: what such a classifier is trained for, as in transformers.
         revision: of the base model on the Hub, as in PEFT: "v1", a branch or a commit; AutoPeftModel loads that one.
         snnk_digests: in files only: digests of the other fields, which a changed value does not fit.
 
@@ -92,6 +104,8 @@ class SNNKConfig(PeftConfig):
     made_for: dict[str, Any] | None = None
     saved_embeddings: list[str] | None = None
     base_digests: dict[str, str] | None = None
+    id2label: dict[int, str] | None = None
+    problem_type: str | None = None
     snnk_digests: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -138,6 +152,13 @@ class SNNKConfig(PeftConfig):
             found.append(f"made_for is {self.made_for!r}; expected a dict, which patching a model fills in, or None")
         if self.base_digests is not None and not isinstance(self.base_digests, Mapping):
             found.append(f"base_digests is {self.base_digests!r}; expected a dict, which patching fills in, or None")
+        try:
+            if self.id2label is not None:  # the keys of JSON are texts
+                self.id2label = dict(sorted((int(key), str(name)) for key, name in self.id2label.items()))
+        except (AttributeError, TypeError, ValueError):
+            found.append(f"id2label is {repr(self.id2label)[:100]}; expected a dict of names by index, or None")
+        if not isinstance(self.problem_type, (str, type(None))):
+            found.append(f"problem_type is {self.problem_type!r}; expected a name that transformers knows, or None")
         if not isinstance(self.revision, (str, type(None))):
             found.append(f"revision is {self.revision!r}; expected a branch, tag or commit of the base model, or None")
         if found := found + changed:

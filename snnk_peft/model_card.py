@@ -15,7 +15,10 @@ from pathlib import Path
 from string import Template
 from typing import Any, Protocol
 
-from huggingface_hub import ModelCardData
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from snnk_peft.digests import notes
 
 # Task head (end of the class name) -> the Hub's name for the task.
 PIPELINE_TAGS: dict[str, str | None] = {
@@ -143,12 +146,46 @@ def write_adapter_card(
     """
     folder = Path(folder)
     card = folder / "README.md"
-    if card.is_file() and PEFT_TITLE not in card.read_text(encoding="utf-8"):
+    if card.is_file() and PEFT_TITLE not in card.read_text(encoding="utf-8", errors="replace"):
+        mend_card(card, config.base_model_name_or_path)
         return
     head = TASK_HEADS.get(str(getattr(config.task_type, "value", config.task_type)))
     name = (class_mapping or {}).get("base_model_class") or f"Model{head or ''}"
     parts = {part: vars(value) for part, value in config.named_parts().items()}
     write_model_card(folder, base_model=config.base_model_name_or_path, model_class=name, config=parts)
+
+
+def mend_card(path: Path, base_model: str | None) -> None:
+    """Give a card what the Hub needs in its header, and leave everything else as people wrote it.
+
+    Args:
+        path: of the card.
+        base_model: for a card that names none. A local path is taken out: the Hub refuses it.
+    """
+    try:
+        card = ModelCard.load(path)
+    except (ValueError, yaml.YAMLError) as error:
+        notes.warning("%s has a header that cannot be read, and stays as it is: %s", path, error)
+        return
+    before = card.data.to_dict()
+    base, tags = (_listed(before.get(key)) for key in ("base_model", "tags"))
+    bases = [name for name in base if hub_id(name)] or [name for name in [hub_id(base_model)] if name]
+    wanted = ["snnk", "snnk_peft", *(tag for tag in tags if _is_public(tag))]
+    card.data.base_model = bases[0] if len(bases) == 1 else bases or None
+    card.data.tags = tags if set(wanted) == set(tags) else list(dict.fromkeys(wanted))
+    card.data.library_name = "peft"  # the Trainer asks for it, and writes another one
+    if card.data.to_dict() != before:
+        card.save(path)
+
+
+def _listed(value: object) -> list[str]:
+    """Header entries that may be one text or several."""
+    return [str(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
+
+
+def _is_public(tag: str) -> bool:
+    """Whether a tag names no local path, as PEFT's "base_model:adapter:/home/me/model" does."""
+    return not tag.startswith("base_model:") or hub_id(tag.rpartition(":")[2]) is not None
 
 
 def template() -> str:

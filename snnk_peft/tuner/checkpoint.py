@@ -23,6 +23,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import ModelFamily, module_at
 from snnk_peft.layers.slots import Slot
 from snnk_peft.projections.base import Projection
+from snnk_peft.tuner.labels import check_labels
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 PREFIX = "base_model.model."
@@ -135,6 +136,7 @@ def check_weights(
     base = {original_path(key): (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
     embeddings = {_place(key) for key in config.saved_embeddings or ()} & _embedding_keys(model)
     expected |= {key: base[key] for key in embeddings}
+    check_labels(config, model, found, expected)
     faults = [f"{key} is missing" for key in sorted(expected.keys() - found.keys())]
     for key in sorted(found.keys() - expected.keys()):
         what = "is a tensor of the base model and would overwrite it" if key in base else "has no place in this model"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from peft.auto import _BaseAutoPeftModel
 from transformers import PretrainedConfig
 from transformers.integrations.peft import PeftAdapterMixin
@@ -35,6 +35,7 @@ from snnk_peft.digests import DIGESTS, content_faults, entry_faults, layout_of, 
 from snnk_peft.errors import ConfigError
 from snnk_peft.json_files import read_json
 from snnk_peft.tuner.checkpoint import Incoming, check_loaded
+from snnk_peft.tuner.labels import label_options
 
 MODEL_CONFIG = "config.json"
 LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth"}
@@ -210,10 +211,19 @@ def _watch_search(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_auto(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def from_pretrained(cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             Door(os.fspath(pretrained_model_name_or_path)).check_config(needs_base=True)
+            revision = signature.bind(cls, pretrained_model_name_or_path, *args, **kwargs).arguments.get("revision")
+            hub = {key: value for key, value in kwargs.items() if key != "revision"}
+            config = PeftConfig.from_pretrained(os.fspath(pretrained_model_name_or_path), revision=revision, **hub)
+            if isinstance(config, SNNKConfig):
+                kwargs |= label_options(config, kwargs)
+                if config.modules_to_save or config.trained_within:  # the adapter's classifier comes in its place
+                    kwargs.setdefault("ignore_mismatched_sizes", True)
         return original(cls, pretrained_model_name_or_path, *args, **kwargs)
 
     return from_pretrained

@@ -66,7 +66,7 @@ def get_snnk_model(
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)
     fresh.target_modules = fresh.trained_within = fresh.made_for = fresh.saved_embeddings = None
-    fresh.base_digests = None
+    fresh.base_digests = fresh.id2label = fresh.problem_type = None
     fresh.revision = revision or fresh.revision
     with warnings.catch_warnings(), as_usual(model):
         # PEFT 0.21 asks the model by a name that transformers 5.23 deprecates: nothing that our users could change.

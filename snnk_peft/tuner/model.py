@@ -39,6 +39,7 @@ from snnk_peft.tuner.checkpoint import (
 from snnk_peft.tuner.doors import open_door
 from snnk_peft.tuner.first_forward import run_watchers, warn_if_nothing_is_trained, watch_first_forward
 from snnk_peft.tuner.given_model import is_compiled, refuse_holders, refuse_inference_tensors
+from snnk_peft.tuner.labels import note_labels, take_labels
 from snnk_peft.tuner.patched_save import guard_save, release_save
 from snnk_peft.tuner.row_adapters import rows_of, rows_through
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
@@ -268,6 +269,8 @@ class SNNKModel(BaseTuner):
             parameter.requires_grad = requires_grad
         warn_if_nothing_is_trained(cast(SNNKConfig, self.peft_config[adapter_name]), model, adapter_name)
         watch_first_forward(model, adapter_name)
+        if open_door() is not None:
+            take_labels(cast(SNNKConfig, self.peft_config[adapter_name]), model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in PEFT, which goes past the hooks of the model."""
@@ -357,6 +360,7 @@ class SNNKModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         # PEFT goes on with this same dict, for modules_to_save and embeddings.
         put_back(model, adapter_name, state_dict, unwanted_adapter_names)
+        note_labels(config, model)
         return {key: value for key, value in state_dict.items() if f".snnk_slots.{adapter_name}." in key}
 
     @classmethod

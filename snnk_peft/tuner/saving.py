@@ -18,6 +18,7 @@ from peft import PeftModel
 
 from snnk_peft.config import CONFIG, FREE, WEIGHTS, SNNKConfig
 from snnk_peft.errors import ConfigError
+from snnk_peft.model_card import mend_card
 from snnk_peft.saved_folder import written_whole
 from snnk_peft.stamps import stamp_together
 
@@ -44,8 +45,26 @@ def saved_adapters(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def watch_saving() -> None:
-    """Let `PeftModel.save_pretrained` write SNNK adapters whole; once."""
+    """Let `PeftModel.save_pretrained` write SNNK adapters whole, and cards that the Hub takes; once."""
+    PeftModel.create_or_update_model_card = _keeping_cards(PeftModel.create_or_update_model_card)  # type: ignore[method-assign]
     PeftModel.save_pretrained = _saving_whole(PeftModel.save_pretrained)  # type: ignore[method-assign]
+
+
+def _keeping_cards(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PEFT replaces the tags of a card that is there, and names a local base model; the Trainer calls it too."""
+
+    @functools.wraps(original)
+    def create_or_update_model_card(self: PeftModel, output_dir: str) -> None:
+        config = next(iter(self.peft_config.values()), None)
+        if not isinstance(config, SNNKConfig):
+            original(self, output_dir)
+            return
+        card = Path(output_dir) / CARD
+        if not card.is_file():
+            original(self, output_dir)
+        mend_card(card, config.base_model_name_or_path)
+
+    return create_or_update_model_card
 
 
 def _saving_whole(original: Callable[..., Any]) -> Callable[..., Any]:
