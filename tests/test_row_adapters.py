@@ -134,3 +134,14 @@ def test_parts_that_replace_are_refused_by_name(part):
     with pytest.raises(UnsupportedError, match=f"{next(iter(part))} .*set_adapter"):
         model(**batch, adapter_names=["default", "b", "__base__"])
     model(**batch, adapter_names=["default", "default", "__base__"])
+
+
+def test_a_model_without_peft_around_it_refuses_names_for_rows():
+    """transformers' models swallow keywords that they do not know: all rows would go through one adapter."""
+    model = tiny("bert")
+    model.add_adapter(SNNKConfig(adapter=AdapterPart(num_features=4)), "a")
+    model.add_adapter(SNNKConfig(adapter=AdapterPart(num_features=5)), "b")
+    batch = inputs_for(model, batch=2)
+    with pytest.raises(UnsupportedError, match="expected a PeftModel"):
+        model.eval()(**batch, adapter_names=["a", "b"])
+    model(**batch)

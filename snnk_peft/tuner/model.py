@@ -41,7 +41,7 @@ from snnk_peft.tuner.first_forward import run_watchers, warn_if_nothing_is_train
 from snnk_peft.tuner.given_model import is_compiled, refuse_holders, refuse_inference_tensors
 from snnk_peft.tuner.labels import note_labels, take_labels
 from snnk_peft.tuner.patched_save import guard_save, release_save
-from snnk_peft.tuner.row_adapters import rows_of, rows_through
+from snnk_peft.tuner.row_adapters import refuse_rows, rows_of, rows_through
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 
@@ -269,6 +269,9 @@ class SNNKModel(BaseTuner):
             parameter.requires_grad = requires_grad
         warn_if_nothing_is_trained(cast(SNNKConfig, self.peft_config[adapter_name]), model, adapter_name)
         watch_first_forward(model, adapter_name)
+        by_transformers = getattr(model, "_hf_peft_config_loaded", False)
+        if by_transformers and refuse_rows not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(refuse_rows, with_kwargs=True)
         if open_door() is not None:
             take_labels(cast(SNNKConfig, self.peft_config[adapter_name]), model)
 

@@ -155,6 +155,20 @@ def rows_through(model: nn.Module, names: Any, configs: Mapping[str, Any], rows:
             hook.remove()
 
 
+def refuse_rows(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """A hook before the forward of a model with adapters that transformers added: it would swallow `adapter_names`.
+
+    Raises:
+        UnsupportedError: names are given.
+    """
+    if kwargs.get("adapter_names") is not None:
+        raise UnsupportedError(
+            f"adapter_names was given to a {type(model).__name__}, whose adapters transformers added, and would "
+            "do nothing; expected a PeftModel. Make it with get_snnk_model or PeftModel.from_pretrained, or call the "
+            "model once per adapter, with set_adapter"
+        )
+
+
 def rows_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """How many rows a call of a transformers model has, if its main input is there."""
     names = (getattr(model, "main_input_name", "input_ids"), "inputs", "input_ids", "inputs_embeds", "pixel_values")
