@@ -20,7 +20,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_adapter_card
 from snnk_peft.options import MOST_SEED
 from snnk_peft.parts import PARTS, Part
-from snnk_peft.registry import did_you_mean
+from snnk_peft.registry import NamedOptions, did_you_mean
 from snnk_peft.stamps import stamp_entries, stamp_tensors
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class SNNKType(str, enum.Enum):
 
 
 @dataclass
-class SNNKConfig(PeftConfig):
+class SNNKConfig(NamedOptions, PeftConfig):
     """Which parts of a model are adapted or replaced. At least one part is required.
 
     Args:

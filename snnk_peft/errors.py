@@ -32,6 +32,10 @@ class ConfigError(ValueError):
         super().__init__(message)
 
 
+class UnknownOptionError(ConfigError, TypeError):
+    """A constructor was given options that it does not have; Python, and PEFT, expect a TypeError then."""
+
+
 class UnsupportedError(TypeError):
     """This model or layer cannot be patched. Says what was looked for and what was found."""
 

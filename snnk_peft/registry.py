@@ -7,11 +7,12 @@ happens on first use, so importing the package stays cheap.
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, UnknownOptionError
 from snnk_peft.options import closest
 
 T = TypeVar("T")
@@ -22,6 +23,20 @@ def did_you_mean(kind: str, given: object, valid: list[str]) -> str:
     close = closest(given, valid)
     hint = f"; did you mean {close!r}?" if close else "."
     return f"unknown {kind} {given!r}{hint} Available: {', '.join(valid)}"
+
+
+class NamedOptions:
+    """A class whose constructor names unknown options as a file's are, all at once; see `UnknownOptionError`."""
+
+    def __new__(cls: type[T], *args: Any, **given: Any) -> T:
+        """Look at the names; the values are the constructor's."""
+        known = inspect.signature(cls.__init__).parameters
+        names = list(known)[1:]
+        if not any(p.kind is p.VAR_KEYWORD for p in known.values()) and not given.keys() <= set(names):
+            faults = [f"{cls.__name__}: {did_you_mean('option', name, names)}" for name in given if name not in names]
+            # By these words PEFT sees that a file has entries of a newer version, which it leaves out with a warning.
+            raise UnknownOptionError([*faults[:-1], f"{faults[-1]} (got an unexpected keyword argument)"])
+        return object.__new__(cls)
 
 
 class Registry(Generic[T]):

@@ -34,7 +34,7 @@ from snnk_peft import (
 )
 from snnk_peft.config import SHORTCUTS
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.parts import PARTS, layers_faults, resolve_layers
+from snnk_peft.parts import PARTS, Part, layers_faults, resolve_layers
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -389,3 +389,50 @@ def test_every_part_has_a_field_and_a_docstring_for_each_of_its_own():
     for cls in map(PARTS.__getitem__, PARTS):
         for field in dataclasses.fields(cls):
             assert f"    {field.name}: " in cls.__doc__, (cls, field.name)
+
+
+@dataclasses.dataclass
+class UndocumentedPart(Part):
+    """A user's own, with no decorator of this package."""
+
+    strength: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: FFNPart(num_feature=8), [("FFNPart", "num_feature", "num_features")]),
+        (
+            lambda: AdapterPart("relu", componnent="x", placment="y"),
+            [("AdapterPart", "componnent", "component"), ("AdapterPart", "placment", "placement")],
+        ),
+        (lambda: UndocumentedPart(strenght=2), [("UndocumentedPart", "strenght", "strength")]),
+        (lambda: dataclasses.replace(FFNPart(), layrs=[0]), [("FFNPart", "layrs", "layers")]),
+        (lambda: SNNKConfig(adaptor=AdapterPart()), [("SNNKConfig", "adaptor", "adapter")]),
+        (lambda: dataclasses.replace(FAMILIES["bert"], polar="x"), [("ModelFamily", "polar", "pooler")]),
+    ],
+    ids=["part", "two", "own part", "replace", "config", "family"],
+)
+def test_misspelt_options_in_python(make, found):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert len(caught.value.faults) == len(found)
+    for fault, (name, given, meant) in zip(caught.value.faults, found, strict=True):
+        assert fault.startswith(f"{name}: unknown option {given!r}; did you mean {meant!r}? Available: ")
+
+
+def test_options_that_exist_are_taken_as_before():
+    part = UndocumentedPart(2.0)
+    assert copy.copy(part) == copy.deepcopy(part) == dataclasses.replace(part) == UndocumentedPart(strength=2.0)
+    with pytest.raises(TypeError, match="positional"):
+        UndocumentedPart(1.0, 2.0)
+
+
+def test_entries_of_a_newer_file_are_left_out_with_a_warning(tmp_path):
+    """What PEFT does for its own configs."""
+    SNNKConfig(adapter={"num_features": 4}).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "of_peft_99": True}))
+    for door in (SNNKConfig, peft.PeftConfig):
+        with pytest.warns(UserWarning, match="Unexpected keyword arguments .'of_peft_99'"):
+            assert door.from_pretrained(tmp_path).adapter == AdapterPart(num_features=4)

@@ -16,10 +16,11 @@ from transformers.pytorch_utils import Conv1D
 
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.registry import NamedOptions
 
 
 @dataclass(frozen=True)
-class ModelFamily:
+class ModelFamily(NamedOptions):
     """Module paths of one architecture.
 
     Args:

@@ -25,10 +25,11 @@ from snnk_peft.layers.slots import Slot
 from snnk_peft.options import option, option_faults
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.registry import NamedOptions
 
 
 @dataclass
-class Part:
+class Part(NamedOptions):
     """Something that can be changed in a model: options, and a plan.
 
     Attributes:
