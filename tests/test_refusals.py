@@ -8,15 +8,23 @@ import importlib
 import peft
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import MPNetConfig, MPNetForSequenceClassification
+from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    MPNetConfig,
+    MPNetForSequenceClassification,
+)
 
 from snnk_peft import (
     FAMILIES,
     AdapterPart,
     FFNPart,
     ModelFamily,
+    NarrowFFNPart,
     PoolerPart,
     SNNKConfig,
     bundle,
@@ -24,6 +32,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
+from tests.tiny_families import build, main_head
 from tests.tiny_models import TEXT, TOKENS, inputs_for, tiny, trained
 
 ADAPTER = SNNKConfig(adapter=AdapterPart(num_features=4))
@@ -163,3 +172,51 @@ def test_a_pooler_whose_activation_is_a_function(monkeypatch):
     match = r"'classifier.out_proj' reads what 'classifier.dense' gives \(classifier_of_pooler\).*pooler_activation"
     with pytest.raises(UnsupportedError, match=match):
         bundle(patched)
+
+
+HALF = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
+SEQ2SEQ = {"vocab_size": 50, "d_model": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BARTS = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in HALF.items()} | SEQ2SEQ
+T5 = {**SEQ2SEQ, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+ENCODER_DECODERS = {
+    "BartForConditionalGeneration": ("BartConfig", BARTS, "register_family"),
+    "MarianMTModel": ("MarianConfig", {**BARTS, "decoder_start_token_id": 2}, "register_family"),
+    "PegasusModel": ("PegasusConfig", BARTS, "register_family"),
+    "T5Model": ("T5Config", T5, "register_family"),
+    "MT5ForConditionalGeneration": ("MT5Config", T5, "register_family"),
+    "WhisperModel": ("WhisperConfig", {**BARTS, "decoder_start_token_id": 2, "num_mel_bins": 4}, "get_encoder"),
+}
+
+
+@pytest.mark.parametrize("config", [ADAPTER, FFN], ids=["adapter", "ffn"])
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_encoder_decoders(name, config):
+    config_class, sizes, remedy = ENCODER_DECODERS[name]
+    with torch.device("meta"):
+        model = getattr(transformers, name)(getattr(transformers, config_class)(**sizes))
+    with pytest.raises(UnsupportedError) as caught:
+        get_snnk_model(model, config)
+    text = str(caught.value)
+    assert "encoder-decoder" in text.lower()
+    assert "not supported" in text
+    assert remedy in text
+    assert "did you mean" not in text
+
+
+def test_the_encoder_of_an_encoder_decoder():
+    """What the message says, where its family is known."""
+    half = BertConfig(**{**TEXT, "num_hidden_layers": 1})
+    both = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(half, half))
+    config = SNNKConfig(adapter=AdapterPart(num_features=4), modules_to_save=[])
+    match = r"not supported.*BertModel of the family 'bert'.*model\.get_encoder\(\), config\)"
+    refused(both, UnsupportedError, match, config)
+    get_snnk_model(both.get_encoder(), config)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma", "modernbert"])
+def test_a_gated_ffn_names_the_part_that_converts_it(family):
+    model = build(family, main_head(family))
+    with pytest.raises(UnsupportedError, match=r"NarrowFFNPart.*narrower.*two expansions multiplied"):
+        get_snnk_model(model, FFN)
+    narrow = NarrowFFNPart(num_features=8)  # what the message says
+    get_snnk_model(model, SNNKConfig(parts=[narrow], modules_to_save=[]))

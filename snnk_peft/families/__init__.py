@@ -1,10 +1,12 @@
 """Model families: where attention, FFN, pooler and classifier of an architecture live. One data file each."""
 
+from typing import Any
+
 from torch import nn
 
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families.base import ModelFamily, module_at, unwrap
-from snnk_peft.registry import Registry, did_you_mean
+from snnk_peft.registry import Registry
 
 FAMILIES: Registry[ModelFamily] = Registry("model family", __name__)
 
@@ -43,9 +45,24 @@ def family_of(model: nn.Module) -> ModelFamily:
             f"{type(model).__name__} has no config.model_type; expected a transformers model of one of the families "
             f"{', '.join(FAMILIES.names())}"
         )
+    # A model_type is never a slip of the pen: no "did you mean".
+    name, known = type(model).__name__, ", ".join(FAMILIES.names())
+    if not getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"unknown model family {model_type!r}. Available: {known}. To add {name}, describe its module paths with "
+            "snnk_peft.ModelFamily and snnk_peft.register_family"
+        )
+    encoder: Any = getattr(model, "get_encoder", lambda: model)()
     raise UnsupportedError(
-        f"{did_you_mean('model family', model_type, FAMILIES.names())}. To add {type(model).__name__}, describe "
-        "its module paths with snnk_peft.ModelFamily and snnk_peft.register_family"
+        f"{name} (model_type {model_type!r}) is an encoder-decoder or a part of one, and these are not supported; "
+        f"expected one stack of layers, of one of the families {known}. "
+        + (
+            f"Describe the module paths of its {type(encoder).__name__} (model.get_encoder()) with "
+            "snnk_peft.ModelFamily and snnk_peft.register_family, and patch that alone"
+            if (family := known_family(encoder)) is None
+            else f"Its encoder is a {type(encoder).__name__} of the family {family.name!r}; patch that alone: "
+            "get_snnk_model(model.get_encoder(), config)"
+        )
     )
 
 

@@ -127,9 +127,16 @@ class ModelFamily(NamedOptions):
         names = [path for path, _ in model.named_modules()] if self.excludes else []
         beside = next((path for path in names if path.rpartition(".")[2] == self.excludes), None)
         if beside is not None:
+            both = getattr(model.config, "is_encoder_decoder", False)
             raise UnsupportedError(
                 f"{what} has {beside!r} beside the layers that this family describes, and a part would change only "
-                "one side of it. Patch the part of the model that you mean, itself a transformers model, alone"
+                "one side of it. "
+                + (
+                    "Encoder-decoders are not supported; patch the encoder alone: "
+                    "get_snnk_model(model.get_encoder(), config)"
+                    if both
+                    else "Patch the part of the model that you mean, itself a transformers model, alone"
+                )
             )
         for key, value in self.expects.items():
             given = getattr(self.config_of(model), key, value)

@@ -41,7 +41,8 @@ class FFNPart(ReplacingPart):
 
     def plan(self, context: PatchContext) -> list[Patch]:
         """See `Part.plan`; more landmarks than hidden units are a fault."""
-        context.require_plain_ffn(f"{context.where}: leave this part out, or use adapters")
+        narrower = "; NarrowFFNPart makes gated FFNs narrower" if context.family.gated else ""
+        context.require_plain_ffn(f"{context.where}: leave this part out, or use adapters{narrower}")
         family = context.family
         layers = family.layer_paths(context.model)
         chosen, faults = resolve_layers(f"{context.where}.layers", self.layers, len(layers))
