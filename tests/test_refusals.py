@@ -220,3 +220,22 @@ def test_a_gated_ffn_names_the_part_that_converts_it(family):
         get_snnk_model(model, FFN)
     narrow = NarrowFFNPart(num_features=8)  # what the message says
     get_snnk_model(model, SNNKConfig(parts=[narrow], modules_to_save=[]))
+
+
+def test_a_resized_vocabulary_saved_in_full(tmp_path):
+    """Loaded onto a base of the old size: both sizes, and what to call; then it loads."""
+    model = tiny("bert")
+    model.resize_token_embeddings(110)
+    config = SNNKConfig(adapter=AdapterPart(num_features=4), modules_to_save=["classifier", "word_embeddings"])
+    model = trained(get_snnk_model(model, config)).eval()
+    model.save_pretrained(tmp_path)
+    match = r"(?s)shape \(110, 32\); the model needs \(100, 32\).*call model.resize_token_embeddings\(110\) first"
+    for door in (peft.PeftModel.from_pretrained, lambda base, folder: base.load_adapter(folder)):
+        with pytest.raises(ConfigError, match=match):
+            door(tiny("bert"), tmp_path)
+    base = tiny("bert")
+    base.resize_token_embeddings(110)  # what the message says
+    again = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    ids = {"input_ids": torch.tensor([[5, 104, 109]])}
+    with torch.no_grad():
+        torch.testing.assert_close(again(**ids).logits, model(**ids).logits)

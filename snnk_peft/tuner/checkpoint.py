@@ -142,7 +142,13 @@ def check_weights(
         what = "is a tensor of the base model and would overwrite it" if key in base else "has no place in this model"
         faults.append(f"{key} {what}")
     faults += layout_faults(found, expected)
-    refuse(incoming.name, f"does not fit {type(model).__name__} with this adapter_config.json", faults)
+    for key in sorted(_embedding_keys(model) & found.keys() & base.keys()):
+        (given, _), (present, _) = found[key], base[key]
+        if given[:1] != present[:1] and given[1:] == present[1:]:
+            faults.append(f"the vocabulary was changed: call model.resize_token_embeddings({given[0]}) first")
+    refuse(
+        incoming.name, f"does not fit {type(model).__name__} with this adapter_config.json", list(dict.fromkeys(faults))
+    )
     refuse(incoming.name, "is damaged", incoming.content_faults())
 
 
