@@ -200,11 +200,9 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
 
 
 def untied(tied: Mapping[str, str], state: Tensors) -> bool:
-    """Whether weights that a config ties, {copy: source}, have become two."""
-    return any(
-        copy in state and source in state and not torch.equal(state[copy], state[source])
-        for copy, source in tied.items()
-    )
+    """Whether weights that a config ties, {copy: source}, have become two; on the meta device nothing was trained."""
+    pairs = [(state[copy], state[source]) for copy, source in tied.items() if copy in state and source in state]
+    return any(not copy.is_meta and not torch.equal(copy, source) for copy, source in pairs)
 
 
 def filled(bundled: Any, base: PreTrainedModel, state: Tensors, volatile: Tensors) -> Any:
