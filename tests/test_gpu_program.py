@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def test_programs_run_on_a_processor(tmp_path, minilm_dir, capfd):
     figures = {entry["step"]: entry["figures"] for entry in report["steps"]}
     assert list(figures) == wanted
     assert figures["tests"]["tests"] >= 15
-    assert figures["tests"]["skipped"] == 0
+    assert figures["tests"]["skipped"] == int(find_spec("triton") is None)  # the kernels
     assert figures["text"]["device"].startswith("cpu")
     assert figures["text"]["examples"]["train"] == 16
     assert figures["images"]["examples"]["train"] == 20

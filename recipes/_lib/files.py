@@ -97,8 +97,12 @@ def replacing(path: Path) -> Iterator[Path]:
             if temporary.is_dir() and path.is_dir():
                 shutil.rmtree(path)
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException as error:
             remove(temporary)
+            # What the package could not write it says of the temporary name, which means nothing to people.
+            refused = error.__cause__ if isinstance(error, ConfigError) and str(temporary) in str(error) else None
+            if refused is not None and (fault := file_fault(refused, path)) is not None:
+                raise FileError(fault) from error
             raise
 
 
