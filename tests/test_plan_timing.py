@@ -19,7 +19,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from snnk_peft import FFNPart, NarrowHeadsPart, Plan, plan
 from snnk_peft.cost.meter import Meter
 from snnk_peft.errors import ConfigError
-from snnk_peft.planning import costs, measure
+from snnk_peft.planning import costs, make, measure
+from snnk_peft.planning.choose import Point
 
 PARTS = [*(FFNPart(num_features=size) for size in (8, 32, 96)), *(NarrowHeadsPart(head_dim=d) for d in (4, 8))]
 WISH = 1.5
@@ -134,6 +135,40 @@ def test_models_that_save_in_another_measure_than_their_layers_alone(planned):
     found = planned(Clock(slow=lambda model, phase: 1.25 if phase and not is_original(model) else 1.0), 1.3)
     assert found.predicted["measured"] <= 1 / 1.3
     assert found.predicted["error"] <= least_error(1.3 * 1.25)
+
+
+class Together:
+    """In place of `Measure`: together, parts cost so many times what they cost alone; keeps what was asked."""
+
+    of = "latency"
+
+    def __init__(self, factor: float):
+        self.factor, self.asked = factor, []
+
+    def remaining(self, config: Any, times: int = 1) -> float:
+        self.asked.append(config.parts[0].num_features)
+        return self.factor * (1 - self.asked[-1] / 100)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+def test_the_search_goes_where_the_budget_is_in_proportion(factor):
+    """Of 99 choices the right one and the one before it are found at the second look, and measured again."""
+
+    class Sized:
+        def __init__(self, size: int):
+            self.size = size
+
+        def of_layers(self, layers: Any) -> FFNPart:
+            return FFNPart(num_features=self.size, layers=layers)
+
+    templates = [Sized(size) for size in range(1, 100)]
+    points = [Point(1.0, 0.0, (-1,)), *(Point(1 - (n + 1) / 100, n + 1.0, (n,)) for n in range(99))]
+    asked = Together(factor)
+    near, config, measured = make._settle(templates, [(0, list(range(99)))], points, 0.6, 0, asked)
+    right = next(size for size in range(1, 100) if factor * (1 - size / 100) <= 0.6)
+    assert (near, config.parts[0].num_features) == (right, right)
+    assert measured <= 0.6
+    assert len(set(asked.asked)) <= 4
 
 
 def test_the_round_to_warm_up_does_not_count():

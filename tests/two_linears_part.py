@@ -25,7 +25,7 @@ class TwoLinearsPart(Part):
     """Linears become products of two thin ones."""
 
     targets: str = option("*", "pattern of the paths.")
-    rank: int = option(4, "rows of U, >= 1.", low=1)
+    rank: int = option(4, "rows of U, >= 1.", low=1, high=1 << 20)
 
     def plan(self, context: PatchContext) -> list[Patch]:
         """Every Linear that matches, in any model."""
