@@ -43,10 +43,13 @@ class Point(NamedTuple):
 
 
 def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
-    """All choices that no other beats in both cost and error, from the original on; equal ones by the earlier offer.
+    """All choices that no other beats in both cost and error; equal ones by the earlier offer.
 
     Args:
         places: the offers of each place; what saves nothing is not taken.
+
+    Returns:
+        From the original on, which is there even if something cheaper errs as little.
 
     Example:
         >>> [point.chosen for point in pareto([[Offer(0.2, 0.1), Offer(0.3, 0.4)], [Offer(0.2, 0.2)]])]
@@ -76,7 +79,8 @@ def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
             chosen.append(int(own[index]))
             index = before[index]
         points.append(Point(1 - int(saved[last]) / STEPS, float(error[last]), tuple(reversed(chosen))))
-    return points
+    original = Point(1.0, 0.0, (-1,) * len(places))
+    return points if points[0] == original else [original, *points]
 
 
 def apart(points: Sequence[Point], stride: float) -> list[Point]:
