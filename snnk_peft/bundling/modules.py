@@ -242,6 +242,11 @@ class BundledConfig:
         for name in ("id2label", "label2id"):  # people may edit them
             if not isinstance(config_dict.get(name), (Mapping, type(None))):
                 raise ConfigError(f"config.json: {name} is {str(config_dict[name])[:100]!r}; expected an object")
+        for name in ("dtype", "torch_dtype"):
+            kind = config_dict.get(name)
+            known = isinstance(getattr(torch, kind, None), torch.dtype) if isinstance(kind, str) else False
+            if not known and not isinstance(kind, (torch.dtype, Mapping, type(None))):
+                raise ConfigError(f"config.json: {name} is {str(kind)[:100]!r}; expected a type such as 'float32'")
         content = dict(config_dict)
         saved = content.pop(DIGESTS, None)
         if saved is not None:
