@@ -22,12 +22,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from snnk_peft import AdapterPart, FFNPart, SNNKConfig, get_snnk_model
 from snnk_peft.digests import content_faults, open_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.planning.result import Plan
 from tests.mutate_folders import Folders, _by_code_file
 from tests.tensor_sizes import LargestTensor
+from tests.tiny_models import tiny
 
 SECONDS = 20
 DEEP, DEEPER, DIGITS = "[" * 800 + "]" * 800, "[" * 100_000, "9" * 5000
@@ -253,3 +255,29 @@ def test_entries_that_people_may_edit_are_what_transformers_takes_them_for(entry
     folder = copied("bundle-adapter")
     edit(folder / "config.json", **{entry: value})
     refused(lambda: AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False), entry)
+
+
+OTHER = [("predicted", float("nan")), ("settings", 1.5), ("curve", {}), ("of", None)]
+
+
+@pytest.mark.parametrize(("name", "value"), OTHER)
+def test_a_plan_of_other_kinds_of_entries(tmp_path, name, value):
+    config = SNNKConfig(parts=[FFNPart(num_features=4)])
+    told = {"predicted": {"cost": 0.5, "error": 0.1}, "candidates": [], "curve": [], "settings": {}}
+    plan = Plan(config=config, of="macs", budget=0.5, **told)
+    plan.save(tmp_path, picture=False)
+    assert Plan.load(tmp_path).budget == 0.5
+    content = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**content, name: value} | {"snnk_digests": {}}))
+    with pytest.raises(ConfigError, match=name):
+        Plan.load(tmp_path)
+
+
+def test_a_base_that_is_no_more_where_it_was(tmp_path):
+    tiny("bert").save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    config = SNNKConfig(adapter=AdapterPart(num_features=4), task_type="SEQ_CLS")
+    get_snnk_model(base, config).save_pretrained(tmp_path / "a")
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"base_model_name_or_path is .*which is not there; .*PeftModel\.from_pre"):
+        peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "a")

@@ -121,8 +121,17 @@ class Plan:
                 refuse(file, remedy, entry_faults(found, found[DIGESTS], ()))
             config = SNNKConfig(**found["config"])
             candidates = [Candidate(**candidate) for candidate in found["candidates"]]
-            names = ("of", "budget", "predicted", "curve", "settings")
-            return cls(config=config, candidates=candidates, **{name: found[name] for name in names})
+            kinds: dict[str, Any] = {
+                "of": str,
+                "budget": (int, float),
+                "predicted": dict,
+                "curve": list,
+                "settings": dict,
+            }
+            for name, kind in kinds.items():
+                if not isinstance(found[name], kind):
+                    raise TypeError(f"{name} is {str(found[name])[:100]!r}")
+            return cls(config=config, candidates=candidates, **{name: found[name] for name in kinds})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{str(file)!r} cannot be read as a plan ({type(error).__name__}: {error}); expected a folder that "

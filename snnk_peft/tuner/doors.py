@@ -115,6 +115,11 @@ class Door:
         alone = not (folder / MODEL_CONFIG).is_file()  # transformers takes the model beside an adapter
         if needs_base and alone and not (isinstance(base, str) and base):
             raise ConfigError(f"{path}: base_model_name_or_path is {base!r}; expected a folder or a repository")
+        if needs_base and alone and os.path.isabs(str(base)) and not os.path.exists(str(base)):
+            raise ConfigError(
+                f"{path}: base_model_name_or_path is {base!r}, which is not there; expected a folder or a repository "
+                "on the Hub. Load the base model from where it is and give it to PeftModel.from_pretrained"
+            )
         if needs_base:
             _check_base(Path(str(base)) if alone else folder)
         if DIGESTS in content and content["peft_type"] != "SNNK":
