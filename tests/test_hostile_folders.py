@@ -282,3 +282,18 @@ def test_a_base_that_is_no_more_where_it_was(tmp_path):
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"base_model_name_or_path is .*which is not there; .*PeftModel\.from_pre"):
         peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", [float("inf"), ["SNNK"], "SNNQ", None])
+def test_a_method_that_is_none(tmp_path, kind):
+    tiny("bert").save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    config = SNNKConfig(adapter=AdapterPart(num_features=4), task_type="SEQ_CLS")
+    get_snnk_model(base, config).save_pretrained(tmp_path / "a")
+    content = json.loads((tmp_path / "a/adapter_config.json").read_text())
+    del content["snnk_digests"]
+    (tmp_path / "a/adapter_config.json").write_text(json.dumps({**content, "peft_type": kind}))
+    with pytest.raises(ConfigError, match="peft_type is"):
+        peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "a")
+    with pytest.raises(ConfigError, match="peft_type is"):
+        peft.PeftModel.from_pretrained(tiny("bert"), tmp_path / "a")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, mapping
 from peft.auto import _BaseAutoPeftModel
 from transformers import PretrainedConfig
 from transformers.integrations.peft import PeftAdapterMixin
@@ -111,6 +111,9 @@ class Door:
         content = read_json(path)
         if not isinstance(content, dict) or "peft_type" not in content:
             raise ConfigError(f"{path} is no adapter config: expected an object with a 'peft_type'")
+        kind = content["peft_type"]
+        if not isinstance(kind, str) or kind not in mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
+            raise ConfigError(f"{path}: peft_type is {str(kind)[:100]!r}; expected a method of PEFT, such as 'SNNK'")
         base = content.get("base_model_name_or_path")
         alone = not (folder / MODEL_CONFIG).is_file()  # transformers takes the model beside an adapter
         if needs_base and alone and not (isinstance(base, str) and base):
