@@ -467,7 +467,7 @@ class TestBadCheckpoints:
 
     def test_another_number_of_classes(self, tmp_path):
         patched("bert").save_pretrained(tmp_path)
-        message = r"classifier.weight has shape \(2, 16\); the model needs \(3, 16\)"
+        message = "a classifier of 2 labels .* has 3. Load the base model with num_labels=2"
         refused_everywhere(build("bert", num_labels=3), tmp_path, message)
 
     @pytest.mark.parametrize("keep", [0, 4, 200, 0.5, -1])

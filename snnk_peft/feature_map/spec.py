@@ -36,7 +36,7 @@ class FeatureMapSpec:
         >>> for fault in spec.faults("adapter"):
         ...     print(fault)
         adapter: projection 'orf' parameter 'norm' is unknown; valid: norms, redraw_every. Did you mean 'norms'?
-        adapter.num_features is 0; expected an integer >= 1 and <= 1048576
+        adapter.num_features is 0; expected an integer >= 1 and <= 8388608
     """
 
     component: str = option(MISSING, "the function f, a name of `COMPONENTS`.", checked=False)

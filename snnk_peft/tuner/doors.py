@@ -223,6 +223,7 @@ def _watch_auto(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def from_pretrained(cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        config: Any = None
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             Door(os.fspath(pretrained_model_name_or_path)).check_config(needs_base=True)
             revision = signature.bind(cls, pretrained_model_name_or_path, *args, **kwargs).arguments.get("revision")
@@ -232,7 +233,15 @@ def _watch_auto(original: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs |= label_options(config, kwargs)
                 if config.modules_to_save or config.trained_within:  # the adapter's classifier comes in its place
                     kwargs.setdefault("ignore_mismatched_sizes", True)
-        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        try:
+            return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        except OSError as error:
+            if not isinstance(config, SNNKConfig):
+                raise
+            raise ConfigError(
+                f"the base model of {pretrained_model_name_or_path}, base_model_name_or_path "
+                f"{config.base_model_name_or_path!r}, cannot be loaded: {error}"
+            ) from error
 
     return from_pretrained
 
