@@ -252,7 +252,15 @@ class BundledConfig:
         if saved is not None:
             remedy = f"was changed. If that is meant, remove {DIGESTS!r} from it; otherwise copy or download it again"
             refuse(f"config.json of a {cls.__name__}", remedy, entry_faults(content, saved, FREE_ENTRIES))
-        return super().from_dict(content, **kwargs)  # type: ignore[misc]
+        try:
+            return super().from_dict(content, **kwargs)  # type: ignore[misc]
+        except ConfigError:
+            raise
+        except (*BARE, ValueError) as error:
+            raise ConfigError(
+                f"config.json of a {cls.__name__} cannot be read ({type(error).__name__}: {error}); it was changed, or "
+                "is of another version of transformers"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -312,7 +320,9 @@ class BundledModel:
         with original_config(config, original.config_class):
             try:
                 super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-            except BARE as error:
+            except ConfigError:
+                raise
+            except (*BARE, ValueError) as error:
                 raise ConfigError(
                     f"the config builds no {original.__name__} ({type(error).__name__}: {error}): config.json was "
                     "changed, or is of another version of transformers"
