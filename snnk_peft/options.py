@@ -38,7 +38,6 @@ TYPE_WORDS: dict[Any, tuple[str, str]] = {
     Callable: ("a function", "a function"),
 }
 MOST = 1 << 28  # numbers of one matrix, and so of its rows and columns: a gigabyte in single precision
-MOST_ROWS = 1 << 23  # of a matrix that may be drawn anew, where no file shows how large it is
 MOST_SEED = (1 << 63) - 1
 LIMITS = {
     "above": (">", operator.gt),

@@ -16,7 +16,7 @@ from torch import nn
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map.base import FeatureMap, distribution_fault
-from snnk_peft.options import MOST, MOST_ROWS, MOST_SEED, argument_faults, documented, option, options_of, value_faults
+from snnk_peft.options import MOST, MOST_SEED, argument_faults, documented, option, options_of, value_faults
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import Registry, did_you_mean
 
@@ -36,12 +36,12 @@ class FeatureMapSpec:
         >>> for fault in spec.faults("adapter"):
         ...     print(fault)
         adapter: projection 'orf' parameter 'norm' is unknown; valid: norms, redraw_every. Did you mean 'norms'?
-        adapter.num_features is 0; expected an integer >= 1 and <= 8388608
+        adapter.num_features is 0; expected an integer >= 1 and <= 268435456
     """
 
     component: str = option(MISSING, "the function f, a name of `COMPONENTS`.", checked=False)
     projection: str = option(MISSING, "the matrix W, a name of `PROJECTIONS`.", checked=False)
-    num_features: int = option(MISSING, "rows of W.", low=1, high=MOST_ROWS)
+    num_features: int = option(MISSING, "rows of W.", low=1, high=MOST)
     component_params: Mapping[str, Any] = option(dict, "keyword arguments of the component.")
     projection_params: Mapping[str, Any] = option(dict, "keyword arguments of the projection.")
     dim: int | None = option(None, "length of the input vectors; None while it is not known.", low=1, high=MOST)

@@ -16,7 +16,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
-from snnk_peft.options import MOST, MOST_ROWS, Option, argument_faults, documented
+from snnk_peft.options import MOST, Option, argument_faults, documented
 from snnk_peft.projections.base_drawn import Drawn
 
 
@@ -69,9 +69,7 @@ class Projection(Drawn):
         dim: Annotated[int, Option("length of the input vectors.", low=1, high=MOST)],
         num_features: Annotated[
             int,
-            Option(
-                "rows of W. Cost grows linearly with it, the error falls as its square root.", low=1, high=MOST_ROWS
-            ),
+            Option("rows of W. Cost grows linearly with it, the error falls as its square root.", low=1, high=MOST),
         ],
         *,
         seed: Annotated[int, Option("together with `site` decides the draw.", checked=False)] = 0,
