@@ -49,8 +49,8 @@ def compile_some(work: tuple[int, int]) -> int:
         try:
             launch.kernel[launch.grid](*launch.args, **resized(launch, shape))
             tried += 1
-        except Exception:
-            pass
+        except Exception as error:  # of whatever kind: sizes that do not fit this card are left out, and said
+            print(f"{launch.name} {shape} is left out: {str(error).splitlines()[0] if str(error) else type(error)}")
     torch.cuda.synchronize()
     return tried
 
