@@ -18,6 +18,7 @@ from image_layouts import png
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
+from _lib import repeated as repeated_examples
 from _lib.images import ImageExamples
 from _lib.repeated import repeat_notes
 from transformers import ViTImageProcessorPil
@@ -37,7 +38,7 @@ def test_rows_of_a_table(tmp_path: Path) -> None:
     assert repeat_notes(task, data["train"].select([2, 3]), {"validation": data["validation"].select([0, 2])}) == []
 
 
-def test_pictures_are_compared_by_content(tmp_path: Path) -> None:
+def test_pictures_are_compared_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"train/a/0": 1, "train/a/1": 2, "train/b/0": 3, "train/b/1": 1, "val/a/9": 2, "val/b/9": 7}
     for name, value in values.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +48,8 @@ def test_pictures_are_compared_by_content(tmp_path: Path) -> None:
     repeated, two = repeat_notes(task, data["train"], {"validation": data["validation"]})
     assert repeated.startswith("1 of 2 rows of validation")
     assert two.startswith("1 of the 3 different rows of train")
+    monkeypatch.setattr(repeated_examples, "MOST_PICTURES", 5)
+    assert repeat_notes(task, data["train"], {"validation": data["validation"]})[0].startswith("6 pictures were not")
 
 
 def test_unreadable_pictures_are_named_in_one_run(tmp_path: Path) -> None:

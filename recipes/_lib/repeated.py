@@ -21,8 +21,12 @@ def repeat_notes(task: Any, train: Any, splits: Mapping[str, Any], labelled: boo
         labelled: whether the labels of `train` mean something.
     """
     every = {"train": train, **splits}
-    if task.modality == "image" and sum(map(len, every.values())) > MOST_PICTURES:
-        return []
+    number = sum(map(len, every.values()))
+    if task.modality == "image" and number > MOST_PICTURES:
+        return [
+            f"{number:,} pictures were not compared with each other (up to {MOST_PICTURES:,} are): whether some that "
+            "are scored were trained on is not known"
+        ]
     keys = {name: _keys(task, rows) for name, rows in every.items()}
     found = [repeat_note(name, keys[name], "train", keys["train"]) for name in splits]
     if labelled and task.label_names is not None:

@@ -66,8 +66,9 @@ def plan(
     Multiply-adds and bytes are exact, so the same arguments give the same plan. Seconds differ from time to time. Each
     is the least of several that take turns with the original's, and was reached three times; savings are told in steps
     of 0.5%, and choices are about 2% of the budget apart, so that only a timing at the border of two of these changes a
-    plan, to one that is as near to the budget. What was measured is remembered as long as the process lives, and with
-    `timings` for as long as that file: the same plan then, in any case.
+    plan, to one that is as near to the budget. On a busy machine give torch one thread: its own seconds are told then.
+    What was measured is remembered as long as the process lives, and with `timings` for as long as that file: the same
+    plan then, in any case.
 
     Args:
         model: a transformers model of a known family, without adapters; it is not changed.
