@@ -560,6 +560,10 @@ def test_the_default_number_of_features_fits_the_projection(fields, rows):
         ({"separate_maps": True}, ["attention.separate_maps is True with projection 'orf', which is not learned"]),
         ({"separate_maps": 1, "projection": "free"}, ["attention.separate_maps is 1"]),
         ({"sum_of": "elu"}, ["attention.sum_of is 'elu'; expected a list of dicts"]),
+        (
+            {"sum_of": 2.0, "projection": "landmarks", "component": "mixture"},
+            ["attention.sum_of is 2.0; expected a list"],
+        ),
         ({"sum_of": ["elu"]}, [r"attention.sum_of\[0\] is 'elu'; expected a dict"]),
         ({"sum_of": [{"componnet": "elu"}]}, [r"attention.sum_of\[0\]..*did you mean 'component'"]),
         ({"sum_of": [{"near_field": 3}]}, [r"attention.sum_of\[0\]..*'near_field'"]),

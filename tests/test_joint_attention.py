@@ -346,6 +346,7 @@ def test_adapters_are_saved_switched_and_trained(tmp_path):
         ({**JOINT, "component": "elu"}, ["component 'elu' over 'orf'", "posrf"]),
         ({**JOINT, "projection": "ssr"}, ["component 'posrf' over 'ssr'"]),
         ({**JOINT, "sum_of": [{"component": "relu"}]}, [r"sum_of\[0\] has component 'relu'"]),
+        ({**JOINT, "sum_of": 1e30}, [r"sum_of is 1e\+30; expected a list of dicts"]),
         ({**JOINT, "sinks": -1}, ["sinks is -1"]),
         ({"near_field": 4, "near_field_normalisation": "both"}, ["near_field_normalisation is 'both'"]),
         ({"component": "mixture", "projection": "centroids", "near_field": 4}, ["join them"]),

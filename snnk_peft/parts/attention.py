@@ -156,7 +156,8 @@ class AttentionPart(FeaturePart):
 
     def _fit_faults(self, part: str) -> list[str]:
         """`calibrate` fits one map to softmax, and nothing beside it."""
-        entries = [entry for entry in self.sum_of if isinstance(entry, Mapping)] if self.sum_of else []
+        given = self.sum_of if isinstance(self.sum_of, (list, tuple)) else ()
+        entries = [entry for entry in given if isinstance(entry, Mapping)]
         named = [entry for entry in entries if entry.get("projection") == self.projection or "projection" not in entry]
         blended = self.near_field is not None and not self.joint
         if not self.of_attention or not (blended or named):
