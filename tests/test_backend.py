@@ -20,6 +20,7 @@ from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.hadamard import hadamard_matrix, hadamard_transform, walsh_hadamard
 from snnk_peft.functional.linear_attention import AttentionState, common_scale, divide, finite, grouped, key_sums
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
+from snnk_peft.functional.near_field import Sinks, near_attention
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -91,6 +92,18 @@ def dense_exponential(q, k, v, queries, keys, mask=None, state=None):
     return out.flatten(1, 2).to(v.dtype), means
 
 
+def dense_near(q, k, v, width, mask=None, *, causal=False, scaling=1.0, sinks=None, far=()):
+    distance = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2]) + k.shape[-2] - q.shape[-2]
+    seen = (distance.abs() < width) & ((distance >= 0) | (not causal)) & mask[:, None, None, None]
+    keys, values = torch.cat((k, sinks.keys), 2).unsqueeze(2), torch.cat((v, sinks.values), 2).unsqueeze(2)
+    seen = torch.cat((seen, sinks.seen[:, None, None].expand(-1, 1, 1, len(distance), -1)), -1)
+    logs = (grouped(q, k.shape[1]) @ keys.mT * scaling).masked_fill(~seen, ABSENT)
+    ((means, weight),) = far
+    logs = torch.cat((logs, grouped(weight.unsqueeze(-1), k.shape[1])), -1)
+    shares = logs.softmax(-1)
+    return (shares[..., :-1] @ values + shares[..., -1:] * grouped(means, k.shape[1])).flatten(1, 2).to(v.dtype)
+
+
 def without_signs(q, k, v, queries, keys, mask=None, state=None) -> bool:
     return keys.signs is None and keys.offset.dim() == 1
 
@@ -102,6 +115,7 @@ DENSE: dict[Any, tuple[Callable[..., Any], Callable[..., bool] | None]] = {
     hadamard_transform: (dense_hadamard, None),
     key_means: (dense_means, None),
     key_sums: (dense_sums, None),
+    near_attention: (dense_near, None),
     normalized_linear: (dense_normalized, None),
 }
 
@@ -148,6 +162,8 @@ def arguments(operation: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     features = log_linear()
     means = key_means(k[:, :, :3], v[:, :, :3], features)
     sums = key_sums(psi[:, :, :3], v[:, :, :3], log_scale=scale[:, :, :3])
+    sinks = Sinks(torch.randn(2, 2, 2, 4), torch.randn(2, 2, 2, 3), torch.rand(2, 7, 2) > 0.5)
+    far = ((torch.randn(2, 4, 7, 3), torch.randn(2, 4, 7)),)
     return {
         causal_exponential_attention: ((q, k, v, log_linear(), features, mask, means), {}),
         causal_linear_attention: ((phi, psi, v, mask), {"log_scale": scale, "state": sums}),
@@ -155,6 +171,7 @@ def arguments(operation: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hadamard_transform: ((torch.randn(3, 64),), {}),
         key_means: ((k, v, features, mask, means), {}),
         key_sums: ((psi, v, mask), {"log_scale": scale, "state": sums}),
+        near_attention: ((q, k, v, 3, mask), {"causal": True, "scaling": 0.6, "sinks": sinks, "far": far}),
         normalized_linear: ((torch.randn(3, 6), torch.randn(5, 6)), {}),
     }[operation]
 

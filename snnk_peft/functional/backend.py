@@ -30,6 +30,7 @@ OPERATIONS = (
     "hadamard_transform",
     "key_means",
     "key_sums",
+    "near_attention",
     "normalized_linear",
 )
 

@@ -232,8 +232,7 @@ class JointAttention(nn.Module):
             place = place + state.place.unsqueeze(-1)
         window, sinks, seen = self._with_window(new, state)
         beside = Sinks(sinks.keys, sinks.values, seen) if self.sinks else None
-        fields = [near_attention(q, *window[:2], self.width, window.counts, causal=True, scaling=scaling, sinks=beside)]
-        sums = []
+        fields, sums = [], []
         for number, term in enumerate(terms):
             given = None if state is None else state.sums[number]
             maps = _maps(term, q, new.keys, None, True, scaling, kept)
@@ -244,8 +243,11 @@ class JointAttention(nn.Module):
                 weights = weights.masked_fill((place > reach).unsqueeze(1), ABSENT)
             fields.append((out, weights))
             sums.append(behind)
+        out = near_attention(
+            q, *window[:2], self.width, window.counts, causal=True, scaling=scaling, sinks=beside, far=tuple(fields)
+        )
         last = window.part(length, length + self.width)
-        return _joined(fields).to(new.values.dtype), JointState(tuple(sums), last, sinks, place[:, -1])
+        return out, JointState(tuple(sums), last, sinks, place[:, -1])
 
     def _both_ways(self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, scaling: float) -> Tensor:
         """Every query sees every key."""
@@ -253,7 +255,7 @@ class JointAttention(nn.Module):
         late, sinks, _ = self._with_window(new, None)
         own = late.part(self.width, self.width + length)
         beside = Sinks(sinks.keys, sinks.values, sinks.counts.unsqueeze(1)) if self.sinks else None
-        fields = [near_attention(q, *own[:2], self.width, own.counts, scaling=scaling, sinks=beside)]
+        fields = []
         early = late.part(0, self.width).and_then(own.reversed())
         for number, term in enumerate(terms):
             maps = _maps(term, q, self._spread(term, new).keys, new.counts, False, scaling)
@@ -261,7 +263,7 @@ class JointAttention(nn.Module):
             fields.append(self._far(number, maps, q, forward, None, scaling)[:2])
             out, weights, _ = self._far(number, maps, q.flip(-2), backward, None, scaling)
             fields.append((out.flip(-2), weights.flip(-1)))
-        return _joined(fields).to(new.values.dtype)
+        return near_attention(q, *own[:2], self.width, own.counts, scaling=scaling, sinks=beside, far=tuple(fields))
 
     def _far(
         self,
@@ -302,13 +304,6 @@ def _maps(
     found = form(term.statistics(q, k, mask, causal=causal, root=root), root, like)
     assert found is not None
     return found
-
-
-def _joined(fields: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Means (B, H, L, D) over several sets of keys, each with the logarithm of its weight, as one mean over all."""
-    shares = torch.stack([weights for _, weights in fields], -1).softmax(-1).unsqueeze(-2).unbind(-1)
-    first, *others = (share * out for share, (out, _) in zip(shares, fields, strict=True))
-    return sum(others, first)
 
 
 def may_be_joint(component: Component, projection: Projection | type[Projection]) -> bool:
