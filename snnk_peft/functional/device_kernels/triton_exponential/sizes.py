@@ -31,6 +31,9 @@ TABLE = {
     "causal_query_back": Launch(32, 4, 1),
     "causal_key_back": Launch(32, 4, 1),
     "causal_key_back_rows": Launch(32, 8, 1),  # with the gradient of rows four warps spill
+    "near_forward": Launch(64, 4, 2),
+    "near_query_back": Launch(64, 4, 2),
+    "near_key_back": Launch(64, 4, 2),
 }
 FEWEST = {"causal": 256, "plain": 128}  # tokens of a part
 LONGEST = {"causal": 1024, "plain": 1024}
