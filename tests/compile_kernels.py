@@ -22,7 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 from _lib.kernel_launches import every_launch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.bool: "*i1"}
+NAMES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bool: "*i1",
+    torch.int64: "*i64",
+}
 
 
 def compiled(kernel: Any, capability: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

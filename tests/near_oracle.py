@@ -15,7 +15,7 @@ NOWHERE = -1e9  # what a far set says of its weight where a query sees none of i
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, sinks: list[Tensor], far: list[Tensor], seen: Tensor | None, mask: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, sinks: list[Tensor], far: list[Tensor], known: Tensor | None, mask: Tensor | None,
     width: int, causal: bool, scaling: float,
 ) -> Tensor:  # fmt: skip
     """Every pair's weight; `far` holds means and logarithms of weights in turn."""
@@ -26,7 +26,8 @@ def dense(
     keys, values = k, v
     if mask is not None:
         pairs = pairs & mask[:, None, None]
-    if seen is not None:
+    if known is not None:
+        seen = torch.arange(sinks[0].shape[2]) < known[:, :, None]
         keys, values = torch.cat((k, sinks[0]), 2), torch.cat((v, sinks[1]), 2)
         pairs = torch.cat((pairs, seen[:, None].expand(-1, 1, L, -1)), -1)
     logs = (q @ keys.repeat_interleave(rep, 1).mT * scaling).masked_fill(~pairs, -math.inf)
@@ -86,21 +87,20 @@ def given(
         (H, L, d, size),
         (G, N, d, size),
         (G, N, D, 1.0),
-        *([(G, sinks, d, size), (G, sinks, D, 1.0)] if sinks else []),
+        *([(G, sinks, d, 2 * size), (G, sinks, D, 1.0)] if sinks else []),
     ]
     tensors = [(torch.randn(B, heads, count, w) * s) for heads, count, w, s in shapes]
-    if ramp:  # along one direction, which all queries have
-        tensors[0][..., 0], tensors[1][..., 0] = 4.0, torch.linspace(0, ramp, N)
+    if ramp:  # along one direction, which all queries have; sinks stand in the middle
+        tensors[0][..., 0], tensors[1][..., 0], tensors[3][..., 0] = 4.0, torch.linspace(0, ramp, N), ramp / 2
     tensors = [x.to(dtype) for x in tensors]
-    mask = seen = None
+    mask = known = None
     if masked:
         mask = torch.rand(B, N) > 0.2
         mask[1:2, : N // 2 + 1], mask[2:] = False, False
     if sinks:
         # Of a causal text they come one by one; otherwise, all queries see the same.
-        seen = torch.arange(1, L + 1)[:, None] > torch.arange(sinks) * 3 + 1
-        seen = seen.expand(B, L, sinks).clone()
-        seen[2:] = False
+        known = (torch.arange(L) // 3).expand(B, L).clone()
+        known[2:] = 0
     for _ in range(far):
         # As large as those of single keys, now more, now less.
         weight = torch.randn(B, H, L) * 2 * size**2 + torch.linspace(0, ramp, N)[N - L :]
@@ -108,27 +108,27 @@ def given(
         weight[2:] = NOWHERE
         means = torch.randn(B, H, L, D).masked_fill(weight.unsqueeze(-1) < NOWHERE / 2, 0.0)
         tensors += [means, weight]
-    return tensors, {"mask": mask, "seen": seen, "width": width, "scaling": d**-0.5}
+    return tensors, {"mask": mask, "known": known, "width": width, "scaling": d**-0.5}
 
 
 def compare(tensors: list[Tensor], facts: dict[str, Any], causal: bool) -> dict[str, float]:
     """Relative errors of the result and of every gradient of the operation, of whatever form, against fp64."""
-    seen, rest = facts["seen"], {"mask": facts["mask"], "causal": causal, "scaling": facts["scaling"]}
-    if seen is not None and not causal:
-        seen = seen[:, -1:]
+    known, rest = facts["known"], {"mask": facts["mask"], "causal": causal, "scaling": facts["scaling"]}
+    if known is not None and not causal:
+        known = known[:, -1:]
     own, wide = ([x.clone().to(kind or x.dtype).requires_grad_() for x in tensors] for kind in (None, torch.float64))
-    split = 3 if seen is None else 5
-    sinks = None if seen is None else Sinks(own[3], own[4], seen)
+    split = 3 if known is None else 5
+    sinks = None if known is None else Sinks(own[3], own[4], known)
     far = tuple(zip(own[split::2], own[split + 1 :: 2], strict=True))
     found = near_attention(*own[:3], facts["width"], **rest, sinks=sinks, far=far)
     assert found.dtype == tensors[2].dtype
-    expected = dense(*wide[:3], wide[3:split], wide[split:], seen, **rest, width=facts["width"])
+    expected = dense(*wide[:3], wide[3:split], wide[split:], known, **rest, width=facts["width"])
     report = {"out": error(found, expected)}
     assert not found[expected.abs().amax(-1) == 0].any()
     direction = torch.randn_like(expected).to(found.dtype)
     mine = torch.autograd.grad(found, own, direction)
     theirs = torch.autograd.grad(expected, wide, direction.double())
-    names = ["q", "k", "v", *(["sink keys", "sink values"] if seen is not None else []), *(["far", "weight"] * 2)]
+    names = ["q", "k", "v", *(["sink keys", "sink values"] if known is not None else []), *(["far", "weight"] * 2)]
     for place, (m, t) in enumerate(zip(mine, theirs, strict=True)):
         if place >= split:  # of what is not there a gradient may be anything: it goes nowhere
             absent = tensors[place + 1 - (place - split) % 2] < NOWHERE / 2

@@ -96,7 +96,8 @@ def dense_near(q, k, v, width, mask=None, *, causal=False, scaling=1.0, sinks=No
     distance = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2]) + k.shape[-2] - q.shape[-2]
     seen = (distance.abs() < width) & ((distance >= 0) | (not causal)) & mask[:, None, None, None]
     keys, values = torch.cat((k, sinks.keys), 2).unsqueeze(2), torch.cat((v, sinks.values), 2).unsqueeze(2)
-    seen = torch.cat((seen, sinks.seen[:, None, None].expand(-1, 1, 1, len(distance), -1)), -1)
+    known = torch.arange(2) < sinks.known[:, :, None]
+    seen = torch.cat((seen, known[:, None, None]), -1)
     logs = (grouped(q, k.shape[1]) @ keys.mT * scaling).masked_fill(~seen, ABSENT)
     ((means, weight),) = far
     logs = torch.cat((logs, grouped(weight.unsqueeze(-1), k.shape[1])), -1)
@@ -162,7 +163,7 @@ def arguments(operation: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     features = log_linear()
     means = key_means(k[:, :, :3], v[:, :, :3], features)
     sums = key_sums(psi[:, :, :3], v[:, :, :3], log_scale=scale[:, :, :3])
-    sinks = Sinks(torch.randn(2, 2, 2, 4), torch.randn(2, 2, 2, 3), torch.rand(2, 7, 2) > 0.5)
+    sinks = Sinks(torch.randn(2, 2, 2, 4), torch.randn(2, 2, 2, 3), torch.randint(3, (2, 7)))
     far = ((torch.randn(2, 4, 7, 3), torch.randn(2, 4, 7)),)
     return {
         causal_exponential_attention: ((q, k, v, log_linear(), features, mask, means), {}),

@@ -84,7 +84,7 @@ def small() -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Arguments, with all that there can be."""
     tensors, facts = given(torch.float32, B=2, H=2, G=1, L=20, D=16, width=6, sinks=2, far=1, masked=True)
     own = [x.requires_grad_() for x in tensors]
-    sinks = Sinks(own[3], own[4], facts["seen"])
+    sinks = Sinks(own[3], own[4], facts["known"])
     facts = {"mask": facts["mask"], "scaling": facts["scaling"], "sinks": sinks, "far": ((own[5], own[6]),)}
     return own, {**facts, "width": 6, "causal": True}
 
@@ -131,7 +131,7 @@ def test_what_the_kernel_does_not_take():
     """Other dtypes, more columns or sinks than fit, one mask for all texts: the torch form, and no error."""
     (q, k, v, *_), rest = small()
     broad, many = torch.randn(2, 1, 20, 130), torch.randn(2, 1, 40, 16)
-    sinks = Sinks(many, many, torch.ones(2, 20, 40, dtype=torch.bool))
+    sinks = Sinks(many, many, torch.ones(2, 20, dtype=torch.long))
     plain = {"width": 6, "causal": True}
     for args, more in (
         ((q.double(), k.double(), v.double()), plain),

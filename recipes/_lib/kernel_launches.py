@@ -10,8 +10,11 @@ from unittest import mock
 import torch
 
 from snnk_peft.functional.device_kernels.triton_exponential import causal, key_sums, launches, queries, sizes
+from snnk_peft.functional.device_kernels.triton_near import kernels as near
+from snnk_peft.functional.device_kernels.triton_near import launches as near_launches
 
 HEADS, DIM, FEATURES = 12, 64, 64
+WIDTH, SINKS = 64, 4
 
 
 class Launch(NamedTuple):
@@ -56,6 +59,7 @@ def watched(runs: bool) -> Iterator[list[Launch]]:
                 causal,
                 {"forward_pass": "causal_forward", "query_back": "causal_query_back", "key_back": "causal_key_back"},
             ),
+            (near, {"forward_pass": "near_forward", "query_back": "near_query_back", "key_back": "near_key_back"}),
         ):
             for name, known in names.items():
                 kernel = _Watched(known, getattr(module, name), found, runs)
@@ -67,7 +71,7 @@ def every_launch(
     device: str, dtype: torch.dtype, length: int, *, m: int = FEATURES, d: int = DIM, learned: bool = False,
     masked: bool = False,
 ) -> list[Launch]:  # fmt: skip
-    """Of a forward and backward pass, not causal and causal, of one sequence; on the meta device nothing runs.
+    """Of a forward and backward pass, not causal, causal and joint, of one sequence; on the meta device nothing runs.
 
     Args:
         device: "meta", or where the kernels run.
@@ -92,6 +96,10 @@ def every_launch(
         launches.attention_back(g, None, None, *given, None, None, *means, learned, learned)
         out, lse, *behind = launches.causal_attention(*given, None, None, dtype)
         launches.causal_attention_back(g, None, None, None, *given, None, None, out, lse, *behind, learned, learned)
+        known = torch.full((1, length), SINKS, device=device)
+        beside = k[:, :, :SINKS], v[:, :, :SINKS], known, out.float(), lse
+        joint = q, k, v, WIDTH, mask, True, d**-0.5, *beside
+        near_launches.near_attention_back(g, *joint, near_launches.near_attention(*joint)[1])
     return found
 
 

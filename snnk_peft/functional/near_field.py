@@ -30,12 +30,12 @@ class Sinks(NamedTuple):
     Attributes:
         keys: (B, G, s, d).
         values: (B, G, s, D).
-        seen: (B, L or 1, s) bool, True where a query sees a sink.
+        known: (B, L or 1) integers, how many of the first of them a query sees.
     """
 
     keys: Tensor
     values: Tensor
-    seen: Tensor
+    known: Tensor
 
 
 def banded_softmax_attention(
@@ -129,7 +129,8 @@ def near_attention(
         if sinks is not None:
             beside = sinks.keys.shape[-2]
             more = torch.einsum("bghcid,bgjd->bghcij", queries, wide(sinks.keys))
-            counts = sinks.seen.expand(-1, length, -1)
+            counts = torch.arange(beside, device=q.device) < sinks.known.unsqueeze(-1)
+            counts = counts.expand(-1, length, -1)
             counts = torch.nn.functional.pad(counts, (0, 0, 0, blocks * size - length)).unflatten(-2, (blocks, size))
             scores = torch.cat((scores, more.masked_fill(~counts[:, None, None], float("-inf"))), -1)
         top = scores.detach().amax(-1, keepdim=True)

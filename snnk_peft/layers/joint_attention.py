@@ -193,7 +193,7 @@ class JointAttention(nn.Module):
         return Kept(k, v, every)
 
     def _with_window(self, new: Kept, state: JointState | None) -> tuple[Kept, Kept, Tensor]:
-        """The last `width` keys and the new ones, without sinks; the sinks; and (B, L, s), which query sees which."""
+        """The last `width` keys and the new ones, without sinks; the sinks; and (B, L), how many a query knows."""
         k, v, counts = new
         batch, groups = k.shape[:2]
         if state is None:
@@ -203,9 +203,8 @@ class JointAttention(nn.Module):
         else:
             band, sinks = state.band, state.sinks
         rank = sinks.counts.sum(-1, keepdim=True) + counts.long().cumsum(-1)
-        places = torch.arange(1, self.sinks + 1, device=k.device)
-        seen = rank.unsqueeze(-1) >= places
         if self.sinks:
+            places = torch.arange(1, self.sinks + 1, device=k.device)
             # Places (B, s, L): one new key at most goes to each. A product, since graphs are exported.
             found = (rank.unsqueeze(-1) == places).mT & counts.unsqueeze(1)
             with full_precision(k):
@@ -213,7 +212,7 @@ class JointAttention(nn.Module):
                     old + found.unsqueeze(1).to(t.dtype) @ t for old, t in ((sinks.keys, k), (sinks.values, v))
                 )
             sinks = Kept(keys, values, sinks.counts | found.any(-1))
-        return band.and_then(Kept(k, v, counts & (rank > self.sinks))), sinks, seen
+        return band.and_then(Kept(k, v, counts & (rank > self.sinks))), sinks, rank
 
     def _behind(
         self,
@@ -230,8 +229,8 @@ class JointAttention(nn.Module):
         place = new.counts.long().cumsum(-1)  # of each token in its text, from 1 on
         if state is not None:
             place = place + state.place.unsqueeze(-1)
-        window, sinks, seen = self._with_window(new, state)
-        beside = Sinks(sinks.keys, sinks.values, seen) if self.sinks else None
+        window, sinks, rank = self._with_window(new, state)
+        beside = Sinks(sinks.keys, sinks.values, rank) if self.sinks else None
         fields, sums = [], []
         for number, term in enumerate(terms):
             given = None if state is None else state.sums[number]
@@ -252,9 +251,9 @@ class JointAttention(nn.Module):
     def _both_ways(self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, scaling: float) -> Tensor:
         """Every query sees every key."""
         length = q.shape[-2]
-        late, sinks, _ = self._with_window(new, None)
+        late, sinks, rank = self._with_window(new, None)
         own = late.part(self.width, self.width + length)
-        beside = Sinks(sinks.keys, sinks.values, sinks.counts.unsqueeze(1)) if self.sinks else None
+        beside = Sinks(sinks.keys, sinks.values, rank[:, -1:]) if self.sinks else None
         fields = []
         early = late.part(0, self.width).and_then(own.reversed())
         for number, term in enumerate(terms):

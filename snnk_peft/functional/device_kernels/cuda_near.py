@@ -11,7 +11,7 @@ from snnk_peft.functional.backend import register_kernel
 from snnk_peft.functional.near_field import Sinks, mean_over_all
 
 LARGEST = 128  # columns of keys and of values
-MOST_SINKS = 32
+MOST_SINKS = 16  # they are one block
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,7 +37,7 @@ def _serves(
     given = (q, k, v) if sinks is None else (q, k, v, *sinks[:2])
     same = q.dtype in DTYPES and all(t.dtype == q.dtype for t in given) and q.shape[-2] > 0
     small = max(q.shape[-1], v.shape[-1]) <= LARGEST and (sinks is None or 0 < sinks.keys.shape[-2] <= MOST_SINKS)
-    texts = all(t is None or len(t) == len(q) for t in (mask, None if sinks is None else sinks.seen))
+    texts = all(t is None or len(t) == len(q) for t in (mask, None if sinks is None else sinks.known))
     return same and small and texts and all(t.dtype == torch.float32 for pair in far for t in pair)
 
 

@@ -1,7 +1,7 @@
 """The launches: tensors in, new tensors out, no gradients.
 
 Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D), of one dtype as the sinks' keys (B, G, s, d) and values (B, G,
-s, D); mask (B, N) and seen (B, L or 1, s) bool; far (B, H, L, D) and weight (B, H, L) fp32.
+s, D); mask (B, N) bool; known (B, L or 1) integers; far (B, H, L, D) and weight (B, H, L) fp32.
 """
 
 from __future__ import annotations
@@ -23,58 +23,62 @@ def _sizes(name: str, q: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -
     return {**options, "MASKED": mask is not None, "CAUSAL": causal}
 
 
-def _beside(q: Tensor, keys: Tensor | None, values: Tensor | None, seen: Tensor | None, far: Tensor | None,
-            weight: Tensor | None) -> tuple[list[Tensor], list[int], dict[str, Any]]:  # fmt: skip
-    """Sinks and far keys: their memory, or any, which is not read; strides; and constants."""
-    memory, steps = [q] * 5, [0] * 5
-    count = 0
-    if keys is not None and values is not None and seen is not None:
-        count = keys.shape[-2]
-        memory[:3] = keys.contiguous(), values.contiguous(), seen.contiguous()
-        steps[3:] = seen.shape[-2] * count, count if seen.shape[-2] > 1 else 0
-    if far is not None and weight is not None:
-        memory[3:] = dense(far), weight.contiguous()
-        steps[:3] = strides(memory[3])
-    return memory, steps, {"SINKS": count, "S": padded(max(1, count)), "AFAR": far is not None}
+def _beside(
+    q: Tensor, keys: Tensor | None, values: Tensor | None, known: Tensor | None
+) -> tuple[list[Tensor], list[int], int]:  # fmt: skip
+    """Sinks: their memory, or any, which is not read; strides of how many each query sees; how many there are."""
+    if keys is None or values is None or known is None:
+        return [q, q, q], [0, 0], 0
+    steps = [0 if size == 1 else stride for size, stride in zip(known.shape, known.stride(), strict=True)]
+    return [keys.contiguous(), values.contiguous(), known], steps, keys.shape[-2]
+
+
+def _far(q: Tensor, far: Tensor | None, weight: Tensor | None) -> tuple[list[Tensor], list[int], bool]:
+    """What is far: its memory, or any; strides; and whether it is there."""
+    if far is None or weight is None:
+        return [q, q], [0, 0, 0], False
+    far = dense(far)
+    return [far, weight.contiguous()], strides(far), True
 
 
 def near_attention(
     q: Tensor, k: Tensor, v: Tensor, width: int, mask: Tensor | None, causal: bool, scaling: float,
-    *more: Tensor | None,
+    keys: Tensor | None, values: Tensor | None, known: Tensor | None, far: Tensor | None, weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs in the dtype of v, and logarithms of denominators to base 2, (B, H, L)."""
     q, k, v = dense(q), dense(k), dense(v)
     (B, H, L, _), (_, G, N, D) = q.shape, v.shape
-    memory, steps, constants = _beside(q, *more)
+    (sinks, of_sinks, s), (others, of_others, there) = _beside(q, keys, values, known), _far(q, far, weight)
     out, lse, size = empty(q, B, H, L, D, dtype=v.dtype), empty(q, B, H, L), part_tokens(L, B * H, "plain")
     kernels.forward_pass[(B * H, cdiv(L, size))](
-        q, k, v, flags(mask, q), *memory, out, lse, *strides(q, k, v, out), *steps, H, H // G, L, N, min(width, N),
-        scaling, size, **constants, **_sizes("near_forward", q, v, mask, causal),
+        q, k, v, flags(mask, q), *sinks, *others, out, lse, *strides(q, k, v, out), *of_others, *of_sinks, H, H // G, L,
+        N, min(width, N), scaling, size, SINKS=s, AFAR=there, **_sizes("near_forward", q, v, mask, causal),
     )  # fmt: skip
     return out, lse
 
 
 def near_attention_back(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, width: int, mask: Tensor | None, causal: bool, scaling: float,
-    keys: Tensor | None, values: Tensor | None, seen: Tensor | None, far: Tensor | None, weight: Tensor | None,
+    keys: Tensor | None, values: Tensor | None, known: Tensor | None, far: Tensor | None, weight: Tensor | None,
     lse: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, sinks (B, G, s, d + D), far and weight; the last three empty where there is none."""
     q, k, v, g = dense(q), dense(k), dense(v), dense(g)
     (B, H, L, d), (_, G, N, D), width = q.shape, v.shape, min(width, k.shape[-2])
-    memory, steps, constants = _beside(q, keys, values, seen, far, weight)
-    size = part_tokens(L, B * H, "plain")
-    parts, count = cdiv(L, size), constants["SINKS"]
+    (sinks, of_sinks, s), (others, of_others, there) = _beside(q, keys, values, known), _far(q, far, weight)
     dq, dk, dv = (empty(x, *x.shape, dtype=x.dtype) for x in (q, k, v))
-    delta, dsinks = empty(q, B, H, L), empty(q, B, G, H // G * parts, count, d + D) if count else empty(q, 0)
     dfar, dweight = (empty(q, *(x.shape if x is not None else (0,))) for x in (far, weight))
-    kernels.query_back[(B * H, parts)](
-        q, k, v, flags(mask, q), *memory, g, lse, delta, dq, dsinks, dfar, dweight, *strides(q, k, v, g),
-        *steps, H, H // G, L, N, width, scaling, size, **constants, **_sizes("near_query_back", q, v, mask, causal),
+    delta, size = empty(q, B, H, L), part_tokens(L, B * H, "plain")
+    kernels.query_back[(B * H, cdiv(L, size))](
+        q, k, v, flags(mask, q), *sinks, *others, g, lse, delta, dq, dfar, dweight, *strides(q, k, v, g), *of_others,
+        *of_sinks, H, H // G, L, N, width, scaling, size, SINKS=s, AFAR=there,
+        **_sizes("near_query_back", q, v, mask, causal),
     )  # fmt: skip
     size = part_tokens(N, B * G, "plain")
-    kernels.key_back[(B * G, cdiv(N, size))](
-        q, k, v, flags(mask, q), g, lse, delta, dk, dv, *strides(q, k, v, g), G, H // G, L, N, width, scaling, size,
-        **_sizes("near_key_back", q, v, mask, causal),
+    parts = cdiv(L, size) if s else 0
+    dsinks = empty(q, *((B, G, parts, s, d + D) if s else (0,)))
+    kernels.key_back[(B * G, cdiv(N, size) + parts)](
+        q, k, v, flags(mask, q), *sinks, g, lse, delta, dk, dv, dsinks, *strides(q, k, v, g), *of_sinks, G, H // G, L,
+        N, width, scaling, size, SINKS=s, **_sizes("near_key_back", q, v, mask, causal),
     )  # fmt: skip
-    return dq, dk, dv, dsinks.sum(2) if count else dsinks, dfar, dweight
+    return dq, dk, dv, dsinks.sum(2) if s else dsinks, dfar, dweight

@@ -17,7 +17,7 @@ from snnk_peft.functional.near_field import near_attention as torch_form
 
 GIVEN = (
     "Tensor q, Tensor k, Tensor v, int width, Tensor? mask, bool causal, float scaling, Tensor? sink_keys, "
-    "Tensor? sink_values, Tensor? seen, Tensor? far, Tensor? weight"
+    "Tensor? sink_values, Tensor? known, Tensor? far, Tensor? weight"
 )
 
 
@@ -45,7 +45,7 @@ def near_back(*given: Any) -> tuple[Tensor, ...]:
 @near_back.register_fake
 def _(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, width: int, mask: Tensor | None, causal: bool, scaling: float,
-    sink_keys: Tensor | None, sink_values: Tensor | None, seen: Tensor | None, far: Tensor | None,
+    sink_keys: Tensor | None, sink_values: Tensor | None, known: Tensor | None, far: Tensor | None,
     weight: Tensor | None, lse: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     of_sinks = (0,) if sink_keys is None else (*sink_keys.shape[:-1], q.shape[-1] + v.shape[-1])
@@ -79,8 +79,8 @@ def _in_torch(
     *more: Tensor | None,
 ) -> tuple[Tensor]:  # fmt: skip
     plain = torch_form.__wrapped__  # type: ignore[attr-defined]
-    keys, values, seen, *far = more
-    sinks = Sinks(keys, values, seen) if keys is not None and values is not None and seen is not None else None
+    keys, values, known, *far = more
+    sinks = Sinks(keys, values, known) if keys is not None and values is not None and known is not None else None
     others = () if far[0] is None else (far,)
     return (plain(q, k, v, width, mask, causal=causal, scaling=scaling, sinks=sinks, far=others),)
 
