@@ -20,14 +20,15 @@ def dense(
 ) -> Tensor:  # fmt: skip
     """Every pair's weight; `far` holds means and logarithms of weights in turn."""
     rep, L, N = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-    places = torch.arange(N - L, N)[:, None] - torch.arange(N)
+    at = torch.arange(N, device=q.device)
+    places = at[N - L :, None] - at
     pairs = (places.abs() < width) & ((places >= 0) | (not causal))
     pairs = pairs.expand(q.shape[0], 1, L, N)
     keys, values = k, v
     if mask is not None:
         pairs = pairs & mask[:, None, None]
     if known is not None:
-        seen = torch.arange(sinks[0].shape[2]) < known[:, :, None]
+        seen = torch.arange(sinks[0].shape[2], device=q.device) < known[:, :, None]
         keys, values = torch.cat((k, sinks[0]), 2), torch.cat((v, sinks[1]), 2)
         pairs = torch.cat((pairs, seen[:, None].expand(-1, 1, L, -1)), -1)
     logs = (q @ keys.repeat_interleave(rep, 1).mT * scaling).masked_fill(~pairs, -math.inf)
@@ -55,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "behind others": {"behind": True, "masked": True, "B": 3, "sinks": 2, "far": 1},
     "one query": {"behind": True, "L": 1, "masked": True, "B": 3, "sinks": 2},
     "fewer queries than the width": {"behind": True, "L": 9},
-    "large": {"size": 30.0, "far": 1, "sinks": 2},
+    "large": {"size": 20.0, "far": 1, "sinks": 2},
     "apart": {"ramp": 300.0, "sinks": 2, "far": 1},
 }
 
@@ -91,7 +92,7 @@ def given(
     ]
     tensors = [(torch.randn(B, heads, count, w) * s) for heads, count, w, s in shapes]
     if ramp:  # along one direction, which all queries have; sinks stand in the middle
-        tensors[0][..., 0], tensors[1][..., 0], tensors[3][..., 0] = 4.0, torch.linspace(0, ramp, N), ramp / 2
+        tensors[0][..., 0], tensors[1][..., 0], tensors[3][..., 0] = d**0.5, torch.linspace(0, ramp, N), ramp / 2
     tensors = [x.to(dtype) for x in tensors]
     mask = known = None
     if masked:
