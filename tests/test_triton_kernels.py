@@ -43,7 +43,7 @@ def test_compiled_kernels_fit(capability, stack, shared):
     from tests.compile_kernels import all_usages
 
     found = list(all_usages(capability, torch.bfloat16, learned=True, masked=True))
-    assert len({name for name, _ in found}) == 12
+    assert len({name for name, _ in found}) == 13
     assert [(name, use) for name, use in found if stack is not None and use["stack"] > stack] == []
     assert max(use["shared"] for _, use in found) <= shared * 2**10
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from snnk_peft.functional.device_kernels.triton_exponential import causal, key_sums, launches, queries, sizes
+from snnk_peft.functional.device_kernels.triton_exponential import causal, decode, key_sums, launches, queries, sizes
 from snnk_peft.functional.device_kernels.triton_near import kernels as near
 from snnk_peft.functional.device_kernels.triton_near import launches as near_launches
 
@@ -60,6 +60,7 @@ def watched(runs: bool) -> Iterator[list[Launch]]:
                 {"forward_pass": "causal_forward", "query_back": "causal_query_back", "key_back": "causal_key_back"},
             ),
             (near, {"forward_pass": "near_forward", "query_back": "near_query_back", "key_back": "near_key_back"}),
+            (decode, {"token_pass": "token_pass"}),
         ):
             for name, known in names.items():
                 kernel = _Watched(known, getattr(module, name), found, runs)
@@ -71,7 +72,9 @@ def every_launch(
     device: str, dtype: torch.dtype, length: int, *, m: int = FEATURES, d: int = DIM, learned: bool = False,
     masked: bool = False,
 ) -> list[Launch]:  # fmt: skip
-    """Of a forward and backward pass, not causal, causal and joint, of one sequence; on the meta device nothing runs.
+    """Of a forward and backward pass, not causal, causal and joint, of one sequence, and of one token behind it.
+
+    On the meta device nothing runs.
 
     Args:
         device: "meta", or where the kernels run.
@@ -100,6 +103,8 @@ def every_launch(
         beside = k[:, :, :SINKS], v[:, :, :SINKS], known, out.float(), lse
         joint = q, k, v, WIDTH, mask, True, d**-0.5, *beside
         near_launches.near_attention_back(g, *joint, near_launches.near_attention(*joint)[1])
+        token, own = (x[:, :, :1] for x in (q, k)), None if mask is None else mask[:, :1]
+        decode.few_tokens(*token, v[:, :, :1], rows, offset, rows, offset, 0.5 * d**-0.5, own, *behind, False)
     return found
 
 

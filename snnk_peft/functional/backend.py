@@ -156,12 +156,17 @@ def _device_type(name: str) -> str:
 def _runs(kernel: DeviceKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if exporting() or torch.jit.is_tracing():  # what is exported needs the operators of torch alone
         return False
-    if not kernel.differentiable and torch.is_grad_enabled() and _wants_gradient((*args, *kwargs.values())):
+    if not kernel.differentiable and wants_gradient((*args, *kwargs.values())):
         return False
     return kernel.serves is None or kernel.serves(*args, **kwargs)
 
 
-def _wants_gradient(given: Any) -> bool:
+def wants_gradient(given: Any) -> bool:
+    """Whether gradients of a result will be asked for: of one of the tensors in nested tuples that it is made of."""
+    return torch.is_grad_enabled() and _has_gradient(given)
+
+
+def _has_gradient(given: Any) -> bool:
     if isinstance(given, torch.Tensor):
         return given.requires_grad
-    return isinstance(given, tuple) and any(_wants_gradient(part) for part in given)
+    return isinstance(given, tuple) and any(_has_gradient(part) for part in given)

@@ -119,21 +119,22 @@ class AttentionTerm(nn.Module):
         Raises:
             UnsupportedError: a component that adapts to all tokens of an example, in causal attention.
         """
-        statistics, like = self.statistics(q, k, mask, causal=causal, root=root), wide(q.new_zeros(()))
+        statistics = self.statistics(q, k, mask, causal=causal, root=root)
         form = self.logarithms if kept is None else partial(kept.of, self)
-        logarithms = form(statistics, root, like)
+        logarithms = form(statistics, root, q)
         if logarithms is None:
             return self._of_features(q, k, v, mask, statistics, causal, root, cast("AttentionState | None", state))
-        check_finite("phi", q, self.pairs()[0][0].projection)
-        check_finite("psi", k, self.pairs()[0][1].projection)
+        of_queries, of_keys = self.pairs()[0]
+        check_finite("phi", q, of_queries.projection)
+        check_finite("psi", k, of_keys.projection)
         means, before = cast("KeyMeans | None", state), k.shape[-2] - q.shape[-2]
         if not causal:
             return exponential_attention(q, k, v, *logarithms, mask, means)
         if before:
             counts = None if mask is None else mask[:, :before]
             means = key_means(k[:, :, :before], v[:, :, :before], logarithms[1], counts, means)
-        own = None if mask is None else mask[:, before:]
-        return causal_exponential_attention(q, k[:, :, before:], v[:, :, before:], *logarithms, own, means)
+            k, v, mask = k[:, :, before:], v[:, :, before:], None if mask is None else mask[:, before:]
+        return causal_exponential_attention(q, k, v, *logarithms, mask, means)
 
     def logarithms(
         self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor
@@ -143,9 +144,10 @@ class AttentionTerm(nn.Module):
         Args:
             statistics: see `statistics`.
             root: what queries and keys are multiplied by.
-            like: any tensor on the device and in the dtype in which attention computes.
+            like: any tensor on the device and in the dtype of the queries; attention computes in fp32 or wider.
         """
         towers: tuple[list[LogLinear], list[LogLinear]] = ([], [])
+        like = wide(like.new_zeros(()))
         with full_precision(like):
             for head, pair in enumerate(self.pairs()):
                 own = statistics if len(self.feature_maps) == 1 else _of_head(statistics, head)

@@ -7,7 +7,10 @@ import torch
 
 from snnk_peft.functional.backend import form_that_ran
 from snnk_peft.functional.device_kernels import cuda_exponential
-from tests.exponential_oracle import CASES, check, compare, given
+from snnk_peft.functional.exponential_attention import KeyMeans
+from snnk_peft.functional.exponential_causal import causal_exponential_attention
+from snnk_peft.functional.log_linear import LogLinear
+from tests.exponential_oracle import CASES, TOLERANCE, check, compare, dense, error, given
 
 pytest.importorskip("triton", reason="pip install triton")
 pytestmark = pytest.mark.gpu
@@ -48,3 +51,25 @@ def test_attention(causal, case, dtype, device):
     check(report, dtype, case if case in CASES else "plain")
     torch.manual_seed(1)
     assert compare(*there) == report  # what moves from run to run is a race
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("shape", [{}, {"d": 128, "m": 32}, {"d": 24, "D": 20, "m": 21}], ids=str)
+def test_tokens_behind_a_state(shape, tokens, dtype, device):
+    """Grouped heads with rows of their own, without gradients: one launch, twice the same."""
+    tensors, square, _ = given(dtype, **{**CARD, "L": tokens, "B": 3, "H": 8, "state": True, "per_head": True, **shape})
+    mask = torch.rand(3, 40).to(device)[:, -tokens:] > 0.3
+    own = [x.to(device) for x in tensors]
+    wide = [x.double() for x in own]
+    maps = LogLinear(own[3], own[4], 0.0), LogLinear(own[5], own[4].new_zeros(own[4].shape[-1]), square)
+    both, behind = causal_exponential_attention(*own[:3], *maps, mask, KeyMeans(*own[6:]), weighed=True)
+    found = [both[..., :-1], both[..., -1], *behind]
+    expected = dense(*wide[:3], wide[3:6], square, mask, tuple(wide[6:]), True)
+    errors = [error(x, y) for x, y in zip(found, expected, strict=True)]
+    assert max(errors) < TOLERANCE[torch.float32], errors
+    again, behind = causal_exponential_attention(*own[:3], *maps, mask, KeyMeans(*own[6:]), weighed=True)
+    assert all(torch.equal(x, y) for x, y in zip(found[2:], behind, strict=True))
+    assert torch.equal(again, both)
+    narrow, _ = causal_exponential_attention(*own[:3], *maps, mask, KeyMeans(*own[6:]))
+    assert error(narrow, found[0].double()) < TOLERANCE[dtype]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.backend import register_kernel
+from snnk_peft.functional.backend import register_kernel, wants_gradient
 from snnk_peft.functional.exponential_attention import KeyMeans, together
 from snnk_peft.functional.log_linear import LogLinear
 
@@ -44,9 +44,13 @@ def causal_exponential_attention(
     state: KeyMeans | None = None, *, weighed: bool = False,
 ) -> tuple[Tensor, KeyMeans]:  # fmt: skip
     """As in exponential_causal.py."""
-    from snnk_peft.functional.device_kernels.triton_exponential import operators
+    from snnk_peft.functional.device_kernels.triton_exponential import decode, operators
 
-    dtype, before = torch.float32 if weighed else v.dtype, (None, None) if state is None else state
+    before = (None, None) if state is None else state
+    if q.shape[-2] <= decode.FEW and not wants_gradient((q, k, v, queries, keys, state)):
+        out, *behind = decode.step(q, k, v, *queries[:2], *keys[:3], mask, *before, weighed)
+        return out, KeyMeans(*behind)
+    dtype = torch.float32 if weighed else v.dtype
     given = (q, k, v, queries.rows, queries.offset + keys.offset, keys.rows, float(keys.square), mask)
     out, lse, *behind = operators.causal(*given, *before, dtype)
     return torch.cat((out, lse.unsqueeze(-1)), -1) if weighed else out, KeyMeans(*behind)
