@@ -112,6 +112,11 @@ def dispatched(torch_form: Callable[Arguments, Result]) -> Callable[Arguments, R
     return call
 
 
+def has_kernels(device: str) -> bool:
+    """Whether any operation has a kernel on a device type."""
+    return _discover(device) and any(place == device for _, place in DEVICE_KERNELS)
+
+
 def form_that_ran(operation: str) -> str | None:
     """What the last call of an operation took: "torch" or the name of a kernel's function; None before the first.
 
@@ -121,6 +126,16 @@ def form_that_ran(operation: str) -> str | None:
         operation: one of OPERATIONS.
     """
     return _RAN.get(operation)
+
+
+def plain_call() -> bool:
+    """Whether torch computes here and now: nothing is traced or transformed, and nobody watches its operations."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+    )
 
 
 # A compiler must not follow imports; it runs these two while it traces, and then looks into DEVICE_KERNELS.

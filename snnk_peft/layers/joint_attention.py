@@ -301,9 +301,9 @@ def _maps(
     kept: KeptMaps | None = None,
 ) -> tuple[LogLinear, LogLinear]:
     """The logarithms of the features of queries and keys; of all tokens, where a component adapts to them."""
-    root, like = scaling**0.5, wide(q.new_zeros(()))
-    form = term.logarithms if kept is None else partial(kept.of, term)
-    found = form(term.statistics(q, k, mask, causal=causal, root=root), root, like)
+    root = scaling**0.5
+    form = term.prepared if kept is None else partial(kept.of, term)
+    found = form(term.statistics(q, k, mask, causal=causal, root=root), root, q)
     assert found is not None
     return found
 
