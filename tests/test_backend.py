@@ -12,7 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from snnk_peft import AdapterPart, AttentionPart, SNNKConfig, build_feature_map, bundle, get_snnk_model
+from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.adapter_sum import AdapterForm, adapter_sum
 from snnk_peft.functional.backend import DEVICE_KERNELS, OPERATIONS, SWITCH, form_that_ran, register_kernel
 from snnk_peft.functional.causal_attention import causal_linear_attention
 from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention, key_means, together
@@ -41,6 +43,13 @@ def dense_hadamard(x):
 
 def dense_normalized(x, weight, eps=EPSILON):
     return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=eps) @ weight.to(x.dtype).T
+
+
+def dense_adapter(x, residual, weight, low, bias, centres, matrix, form):
+    seen = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) if form.normalize else x
+    z = form.scale * seen @ weight.T + (0 if bias is None else bias)
+    features = form.component.function(z) - (0 if centres is None else form.centring * centres)
+    return (x if residual is None else residual) + form.factor * features @ matrix.T
 
 
 def dense_sums(k, v, mask=None, *, log_scale=None, state=None, overwrite=False):
@@ -110,6 +119,7 @@ def without_signs(q, k, v, queries, keys, mask=None, state=None) -> bool:
 
 
 DENSE: dict[Any, tuple[Callable[..., Any], Callable[..., bool] | None]] = {
+    adapter_sum: (dense_adapter, None),
     causal_exponential_attention: (dense_causal_exponential, without_signs),
     causal_linear_attention: (dense_causal, None),
     exponential_attention: (dense_exponential, without_signs),
@@ -165,7 +175,10 @@ def arguments(operation: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     sums = key_sums(psi[:, :, :3], v[:, :, :3], log_scale=scale[:, :, :3])
     sinks = Sinks(torch.randn(2, 2, 2, 4), torch.randn(2, 2, 2, 3), torch.randint(3, (2, 7)))
     far = ((torch.randn(2, 4, 7, 3), torch.randn(2, 4, 7)),)
+    form = AdapterForm(COMPONENTS["gelu"](), True, 0.7, 1.5, 2.0, torch.float32)
+    weight, bias, centres, matrix = torch.randn(5, 6), torch.randn(5), torch.randn(5), torch.randn(4, 5)
     return {
+        adapter_sum: ((torch.randn(3, 6), torch.randn(3, 4), weight, weight, bias, centres, matrix, form), {}),
         causal_exponential_attention: ((q, k, v, log_linear(), features, mask, means), {}),
         causal_linear_attention: ((phi, psi, v, mask), {"log_scale": scale, "state": sums}),
         exponential_attention: ((q, k, v, log_linear(), features, mask, means), {}),

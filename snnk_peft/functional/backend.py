@@ -24,6 +24,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.functional.blocks import exporting
 
 OPERATIONS = (
+    "adapter_sum",
     "causal_exponential_attention",
     "causal_linear_attention",
     "exponential_attention",
