@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib.kernel_launches import every_launch
+from _lib.kernel_launches import Launch, every_launch, every_linear_launch
 
 from snnk_peft.functional.device_kernels.triton_exponential import sizes
 
@@ -73,9 +73,18 @@ def usage(made: Any) -> dict[str, int]:
 
 def all_usages(capability: int, dtype: torch.dtype, **more: Any) -> Iterator[tuple[str, dict[str, int]]]:
     """Name and usage of every different launch; arguments as `every_launch`."""
-    done = set()
     with mock.patch.object(sizes, "capability", return_value=capability // 10):
         launches = every_launch("meta", dtype, 65536, **more)
+    yield from _usages(capability, launches)
+
+
+def linear_usages(capability: int, dtype: torch.dtype, **more: Any) -> Iterator[tuple[str, dict[str, int]]]:
+    """The same of features that are loaded; arguments as `every_linear_launch`."""
+    yield from _usages(capability, every_linear_launch("meta", dtype, 65536, **more))
+
+
+def _usages(capability: int, launches: list[Launch]) -> Iterator[tuple[str, dict[str, int]]]:
+    done = set()
     for launch in launches:
         key = launch.name, str([(x.dtype if isinstance(x, torch.Tensor) else x) for x in launch.options.values()])
         if key not in done:
@@ -89,3 +98,6 @@ if __name__ == "__main__":
             for more in ({}, {"learned": True, "masked": True}):
                 for name, found in all_usages(capability, dtype, **more):
                     print(capability, str(dtype)[6:], more, f"{name:18s}", found, flush=True)
+            for more in ({}, {"scaled": True, "masked": True, "values": torch.bfloat16}):
+                for name, found in linear_usages(capability, dtype, **more):
+                    print(capability, str(dtype)[6:], more, f"{name:20s}", found, flush=True)

@@ -10,6 +10,7 @@ from snnk_peft.functional.device_kernels import cuda_exponential
 from snnk_peft.functional.exponential_attention import KeyMeans
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import LogLinear
+from tests import linear_oracle
 from tests.exponential_oracle import CASES, TOLERANCE, check, compare, dense, error, given
 
 pytest.importorskip("triton", reason="pip install triton")
@@ -73,3 +74,27 @@ def test_tokens_behind_a_state(shape, tokens, dtype, device):
     assert torch.equal(again, both)
     narrow, _ = causal_exponential_attention(*own[:3], *maps, mask, KeyMeans(*own[6:]))
     assert error(narrow, found[0].double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2, (torch.float16,) * 2],
+    ids=str,
+)
+@pytest.mark.parametrize("case", linear_oracle.CASES)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_features_of_any_kind(causal, case, dtype, values, device):
+    """With scales and without, signed, behind a state; scales that differ by hundreds in fp32 alone."""
+    shape = {**linear_oracle.CASES[case], "L": 600, "m": 64, "D": 64, "values": values}
+    if values != torch.float32 and shape.get("scales", (0, 0)) != (0, 0):
+        pytest.skip("one key has all weight, and its gradients are as small as roundings")
+    tensors, scale, mask = linear_oracle.given(dtype, **shape)
+    there = {name: x.to(device) for name, x in tensors.items()}
+    scale, mask = (None if x is None else x.to(device) for x in (scale, mask))
+    torch.manual_seed(1)
+    report = linear_oracle.compare(there, scale, mask, causal)
+    assert "cuda_linear" in form_that_ran("causal_linear_attention" if causal else "key_sums")
+    print({name: f"{value:.1e}" for name, value in report.items()})
+    linear_oracle.check(report, dtype, values)
+    torch.manual_seed(1)
+    assert linear_oracle.compare(there, scale, mask, causal) == report
