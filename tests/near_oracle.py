@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def given(
-    dtype: torch.dtype, B=1, H=2, G=2, L=45, d=16, D=32, width=20, sinks=0, far=0, masked=False, behind=False,
+    dtype: torch.dtype, B=1, H=2, G=2, L=45, d=16, D=32, width=18, sinks=0, far=0, masked=False, behind=False,
     size=1.0, ramp=0.0,
 ) -> tuple[list[Tensor], dict[str, Any]]:  # fmt: skip
     """q, k, v, the sinks' keys and values and far means and weights; and what is no tensor with a gradient.
@@ -75,7 +75,7 @@ def given(
         L: queries.
         d: columns of keys.
         D: columns of values.
-        width: of the band.
+        width: of the band; 17 more than a block of 16 is one key in a third block.
         sinks: how many.
         far: how many sets of far keys.
         masked: with a mask.
@@ -101,7 +101,7 @@ def given(
     if sinks:
         # Of a causal text they come one by one; otherwise, all queries see the same.
         known = (torch.arange(L) // 3).expand(B, L).clone()
-        known[2:] = 0
+        known[1:2], known[2:] = (known[1:2] - 4).clamp_min(0), 0
     for _ in range(far):
         # As large as those of single keys, now more, now less.
         weight = torch.randn(B, H, L) * 2 * size**2 + torch.linspace(0, ramp, N)[N - L :]
