@@ -422,6 +422,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, help="seconds per step, instead of each one's own limit")
     parser.add_argument("--output", type=Path, default=Path("gpu"), help="folder of the results (gpu)")
     given = parser.parse_args(argv)
+    os.environ.setdefault("SNNK_DEVICE_KERNELS", "all")  # of everything that is started here
     from _lib.files import check_writable
     from _lib.guard import guarded
     from _lib.lock import alone

@@ -4,7 +4,8 @@ Each of OPERATIONS is a function that is written in torch: in eager mode, compil
 gradients. A device kernel is another function for one of them: the same arguments, results of the same shapes and
 dtypes, states that the torch form can continue from. Callers know of neither. Kernels of this package are files of
 `device_kernels/`, imported at the first call on their device type; others call `register_kernel` themselves. The
-environment variable SNNK_DEVICE_KERNELS=off turns all of them off, and `form_that_ran` says what an operation took.
+environment variable SNNK_DEVICE_KERNELS=off turns all of them off, =all takes those as well that are proved without a
+card but have run on none yet, and `form_that_ran` says what an operation took.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class DeviceKernel(NamedTuple):
 
 
 DEVICE_KERNELS: dict[tuple[str, str], DeviceKernel] = {}  # of (operation, device type)
-SWITCH = "SNNK_DEVICE_KERNELS"  # "off" in the environment: the torch form, always
+SWITCH = "SNNK_DEVICE_KERNELS"  # "off" in the environment: the torch form, always; "all": untried kernels too
 _DISCOVERED: set[str] = set()
 _RAN: dict[str, str] = {}
 
@@ -111,6 +112,11 @@ def dispatched(torch_form: Callable[Arguments, Result]) -> Callable[Arguments, R
         return found
 
     return call
+
+
+def takes_untried() -> bool:
+    """Whether kernels are wanted that have run on no card yet."""
+    return os.environ.get(SWITCH) == "all"
 
 
 def has_kernels(device: str) -> bool:

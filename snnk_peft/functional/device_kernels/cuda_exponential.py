@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.backend import register_kernel, wants_gradient
+from snnk_peft.functional.backend import register_kernel, takes_untried, wants_gradient
 from snnk_peft.functional.exponential_attention import KeyMeans, together
 from snnk_peft.functional.log_linear import LogLinear, both_offsets
 
 LARGEST = 128  # features, and columns of keys and of values
 ROOM = {torch.bfloat16: 8192, torch.float16: 4096, torch.float32: 4096}  # features times columns: shared memory
+DECODES = takes_untried()  # a few new tokens in one launch
 
 
 def key_means(
@@ -47,7 +48,7 @@ def causal_exponential_attention(
     from snnk_peft.functional.device_kernels.triton_exponential import decode, eager
 
     before = (None, None) if state is None else state
-    if q.shape[-2] <= decode.FEW and not wants_gradient((q, k, v, queries, keys, state)):
+    if DECODES and q.shape[-2] <= decode.FEW and not wants_gradient((q, k, v, queries, keys, state)):
         out, *behind = decode.step(q, k, v, *queries[:2], *keys[:3], mask, *before, weighed)
         return out, KeyMeans(*behind)
     dtype = torch.float32 if weighed else v.dtype

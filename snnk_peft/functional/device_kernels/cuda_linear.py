@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.backend import register_kernel, wants_gradient
+from snnk_peft.functional.backend import register_kernel, takes_untried, wants_gradient
 from snnk_peft.functional.causal_attention import CHUNK
 from snnk_peft.functional.linear_attention import AttentionState
 
@@ -88,5 +88,5 @@ def register(device: str) -> None:
     )
 
 
-if importlib.util.find_spec("triton") is not None:
+if importlib.util.find_spec("triton") is not None and takes_untried():
     register("cuda")

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.backend import register_kernel
+from snnk_peft.functional.backend import register_kernel, takes_untried
 from snnk_peft.functional.near_field import Sinks, mean_over_all
 
 LARGEST = 128  # columns of keys and of values
@@ -46,5 +46,5 @@ def register(device: str) -> None:
     register_kernel("near_attention", device=device, serves=_serves, differentiable=True)(near_attention)
 
 
-if importlib.util.find_spec("triton") is not None:
+if importlib.util.find_spec("triton") is not None and takes_untried():
     register("cuda")
