@@ -179,7 +179,7 @@ def _normalized(x: Tensor, low: Tensor) -> tuple[Tensor, _Moments]:
 
 
 def _exact(x: Tensor, low: Tensor) -> Tensor:
-    return x if x.dtype == low.dtype and x.device.type in ("cpu", "cuda") else wide(x)
+    return x if x.dtype == low.dtype and x.device.type in ("cpu", "cuda", "meta") else wide(x)
 
 
 def _features(

@@ -1,7 +1,7 @@
 """When an adapter may be computed as one operation (`functional/adapter_sum.py`), and its arguments then.
 
 The modules, called one after the other, are the reference. They serve in inference, in compiled and exported graphs,
-under vmap and the other transforms, on the meta device, for subclasses of tensors, for modules with hooks (offloaded or
+under vmap and the other transforms, for subclasses of tensors, for modules with hooks (offloaded or
 watched ones) and for whatever has a way of its own.
 """
 
@@ -88,8 +88,6 @@ def serves(readout: Any, x: Tensor, residual: Tensor | None) -> bool:
         and type(x) in PLAIN
         and type(readout.A) in PLAIN
         and (residual is None or type(residual) in PLAIN)
-        and not x.is_meta
-        and not readout.A.is_meta
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
     )
