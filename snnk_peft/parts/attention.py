@@ -8,7 +8,7 @@ are. A list of ints may name a local layer, with `near_field`: an exact band and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -156,8 +156,7 @@ class AttentionPart(FeaturePart):
 
     def _fit_faults(self, part: str) -> list[str]:
         """`calibrate` fits one map to softmax, and nothing beside it."""
-        given = self.sum_of if isinstance(self.sum_of, (list, tuple)) else ()
-        entries = [entry for entry in given if isinstance(entry, Mapping)]
+        entries = [entry for entry in self.further if isinstance(entry, Mapping)]
         named = [entry for entry in entries if entry.get("projection") == self.projection or "projection" not in entry]
         blended = self.near_field is not None and not self.joint
         if not self.of_attention or not (blended or named):
@@ -169,6 +168,11 @@ class AttentionPart(FeaturePart):
             f"as if nothing stood beside it; expected that map alone. Leave it out{joint}, or learn the rows: "
             "projection='free'"
         ]
+
+    @property
+    def further(self) -> Sequence[Any]:
+        """The entries of `sum_of`; none where it is no list, which is a fault of its own."""
+        return self.sum_of if isinstance(self.sum_of, (list, tuple)) else ()
 
     @property
     def joint(self) -> bool:

@@ -31,10 +31,7 @@ def near_field_faults(part: Any, where: str) -> list[str]:
             f"{where}.near_field_normalisation is 'joint' without near_field; expected the width of the exact band as "
             "well, such as near_field=64"
         )
-    others = [
-        entry if isinstance(entry, Mapping) else {}
-        for entry in (part.sum_of if isinstance(part.sum_of, (list, tuple)) else ())
-    ]
+    others = [entry if isinstance(entry, Mapping) else {} for entry in part.further]
     for place, entry in [(where, {}), *((f"{where}.sum_of[{i}]", entry) for i, entry in enumerate(others))]:
         params = {} if "component" in entry else part.component_params
         component = entry.get("component", part.component)
