@@ -7,6 +7,7 @@
     tests          pytest -m gpu: every part and pair against fp64 on the processor, generation, resume across devices
     text, images   finetune.py in bf16 through `accelerate launch`: sentences with MiniLM, pictures with a small ViT
     attention      linear attention against torch's flash attention in bf16, 4k to 64k tokens: time and memory
+    kernels        this package's kernels beside it: 1k to 64k tokens, batch 1 and 8, one token; time of the card alone
     adapter_step   a training step of adapters against LoRA's
     pairs          a training step of Spectraformer's pairs beside softmax, 32 documents of 4000 bytes: time, memory
     ddp, fsdp2     `text` on two cards, where there are two
@@ -202,6 +203,16 @@ def attention(plan: Plan) -> list[str]:
     ]
 
 
+def kernels(plan: Plan) -> list[str]:
+    """Of all lengths, with a plot beside the figures."""
+    small = ["--lengths", "64", "--batch-sizes", "1", "--compiled"]
+    return [
+        str(ROOT / "recipes/benchmarks/attention_on_gpu.py"),
+        *("--device", plan.device, "--output", str(plan.output / "attention_on_gpu/metrics.json")),
+        *plan.of([], small),
+    ]
+
+
 def adapter_step(plan: Plan) -> list[str]:
     """At the sizes that are measured on a processor, and its own."""
     small = ["--batch-size", "2", "--length", "8", "--processes", "0"] if plan.small else []
@@ -235,14 +246,15 @@ def file_figures(name: str, *keys: str) -> Callable[[Plan], dict[str, Any]]:
 
 
 STEPS: dict[str, Step] = {
-    "tests": Step(240, tests, test_figures),
-    "text": Step(60, training("text", "one_gpu.yaml", of_text), training_figures("text"), prepare=prepare_text),
+    "tests": Step(140, tests, test_figures),
+    "text": Step(70, training("text", "one_gpu.yaml", of_text), training_figures("text"), prepare=prepare_text),
     "images": Step(
-        60, training("images", "one_gpu.yaml", of_images), training_figures("images"), prepare=prepare_images
+        50, training("images", "one_gpu.yaml", of_images), training_figures("images"), prepare=prepare_images
     ),
-    "attention": Step(90, attention, file_figures("attention.json", "forward", "causal", "training")),
+    "attention": Step(60, attention, file_figures("attention.json", "forward", "causal", "training")),
+    "kernels": Step(150, kernels, file_figures("attention_on_gpu/metrics.json", "card", "forms", "rows", "left_out")),
     "adapter_step": Step(
-        60, adapter_step, file_figures("adapter_step.json", "step_time_ratio", "peak_memory_ratio", "rows", "dtype")
+        40, adapter_step, file_figures("adapter_step.json", "step_time_ratio", "peak_memory_ratio", "rows", "dtype")
     ),
     "pairs": Step(90, pairs, file_figures("pairs.json", "pairs", "pairs_on")),
     "ddp": Step(60, training("ddp", "multi_gpu.yaml", of_text), training_figures("ddp"), 2, prepare_text),
@@ -362,6 +374,12 @@ def in_short(entry: Mapping[str, Any]) -> str:
         ends = {kind: figures[kind][-1] for kind in ("forward", "causal", "training")}
         length = ends["forward"]["length"]
         return f"at {length} tokens: " + ", ".join(f"{kind} {row['speed_up']:.2f} x" for kind, row in ends.items())
+    if entry["step"] == "kernels":
+        both = [row for row in figures["rows"] if {"layer_ms", "flash_ms"} <= row.keys()]
+        if not both:
+            return "no row with both a layer and flash"
+        last = both[-1]
+        return f"{last['kind']}, {last['length']} tokens: {last['layer_ms']:.2f} ms, flash {last['flash_ms']:.2f}"
     if entry["step"] == "pairs":
         best, before = ({row["pair"]: row for row in figures["pairs"]}[name] for name in ("posrf-mm", "saderf-orf"))
         shares = [best[key] / before[key] for key in ("seconds_per_step", "peak_MiB")]
@@ -422,6 +440,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, help="seconds per step, instead of each one's own limit")
     parser.add_argument("--output", type=Path, default=Path("gpu"), help="folder of the results (gpu)")
     given = parser.parse_args(argv)
+    os.environ.setdefault("SNNK_DEVICE_KERNELS", "all")  # of everything that is started here
     from _lib.files import check_writable
     from _lib.guard import guarded
     from _lib.lock import alone

@@ -1,6 +1,6 @@
 """Compile every Triton kernel for a GPU that need not be there: registers, spills and shared memory.
 
-python -m tests.compile_kernels [80 90]
+python -m tests.compile_kernels bfloat16,float32 [80 90]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -19,10 +20,18 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib.kernel_launches import every_launch
+from _lib.kernel_launches import Launch, every_launch, every_linear_launch
+
+from snnk_peft.functional.device_kernels.triton_exponential import sizes
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.bool: "*i1"}
+NAMES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bool: "*i1",
+    torch.int64: "*i64",
+}
 
 
 def compiled(kernel: Any, capability: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -64,8 +73,19 @@ def usage(made: Any) -> dict[str, int]:
 
 def all_usages(capability: int, dtype: torch.dtype, **more: Any) -> Iterator[tuple[str, dict[str, int]]]:
     """Name and usage of every different launch; arguments as `every_launch`."""
+    with mock.patch.object(sizes, "capability", return_value=capability // 10):
+        launches = every_launch("meta", dtype, 65536, **more)
+    yield from _usages(capability, launches)
+
+
+def linear_usages(capability: int, dtype: torch.dtype, **more: Any) -> Iterator[tuple[str, dict[str, int]]]:
+    """The same of features that are loaded; arguments as `every_linear_launch`."""
+    yield from _usages(capability, every_linear_launch("meta", dtype, 65536, **more))
+
+
+def _usages(capability: int, launches: list[Launch]) -> Iterator[tuple[str, dict[str, int]]]:
     done = set()
-    for launch in every_launch("meta", dtype, 65536, **more):
+    for launch in launches:
         key = launch.name, str([(x.dtype if isinstance(x, torch.Tensor) else x) for x in launch.options.values()])
         if key not in done:
             done.add(key)
@@ -78,3 +98,6 @@ if __name__ == "__main__":
             for more in ({}, {"learned": True, "masked": True}):
                 for name, found in all_usages(capability, dtype, **more):
                     print(capability, str(dtype)[6:], more, f"{name:18s}", found, flush=True)
+            for more in ({}, {"scaled": True, "masked": True, "values": torch.bfloat16}):
+                for name, found in linear_usages(capability, dtype, **more):
+                    print(capability, str(dtype)[6:], more, f"{name:20s}", found, flush=True)

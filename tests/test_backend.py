@@ -12,7 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from snnk_peft import AdapterPart, AttentionPart, SNNKConfig, build_feature_map, bundle, get_snnk_model
+from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.adapter_sum import AdapterForm, adapter_sum
 from snnk_peft.functional.backend import DEVICE_KERNELS, OPERATIONS, SWITCH, form_that_ran, register_kernel
 from snnk_peft.functional.causal_attention import causal_linear_attention
 from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention, key_means, together
@@ -20,6 +22,7 @@ from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.hadamard import hadamard_matrix, hadamard_transform, walsh_hadamard
 from snnk_peft.functional.linear_attention import AttentionState, common_scale, divide, finite, grouped, key_sums
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
+from snnk_peft.functional.near_field import Sinks, near_attention
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -40,6 +43,13 @@ def dense_hadamard(x):
 
 def dense_normalized(x, weight, eps=EPSILON):
     return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=eps) @ weight.to(x.dtype).T
+
+
+def dense_adapter(x, residual, weight, low, bias, centres, matrix, form):
+    seen = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) if form.normalize else x
+    z = form.scale * seen @ weight.T + (0 if bias is None else bias)
+    features = form.component.function(z) - (0 if centres is None else form.centring * centres)
+    return (x if residual is None else residual) + form.factor * features @ matrix.T
 
 
 def dense_sums(k, v, mask=None, *, log_scale=None, state=None, overwrite=False):
@@ -91,17 +101,32 @@ def dense_exponential(q, k, v, queries, keys, mask=None, state=None):
     return out.flatten(1, 2).to(v.dtype), means
 
 
+def dense_near(q, k, v, width, mask=None, *, causal=False, scaling=1.0, sinks=None, far=()):
+    distance = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2]) + k.shape[-2] - q.shape[-2]
+    seen = (distance.abs() < width) & ((distance >= 0) | (not causal)) & mask[:, None, None, None]
+    keys, values = torch.cat((k, sinks.keys), 2).unsqueeze(2), torch.cat((v, sinks.values), 2).unsqueeze(2)
+    known = torch.arange(2) < sinks.known[:, :, None]
+    seen = torch.cat((seen, known[:, None, None]), -1)
+    logs = (grouped(q, k.shape[1]) @ keys.mT * scaling).masked_fill(~seen, ABSENT)
+    ((means, weight),) = far
+    logs = torch.cat((logs, grouped(weight.unsqueeze(-1), k.shape[1])), -1)
+    shares = logs.softmax(-1)
+    return (shares[..., :-1] @ values + shares[..., -1:] * grouped(means, k.shape[1])).flatten(1, 2).to(v.dtype)
+
+
 def without_signs(q, k, v, queries, keys, mask=None, state=None) -> bool:
     return keys.signs is None and keys.offset.dim() == 1
 
 
 DENSE: dict[Any, tuple[Callable[..., Any], Callable[..., bool] | None]] = {
+    adapter_sum: (dense_adapter, None),
     causal_exponential_attention: (dense_causal_exponential, without_signs),
     causal_linear_attention: (dense_causal, None),
     exponential_attention: (dense_exponential, without_signs),
     hadamard_transform: (dense_hadamard, None),
     key_means: (dense_means, None),
     key_sums: (dense_sums, None),
+    near_attention: (dense_near, None),
     normalized_linear: (dense_normalized, None),
 }
 
@@ -148,13 +173,19 @@ def arguments(operation: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     features = log_linear()
     means = key_means(k[:, :, :3], v[:, :, :3], features)
     sums = key_sums(psi[:, :, :3], v[:, :, :3], log_scale=scale[:, :, :3])
+    sinks = Sinks(torch.randn(2, 2, 2, 4), torch.randn(2, 2, 2, 3), torch.randint(3, (2, 7)))
+    far = ((torch.randn(2, 4, 7, 3), torch.randn(2, 4, 7)),)
+    form = AdapterForm(COMPONENTS["gelu"](), True, 0.7, 1.5, 2.0, torch.float32)
+    weight, bias, centres, matrix = torch.randn(5, 6), torch.randn(5), torch.randn(5), torch.randn(4, 5)
     return {
+        adapter_sum: ((torch.randn(3, 6), torch.randn(3, 4), weight, weight, bias, centres, matrix, form), {}),
         causal_exponential_attention: ((q, k, v, log_linear(), features, mask, means), {}),
         causal_linear_attention: ((phi, psi, v, mask), {"log_scale": scale, "state": sums}),
         exponential_attention: ((q, k, v, log_linear(), features, mask, means), {}),
         hadamard_transform: ((torch.randn(3, 64),), {}),
         key_means: ((k, v, features, mask, means), {}),
         key_sums: ((psi, v, mask), {"log_scale": scale, "state": sums}),
+        near_attention: ((q, k, v, 3, mask), {"causal": True, "scaling": 0.6, "sinks": sinks, "far": far}),
         normalized_linear: ((torch.randn(3, 6), torch.randn(5, 6)), {}),
     }[operation]
 

@@ -27,7 +27,7 @@ def report_of(folder: Path) -> dict:
 
 @pytest.mark.slow
 def test_programs_run_on_a_processor(tmp_path, minilm_dir, capfd):
-    wanted = ["tests", "text", "images", "attention", "adapter_step", "pairs"]
+    wanted = ["tests", "text", "images", "attention", "kernels", "adapter_step", "pairs"]
     assert gpu.main([*ON_CPU, str(tmp_path), "--steps", *wanted]) == 0, capfd.readouterr().out
     report = report_of(tmp_path)
     assert report["card"]["name"] == "cpu"
@@ -35,11 +35,19 @@ def test_programs_run_on_a_processor(tmp_path, minilm_dir, capfd):
     figures = {entry["step"]: entry["figures"] for entry in report["steps"]}
     assert list(figures) == wanted
     assert figures["tests"]["tests"] >= 15
-    assert figures["tests"]["skipped"] == int(find_spec("triton") is None)  # the kernels
+    kernels = [
+        file for file in (RECIPES.parent / "tests/gpu").glob("*.py") if 'importorskip("triton"' in file.read_text()
+    ]
+    assert figures["tests"]["skipped"] == (len(kernels) if find_spec("triton") is None else 0)
     assert figures["text"]["device"].startswith("cpu")
     assert figures["text"]["examples"]["train"] == 16
     assert figures["images"]["examples"]["train"] == 20
     assert [row["length"] for row in figures["attention"]["causal"]] == [128]
+    kinds = {row["kind"] for row in figures["kernels"]["rows"]}
+    assert kinds == {"decode", "forward", "causal", "training", "training, causal"}
+    assert all({"layer_ms", "flash_ms"} <= row.keys() for row in figures["kernels"]["rows"] if row["kind"] != "decode")
+    assert figures["kernels"]["left_out"] == []
+    assert (tmp_path / "attention_on_gpu/attention_on_gpu.png").stat().st_size > 0
     assert {row["method"] for row in figures["adapter_step"]["rows"]} == {"snnk", "lora"}
     names = ["softmax", "softmax, weights formed", "posrf-mm", "saderf-orf"]
     assert [row["pair"] for row in figures["pairs"]["pairs"]] == names

@@ -32,20 +32,27 @@ def test_in_a_process_of_its_own():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+# Bytes of registers that a thread keeps elsewhere: 256, but where no block size does (see sizes.py).
+SPILLS = {
+    (90, torch.bfloat16): {},
+    (90, torch.float16): {},
+    (90, torch.float32): {"causal_key_back": 512},
+    (80, torch.bfloat16): {"combine": 512, "causal_forward": 512, "causal_query_back": 512, "causal_key_back": 1024},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(("capability", "stack", "shared"), [(80, None, 163), (90, 256, 227)])
-def test_compiled_kernels_fit(capability, stack, shared):
-    """Without a GPU: bytes that a thread keeps outside of its registers, and shared memory of a program in KiB.
-
-    Sizes were chosen on compute capability 9; where a card has 8, threads keep more.
-    """
+@pytest.mark.parametrize(("capability", "dtype"), SPILLS, ids=str)
+def test_compiled_kernels_fit(capability, dtype):
+    """Without a GPU: what a thread keeps outside of its registers, and shared memory of a program, in bytes."""
     from tests.compile_kernels import all_usages
 
-    found = list(all_usages(capability, torch.bfloat16, learned=True, masked=True))
-    assert len({name for name, _ in found}) == 9
-    assert [(name, use) for name, use in found if stack is not None and use["stack"] > stack] == []
-    assert max(use["shared"] for _, use in found) <= shared * 2**10
+    found = list(all_usages(capability, dtype, learned=True, masked=True))
+    assert len({name for name, _ in found}) == 13
+    more = SPILLS[capability, dtype]
+    assert [(name, use) for name, use in found if use["stack"] > more.get(name, 256)] == []
+    assert max(use["shared"] for _, use in found) <= {80: 163, 90: 227}[capability] * 2**10
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,16 @@ from unittest import mock
 
 import torch
 
-from snnk_peft.functional.device_kernels.triton_exponential import causal, key_sums, launches, queries, sizes
+from snnk_peft.functional.device_kernels.triton_exponential import causal, decode, key_sums, launches, queries, sizes
+from snnk_peft.functional.device_kernels.triton_linear import causal as linear_causal
+from snnk_peft.functional.device_kernels.triton_linear import decode as linear_decode
+from snnk_peft.functional.device_kernels.triton_linear import launches as linear_launches
+from snnk_peft.functional.device_kernels.triton_linear import sums as linear_sums
+from snnk_peft.functional.device_kernels.triton_near import kernels as near
+from snnk_peft.functional.device_kernels.triton_near import launches as near_launches
 
 HEADS, DIM, FEATURES = 12, 64, 64
+WIDTH, SINKS = 64, 4
 
 
 class Launch(NamedTuple):
@@ -56,6 +63,16 @@ def watched(runs: bool) -> Iterator[list[Launch]]:
                 causal,
                 {"forward_pass": "causal_forward", "query_back": "causal_query_back", "key_back": "causal_key_back"},
             ),
+            (near, {"forward_pass": "near_forward", "query_back": "near_query_back", "key_back": "near_key_back"}),
+            (decode, {"token_pass": "token_pass"}),
+            *(
+                (module, {name: f"linear_{name}" for name in names})
+                for module, names in (
+                    (linear_sums, ("sums_pass", "combine", "sums_back")),
+                    (linear_causal, ("forward_pass", "query_back", "key_back")),
+                    (linear_decode, ("token_pass",)),
+                )
+            ),
         ):
             for name, known in names.items():
                 kernel = _Watched(known, getattr(module, name), found, runs)
@@ -67,7 +84,9 @@ def every_launch(
     device: str, dtype: torch.dtype, length: int, *, m: int = FEATURES, d: int = DIM, learned: bool = False,
     masked: bool = False,
 ) -> list[Launch]:  # fmt: skip
-    """Of a forward and backward pass, not causal and causal, of one sequence; on the meta device nothing runs.
+    """Of a forward and backward pass, not causal, causal and joint, of one sequence, and of one token behind it.
+
+    On the meta device nothing runs.
 
     Args:
         device: "meta", or where the kernels run.
@@ -92,6 +111,44 @@ def every_launch(
         launches.attention_back(g, None, None, *given, None, None, *means, learned, learned)
         out, lse, *behind = launches.causal_attention(*given, None, None, dtype)
         launches.causal_attention_back(g, None, None, None, *given, None, None, out, lse, *behind, learned, learned)
+        known = torch.full((1, length), SINKS, device=device)
+        beside = k[:, :, :SINKS], v[:, :, :SINKS], known, out.float(), lse
+        joint = q, k, v, WIDTH, mask, True, d**-0.5, *beside
+        near_launches.near_attention_back(g, *joint, near_launches.near_attention(*joint)[1])
+        token, own = (x[:, :, :1] for x in (q, k)), None if mask is None else mask[:, :1]
+        decode.few_tokens(*token, v[:, :, :1], rows, offset, rows, offset, 0.5 * d**-0.5, own, *behind, False)
+    return found
+
+
+def every_linear_launch(
+    device: str, dtype: torch.dtype, length: int, *, m: int = FEATURES, d: int = DIM, scaled: bool = False,
+    masked: bool = False, values: torch.dtype | None = None,
+) -> list[Launch]:  # fmt: skip
+    """The same over features that are loaded.
+
+    Args:
+        device: "meta", or where the kernels run.
+        dtype: of features.
+        length: tokens.
+        m: features.
+        d: columns of values.
+        scaled: with scales of keys, and their gradients.
+        masked: with a mask.
+        values: their dtype, if it is another.
+    """
+    q, k = (torch.rand(1, HEADS, length, m, device=device).to(dtype) for _ in range(2))
+    v, g = (torch.randn(1, HEADS, length, d, device=device).to(values or dtype) for _ in range(2))
+    mask = torch.ones(1, length, dtype=torch.bool, device=device) if masked else None
+    scales = torch.randn(1, HEADS, length, device=device) if scaled else None
+    keys = k, v, mask, scales
+    with watched(device != "meta") as found:
+        sums = linear_launches.key_sums(*keys, None, None, None)
+        linear_launches.key_sums_back(*sums[:2], *keys, sums[2], scaled)
+        out, den, rho, *behind = linear_launches.causal_attention(q, *keys, *sums)
+        saved = out, den, rho, behind[2]
+        linear_launches.causal_attention_back(g, *sums[:2], q, *keys, *sums, *saved, scaled, True)
+        one = (None if x is None else x[:, :, :1] if x.dim() > 2 else x[:, :1] for x in (q, *keys))
+        linear_decode.few_tokens(*one, *sums)
     return found
 
 

@@ -13,16 +13,21 @@ from torch import nn
 from _lib.terminal import bar
 
 
-def alternate(candidates: Mapping[str, Callable[[], Any]], repetitions: int, warmup: int = 2) -> dict[str, list[float]]:
+def alternate(
+    candidates: Mapping[str, Callable[[], Any]],
+    repetitions: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Seconds of each candidate in each repetition; the candidates run in turn, the order reversing every time."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in bar(range(-warmup, repetitions), "timing"):
         names = list(candidates) if repetition % 2 else list(reversed(candidates))
         for name in names:
-            start = time.perf_counter()
+            start = clock()
             candidates[name]()
             if repetition >= 0:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 

@@ -10,23 +10,26 @@ One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 R
 backward pass does not enter, and these layers' norms; "parallel": 16 beside the FFN (not in a Llama, whose FFN is
 gated). LoRA: r = 8 on query and value; with all norms; as DoRA. All train the classifier. `--model llama` is one of 4
 layers x 512 with random weights, on which neither time nor memory depends; `--checkpointing` computes activations again
-in the backward pass. Times are medians over alternating repetitions
-in one process; peak memory is the growth of a fresh process's resident memory over three steps, the median of five
-processes in turn (one tells it to 5%: what the allocator keeps varies from run to run). On a GPU it is the peak of the
-allocated tensors over three steps, in one process, beyond weights and optimizer states; `--dtype bfloat16` trains under
-autocast.
+in the backward pass. Times are medians over alternating repetitions in one process. "operations" are those of torch in
+a forward and backward pass, views left out; "host" is the processor time of a step on one text of 8 tokens, which is
+hardly more than asking for them: medians over ten times the repetitions. Peak memory is the growth of a fresh process's
+resident memory over three steps, the median of five processes in turn (one tells it to 5%: what the allocator keeps
+varies from run to run). On a GPU it is the peak of the allocated tensors over three steps, in one process, beyond
+weights and optimizer states; `--dtype bfloat16` trains under autocast.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
 from _lib.models import resolve_model
+from _lib.operations import operations
 from _lib.peers import norm_names
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, logging
@@ -49,6 +52,7 @@ LLAMA = {
 LEARNED = {"component": "gelu", "projection": "free", "normalize": False, "scaling": 10.6}
 # All layers but the first, of a model of any depth.
 UPPER = "upper"
+TINY = 1, 8  # texts and tokens of a step that costs what a processor needs to ask for its operations
 # As many trained numbers as LoRA of rank 8 on queries and values.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "snnk": {"num_features": 16},
@@ -77,20 +81,27 @@ def adapted(base: Any, method: str, targets: Sequence[str], **config: Any) -> to
 
 
 def step_of(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], device: str, dtype: str) -> Callable[[], None]:
-    """A function that makes one training step; its attribute `trainable` is the number of trained parameters."""
+    """A function that makes one training step, with attributes.
+
+    `trainable` is the number of trained parameters, `gradients` makes the forward and backward pass alone.
+    """
     model.to(device).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     inputs = {name: value.to(device) for name, value in batch.items()}
 
-    def step() -> None:
+    def gradients() -> None:
         with torch.autocast(device.split(":")[0], getattr(torch, dtype), enabled=dtype != "float32"):
             loss = model(**inputs).loss
         loss.backward()
+
+    def step() -> None:
+        gradients()
         optimizer.step()
         optimizer.zero_grad()
         synchronize(device)
 
     step.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)  # type: ignore[attr-defined]
+    step.gradients = gradients  # type: ignore[attr-defined]
     return step
 
 
@@ -162,6 +173,7 @@ def compare(
                 found.append(grown)
     memory = {method: statistics.median(found) for method, found in peaks.items() if found}
     seconds = alternate(made, arguments.repetitions)
+    counts = {method: sum(operations(made[method].gradients).values()) for method in methods}
     rows = [
         {
             "method": method,
@@ -170,6 +182,7 @@ def compare(
             "peak memory MB": memory[method] / 2**20 if memory else None,
             "time / LoRA": ratio(seconds[method], seconds["lora"]),
             "memory / LoRA": memory[method] / memory["lora"] if memory else None,
+            "operations": counts[method],
         }
         for method in methods
     ]
@@ -203,8 +216,13 @@ def main() -> None:
     options.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
     arguments = options.parse_args()
     size = arguments.batch_size, arguments.length
-    given = (*size, arguments.model, arguments.checkpointing)
-    figures, rows = compare(prepare, arguments, *given, methods=arguments.methods)
+    given = arguments.model, arguments.checkpointing
+    figures, rows = compare(prepare, arguments, *size, *given, methods=arguments.methods)
+    tiny = {each: prepare(each, arguments.device, arguments.dtype, *TINY, *given) for each in arguments.methods}
+    host = alternate(tiny, 10 * arguments.repetitions, clock=time.process_time)
+    for row in rows:
+        row["host / LoRA"] = ratio(host[row["method"]], host["lora"])
+    figures |= {"host_time_ratio": ratio(host["snnk"], host["lora"]), "host_seconds": host}
     figures |= {"model": arguments.model, "checkpointing": arguments.checkpointing}
     how = ", gradient checkpointing" if arguments.checkpointing else ""
     title = f"Training step, {arguments.model}, {size[0]} x {size[1]} tokens, {arguments.device}{how}"

@@ -1,55 +1,66 @@
 """Attention over exponential features by the kernels of this package, against flash attention and a copy, on a GPU.
 
     python recipes/benchmarks/attention_on_gpu.py
+    python recipes/benchmarks/attention_on_gpu.py --device cpu --lengths 64 --batch-sizes 1 --output here/metrics.json
 
-bf16, 12 heads of 64, 64 features, batch 1: forward, causal, training (forward and backward) and causal training by
-length. Wall time is from call to result, with everything that Python does; device time is that of a graph replayed. The
-copy moves the bytes that forward must at least (queries, keys and values read, results written). Two minutes.
+bf16, 12 heads of 64, 64 features: forward, causal, training (forward and backward) and causal training by length and
+batch size, and the next token of a text (decode). The joint layer has 64 near keys and 4 sinks beside them. Wall time
+is from call to result, with everything that Python does; device time is that of a graph replayed. Beside them: torch's
+fused softmax (flash on a GPU), the torch form of the operation by torch.compile, a copy of the bytes that forward must
+move at least, and, where it is installed, fla-core, which reads features from memory. Rows that no time was left for
+are named. The plot lies beside the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from _bench import RESULTS
+from _bench import RESULTS, add_device, synchronize
+from _lib.files import write_json
+from _lib.plots import error_curves
+from _lib.run_folder import environment
+from _lib.terminal import show_table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from snnk_peft import build_feature_map
+from snnk_peft.functional.backend import form_that_ran
 from snnk_peft.functional.exponential_attention import exponential_attention
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
-from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.recurrent_attention import continue_attention
 
 HEADS, DIM, FEATURES = 12, 64, 64
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+KINDS = ("forward", "causal", "training", "training, causal")
 Run = Callable[[], object]
+Function = Callable[..., torch.Tensor]
 
 
-def wall(run: Run, most: float = 0.25) -> float:
+def wall(run: Run, device: str, most: float = 0.25) -> float:
     """Milliseconds from call to result, the median of many within `most` seconds."""
-    for _ in range(3):
-        run()
+    run()
     found: list[float] = []
     began = time.perf_counter()
-    while (len(found) < 30 and time.perf_counter() - began < most) or len(found) < 3:
-        torch.cuda.synchronize()
+    while (len(found) < 30 and time.perf_counter() - began < most) or len(found) < 2:
+        synchronize(device)
         start = time.perf_counter()
         run()
-        torch.cuda.synchronize()
+        synchronize(device)
         found.append(1e3 * (time.perf_counter() - start))
     return statistics.median(found)
 
 
 def replayed(run: Run) -> float:
-    """Milliseconds of the device alone."""
+    """Milliseconds of a GPU alone."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -58,7 +69,7 @@ def replayed(run: Run) -> float:
     with torch.cuda.graph(graph):
         run()
     found = []
-    for _ in range(7):
+    for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
@@ -68,63 +79,151 @@ def replayed(run: Run) -> float:
     return statistics.median(found)
 
 
-def candidates(length: int, causal: bool, training: bool) -> dict[str, Run]:
-    """Linear attention as a layer calls it, its operation alone, flash attention, and a copy."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, g = (torch.randn(1, HEADS, length, DIM, generator=generator).to("cuda", torch.bfloat16) for _ in range(4))
-    layer = KernelAttention([build_feature_map("posrf", "orf", DIM, FEATURES)], HEADS).cuda()
+def layer_and_maps(device: str) -> tuple[KernelAttention, Any]:
+    """A layer, and the logarithms of its maps, as its operation takes them."""
+    layer = KernelAttention([build_feature_map("posrf", "orf", DIM, FEATURES)], HEADS).to(device)
     with torch.no_grad():
-        maps = cast(AttentionTerm, layer.terms[0]).logarithms({}, DIM**-0.25, torch.zeros((), device="cuda"))
+        maps = cast(AttentionTerm, layer.terms[0]).logarithms({}, DIM**-0.25, torch.zeros((), device=device))
     assert maps is not None
-    operation = causal_exponential_attention if causal else exponential_attention
+    return layer, maps
 
-    def call(function: Callable[..., torch.Tensor]) -> Run:
-        if not training:
 
-            def forward() -> object:
-                with torch.no_grad():
-                    return function(q, k, v)
+def tensors(batch: int, length: int, device: str, count: int = 4) -> list[torch.Tensor]:
+    """(batch, HEADS, length, DIM) in bf16."""
+    made = torch.Generator(device=device).manual_seed(0)
+    shape = batch, HEADS, length, DIM
+    return [torch.randn(shape, generator=made, device=device, dtype=torch.bfloat16) for _ in range(count)]
 
-            return forward
+
+def functions(device: str, causal: bool, compiled: bool) -> dict[str, Function]:
+    """Of queries, keys and values."""
+    layer, maps = layer_and_maps(device)
+    features = [build_feature_map("posrf", "orf", DIM, FEATURES)]
+    joint = KernelAttention(features, HEADS, near_field=64, joint=True, sinks=4).to(device)
+    operation: Any = causal_exponential_attention if causal else exponential_attention
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device != "cpu" else contextlib.nullcontext():
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    found: dict[str, Function] = {
+        "layer": lambda q, k, v: layer(q, k, v, causal=causal),
+        "joint_layer": lambda q, k, v: joint(q, k, v, causal=causal),
+        "operation": lambda q, k, v: operation(q, k, v, *maps)[0],
+        "flash": flash,
+    }
+    if compiled:
+        form = torch.compile(operation.__wrapped__, dynamic=False)
+        found["compiled torch form"] = lambda q, k, v: form(q, k, v, *maps)[0]
+    with contextlib.suppress(ImportError):
+        found |= of_fla(causal)
+    return found
+
+
+def of_fla(causal: bool) -> dict[str, Function]:
+    """fla-core's causal linear attention; queries and keys stand for their features."""
+    from fla.ops.linear_attn import chunk_linear_attn  # type: ignore[import-not-found]
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = chunk_linear_attn(*(x.transpose(1, 2) for x in (q, k, v)), normalize=False)[0]
+        return out.transpose(1, 2)
+
+    return {"fla": call} if causal else {}
+
+
+def runs(kind: str, batch: int, length: int, device: str, compiled: bool) -> Iterator[tuple[str, Run]]:
+    """What is timed for one row, by name."""
+    q, k, v, g = tensors(batch, length, device)
+
+    def forward(function: Function) -> Run:
+        return torch.no_grad()(lambda: function(q, k, v))
+
+    def training(function: Function) -> Run:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         return lambda: torch.autograd.grad(function(*leaves), leaves, g)
 
-    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+    made = training if kind.startswith("training") else forward
+    for name, function in functions(device, "causal" in kind, compiled).items():
+        yield name, made(function)
+    if kind == "forward":
+        yield "copy", torch.stack((q, k)).clone
 
-    found = {
-        "layer": call(lambda q, k, v: layer(q, k, v, causal=causal)),
-        "operation": call(lambda q, k, v: operation(q, k, v, *maps)[0]),
-        "flash": call(flash),
+
+def decoding(batch: int, device: str) -> Iterator[tuple[str, Run]]:
+    """One token behind 64, as a layer's cache gives it."""
+    layer, _ = layer_and_maps(device)
+    kept = KeptMaps()
+    with torch.no_grad():
+        _, state = continue_attention(layer, *tensors(batch, 64, device, 3), kept=kept)
+    token = tensors(batch, 1, device, 3)
+    yield "layer", torch.no_grad()(lambda: continue_attention(layer, *token, None, state, kept=kept))
+
+
+def timed(row: dict[str, Any], candidates: Iterator[tuple[str, Run]], device: str) -> dict[str, Any]:
+    """The row with the times of all candidates, or why one has none."""
+    for name, run in candidates:
+        try:
+            row[f"{name}_ms"] = wall(run, device)
+            if device != "cpu":
+                row[f"{name}_device_ms"] = replayed(run)
+        except Exception as error:  # of whatever kind: the others are measured all the same, and this is said
+            row[f"{name}_error"] = f"{type(error).__name__}: {str(error)[:160]}"
+    return row
+
+
+def plot(rows: list[dict[str, Any]], file: Path, card: str) -> None:
+    """Wall time by length at the smallest batch: layer and flash."""
+    smallest = min(row["batch"] for row in rows)
+    curves = {
+        f"{kind}: {name}": points
+        for kind in KINDS
+        for name in ("layer", "flash")
+        if (
+            points := [
+                (row["length"], row[f"{name}_ms"], 0.0)
+                for row in rows
+                if row["kind"] == kind and row["batch"] == smallest and f"{name}_ms" in row
+            ]
+        )
     }
-    if not training and not causal:
-        read = torch.stack((q, k))
-        found["copy"] = read.clone
-    return found
+    error_curves(curves, file, f"attention on {card}, batch {smallest}, bf16", ("tokens", "ms"), 1e-3)
 
 
 def main() -> None:
     """Measure, print, write."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_device(options, "cuda, or cpu to try the program")
+    options.set_defaults(device="cuda")
     options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    options.add_argument("--output", type=Path, default=RESULTS / "gpu" / "attention_on_gpu.json")
+    options.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    options.add_argument("--compiled", type=int, nargs="*", default=[4096], help="lengths at which to compile (4096)")
+    options.add_argument("--seconds", type=float, default=130.0, help="after these nothing new is measured")
+    options.add_argument("--output", type=Path, default=RESULTS / "gpu" / "attention_on_gpu" / "metrics.json")
     given = options.parse_args()
+    card = torch.cuda.get_device_name() if given.device != "cpu" else "cpu"
     rows: list[dict[str, Any]] = []
-    for length in given.lengths:
-        for causal, training in ((False, False), (True, False), (False, True), (True, True)):
-            row: dict[str, Any] = {"length": length, "causal": causal, "training": training}
-            for name, run in candidates(length, causal, training).items():
-                try:
-                    row[f"{name}_ms"] = wall(run)
-                    row[f"{name}_device_ms"] = replayed(run)
-                except Exception as error:
-                    row[f"{name}_error"] = f"{type(error).__name__}: {str(error)[:160]}"
-            rows.append(row)
-            shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
-            print(*(f"{key}={value}" for key, value in shown.items()), flush=True)
+    left_out: list[str] = []
+    began = time.perf_counter()
+    for batch in given.batch_sizes:
+        for kind, length in [("decode", 1), *((kind, length) for length in given.lengths for kind in KINDS)]:
+            if time.perf_counter() - began > given.seconds:
+                left_out.append(f"{kind}, {length} tokens, batch {batch}")
+                continue
+            compiled = length in given.compiled and batch == given.batch_sizes[0]
+            row = {"kind": kind, "length": length, "batch": batch}
+            made = (
+                decoding(batch, given.device) if kind == "decode" else runs(kind, batch, length, given.device, compiled)
+            )
+            rows.append(timed(row, made, given.device))
+    forms = {name: form_that_ran(name) for name in ("exponential_attention", "causal_exponential_attention")}
+    shown = ("kind", "length", "batch", "layer_ms", "layer_device_ms", "operation_device_ms", "flash_ms", "copy_ms")
+    cells = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in map(row.get, shown)] for row in rows]
+    show_table(f"attention on {card}", shown, cells, ("kind",))
+    print(*(f"left out: {each}" for each in left_out), sep="\n")
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": rows}))
+    found = {"card": card, "forms": forms, "rows": rows, "left_out": left_out}
+    write_json(given.output, {**found, "environment": environment(Path(__file__).resolve().parents[2])})
+    plot([row for row in rows if row["kind"] != "decode"], given.output.with_name("attention_on_gpu.png"), card)
 
 
 if __name__ == "__main__":

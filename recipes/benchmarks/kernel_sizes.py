@@ -23,7 +23,7 @@ from _bench import RESULTS
 from _lib.kernel_launches import Launch, every_launch, parts_of
 
 BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (1, 2, 3)
-SKIPPED = {"combine"}
+SKIPPED = {"combine", "token_pass"}
 
 
 def shapes(name: str) -> list[tuple[int, int, int]]:

@@ -45,6 +45,12 @@ class Arccos(Component):
             return (z > 0).to(z.dtype)
         return torch.relu(z) if self.order == 1 else torch.relu(z).square()
 
+    def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """See `Component.gradient`."""
+        if self.order == 0:
+            return torch.zeros_like(grad)
+        return torch.ops.aten.threshold_backward(grad if self.order == 1 else 2 * z * grad, z, 0)
+
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """½K_order."""
         return arccos_kernel(x, y, order=self.order) / 2

@@ -21,6 +21,8 @@ from typing import Annotated, Any
 import torch
 
 from snnk_peft.components.base import Component
+from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.functional.backend import has_kernels
 from snnk_peft.functional.exponential import KERNELS, exact_kernel
 from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.options import Option
@@ -55,11 +57,15 @@ class Exponential(Component):
 
 def rows_and_bias(projection: Projection, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """W (num_features, dim) and what is added to Wx, (num_features,), on the device and in the dtype of `like`."""
+    if has_kernels(like.device.type):  # which are so fast that every operation before them counts
+        with at_hand(projection):
+            rows = projection.materialize().to(like)
+            return rows, rows.new_zeros(rows.shape[0]) if projection.bias is None else projection.bias.to(like)
     # The images of unit vectors, and not `materialize`: a module that is called may have its tensors brought to it.
     units = torch.eye(projection.dim, dtype=like.dtype, device=like.device)
     if projection.bias is None:
         rows = projection(units).mT
-        return rows, torch.zeros_like(rows[:, 0])
+        return rows, rows.new_zeros(rows.shape[0])
     images = projection(torch.cat((units, torch.zeros_like(units[:1]))))
     return (images[:-1] - images[-1:]).mT, images[-1]
 
@@ -92,21 +98,21 @@ def exponential_logarithms(
     rows, bias = rows_and_bias(projection, like)
     more = 0.5 if kernel == "gaussian" else 0.0
     square: float | torch.Tensor = 0.5 + more
-    offset = torch.zeros_like(rows[:, 0])
+    plus, minus = (bias, -bias) if both_signs else (bias, None)
     if projection.sampled_lengths and (isinstance(a, torch.Tensor) or a != 0):
         a = torch.as_tensor(a, dtype=like.dtype, device=like.device)
         common = (1 - 4 * a).log().expand(*a.shape[:-1], projection.dim).sum(-1) / 4
-        offset, rows = (rows.square() * a).sum(-1) + common, rows * (1 - 4 * a).sqrt()
+        tilt, rows = (rows.square() * a).sum(-1) + common, rows * (1 - 4 * a).sqrt()
+        plus, minus = tilt + plus, None if minus is None else tilt + minus
     if stretch is not None:
         stretch = stretch.to(like)
         rows, square = rows * stretch, stretch.square().reshape(*stretch.shape[:-2], 1, -1) / 2 + more
     if basis is not None:
         basis = basis.to(like)
         rows, square = rows @ basis.mT, basis @ basis.mT / 2 + more * torch.eye(projection.dim).to(like)
-    if both_signs:
-        rows, offset = torch.cat((rows, -rows), -2), torch.cat((offset + bias, offset - bias), -1)
-    else:
-        offset = offset + bias
+    offset = plus
+    if minus is not None:
+        rows, offset = torch.cat((rows, -rows), -2), torch.cat((plus, minus), -1)
     amplitudes = projection.amplitudes(signed=second, copies=2 if both_signs else 1)
     if not isinstance(amplitudes, torch.Tensor):
         return LogLinear(rows, offset + math.log(amplitudes), square)

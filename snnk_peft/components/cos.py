@@ -55,6 +55,10 @@ class Cos(Component):
         """Elementwise cosine."""
         return torch.cos(z)
 
+    def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """See `Component.gradient`."""
+        return -grad * torch.sin(z)
+
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """½ e^{−‖x−y‖²/2}, plus ½ e^{−‖x+y‖²/2} without phases."""
         kernel = torch.exp(-(x - y).square().sum(-1) / 2) / 2

@@ -28,6 +28,10 @@ class Elu(Component):
         """Elementwise elu(z) + 1."""
         return torch.nn.functional.elu(z) + 1
 
+    def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """See `Component.gradient`."""
+        return grad * z.clamp_max(0).exp()
+
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """E[f(ω·x) f(ω·y)]."""
         return gaussian_product_mean(self.function, x, y)

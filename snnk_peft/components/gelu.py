@@ -25,6 +25,10 @@ class Gelu(Component):
         """Elementwise GELU."""
         return torch.nn.functional.gelu(z)
 
+    def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """See `Component.gradient`."""
+        return torch.ops.aten.gelu_backward(grad, z)
+
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """E[GELU(ω·x) GELU(ω·y)]."""
         return gelu_kernel(x, y)

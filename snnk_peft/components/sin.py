@@ -26,6 +26,10 @@ class Sin(Component):
         """Elementwise sine."""
         return torch.sin(z)
 
+    def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """See `Component.gradient`."""
+        return grad * torch.cos(z)
+
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """½(e^{−‖x−y‖²/2} − e^{−‖x+y‖²/2})."""
         minus, plus = (x - y).square().sum(-1), (x + y).square().sum(-1)

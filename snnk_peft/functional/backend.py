@@ -4,7 +4,8 @@ Each of OPERATIONS is a function that is written in torch: in eager mode, compil
 gradients. A device kernel is another function for one of them: the same arguments, results of the same shapes and
 dtypes, states that the torch form can continue from. Callers know of neither. Kernels of this package are files of
 `device_kernels/`, imported at the first call on their device type; others call `register_kernel` themselves. The
-environment variable SNNK_DEVICE_KERNELS=off turns all of them off, and `form_that_ran` says what an operation took.
+environment variable SNNK_DEVICE_KERNELS=off turns all of them off, =all takes those as well that are proved without a
+card but have run on none yet, and `form_that_ran` says what an operation took.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.functional.blocks import exporting
 
 OPERATIONS = (
+    "adapter_sum",
     "causal_exponential_attention",
     "causal_linear_attention",
     "exponential_attention",
     "hadamard_transform",
     "key_means",
     "key_sums",
+    "near_attention",
     "normalized_linear",
 )
 
@@ -48,7 +51,7 @@ class DeviceKernel(NamedTuple):
 
 
 DEVICE_KERNELS: dict[tuple[str, str], DeviceKernel] = {}  # of (operation, device type)
-SWITCH = "SNNK_DEVICE_KERNELS"  # "off" in the environment: the torch form, always
+SWITCH = "SNNK_DEVICE_KERNELS"  # "off" in the environment: the torch form, always; "all": untried kernels too
 _DISCOVERED: set[str] = set()
 _RAN: dict[str, str] = {}
 
@@ -111,6 +114,16 @@ def dispatched(torch_form: Callable[Arguments, Result]) -> Callable[Arguments, R
     return call
 
 
+def takes_untried() -> bool:
+    """Whether kernels are wanted that have run on no card yet."""
+    return os.environ.get(SWITCH) == "all"
+
+
+def has_kernels(device: str) -> bool:
+    """Whether any operation has a kernel on a device type."""
+    return _discover(device) and any(place == device for _, place in DEVICE_KERNELS)
+
+
 def form_that_ran(operation: str) -> str | None:
     """What the last call of an operation took: "torch" or the name of a kernel's function; None before the first.
 
@@ -120,6 +133,16 @@ def form_that_ran(operation: str) -> str | None:
         operation: one of OPERATIONS.
     """
     return _RAN.get(operation)
+
+
+def plain_call() -> bool:
+    """Whether torch computes here and now: nothing is traced or transformed, and nobody watches its operations."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+    )
 
 
 # A compiler must not follow imports; it runs these two while it traces, and then looks into DEVICE_KERNELS.
@@ -155,12 +178,17 @@ def _device_type(name: str) -> str:
 def _runs(kernel: DeviceKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if exporting() or torch.jit.is_tracing():  # what is exported needs the operators of torch alone
         return False
-    if not kernel.differentiable and torch.is_grad_enabled() and _wants_gradient((*args, *kwargs.values())):
+    if not kernel.differentiable and wants_gradient((*args, *kwargs.values())):
         return False
     return kernel.serves is None or kernel.serves(*args, **kwargs)
 
 
-def _wants_gradient(given: Any) -> bool:
+def wants_gradient(given: Any) -> bool:
+    """Whether gradients of a result will be asked for: of one of the tensors in nested tuples that it is made of."""
+    return torch.is_grad_enabled() and _has_gradient(given)
+
+
+def _has_gradient(given: Any) -> bool:
     if isinstance(given, torch.Tensor):
         return given.requires_grad
-    return isinstance(given, tuple) and any(_wants_gradient(part) for part in given)
+    return isinstance(given, tuple) and any(_has_gradient(part) for part in given)

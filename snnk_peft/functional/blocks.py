@@ -16,10 +16,11 @@ LONGEST = 8192  # tokens in a block of causal attention on an accelerator: its p
 
 def takes_blocks(x: torch.Tensor) -> bool:
     """Whether to go block by block: on a CPU, but not in a graph that is traced, whose memory is planned as a whole."""
-    return not _traced() and x.device.type == "cpu"
+    return not traced() and x.device.type == "cpu"
 
 
-def _traced() -> bool:
+def traced() -> bool:
+    """Whether this runs to be compiled, traced or exported."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or exporting()
 
 
@@ -38,7 +39,7 @@ def block_tokens(x: torch.Tensor, columns: int) -> int | None:
 def causal_tokens(x: torch.Tensor, columns: int) -> int | None:
     """The same for causal attention, which hands its state from block to block on accelerators too."""
     size = block_tokens(x, columns)
-    return LONGEST if size is None and not _traced() else size
+    return LONGEST if size is None and not traced() else size
 
 
 def split_tokens(size: int | None, *tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from snnk_peft.functional.backend import dispatched
 from snnk_peft.functional.blocks import BlockMemory, block_tokens, joined, split_tokens, takes_blocks
 from snnk_peft.functional.exponential_blocks import AttentionInBlocks
-from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
+from snnk_peft.functional.log_linear import ABSENT, LogLinear, both_offsets, key_logarithms, query_logarithms
 from snnk_peft.functional.precision import full_precision
 
 
@@ -114,7 +114,7 @@ def exponential_attention(
         mask: (B, N) bool, True where a key counts.
         state: of other keys, which every query sees too.
     """
-    offset, signs = queries.offset + keys.offset, keys.signs
+    offset, signs = both_offsets(queries, keys), keys.signs
 
     def plain(*tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, rows, offset, key_rows = tensors

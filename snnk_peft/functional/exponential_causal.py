@@ -28,7 +28,7 @@ from torch import Tensor
 from snnk_peft.functional.backend import dispatched
 from snnk_peft.functional.blocks import block_count, causal_tokens, exporting, joined, split_tokens, takes_blocks
 from snnk_peft.functional.exponential_attention import KeyMeans, attend_means, key_means, log_weights, means_of
-from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
+from snnk_peft.functional.log_linear import ABSENT, LogLinear, both_offsets, key_logarithms, query_logarithms
 from snnk_peft.functional.precision import full_precision
 
 TOKENS = 64  # per chunk
@@ -63,7 +63,7 @@ def causal_exponential_attention(
         (B, H, L, D) in the dtype of v, 0 where no key counts, and M and log Z behind the last key. Weighed, (B, H, L,
         D + 1) in at least fp32, the last column about ABSENT where no key counts.
     """
-    queries = queries._replace(offset=queries.offset + keys.offset, signs=keys.signs)
+    queries = queries._replace(offset=both_offsets(queries, keys), signs=keys.signs)
     length, size, careful = q.shape[-2], causal_tokens(q, queries.rows.shape[-2]), not takes_blocks(q)
 
     def blocks() -> Iterator[Tensor]:

@@ -52,6 +52,23 @@ def stack_heads(parts: list[LogLinear]) -> LogLinear:
     return LogLinear(rows, offset, square, first.signs, first.divided)
 
 
+NOTHING = "snnk_nothing"  # attribute of the offset of keys, zeros, that queries have taken over
+
+
+def both_offsets(queries: LogLinear, keys: LogLinear) -> Tensor:
+    """What is added to the products of both, (m,) or (..., m)."""
+    return queries.offset if hasattr(keys.offset, NOTHING) else queries.offset + keys.offset
+
+
+def with_one_offset(queries: LogLinear, keys: LogLinear) -> tuple[LogLinear, LogLinear]:
+    """The same for attention, with nothing left to add up; `divided` features keep an offset of their own."""
+    if queries.divided:
+        return queries, keys
+    nothing = torch.zeros_like(keys.offset)
+    setattr(nothing, NOTHING, True)
+    return queries._replace(offset=both_offsets(queries, keys)), keys._replace(offset=nothing)
+
+
 def half_norms(x: Tensor, square: float | Tensor) -> Tensor:
     """|x|²_Q, (..., L, 1); the plain norm needs no temporary of the size of x."""
     if not isinstance(square, Tensor) or square.dim() == 0:  # a traced graph makes numbers tensors

@@ -2,7 +2,8 @@
 
 Query i attends to keys j with |i − j| < width (causal: 0 <= i − j < width), and, where they are given, to sinks: a few
 keys beside the band, the first of a text as a rule. Queries are cut into blocks of `width`; all keys that a block can
-see lie in the block itself and its neighbours, so weights are formed for those only.
+see lie in the block itself and its neighbours, so weights are formed for those only. What is known of other keys, their
+mean for each query and the logarithm of their weight beside e^{q·k}, is joined under the same normalisation.
 
 Shapes: q (B, H, L, d), k and v (B, G, L, d), H a multiple of G; mask (B, L) True where a key counts -> (B, H, L, D).
 A query that sees no key gives 0.
@@ -10,12 +11,14 @@ A query that sees no key gives 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.backend import dispatched
 from snnk_peft.functional.blocks import block_count, exporting
 from snnk_peft.functional.log_linear import ABSENT
 from snnk_peft.functional.precision import full_precision, wide
@@ -27,12 +30,12 @@ class Sinks(NamedTuple):
     Attributes:
         keys: (B, G, s, d).
         values: (B, G, s, D).
-        seen: (B, L or 1, s) bool, True where a query sees a sink.
+        known: (B, L or 1) integers, how many of the first of them a query sees.
     """
 
     keys: Tensor
     values: Tensor
-    seen: Tensor
+    known: Tensor
 
 
 def banded_softmax_attention(
@@ -69,9 +72,10 @@ def banded_softmax_attention(
         )
     if faults:
         raise ConfigError(faults)
-    return near_attention(q, k, v, width, mask, causal=causal, scaling=scaling)[0].to(v.dtype)
+    return near_attention(q, k, v, width, mask, causal=causal, scaling=scaling)
 
 
+@dispatched
 def near_attention(
     q: Tensor,
     k: Tensor,
@@ -82,8 +86,9 @@ def near_attention(
     causal: bool = False,
     scaling: float = 1.0,
     sinks: Sinks | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Softmax over the band and the sinks, and the sum that it was divided by.
+    far: tuple[tuple[Tensor, Tensor], ...] = (),
+) -> Tensor:
+    """Softmax over the band, the sinks and what is known of other keys.
 
     Args:
         q: queries (B, H, L, d).
@@ -94,9 +99,11 @@ def near_attention(
         causal: only keys at or before the query.
         scaling: factor on q·k.
         sinks: keys beside the band, which the mask does not count.
+        far: of other sets of keys, means (B, H, L, D) and logarithms of weights (B, H, L), in at least fp32; about
+            ABSENT where a query sees none of a set.
 
     Returns:
-        (B, H, L, D), and log Σ_j e^{scaling · q·k} (B, H, L), about ABSENT where no key is seen; in at least fp32.
+        (B, H, L, D) in the dtype of v.
     """
     length, earlier = q.shape[-2], k.shape[-2] != q.shape[-2]
     size = width if exporting() else min(width, length)
@@ -122,7 +129,8 @@ def near_attention(
         if sinks is not None:
             beside = sinks.keys.shape[-2]
             more = torch.einsum("bghcid,bgjd->bghcij", queries, wide(sinks.keys))
-            counts = sinks.seen.expand(-1, length, -1)
+            counts = torch.arange(beside, device=q.device) < sinks.known.unsqueeze(-1)
+            counts = counts.expand(-1, length, -1)
             counts = torch.nn.functional.pad(counts, (0, 0, 0, blocks * size - length)).unflatten(-2, (blocks, size))
             scores = torch.cat((scores, more.masked_fill(~counts[:, None, None], float("-inf"))), -1)
         top = scores.detach().amax(-1, keepdim=True)
@@ -136,7 +144,14 @@ def near_attention(
             out = out + torch.einsum("bghcij,bgjd->bghcid", outside, wide(sinks.values))
         logarithm = torch.where(total > 0, torch.where(total > 0, total, 1.0).log() + top, ABSENT)
         out, logarithm = (t.flatten(-3, -2)[..., :length, :].flatten(1, 2) for t in (out, logarithm))
-        return out, logarithm.squeeze(-1)
+        return (mean_over_all(((out, logarithm.squeeze(-1)), *far)) if far else out).to(v.dtype)
+
+
+def mean_over_all(fields: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Means (B, H, L, D) over several sets of keys, each with the logarithm of its weight, as one mean over all."""
+    shares = torch.stack([weights for _, weights in fields], -1).softmax(-1).unsqueeze(-2).unbind(-1)
+    first, *others = (share * out for share, (out, _) in zip(shares, fields, strict=True))
+    return sum(others, first)
 
 
 def _windows(x: Tensor, size: int, blocks: int, neighbours: int, front: int) -> Tensor:

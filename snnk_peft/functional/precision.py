@@ -20,6 +20,14 @@ def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False)
 
 
+def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """What products of factors in `dtype` are computed in: under autocast its dtype, fp64 excepted."""
+    # Where there is no autocast ("meta"), asking whether it is on is an error.
+    if dtype == torch.float64 or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return dtype
+    return torch.get_autocast_dtype(device)
+
+
 def as_a_linear(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """What stands for a Linear's output for input x, in its dtype: that of x, or under autocast what this gives."""
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):

@@ -48,7 +48,11 @@ class SNNKAdapter(nn.Module):
             # Called, and not multiplied with its weight: the Linear may be offloaded, adapted or exchanged by now.
             added: torch.Tensor = self.linear(self.stage(x))
             return residual + added.to(residual.dtype)
-        summed: torch.Tensor = self.readout(self.stage(x.to(self.readout.A.dtype)), residual)
+        summed: torch.Tensor | None = None
+        if hasattr(type(self.readout), "step"):  # FSDP may have wrapped it
+            summed = self.readout.step(self.stage, x, residual)
+        if summed is None:
+            summed = self.readout(self.stage(x.to(self.readout.A.dtype)), residual)
         return summed
 
 

@@ -13,9 +13,7 @@ what is computed in it. Positive exponential features, which estimate softmax, e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import cast
 
 import torch
 from torch import nn
@@ -30,36 +28,9 @@ from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.linear_attention import AttentionState, attend, key_sums
 from snnk_peft.functional.log_linear import LogLinear, stack_heads
 from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.layers.kept_maps import KeptByVersion, KeptMaps, Pair
 
 State = AttentionState | KeyMeans  # what is kept of keys: of features as they are, and of exponential ones
-
-
-class KeptMaps:
-    """The logarithms of feature maps, formed once for many calls, as token by token: forming them takes longer than
-    using them. Whoever keeps one knows that the weights stay as they are. Copies and pickles of it are empty.
-    """
-
-    def __init__(self) -> None:
-        self._found: WeakKeyDictionary[nn.Module, tuple[Any, tuple[LogLinear, LogLinear]]] = WeakKeyDictionary()
-
-    def of(
-        self, term: AttentionTerm, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor
-    ) -> tuple[LogLinear, LogLinear] | None:
-        """As `AttentionTerm.logarithms`; those of components that adapt to tokens are formed anew."""
-        if statistics or torch.is_grad_enabled() or exporting():
-            return term.logarithms(statistics, root, like)
-        kind, kept = (root, like.dtype, like.device), self._found.get(term)
-        if kept is None or kept[0] != kind:
-            if (found := term.logarithms(statistics, root, like)) is None:
-                return None
-            self._found[term] = kept = (kind, found)
-        return kept[1]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeptMaps:
-        return KeptMaps()
-
-    def __reduce__(self) -> tuple[type[KeptMaps], tuple[()]]:
-        return KeptMaps, ()
 
 
 class AttentionTerm(nn.Module):
@@ -83,6 +54,7 @@ class AttentionTerm(nn.Module):
             )
         self.feature_maps = nn.ModuleList(feature_maps)
         self.key_maps = None if key_maps is None else nn.ModuleList(key_maps)
+        self._kept = KeptByVersion()
 
     def pairs(self) -> list[tuple[FeatureMap, FeatureMap]]:
         """(map of the queries, map of the keys), one pair or one per key head."""
@@ -119,33 +91,39 @@ class AttentionTerm(nn.Module):
         Raises:
             UnsupportedError: a component that adapts to all tokens of an example, in causal attention.
         """
-        statistics, like = self.statistics(q, k, mask, causal=causal, root=root), wide(q.new_zeros(()))
-        form = self.logarithms if kept is None else partial(kept.of, self)
-        logarithms = form(statistics, root, like)
+        statistics = self.statistics(q, k, mask, causal=causal, root=root)
+        logarithms = self.prepared(statistics, root, q) if kept is None else kept.of(self, statistics, root, q)
         if logarithms is None:
             return self._of_features(q, k, v, mask, statistics, causal, root, cast("AttentionState | None", state))
-        check_finite("phi", q, self.pairs()[0][0].projection)
-        check_finite("psi", k, self.pairs()[0][1].projection)
+        first, second = self.pairs()[0]
+        check_finite("phi", q, first.projection)
+        check_finite("psi", k, second.projection)
         means, before = cast("KeyMeans | None", state), k.shape[-2] - q.shape[-2]
         if not causal:
             return exponential_attention(q, k, v, *logarithms, mask, means)
         if before:
             counts = None if mask is None else mask[:, :before]
             means = key_means(k[:, :, :before], v[:, :, :before], logarithms[1], counts, means)
-        own = None if mask is None else mask[:, before:]
-        return causal_exponential_attention(q, k[:, :, before:], v[:, :, before:], *logarithms, own, means)
+            k, v, mask = k[:, :, before:], v[:, :, before:], None if mask is None else mask[:, before:]
+        return causal_exponential_attention(q, k, v, *logarithms, mask, means)
 
-    def logarithms(
-        self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor
-    ) -> tuple[LogLinear, LogLinear] | None:
+    def prepared(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
+        """`logarithms`, formed anew only where they may have changed; arguments as there."""
+        if statistics:
+            return self.logarithms(statistics, root, like)
+        maps = self.feature_maps if self.key_maps is None else (*self.feature_maps, *self.key_maps)
+        return self._kept.of(self, maps, root, like)
+
+    def logarithms(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
         """The logarithms of the features of queries and of keys, for positive exponential features; None for others.
 
         Args:
             statistics: see `statistics`.
             root: what queries and keys are multiplied by.
-            like: any tensor on the device and in the dtype in which attention computes.
+            like: any tensor on the device and in the dtype of the queries; attention computes in fp32 or wider.
         """
         towers: tuple[list[LogLinear], list[LogLinear]] = ([], [])
+        like = wide(like.new_zeros(()))
         with full_precision(like):
             for head, pair in enumerate(self.pairs()):
                 own = statistics if len(self.feature_maps) == 1 else _of_head(statistics, head)
@@ -240,7 +218,7 @@ class AttentionTerm(nn.Module):
 
         The queries are those of all heads of the group.
         """
-        component = self.pairs()[0][0].component
+        component = cast(FeatureMap, next(iter(self.feature_maps))).component
         if not component.adapts:
             return {}
         if causal:

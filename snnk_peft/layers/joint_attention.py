@@ -149,13 +149,14 @@ class JointAttention(nn.Module):
             return self._both_ways(terms, q, new, scaling)
         state = None
         if before:
-            window, sinks, _ = self._with_window(new.part(0, before), None)
+            earlier = new.part(0, before)
+            place = earlier.counts.cumsum(-1)
+            window, sinks = self._with_window(earlier, place, None)
             sums = []
             for term in terms:
                 keys = self._spread(term, window.part(0, before))
                 sums.append(key_means(*keys[:2], _maps(term, q, k, None, True, scaling)[1], keys.counts))
-            place = new.counts[:, :before].sum(-1)
-            state = JointState(tuple(sums), window.part(before, before + self.width), sinks, place)
+            state = JointState(tuple(sums), window.part(before, before + self.width), sinks, place[:, -1])
         return self._behind(terms, q, new.part(before, k.shape[-2]), state, scaling, reach)[0]
 
     def continued(
@@ -192,8 +193,8 @@ class JointAttention(nn.Module):
         every = torch.ones(k.shape[0], k.shape[-2], dtype=torch.bool, device=k.device) if mask is None else mask
         return Kept(k, v, every)
 
-    def _with_window(self, new: Kept, state: JointState | None) -> tuple[Kept, Kept, Tensor]:
-        """The last `width` keys and the new ones, without sinks; the sinks; and (B, L, s), which query sees which."""
+    def _with_window(self, new: Kept, place: Tensor, state: JointState | None) -> tuple[Kept, Kept]:
+        """The last `width` keys and the new ones, without sinks; and the sinks. `place` (B, L) counts from 1 on."""
         k, v, counts = new
         batch, groups = k.shape[:2]
         if state is None:
@@ -202,18 +203,16 @@ class JointAttention(nn.Module):
             band, sinks = nothing.part(0, self.width), nothing.part(self.width, self.width + self.sinks)
         else:
             band, sinks = state.band, state.sinks
-        rank = sinks.counts.sum(-1, keepdim=True) + counts.long().cumsum(-1)
-        places = torch.arange(1, self.sinks + 1, device=k.device)
-        seen = rank.unsqueeze(-1) >= places
         if self.sinks:
+            places = torch.arange(1, self.sinks + 1, device=k.device)
             # Places (B, s, L): one new key at most goes to each. A product, since graphs are exported.
-            found = (rank.unsqueeze(-1) == places).mT & counts.unsqueeze(1)
+            found = (place.unsqueeze(-1) == places).mT & counts.unsqueeze(1)
             with full_precision(k):
                 keys, values = (
                     old + found.unsqueeze(1).to(t.dtype) @ t for old, t in ((sinks.keys, k), (sinks.values, v))
                 )
             sinks = Kept(keys, values, sinks.counts | found.any(-1))
-        return band.and_then(Kept(k, v, counts & (rank > self.sinks))), sinks, seen
+        return band.and_then(Kept(k, v, counts & (place > self.sinks))), sinks
 
     def _behind(
         self,
@@ -227,13 +226,12 @@ class JointAttention(nn.Module):
     ) -> tuple[Tensor, JointState]:
         """Causal attention of L new tokens behind a state."""
         length = q.shape[-2]
-        place = new.counts.long().cumsum(-1)  # of each token in its text, from 1 on
+        place = new.counts.cumsum(-1)  # of each token in its text, from 1 on
         if state is not None:
             place = place + state.place.unsqueeze(-1)
-        window, sinks, seen = self._with_window(new, state)
-        beside = Sinks(sinks.keys, sinks.values, seen) if self.sinks else None
-        fields = [near_attention(q, *window[:2], self.width, window.counts, causal=True, scaling=scaling, sinks=beside)]
-        sums = []
+        window, sinks = self._with_window(new, place, state)
+        beside = Sinks(sinks.keys, sinks.values, place) if self.sinks else None
+        fields, sums = [], []
         for number, term in enumerate(terms):
             given = None if state is None else state.sums[number]
             maps = _maps(term, q, new.keys, None, True, scaling, kept)
@@ -244,16 +242,20 @@ class JointAttention(nn.Module):
                 weights = weights.masked_fill((place > reach).unsqueeze(1), ABSENT)
             fields.append((out, weights))
             sums.append(behind)
+        out = near_attention(
+            q, *window[:2], self.width, window.counts, causal=True, scaling=scaling, sinks=beside, far=tuple(fields)
+        )
         last = window.part(length, length + self.width)
-        return _joined(fields).to(new.values.dtype), JointState(tuple(sums), last, sinks, place[:, -1])
+        return out, JointState(tuple(sums), last, sinks, place[:, -1])
 
     def _both_ways(self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, scaling: float) -> Tensor:
         """Every query sees every key."""
         length = q.shape[-2]
-        late, sinks, _ = self._with_window(new, None)
+        place = new.counts.cumsum(-1)
+        late, sinks = self._with_window(new, place, None)
         own = late.part(self.width, self.width + length)
-        beside = Sinks(sinks.keys, sinks.values, sinks.counts.unsqueeze(1)) if self.sinks else None
-        fields = [near_attention(q, *own[:2], self.width, own.counts, scaling=scaling, sinks=beside)]
+        beside = Sinks(sinks.keys, sinks.values, place[:, -1:]) if self.sinks else None
+        fields = []
         early = late.part(0, self.width).and_then(own.reversed())
         for number, term in enumerate(terms):
             maps = _maps(term, q, self._spread(term, new).keys, new.counts, False, scaling)
@@ -261,7 +263,7 @@ class JointAttention(nn.Module):
             fields.append(self._far(number, maps, q, forward, None, scaling)[:2])
             out, weights, _ = self._far(number, maps, q.flip(-2), backward, None, scaling)
             fields.append((out.flip(-2), weights.flip(-1)))
-        return _joined(fields).to(new.values.dtype)
+        return near_attention(q, *own[:2], self.width, own.counts, scaling=scaling, sinks=beside, far=tuple(fields))
 
     def _far(
         self,
@@ -274,10 +276,12 @@ class JointAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, KeyMeans]:
         """Query i sees keys 0 to i of `far` and those in `sums`: means (B, H, L, D), log weights (B, H, L), sums."""
         both, behind = causal_exponential_attention(q, *far[:2], *maps, far.counts, sums, weighed=True)
+        out, weights = both.split((both.shape[-1] - 1, 1), -1)  # the gradient of two slices would be as long, twice
         with full_precision(q):
             q, own = wide(q), self.factor[number].to(both)
             factor = torch.einsum("bhld,hd->bhl", q, own[:, :-1] * scaling**0.5) + own[:, None, -1]
-            return both[..., :-1], both[..., -1] + common_logarithm(q, maps[0], far.keys.shape[1]) + factor, behind
+            common = common_logarithm(q, maps[0], far.keys.shape[1])
+            return out, weights.squeeze(-1) + common + factor, behind
 
     def _spread(self, term: AttentionTerm, far: Kept) -> Kept:
         """Keys and values once per query head, where maps are those of query heads."""
@@ -297,18 +301,11 @@ def _maps(
     kept: KeptMaps | None = None,
 ) -> tuple[LogLinear, LogLinear]:
     """The logarithms of the features of queries and keys; of all tokens, where a component adapts to them."""
-    root, like = scaling**0.5, wide(q.new_zeros(()))
-    form = term.logarithms if kept is None else partial(kept.of, term)
-    found = form(term.statistics(q, k, mask, causal=causal, root=root), root, like)
+    root = scaling**0.5
+    form = term.prepared if kept is None else partial(kept.of, term)
+    found = form(term.statistics(q, k, mask, causal=causal, root=root), root, q)
     assert found is not None
     return found
-
-
-def _joined(fields: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Means (B, H, L, D) over several sets of keys, each with the logarithm of its weight, as one mean over all."""
-    shares = torch.stack([weights for _, weights in fields], -1).softmax(-1).unsqueeze(-2).unbind(-1)
-    first, *others = (share * out for share, (out, _) in zip(shares, fields, strict=True))
-    return sum(others, first)
 
 
 def may_be_joint(component: Component, projection: Projection | type[Projection]) -> bool:

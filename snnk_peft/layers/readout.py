@@ -13,6 +13,7 @@ from torch import nn
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.functional.residual import residual_linear
+from snnk_peft.layers.adapter_step import adapter_step, readout_step
 from snnk_peft.layers.feature_stage import FeatureStage
 
 
@@ -72,7 +73,22 @@ class GatedReadout(nn.Module):
             features: (..., feature_dim).
             residual: (..., out_dim), what is added; fused into the product.
         """
-        return residual_linear(residual, features.to(self.A.dtype), self.matrix())
+        summed = readout_step(self, features, residual)
+        return residual_linear(residual, features.to(self.A.dtype), self.matrix()) if summed is None else summed
+
+    def step(self, stage: FeatureStage, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
+        """residual + scaling · v ⊙ (Φ(x) Aᵀ) as one operation, or None; see `adapter_step`.
+
+        Args:
+            stage: Φ.
+            x: (..., dim).
+            residual: (..., out_dim); may be x.
+        """
+        return adapter_step(stage, self, x, None if residual is x else residual)
+
+    def gated(self) -> torch.Tensor:
+        """diag(v) A, (out_dim, feature_dim)."""
+        return self.A if self.v is None else self.v[:, None] * self.A
 
     def matrix(self) -> torch.Tensor:
         """scaling · diag(v) A: the one matrix that everything folds into, (out_dim, feature_dim).

@@ -101,8 +101,14 @@ def continue_attention(
         before = None if state is None else state.sums[number]
         far, behind = term(q, k, v, mask, causal=True, root=root, state=before, kept=kept)
         fields.append(far)
-        sums.append(type(behind)(*(tensor.clone() for tensor in behind)))
+        sums.append(type(behind)(*map(_owned, behind)))
     return kernel.blended(fields), KernelState(tuple(sums), band)
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """In memory that holds nothing else: a copy, if need be."""
+    alone = not torch.compiler.is_compiling() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone()
 
 
 def _band_behind_state(

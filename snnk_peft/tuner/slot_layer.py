@@ -76,9 +76,12 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         if self.disable_adapters:
             return []
         slots: list[Slot] = []
+        held: Any = self._modules["snnk_slots"]  # a step of training comes here often: not by __getattr__
         for name in self.active_adapters:
-            if name in self.snnk_slots:
-                slots += [cast(Slot, slot) for slot in self.slots_of(name)]
+            if name in held:
+                slots += held[name]
+        if len(slots) < 2:
+            return slots
         if sum(slot.replaces for slot in slots) > 1:
             raise ConfigError(
                 f"active adapters {list(self.active_adapters)} replace the same {type(self.base_layer).__name__}; "
@@ -89,7 +92,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original module's signature."""
-        if not torch.compiler.is_compiling():
+        if not self.was_called and not torch.compiler.is_compiling():
             self.was_called = True
         if self.rows is not None and not self.disable_adapters:
             return self.rows.run(self.base_layer, self._way, args, kwargs)
@@ -99,7 +102,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         return self._through(self.slots_of(adapter_name) if adapter_name in self.snnk_slots else ())
 
     def _through(self, slots: Iterable[Any]) -> Any:
-        run: Any = self.base_layer
+        run: Any = self._modules["base_layer"]
         for slot in slots:
             run = partial(slot, run)
         return run

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+os.environ.setdefault("SNNK_DEVICE_KERNELS", "all")  # read when the kernels are imported, at the first call on a card
 
 
 def missing(device: str) -> str | None:

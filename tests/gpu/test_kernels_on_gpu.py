@@ -7,7 +7,11 @@ import torch
 
 from snnk_peft.functional.backend import form_that_ran
 from snnk_peft.functional.device_kernels import cuda_exponential
-from tests.exponential_oracle import CASES, check, compare, given
+from snnk_peft.functional.exponential_attention import KeyMeans
+from snnk_peft.functional.exponential_causal import causal_exponential_attention
+from snnk_peft.functional.log_linear import LogLinear
+from tests import linear_oracle
+from tests.exponential_oracle import CASES, TOLERANCE, check, compare, dense, error, given
 
 pytest.importorskip("triton", reason="pip install triton")
 pytestmark = pytest.mark.gpu
@@ -48,3 +52,49 @@ def test_attention(causal, case, dtype, device):
     check(report, dtype, case if case in CASES else "plain")
     torch.manual_seed(1)
     assert compare(*there) == report  # what moves from run to run is a race
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("shape", [{}, {"d": 128, "m": 32}, {"d": 24, "D": 20, "m": 21}], ids=str)
+def test_tokens_behind_a_state(shape, tokens, dtype, device):
+    """Grouped heads with rows of their own, without gradients: one launch, twice the same."""
+    tensors, square, _ = given(dtype, **{**CARD, "L": tokens, "B": 3, "H": 8, "state": True, "per_head": True, **shape})
+    mask = torch.rand(3, 40).to(device)[:, -tokens:] > 0.3
+    own = [x.to(device) for x in tensors]
+    wide = [x.double() for x in own]
+    maps = LogLinear(own[3], own[4], 0.0), LogLinear(own[5], own[4].new_zeros(own[4].shape[-1]), square)
+    both, behind = causal_exponential_attention(*own[:3], *maps, mask, KeyMeans(*own[6:]), weighed=True)
+    found = [both[..., :-1], both[..., -1], *behind]
+    expected = dense(*wide[:3], wide[3:6], square, mask, tuple(wide[6:]), True)
+    errors = [error(x, y) for x, y in zip(found, expected, strict=True)]
+    assert max(errors) < TOLERANCE[torch.float32], errors
+    again, behind = causal_exponential_attention(*own[:3], *maps, mask, KeyMeans(*own[6:]), weighed=True)
+    assert all(torch.equal(x, y) for x, y in zip(found[2:], behind, strict=True))
+    assert torch.equal(again, both)
+    narrow, _ = causal_exponential_attention(*own[:3], *maps, mask, KeyMeans(*own[6:]))
+    assert error(narrow, found[0].double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2, (torch.float16,) * 2],
+    ids=str,
+)
+@pytest.mark.parametrize("case", linear_oracle.CASES)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_features_of_any_kind(causal, case, dtype, values, device):
+    """With scales and without, signed, behind a state; scales that differ by hundreds in fp32 alone."""
+    shape = {**linear_oracle.CASES[case], "L": 600, "m": 64, "D": 64, "values": values}
+    if values != torch.float32 and shape.get("scales", (0, 0)) != (0, 0):
+        pytest.skip("one key has all weight, and its gradients are as small as roundings")
+    tensors, scale, mask = linear_oracle.given(dtype, **shape)
+    there = {name: x.to(device) for name, x in tensors.items()}
+    scale, mask = (None if x is None else x.to(device) for x in (scale, mask))
+    torch.manual_seed(1)
+    report = linear_oracle.compare(there, scale, mask, causal)
+    assert "cuda_linear" in form_that_ran("causal_linear_attention" if causal else "key_sums")
+    print({name: f"{value:.1e}" for name, value in report.items()})
+    linear_oracle.check(report, dtype, values)
+    torch.manual_seed(1)
+    assert linear_oracle.compare(there, scale, mask, causal) == report

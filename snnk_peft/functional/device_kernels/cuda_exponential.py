@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.backend import register_kernel
+from snnk_peft.functional.backend import register_kernel, takes_untried, wants_gradient
 from snnk_peft.functional.exponential_attention import KeyMeans, together
-from snnk_peft.functional.log_linear import LogLinear
+from snnk_peft.functional.log_linear import LogLinear, both_offsets
 
 LARGEST = 128  # features, and columns of keys and of values
 ROOM = {torch.bfloat16: 8192, torch.float16: 4096, torch.float32: 4096}  # features times columns: shared memory
+DECODES = takes_untried()  # a few new tokens in one launch
 
 
 def key_means(
@@ -21,9 +22,9 @@ def key_means(
     memory: Any = None,
 ) -> KeyMeans:  # fmt: skip
     """As in exponential_attention.py."""
-    from snnk_peft.functional.device_kernels.triton_exponential import operators
+    from snnk_peft.functional.device_kernels.triton_exponential import eager
 
-    found = KeyMeans(*operators.key_means(k, v, features.rows, float(features.square), mask))
+    found = KeyMeans(*eager.key_means(k, v, features.rows, float(features.square), mask))
     return together(state, found)
 
 
@@ -32,10 +33,10 @@ def exponential_attention(
     state: KeyMeans | None = None,
 ) -> tuple[Tensor, KeyMeans]:  # fmt: skip
     """As in exponential_attention.py; without a mask too, 0 where no key counts."""
-    from snnk_peft.functional.device_kernels.triton_exponential import operators
+    from snnk_peft.functional.device_kernels.triton_exponential import eager
 
-    given = (q, k, v, queries.rows, queries.offset + keys.offset, keys.rows, float(keys.square), mask)
-    out, *means = operators.attention(*given, *((None, None) if state is None else state))
+    given = (q, k, v, queries.rows, both_offsets(queries, keys), keys.rows, float(keys.square), mask)
+    out, *means = eager.attention(*given, *((None, None) if state is None else state))
     return out, KeyMeans(*means)
 
 
@@ -44,11 +45,15 @@ def causal_exponential_attention(
     state: KeyMeans | None = None, *, weighed: bool = False,
 ) -> tuple[Tensor, KeyMeans]:  # fmt: skip
     """As in exponential_causal.py."""
-    from snnk_peft.functional.device_kernels.triton_exponential import operators
+    from snnk_peft.functional.device_kernels.triton_exponential import decode, eager
 
-    dtype, before = torch.float32 if weighed else v.dtype, (None, None) if state is None else state
-    given = (q, k, v, queries.rows, queries.offset + keys.offset, keys.rows, float(keys.square), mask)
-    out, lse, *behind = operators.causal(*given, *before, dtype)
+    before = (None, None) if state is None else state
+    if DECODES and q.shape[-2] <= decode.FEW and not wants_gradient((q, k, v, queries, keys, state)):
+        out, *behind = decode.step(q, k, v, *queries[:2], *keys[:3], mask, *before, weighed)
+        return out, KeyMeans(*behind)
+    dtype = torch.float32 if weighed else v.dtype
+    given = (q, k, v, queries.rows, both_offsets(queries, keys), keys.rows, float(keys.square), mask)
+    out, lse, *behind = eager.causal(*given, *before, dtype)
     return torch.cat((out, lse.unsqueeze(-1)), -1) if weighed else out, KeyMeans(*behind)
 
 

@@ -41,7 +41,7 @@ def flags(mask: Tensor | None, otherwise: Tensor) -> Tensor:
 
 def whole(x: Tensor) -> Tensor:
     """x in fp32 with contiguous rows (m, d) or offsets (m,)."""
-    x = x.float()
+    x = x if x.dtype == torch.float32 else x.float()
     return x if x.stride(-1) == 1 and (x.dim() == 1 or x.stride(-2) == x.shape[-1]) else x.contiguous()
 
 

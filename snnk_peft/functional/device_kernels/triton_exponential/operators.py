@@ -1,7 +1,4 @@
-"""The launches as torch operators, with shapes for compilers and with gradients.
-
-A gradient that is itself to be differentiated comes from the torch form.
-"""
+"""The launches as torch operators, with shapes for compilers and with gradients."""
 
 from __future__ import annotations
 
@@ -11,17 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.backend import plain_call
 from snnk_peft.functional.device_kernels.triton_exponential import launches
-from snnk_peft.functional.exponential_attention import KeyMeans
-from snnk_peft.functional.exponential_attention import exponential_attention as torch_attention
-from snnk_peft.functional.exponential_attention import key_means as torch_means
-from snnk_peft.functional.exponential_causal import causal_exponential_attention as torch_causal
-from snnk_peft.functional.log_linear import LogLinear
+from snnk_peft.functional.device_kernels.triton_exponential.in_torch import (
+    attention_in_torch,
+    causal_in_torch,
+    differentiable,
+    means_in_torch,
+)
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: the function is the operator snnk_peft::exponential_{name} on every device that the kernels take."""
     return torch.library.custom_op(f"snnk_peft::exponential_{name}", mutates_args=(), schema=schema)
+
+
+PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, float, bool, type(None)}  # no subclass, which may not compute
+
+
+def computes_here(given: Sequence[Any]) -> bool:
+    """Whether these arguments can be handed to a launch as they are, past torch's dispatcher."""
+    return plain_call() and all(type(x) in PLAIN for x in given)
+
+
+def here(operator: Callable[..., Any], launch: Callable[..., Any], *given: Any) -> Any:
+    """What an operator without gradients gives."""
+    return (launch if computes_here(given) else operator)(*given)
 
 
 def narrow(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -32,15 +44,6 @@ def narrow(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 def same(x: Tensor) -> Tensor:
     """The gradient of a tensor, as an operator gives it."""
     return narrow(x, *x.shape, dtype=x.dtype)
-
-
-def differentiable(
-    ctx: Any, given: Sequence[Any], gradients: Sequence[Tensor], function: Callable[..., Any]
-) -> tuple[Any, ...]:
-    """Gradients of the inputs that have one, through torch's own operations, as far as they are asked for."""
-    wanted = [x for x, needed in zip(given, ctx.needs_input_grad, strict=True) if needed]
-    found = iter(torch.autograd.grad(function(*given), wanted, gradients, create_graph=True))
-    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 
 def to_shape(gradient: Tensor, of: Tensor) -> Tensor:
@@ -80,26 +83,24 @@ def _(
     return same(k), same(v), narrow(k, *((*k.shape[:2], *rows.shape[-2:]) if learned else (0,)))
 
 
-def _save_means(ctx: Any, inputs: Any, output: Any) -> None:
+def save_means(ctx: Any, inputs: Any, output: Any) -> None:
+    """For the backward pass of `key_means`."""
     k, v, rows, ctx.square, mask = inputs
     ctx.save_for_backward(k, v, rows, mask, *output)
 
 
-def _back_of_means(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+def back_of_means(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    """Gradients of the inputs of `key_means`."""
     k, v, rows, mask, means, log_weight = ctx.saved_tensors
     if torch.is_grad_enabled():
-        plain = torch_means.__wrapped__  # type: ignore[attr-defined]
-
-        def again(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) -> Any:
-            return plain(k, v, LogLinear(rows, rows.new_zeros(()), square), mask)
-
-        return differentiable(ctx, (k, v, rows, ctx.square, mask), gradients, again)
+        return differentiable(ctx, (k, v, rows, ctx.square, mask), gradients, means_in_torch)
     learned = ctx.needs_input_grad[2]
-    dk, dv, dw = key_means_back(*gradients, k, v, rows, ctx.square, mask, means, log_weight, learned)
+    wanted = (*(g.contiguous() for g in gradients), k, v, rows, ctx.square, mask, means, log_weight, learned)
+    dk, dv, dw = here(key_means_back, launches.key_means_back, *wanted)
     return dk, dv, to_shape(dw, rows) if learned else None, None, None
 
 
-key_means.register_autograd(_back_of_means, setup_context=_save_means)
+key_means.register_autograd(back_of_means, setup_context=save_means)
 
 
 # --- both kinds of attention ------------------------------------------------------------------------------------------
@@ -119,7 +120,8 @@ def _shapes_back(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: bool, *le
     return same(q), same(k), same(v), dw, narrow(q, *of_rows[:3]), dwk, *before
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
+def save(ctx: Any, inputs: Any, output: Any) -> None:
+    """For the backward pass of either attention."""
     *tensors, ctx.square, mask, means, log_weight = inputs[:10]
     ctx.more = inputs[10:]  # the dtype of causal outputs
     ctx.set_materialize_grads(False)
@@ -189,23 +191,16 @@ def _(
     return _shapes_back(q, k, v, rows, means is not None, learned, learned_keys)
 
 
-def _back_of_attention(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+def back_of_attention(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    """Gradients of the inputs of `attention`."""
+
     def call(g: Tensor, more: Any, given: Any, state: Any, wanted: Any, output: Any, learned: Any) -> Any:
-        return attention_back(g, *more, *given, *wanted, *output[1:], *learned)
+        return here(attention_back, launches.attention_back, g, *more, *given, *wanted, *output[1:], *learned)
 
-    return _back(ctx, gradients, call, _in_torch)
-
-
-def _in_torch(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
-    mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    plain = torch_attention.__wrapped__  # type: ignore[attr-defined]
-    out, found = plain(q, k, v, *_maps(rows, offset, key_rows, square), mask, _kept(means, log_weight))
-    return out, *found
+    return _back(ctx, gradients, call, attention_in_torch)
 
 
-attention.register_autograd(_back_of_attention, setup_context=_save)
+attention.register_autograd(back_of_attention, setup_context=save)
 
 
 # --- causal -----------------------------------------------------------------------------------------------------------
@@ -246,30 +241,16 @@ def _(
     return _shapes_back(q, k, v, rows, means is not None, learned, learned_keys)
 
 
-def _back_of_causal(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+def back_of_causal(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    """Gradients of the inputs of `causal`."""
+
     def call(g: Tensor, more: Any, given: Any, state: Any, wanted: Any, output: Any, learned: Any) -> Any:
-        return causal_back(g, *more, *given, *state, *output, *learned)
+        return here(causal_back, launches.causal_attention_back, g, *more, *given, *state, *output, *learned)
 
-    return _back(ctx, gradients, call, _causal_in_torch)
-
-
-def _causal_in_torch(*given: Any) -> tuple[Tensor, ...]:
-    q, k, v, rows, offset, key_rows, square, mask, means, log_weight, dtype = given
-    plain = torch_causal.__wrapped__  # type: ignore[attr-defined]
-    maps = _maps(rows, offset, key_rows, square)
-    out, behind = plain(q, k, v, *maps, mask, _kept(means, log_weight), weighed=True)
-    return out[..., :-1].to(dtype), out[..., -1], *behind
+    return _back(ctx, gradients, call, causal_in_torch)
 
 
-causal.register_autograd(_back_of_causal, setup_context=_save)
-
-
-def _maps(rows: Tensor, offset: Tensor, key_rows: Tensor, square: float) -> tuple[LogLinear, LogLinear]:
-    return LogLinear(rows, offset, 0.0), LogLinear(key_rows, offset.new_zeros(offset.shape[-1:]), square)
-
-
-def _kept(means: Tensor | None, log_weight: Tensor | None) -> KeyMeans | None:
-    return None if means is None or log_weight is None else KeyMeans(means, log_weight)
+causal.register_autograd(back_of_causal, setup_context=save)
 
 
 def _state(k: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

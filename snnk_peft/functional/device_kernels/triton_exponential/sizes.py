@@ -10,6 +10,7 @@ import triton.language as tl
 
 MOST_PARTS = 128  # of a sequence: `combine` holds one number per pair of them
 PROGRAMS = 512  # that fill a card
+NEWER = 9  # compute capability from which on operands of products lie in shared memory
 
 
 class Launch(NamedTuple):
@@ -31,6 +32,19 @@ TABLE = {
     "causal_query_back": Launch(32, 4, 1),
     "causal_key_back": Launch(32, 4, 1),
     "causal_key_back_rows": Launch(32, 8, 1),  # with the gradient of rows four warps spill
+    "near_forward": Launch(64, 4, 2),
+    "near_query_back": Launch(64, 4, 2),
+    "near_key_back": Launch(64, 4, 2),
+}
+# On compute capability 8 operands of products lie in registers: what spills the least there (tests/compile_kernels.py).
+OLDER = {
+    **TABLE,
+    "key_back": Launch(64, 8, 2),
+    "query_back": Launch(64, 4, 2),
+    "causal_forward": Launch(16, 4, 1),
+    "causal_query_back": Launch(16, 4, 1),
+    "causal_key_back": Launch(16, 4, 1),
+    "causal_key_back_rows": Launch(16, 4, 1),
 }
 FEWEST = {"causal": 256, "plain": 128}  # tokens of a part
 LONGEST = {"causal": 1024, "plain": 1024}
@@ -68,10 +82,17 @@ def launch(kernel: str, T: Any, most: int) -> tuple[int, dict[str, int]]:
         T: dtype of the operands.
         most: the largest of m, d and D, padded.
     """
-    block, warps, stages = TABLE[kernel]
-    if T == tl.float32 or most > 64:
-        block, warps, stages = 32, 8, 1
+    block, warps, stages = (TABLE if capability() >= NEWER else OLDER)[kernel]
+    if T != tl.bfloat16 or most > 64:
+        narrow = kernel.startswith("causal") and kernel != "causal_sums"
+        block, warps, stages = 16 if narrow else 32, 8, 1
     return block, {"num_warps": warps, "num_stages": stages}
+
+
+@functools.cache
+def capability() -> int:
+    """Major compute capability of the cards here; NEWER without one, as in the interpreter."""
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else NEWER
 
 
 def operand(dtype: torch.dtype) -> Any:

@@ -1,0 +1,133 @@
+"""The logarithms of feature maps, formed once for many calls: forming them takes longer than using them.
+
+    KeptMaps        for a caller who knows that no weight changes meanwhile, as token by token
+    KeptByVersion   of one attention term: while nothing that they are made from has changed
+
+Formed anew are those of components that adapt to tokens, all of them in a graph, and by version those of parameters:
+fused optimizers, sharded training and averages of weights (`.data`) write to these without counting a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from snnk_peft.functional.backend import plain_call
+from snnk_peft.functional.blocks import exporting
+from snnk_peft.functional.log_linear import LogLinear, with_one_offset
+
+Pair = tuple[LogLinear, LogLinear]  # of queries and of keys
+SETTINGS = (bool, float, int, str)
+
+
+class Term(Protocol):
+    """What makes the logarithms; `AttentionTerm`."""
+
+    def logarithms(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
+        """See `AttentionTerm.logarithms`."""
+
+
+class _Empty:
+    """Copies and pickles of what keeps are empty."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class KeptMaps(_Empty):
+    """Of any terms, for a caller who knows that the weights stay as they are."""
+
+    def __init__(self) -> None:
+        self._found: WeakKeyDictionary[Term, tuple[Any, Pair]] = WeakKeyDictionary()
+
+    def of(self, term: Term, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
+        """As `AttentionTerm.logarithms`; those of components that adapt to tokens are formed anew."""
+        if statistics or torch.is_grad_enabled() or exporting():
+            return term.logarithms(statistics, root, like)
+        kind, kept = (root, like.dtype, like.device), self._found.get(term)
+        if kept is None or kept[0] != kind:
+            if (found := term.logarithms(statistics, root, like)) is None:
+                return None
+            self._found[term] = kept = (kind, with_one_offset(*found))
+        return kept[1]
+
+
+class KeptByVersion(_Empty):
+    """Of one term, while they are made from the same buffers, unchanged, and the same settings."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Any, _Seen, Pair] | None = None
+
+    def of(self, term: Term, made_from: Iterable[nn.Module], root: float, like: torch.Tensor) -> Pair | None:
+        """As `AttentionTerm.logarithms` without statistics.
+
+        Args:
+            term: always the same.
+            made_from: the modules whose tensors and settings decide.
+            root: see there.
+            like: see there.
+        """
+        # A CUDA graph reads the memory that it saw for as long as it lives.
+        captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured or not plain_call() or (seen := _Seen.of(made_from)) is None:
+            return term.logarithms({}, root, like)
+        kind, kept = (root, like.dtype, like.device), self._kept
+        if kept is None or kept[0] != kind or not kept[1].is_still(seen):
+            with torch.inference_mode(False), torch.no_grad():  # a later call may want gradients of queries
+                if (found := term.logarithms({}, root, like)) is None:
+                    return None
+                self._kept = kept = (kind, seen.held(), with_one_offset(*found))
+        return kept[2]
+
+
+class _Seen:
+    """Buffers with their versions and addresses, and settings, of modules and of all below."""
+
+    def __init__(self, buffers: list[torch.Tensor], settings: list[Any]):
+        self.buffers, self.settings = buffers, settings
+        self.state = [(buffer._version, buffer.data_ptr()) for buffer in buffers]  # `.data = ` keeps the version
+        self.memory: list[torch.Tensor] = []
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module]) -> _Seen | None:
+        """What there is now; None where changes could not be seen."""
+        buffers: list[torch.Tensor] = []
+        settings: list[Any] = []
+        waiting = list(modules)
+        while waiting:
+            own = waiting.pop().__dict__
+            if (
+                any(p is not None for p in own["_parameters"].values())
+                or own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+            ):
+                return None
+            for buffer in own["_buffers"].values():
+                if type(buffer) is torch.Tensor and not buffer.is_inference() and not buffer.requires_grad:
+                    buffers.append(buffer)
+                elif buffer is not None:
+                    return None
+            for value in own.values():
+                if type(value) in SETTINGS:
+                    settings.append(value)
+                elif isinstance(value, torch.Tensor):
+                    return None
+            waiting.extend(own["_modules"].values())
+        return cls(buffers, settings)
+
+    def is_still(self, other: _Seen) -> bool:
+        """Whether nothing has changed."""
+        same = self.state == other.state and self.settings == other.settings
+        return same and all(a is b for a, b in zip(self.buffers, other.buffers, strict=True))
+
+    def held(self) -> _Seen:
+        """The same, and the memory that it saw goes to no other tensor."""
+        self.memory = [buffer.detach() for buffer in self.buffers]
+        return self
