@@ -48,7 +48,8 @@ def given(
         return found, None, mask
     kept = torch.rand(B, G, 9, m)
     found["S"], found["z"] = kept.mT @ torch.randn(B, G, 9, D), kept.sum(-2)
-    return found, torch.full((B, G, 1), state), mask
+    apart = torch.arange(B * G).view(B, G, 1) * (0.0 if scales is None else 1.5)  # each state has its own
+    return found, state + apart, mask
 
 
 def dense(x: dict[str, Tensor], scale: Tensor | None, mask: Tensor | None) -> list[Tensor]:
