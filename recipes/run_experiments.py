@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from _lib.tables import read_runs
+
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 GRACE = 120  # seconds that a run has to save itself
@@ -60,7 +62,7 @@ class Program(NamedTuple):
         options: further ones.
         of: what it is given: "model", `--model` and `--data`; "cards", the reports in model_cards; "runs", the runs
             themselves; None if nothing.
-        patterns: of the reports or runs.
+        patterns: of the files of reports, or of the runs.
         made_of: the entry of its figures that has one item for each of these.
     """
 
@@ -121,7 +123,7 @@ PROGRAMS = {
     "lowrank_init": Program("benchmarks/lowrank_init.py", ("--resume",)),
 }
 # These read what the sweeps have left, a minute or two.
-STARTS = ("lowrank/*/*/seed*.json",)
+STARTS = ("lowrank.jsonl",)
 MIXTURES = ("draws/sparsity_50/*_gmm/seed*", "kernels/pretraining/posrf_gmm/seed*")
 BEHIND = {
     "low_rank_errors": Program("experiments/low_rank_errors.py", (), "cards", STARTS, "rows"),
@@ -149,11 +151,16 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.minutes <= 0:
         parser.error(f"--minutes is {arguments.minutes:g}; expected a number above 0")
     arguments.runs = arguments.runs or arguments.into / "runs"
-    try:
-        return every(arguments)
-    except KeyboardInterrupt:
-        print("stopped; start the same command again to go on")
-        return 130
+    from _lib.guard import guarded
+
+    def work() -> int:
+        try:
+            return every(arguments)
+        except KeyboardInterrupt:
+            print("stopped; start the same command again to go on")
+            return 130
+
+    return guarded(work)
 
 
 def every(arguments: argparse.Namespace) -> int:
@@ -205,7 +212,7 @@ def measuring(name: str, program: Program, arguments: argparse.Namespace) -> lis
         given += ["--data", str(arguments.data / "glue")] if arguments.data is not None else []
         lacks = "" if arguments.model is not None else "no --model"
     elif program.of == "cards":
-        given += ["--runs", str(arguments.into / "model_cards/lowrank")]
+        given += ["--runs", *(str(arguments.into / "model_cards" / name) for name in program.patterns)]
     elif program.of == "runs":
         given += map(str, sources(program, arguments))
     if program.patterns and not sources(program, arguments):
@@ -219,10 +226,13 @@ def measuring(name: str, program: Program, arguments: argparse.Namespace) -> lis
 
 
 def sources(program: Program, arguments: argparse.Namespace) -> list[Path]:
-    """The reports, or the finished runs, that a program reads."""
-    folder = arguments.into / "model_cards" if program.of == "cards" else arguments.runs
-    found = sorted(path for pattern in program.patterns for path in folder.glob(pattern))
-    found = [path for path in found if path.is_file() or (path / "metrics.json").is_file()]
+    """The runs whose reports are stored, or the finished ones, that a program reads."""
+    if program.of == "cards":
+        cards = arguments.into / "model_cards"
+        found = [Path(*map(str, run)) for name in program.patterns for run in read_runs(cards / name)]
+    else:
+        found = sorted(path for pattern in program.patterns for path in arguments.runs.glob(pattern))
+        found = [path for path in found if (path / "metrics.json").is_file()]
     return [path for path in found if path.parent.name != "dense"]  # which has no start of low rank
 
 
@@ -248,7 +258,7 @@ def command(step: Step, arguments: argparse.Namespace) -> list[str]:
     given = [*step.settings, *arguments.set]
     if step.data is not None and not step.takes_data:
         given.append(f"data.dir={arguments.data / step.data}")
-    stored = arguments.into / "model_cards" / step.folder
+    stored = arguments.into / "model_cards" / f"{step.folder}.jsonl"
     options = ["--out", str(arguments.runs / step.folder), "--stored", str(stored)]
     if step.takes_data and arguments.data is not None:
         options += ["--data", str(arguments.data)]

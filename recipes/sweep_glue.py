@@ -5,7 +5,7 @@
 
 Each run goes to OUT/<task>/<method>/seed<k>. Finished runs (metrics.json) are skipped, interrupted ones resumed. The
 last line of each run tells how long the rest will take. Settings given as section.key=value apply to every run.
-Learning rates are those that recipes/tune_glue.py found; `--stored model_cards/glue` continues the table there.
+Learning rates are those that recipes/tune_glue.py found; `--stored model_cards/glue.jsonl` continues the table there.
 """
 
 from __future__ import annotations
@@ -94,22 +94,21 @@ METHODS = {
     "pooler_cos_first": ["method.adapter=null", "method.pooler={component: cos}", "method.pooling=first"],
     "pooler_dense_first": ["method.name=linear_probe", "method.pooler=dense"],
 }
-# Where the reports are kept, and those of recipes/tune_glue.py.
-CARDS = Path(__file__).resolve().parent.parent / "model_cards/glue"
-RATES = CARDS / "rates"
+# Where the reports of recipes/tune_glue.py are kept.
+RATES = Path(__file__).resolve().parent.parent / "model_cards/glue_rates.jsonl"
 
 
-def chosen_rates(folder: Path = RATES) -> dict[str, float]:
+def chosen_rates(study: Path = RATES) -> dict[str, float]:
     """The learning rate of every method: of those tried on all tasks of the tuning the one with the best mean score.
 
     Args:
-        folder: of the reports of recipes/tune_glue.py, <task>/<method>@<rate>/seed<k>.json.
+        study: the reports of recipes/tune_glue.py, whose methods are <method>@<rate>.
     """
     from _lib.tables import rates
 
     means = {
         method: {rate: statistics.mean(scores.values()) for rate, scores in tried.items()}
-        for method, tried in rates(folder).items()
+        for method, tried in rates(study).items()
     }
     return {method: max(tried, key=lambda rate: tried[rate]) for method, tried in means.items()}
 

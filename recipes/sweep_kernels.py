@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _lib.mlm_settings import FILES, TEXTS
-from _lib.sweep import FAILED_THEN_STOPPED, RECIPES, Run, Sweep, read_settings, sweep
+from _lib.sweep import FAILED_THEN_STOPPED, RECIPES, Run, Sweep, read_settings, stored_runs, sweep
 
 PRETRAINING = "pretraining"
 TASKS = ("mrpc", "rte", "cola", "stsb")
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder of glue and of the text")
     parser.add_argument("--text", choices=TEXTS, help="default: imdb where --data has it, or else stdlib_docs")
     parser.add_argument("--out", type=Path, default=Path("runs/kernels"), help="folder of all runs (%(default)s)")
-    parser.add_argument("--stored", type=Path, help="also skip what has its reports stored here (model_cards/kernels)")
+    parser.add_argument("--stored", type=Path, help="also skip what has its reports here (model_cards/kernels.jsonl)")
     parser.add_argument("--tasks", nargs="*", default=TASKS, choices=TASKS, metavar="TASK", help=" ".join(TASKS))
     parser.add_argument(
         "--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD", help=" ".join(METHODS)
@@ -71,15 +71,15 @@ def every(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     before = [*of_text, *(setting for setting in given if not setting.startswith(BEHIND))]
     behind = [setting.removeprefix(BEHIND) for setting in given if setting.startswith(BEHIND)]
     shared = ["output.save_model=false", "output.tensorboard=false", f"data.dir={data / 'glue'}", *behind]
-    failed = 0
+    failed, stored = 0, stored_runs(arguments)
     for method in arguments.methods:
         before_it = [Run(PRETRAINING, method, seed) for seed in arguments.pretraining_seeds]
         behind_it = [Run(task, method, seed) for seed in arguments.seeds for task in arguments.tasks]
         model = out / before_it[0].name / "model"
         start = {method: [f"model.name_or_path={model}"]}
-        grid = Sweep("finetune_kernel.py", "kernels/{task}.yaml", start, shared, configs, out, arguments.stored)
+        grid = Sweep("finetune_kernel.py", "kernels/{task}.yaml", start, shared, configs, out, stored)
         # A stored report of a pretraining is no model to go on from.
-        kept = arguments.stored if all(map(grid.finished, behind_it)) else None
+        kept = stored if all(map(grid.finished, behind_it)) else ()
         code = sweep(Sweep("pretrain_mlm.py", "pretrain_mlm.yaml", METHODS, before, configs, out, kept), before_it)
         if code == 0:
             code = sweep(grid, behind_it)

@@ -3,9 +3,9 @@
     python recipes/table_draws.py                                     (runs/draws -> model_cards/draws)
     python recipes/table_draws.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json, with evaluation.json in it as `evaluation`, to
-OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and OUT/draws.png from all files in OUT. Without runs, the
-page is rendered from the stored files alone.
+Stores RUNS/<task>/<method>/seed<k>/metrics.json, with evaluation.json in it as `evaluation`, as lines of OUT.jsonl,
+then writes OUT/README.md and OUT/draws.png from all lines. Without runs, the page is rendered from the stored lines
+alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(runs: Path, out: Path) -> None:
-    """Copy the reports, then render page and figure."""
+    """Store the reports, then render page and figure."""
     from _lib.files import write_text
     from _lib.plots import scatter_panels
 
@@ -57,8 +57,8 @@ def render(table: Table) -> str:
     lines = [
         "# Fresh draws of learned mixtures",
         "",
-        "Rendered by `recipes/table_draws.py` from the JSON files beside this page, which `recipes/sweep_draws.py`",
-        "wrote; every file holds settings and environment of its run. Models that add up pairs (sparsity_50: half of",
+        "Rendered by `recipes/table_draws.py` from the `.jsonl` beside this folder, which `recipes/sweep_draws.py`",
+        "wrote; every line holds settings and environment of its run. Models that add up pairs (sparsity_50: half of",
         "them count) with attention over features of a mixture. Training drew them anew every 100 steps, so that no",
         "draw was learned by heart; fresh draws of the same mixture were then scored. Mean ± standard error over",
         "models (their number), in percent:",

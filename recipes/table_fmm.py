@@ -3,8 +3,8 @@
     python recipes/table_fmm.py                                  (runs/fmm -> model_cards/fmm)
     python recipes/table_fmm.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and
-OUT/accuracy.png from all files in OUT. Without runs, the page is rendered from the stored files alone.
+Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and OUT/accuracy.png
+from all lines. Without runs, the page is rendered from the stored lines alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(runs: Path, out: Path) -> None:
-    """Copy the reports, then render page and figure."""
+    """Store the reports, then render page and figure."""
     from _lib.files import write_text
     from _lib.plots import score_rows
 
@@ -55,8 +55,8 @@ def render(table: Table) -> str:
     lines = [
         "# FMMformer beside softmax and linear attention",
         "",
-        "Rendered by `recipes/table_fmm.py` from the JSON files beside this page, which `recipes/sweep_fmm.py` wrote;",
-        "every file holds settings and environment of its run. Mean ± standard error over seeds. FMMformer (Nguyen et",
+        "Rendered by `recipes/table_fmm.py` from the `.jsonl` beside this folder, which `recipes/sweep_fmm.py` wrote;",
+        "every line holds settings and environment of its run. Mean ± standard error over seeds. FMMformer (Nguyen et",
         "al. 2021) adds a near field, softmax over a band of so many tokens on each side that are seen, the token",
         "itself included, to `rank` linear attentions, with learned weights. Rank 1 is elu + 1 of queries and keys",
         "themselves, each further rank elu + 1 of as many random orthogonal projections (the paper has other functions",

@@ -1,23 +1,23 @@
-"""Render the table of dev scores from the runs' metrics.json files, and keep those files next to it.
+"""Render the table of dev scores from the runs' metrics.json files, and keep these as lines.
 
     python recipes/table_glue.py                                  (runs/glue -> model_cards/glue)
     python recipes/table_glue.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, the reports of
-recipes/tune_glue.py likewise to OUT/rates, then writes OUT/README.md and OUT/scores.png from all files in OUT. Without
-runs, the table is rendered again from the stored files alone.
+Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, the reports of recipes/tune_glue.py likewise in
+OUT_rates.jsonl, then writes OUT/README.md and OUT/scores.png from all lines. Without runs, the table is rendered again
+from the stored lines alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from _lib.tables import Rates, Table, collect, grid, rates, read_reports, spread
+from _lib import tables
+from _lib.tables import Rates, Table, collect, grid, read_reports, spread
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a model that gives every example the same answer scores on the official dev sets: the most frequent class
@@ -60,24 +60,19 @@ NAMES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line; 0 done, 2 nothing to render."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/glue", help="folder of recipes/sweep_glue.py")
-    parser.add_argument("--rates", type=Path, default=ROOT / "runs/glue_rates", help="folder of recipes/tune_glue.py")
-    parser.add_argument("--out", type=Path, default=ROOT / "model_cards/glue", help="where files and table go")
-    arguments = parser.parse_args(argv)
-    from _lib.guard import guarded
-
-    return guarded(lambda: write(arguments.runs, arguments.rates, arguments.out))
+    tuned = (ROOT / "runs/glue_rates", "folder of recipes/tune_glue.py")
+    return tables.main(__doc__, "glue", write, argv, {"rates": tuned})
 
 
-def write(runs: Path, tuned: Path, out: Path) -> None:
-    """Copy the reports, then render page and figure."""
+def write(runs: Path, out: Path, rates: Path) -> None:
+    """Store the reports, then render page and figure."""
     from _lib.files import write_text
     from _lib.plots import score_rows
 
-    copied = collect(runs, out) + collect(tuned, out / "rates")
+    tuned = Path(f"{out.resolve()}_rates")
+    copied = collect(runs, out) + collect(rates, tuned)
     table = read_table(out)
-    write_text(out / "README.md", render(table, rates(out / "rates")))
+    write_text(out / "README.md", render(table, tables.rates(tuned)))
     scores = {
         task: {method: spread(reports, "score") for method, reports in row.items()} for task, row in table.items()
     }
@@ -203,7 +198,7 @@ def render(table: Table, tried: Rates) -> str:
     lines = [
         f"# GLUE dev scores ({models})",
         "",
-        "Rendered by `recipes/table_glue.py` from the JSON files beside this page; every file holds the settings",
+        "Rendered by `recipes/table_glue.py` from the `.jsonl` beside this folder; every line holds the settings",
         "and the environment of its run. Scores in percent: accuracy (RTE, SST-2), mean of accuracy and F1 (MRPC),",
         "mean of Pearson and Spearman (STS-B), Matthews (CoLA). The epoch is chosen on a tenth of the training rows,",
         "which is held back; the dev set is scored once. Mean ± standard error (number of seeds). The average is",

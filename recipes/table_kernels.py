@@ -3,8 +3,8 @@
     python recipes/table_kernels.py                                  (runs/kernels -> model_cards/kernels)
     python recipes/table_kernels.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md from all
-files in OUT. Without runs, the page is rendered from the stored files alone.
+Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md from all lines.
+Without runs, the page is rendered from the stored lines alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(runs: Path, out: Path) -> None:
-    """Copy the reports, then render the page."""
+    """Store the reports, then render the page."""
     from _lib.files import write_text
 
     copied = collect(runs, out)
@@ -53,8 +53,8 @@ def render(table: Table) -> str:
     lines = [
         "# *Learning the Transformer Kernel*, Table 3, at our scale",
         "",
-        "Rendered by `recipes/table_kernels.py` from the JSON files beside this page, which `recipes/sweep_kernels.py`",
-        "wrote; every file holds settings and environment of its run. Mean ± standard error (number of seeds), in",
+        "Rendered by `recipes/table_kernels.py` from the `.jsonl` beside this folder, which `recipes/sweep_kernels.py`",
+        "wrote; every line holds settings and environment of its run. Mean ± standard error (number of seeds), in",
         "percent.",
     ]
     if before:

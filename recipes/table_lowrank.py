@@ -1,12 +1,12 @@
-"""Render the page of low-rank training from the runs' metrics.json files, and keep those files next to it.
+"""Render the page of low-rank training from the runs' metrics.json files, and keep these as lines.
 
     python recipes/table_lowrank.py                                  (runs/lowrank -> model_cards/lowrank)
     python recipes/table_lowrank.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and
-figures per task, OUT/<task>.png and OUT/<task>_error.png, from all files in OUT. Without runs, the page is rendered
-from the stored files alone. Errors of the starts are in the files or, for older ones, in what
-recipes/experiments/low_rank_errors.py found; without either, the page has none.
+Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and figures per task,
+OUT/<task>.png and OUT/<task>_error.png, from all lines. Without runs, the page is rendered from the stored lines alone.
+Errors of the starts are in the lines or, for older ones, in what recipes/experiments/low_rank_errors.py found; without
+either, the page has none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(runs: Path, out: Path, errors: Path = ERRORS) -> None:
-    """Copy the reports, then render page and figures."""
+    """Store the reports, then render page and figures."""
     from _lib.files import write_text
     from _lib.plots import scatter_panels, score_panels
     from _lib.start_errors import AXES
@@ -115,7 +115,7 @@ def render(table: Table, starts: dict[str, list[dict[str, Any]]] | None = None) 
     lines = [
         "# Low-rank networks, trained from scratch",
         "",
-        "Rendered by `recipes/table_lowrank.py` from the JSON files beside this page, each of which holds the settings",
+        "Rendered by `recipes/table_lowrank.py` from the `.jsonl` beside this folder; every line has the settings",
         "and the environment of its run. Accuracy on the test pictures in percent after the last epoch: mean ±",
         "standard error over seeds. `baseline` draws the factors; the other starts come from a dense network of random",
         "weights.",

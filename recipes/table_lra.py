@@ -1,10 +1,10 @@
-"""Render the Long Range Arena table from the runs' metrics.json files, and keep those files next to it.
+"""Render the Long Range Arena table from the runs' metrics.json files, and keep these as lines.
 
     python recipes/table_lra.py                                  (runs/lra -> model_cards/lra)
     python recipes/table_lra.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and
-OUT/accuracy.png from all files in OUT. Without runs, the page is rendered again from the stored files alone.
+Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and OUT/accuracy.png
+from all lines. Without runs, the page is rendered again from the stored lines alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(runs: Path, out: Path) -> None:
-    """Copy the reports, then render page and figure."""
+    """Store the reports, then render page and figure."""
     from _lib.files import write_text
     from _lib.plots import score_rows
 
@@ -62,7 +62,7 @@ def render(table: Table) -> str:
     lines = [
         "# Long Range Arena, trained from scratch",
         "",
-        "Rendered by `recipes/table_lra.py` from the JSON files beside this page; every file holds the settings and",
+        "Rendered by `recipes/table_lra.py` from the `.jsonl` beside this folder; every line holds the settings and",
         "the environment of its run. Test accuracy in percent of the checkpoint that is best on validation data;",
         "mean ± standard error over seeds. Times and steps are those of training, without evaluations. Peak memory",
         "is that of the process (on a GPU: of its tensors): with the data loaded, before training → at the end. A",

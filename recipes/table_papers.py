@@ -4,8 +4,8 @@
     python recipes/table_papers.py --write    (writes it)
     python recipes/table_papers.py --write --root mine        (of what run_experiments.py --into mine has measured)
 
-Claims are in recipes/claims/, one file per paper; figures come from the metrics.json files in the repository alone, and
-verdicts from them by the rules of `_lib/verdicts.py`. What is not stored yet says which command measures it.
+Claims are in recipes/claims/, one file per paper; figures come from the metrics.json and .jsonl files in the repository
+alone, and verdicts from them by the rules of `_lib/verdicts.py`. What is not stored yet says which command measures it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ OPEN = "not measured yet"
 HEAD = """\
 # The papers' claims, and what we measured
 
-Rendered by `recipes/table_papers.py` from the metrics.json files of this repository. Every row is a claim of a paper,
-the paper's figure, ours, the scale of ours, and a verdict:
+Rendered by `recipes/table_papers.py` from the metrics.json and .jsonl files of this repository. Every row is a claim of
+a paper, the paper's figure, ours, the scale of ours, and a verdict:
 
 - **holds**: our interval excludes the contrary and the size is that of the paper, where it prints one;
 - **holds in direction**: the effect is there and smaller, or “better” is “as good”;

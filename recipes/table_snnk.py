@@ -3,8 +3,8 @@
     python recipes/table_snnk.py                                  (runs/snnk -> model_cards/snnk)
     python recipes/table_snnk.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md from all
-files in OUT. Without runs, the page is rendered from the stored files alone.
+Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md from all lines.
+Without runs, the page is rendered from the stored lines alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(runs: Path, out: Path) -> None:
-    """Copy the reports, then render the page."""
+    """Store the reports, then render the page."""
     from _lib.files import write_text
 
     copied = collect(runs, out)
@@ -49,8 +49,8 @@ def render(table: Table) -> str:
     lines = [
         "# Experiments of *Scalable Neural Network Kernels* at our scale",
         "",
-        "Rendered by `recipes/table_snnk.py` from the JSON files beside this page, which `recipes/sweep_snnk.py`",
-        "wrote; every file holds settings and environment of its run. Mean ± standard error (number of seeds).",
+        "Rendered by `recipes/table_snnk.py` from the `.jsonl` beside this folder, which `recipes/sweep_snnk.py`",
+        "wrote; every line holds settings and environment of its run. Mean ± standard error (number of seeds).",
     ]
     for task, (title, unit, factor) in TITLES.items():
         if task not in table:

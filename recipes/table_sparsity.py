@@ -3,8 +3,8 @@
     python recipes/table_sparsity.py                                  (runs/sparsity -> model_cards/sparsity)
     python recipes/table_sparsity.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and
-OUT/accuracy.png from all files in OUT. Without runs, the page is rendered from the stored files alone.
+Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and OUT/accuracy.png
+from all lines. Without runs, the page is rendered from the stored lines alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(runs: Path, out: Path) -> None:
-    """Copy the reports, then render page and figure."""
+    """Store the reports, then render page and figure."""
     from _lib.files import write_text
     from _lib.plots import score_panels
 
@@ -69,8 +69,8 @@ def render(table: Table) -> str:
     lines = [
         "# How soon attention learns what counts",
         "",
-        "Rendered by `recipes/table_sparsity.py` from the JSON files beside this page, which",
-        "`recipes/sweep_sparsity.py` wrote; every file holds settings and environment of its run. Of pairs (v, a),",
+        "Rendered by `recipes/table_sparsity.py` from the `.jsonl` beside this folder, which",
+        "`recipes/sweep_sparsity.py` wrote; every line holds settings and environment of its run. Of pairs (v, a),",
         f"v = ±1 and a = 0 or 1, the sum Σ v·a is predicted, one of nine (chance is 11 %). {about(table)}",
         "Optimizer steps to an accuracy on validation sequences, mean ± standard error (number of seeds): the first",
         "evaluation that has it in the median with the one before and the one behind it. A run that never had it is",

@@ -1,11 +1,11 @@
-"""Render the page of uptraining and poolers on GLUE from the runs' metrics.json files, and keep those next to it.
+"""Render the page of uptraining and poolers on GLUE from the runs' metrics.json files, and keep these as lines.
 
     python recipes/table_uptraining.py                                  (runs/uptraining -> model_cards/uptraining)
     python recipes/table_uptraining.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and
-OUT/layers.png from all files in OUT. Without runs, the page is rendered from the stored files alone. Only the SNNK
-paper's own figures, which are marked as such, and the sizes that follow from those of BERT-base are not measured here.
+Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and OUT/layers.png
+from all lines. Without runs, the page is rendered from the stored lines alone. Only the SNNK paper's own figures, which
+are marked as such, and the sizes that follow from those of BERT-base are not measured here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(runs: Path, out: Path) -> None:
-    """Copy the reports, then render page and figure."""
+    """Store the reports, then render page and figure."""
     from _lib.files import write_text
     from _lib.plots import score_panels
 
@@ -112,8 +112,8 @@ def render(table: Table) -> str:
     lines = [
         "# Uptraining and poolers of *Scalable Neural Network Kernels* at our scale",
         "",
-        "Rendered by `recipes/table_uptraining.py` from the JSON files beside this page, which",
-        "`recipes/sweep_uptraining.py` wrote and explains; every file holds settings and environment of its run.",
+        "Rendered by `recipes/table_uptraining.py` from the `.jsonl` beside this folder, which",
+        "`recipes/sweep_uptraining.py` wrote and explains; every line holds settings and environment of its run.",
         f"Model {models}, epochs: {epochs}, {devices}; examples trained and scored: {examples}.",
         f"The paper's metrics in percent: {names}; mean ± standard error (number of seeds).",
         "Sizes in thousands of numbers: those that are trained, and those that the bundle stores, drawn matrices among",

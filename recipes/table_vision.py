@@ -1,10 +1,10 @@
-"""Render the page of image tasks from the runs' metrics.json files, and keep those files next to it.
+"""Render the page of image tasks from the runs' metrics.json files, and keep these as lines.
 
     python recipes/table_vision.py                                  (runs/vision -> model_cards/vision)
     python recipes/table_vision.py --runs path/to/sweep --out path/to/folder
 
-Copies RUNS/<task>/<method>/seed<k>/metrics.json to OUT/<task>/<method>/seed<k>.json, then writes OUT/README.md and a
-figure per task, OUT/<task>.png, from all files in OUT. Without runs, the page is rendered from the stored files alone.
+Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and a figure per task,
+OUT/<task>.png, from all lines. Without runs, the page is rendered from the stored lines alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(runs: Path, out: Path) -> None:
-    """Copy the reports, then render page and figures."""
+    """Store the reports, then render page and figures."""
     from _lib.files import write_text
     from _lib.plots import score_points
 
@@ -55,7 +55,7 @@ def render(table: Table) -> str:
     lines = [
         "# Image tasks",
         "",
-        "Rendered by `recipes/table_vision.py` from the JSON files beside this page; every file holds the settings and",
+        "Rendered by `recipes/table_vision.py` from the `.jsonl` beside this folder; every line holds the settings and",
         "the environment of its run. Accuracy on the test pictures in percent, after the last epoch unless `evaluated`",
         "says otherwise: mean ± standard deviation (number of seeds), then every seed.",
     ]

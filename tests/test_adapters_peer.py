@@ -54,7 +54,7 @@ def command(folder: Path) -> list[str]:
 
 def row_of(folder: Path) -> str:
     """The run's line in the table of scores."""
-    table_glue.write(folder / "runs", folder / "rates", folder / "cards")
+    table_glue.main(["--runs", str(folder / "runs"), "--rates", str(folder / "rates"), "--out", str(folder / "cards")])
     page = (folder / "cards/README.md").read_text()
     return next(line for line in page.splitlines() if line.startswith("| adapters_seq_bn |"))
 

@@ -36,6 +36,7 @@ from _lib.evaluation import Alone
 from accelerate.state import AcceleratorState
 
 from snnk_peft.tasks.base_text import IGNORED
+from tests.stored_runs import put_run, stored
 
 CONFIG = RECIPES / "configs/copy/copy.yaml"
 KINDS = {"train_copy.py": train_copy.TrainCopy, "train_lra.py": train_lra.LongRange}
@@ -236,7 +237,7 @@ def test_from_runs_to_the_page(
     assert capsys.readouterr().out.count("2 runs, 2 finished") == 2  # started again, nothing is run
     assert table_fmm.main(["--runs", str(out), "--out", str(page)]) == 0
     text = (page / "README.md").read_text()
-    reports = [json.loads((page / f"copy_128/fmm_16_2/seed{seed}.json").read_text()) for seed in (0, 1)]
+    reports = [stored(page)["copy_128", "fmm_16_2", seed] for seed in (0, 1)]
     shares = [100 * report["accuracy"] for report in reports]
     cell = f"{statistics.mean(shares):.1f} ± {abs(shares[0] - shares[1]) / 2:.1f}"  # of two: deviation / √2
     assert f"| fmm_16_2 | 16 | 2 | 2 | {cell} | 0.0 ± 0.0 | 2 |" in text
@@ -247,7 +248,7 @@ def test_from_runs_to_the_page(
     assert str(tmp_path) not in text
     assert (page / "accuracy.png").stat().st_size > 10_000
     # Reports that must not be compared are told apart.
-    (page / "copy_128/softmax/seed0.json").write_text(json.dumps({**reports[0], "steps": 7}))
+    put_run(page, "copy_128", "softmax", 0, {**reports[0], "steps": 7})
     assert table_fmm.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
     assert "**The runs differ in their steps (2 / 7)" in (page / "README.md").read_text()
 

@@ -28,6 +28,8 @@ from _lib.lra_settings import LongRangeConfig
 from accelerate.state import AcceleratorState
 from recipe_world import recipe
 
+from tests.stored_runs import stored
+
 SMALL = ["model.dim=8", "model.heads=2", "model.layers=1", "model.hidden_dim=8", "train.batch_size=6"]
 SMALL += [f"data.max_{split}_samples=18" for split in ("train", "validation", "test")]
 SMALL += ["train.steps=2", "train.eval_every=2"]
@@ -63,7 +65,7 @@ def test_from_runs_to_the_page(tmp_path: Path, called: list[str], capsys: pytest
     assert sweep_draws.main([*given, "--seeds", "0", "1", "--draws", "3"]) == 0
     assert called == ["train_lra", "evaluate"] * 2
     assert table_draws.main(["--runs", str(out), "--out", str(page)]) == 0
-    reports = [json.loads((page / f"sparsity_50/trigrf_gmm/seed{seed}.json").read_text()) for seed in (0, 1)]
+    reports = [stored(page)["sparsity_50", "trigrf_gmm", seed] for seed in (0, 1)]
     for seed, report in enumerate(reports):
         run = out / f"sparsity_50/trigrf_gmm/seed{seed}"
         trained, drawn = (json.loads((run / f"{name}.json").read_text()) for name in ("metrics", "evaluation"))

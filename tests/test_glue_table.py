@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -21,13 +20,13 @@ import table_results
 import tune_glue
 from _lib.tables import rates
 
+from tests.stored_runs import put_run
+
 
 def store(root: Path, scores: dict[tuple[str, str], list[float]]) -> None:
     for (task, method), values in scores.items():
         for seed, score in enumerate(values):
-            file = root / "model_cards/glue" / task / method / f"seed{seed}.json"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({
+            put_run(root / "model_cards/glue", task, method, seed, {
                 "score": score,
                 "seed": seed,
                 "processor_seconds_per_epoch": 1.0,
@@ -36,7 +35,7 @@ def store(root: Path, scores: dict[tuple[str, str], list[float]]) -> None:
                 "device": "cpu",
                 "config": {"model": {"name_or_path": "minilm"}},
                 "environment": {"torch_threads": 1},
-            }))  # fmt: skip
+            })  # fmt: skip
 
 
 def test_every_seed_is_listed_and_plateaus_are_marked(tmp_path: Path) -> None:
@@ -73,12 +72,10 @@ def test_the_rate_is_that_of_the_best_mean_over_all_tasks(tmp_path: Path) -> Non
     scores = {"lora_r8@0.001": [0.5, 0.3], "lora_r8@0.002": [0.4, 0.6], "lora_r8@0.004": [0.9], "full@5e-05": [0.1, 0]}
     for method, values in scores.items():
         for task, value in zip(("mrpc", "cola"), values, strict=False):
-            file = tmp_path / task / method / "seed100.json"
-            file.parent.mkdir(parents=True)
-            file.write_text(json.dumps({"score_held_back": value, "score": 1 - value}))
-    assert sweep_glue.chosen_rates(tmp_path) == {"lora_r8": 0.002, "full": 5e-05}
+            put_run(tmp_path / "tuned", task, method, 100, {"score_held_back": value, "score": 1 - value})
+    assert sweep_glue.chosen_rates(tmp_path / "tuned") == {"lora_r8": 0.002, "full": 5e-05}
     assert sweep_glue.chosen_rates(tmp_path / "none") == {}
-    assert table_glue.tuning(rates(tmp_path)) == [
+    assert table_glue.tuning(rates(tmp_path / "tuned")) == [
         ["lora_r8", "0.001: 40.0, **0.002: 50.0**"],
         ["full", "**5e-05: 5.0**"],
     ]

@@ -38,6 +38,8 @@ from _lib.lowrank_model import init_errors, low_rank_model, rebuilt_errors
 from _lib.lowrank_settings import LowRankConfig, LowRankMethod
 from _lib.ranks import rank_correlation
 
+from tests.stored_runs import put_run
+
 PART = {"targets": "layer*", "kind": "conv", "rank_scale": 0.2}
 
 
@@ -160,9 +162,7 @@ def test_groups_count_alone() -> None:
 
 def store(root: Path, method: str, part: dict[str, Any] | None, scores: list[float], **extra: Any) -> None:
     for seed, score in enumerate(scores):
-        file = root / "cifar10" / method / f"seed{seed}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({
+        put_run(root, "cifar10", method, seed, {
             "task": "cifar10", "score": score, "seed": seed, "total_parameters": 1000, "init_seconds": 0.5,
             "examples": {"train": 10, "test": 400}, "device": "cpu", "environment": {"torch_threads": 1},
             "config": {
@@ -170,7 +170,7 @@ def store(root: Path, method: str, part: dict[str, Any] | None, scores: list[flo
                 "model": {"name_or_path": "resnet20", "weights": None},
             },
             **extra,
-        }))  # fmt: skip
+        })  # fmt: skip
 
 
 def test_from_stored_runs_to_errors_and_the_page(tmp_path: Path) -> None:
@@ -214,5 +214,5 @@ def test_from_stored_runs_to_errors_and_the_page(tmp_path: Path) -> None:
     # Without errors, the page is there and has no such section.
     assert table_lowrank.main([*page[:-1], str(tmp_path / "nothing.json")]) == 0
     assert "| ws_nkp | 0.250 |" in (runs / "README.md").read_text()  # that of the report itself
-    with pytest.raises(SystemExit, match=r"no .*seed.*json in .*; run recipes/sweep_lowrank.py"):
+    with pytest.raises(SystemExit, match=r"no reports in .*nowhere.jsonl .*; run recipes/sweep_lowrank.py"):
         main(["--runs", str(tmp_path / "nowhere"), "--output", str(out)])

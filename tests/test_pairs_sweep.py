@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from claims import lecture, spectraformer
 from scipy.stats import spearmanr
 
 from snnk_peft.tasks.listops import write_listops
+from tests.stored_runs import drop_run, put_run
 
 FEW = {"train": 64, "validation": 16, "test": 16}
 
@@ -116,17 +116,16 @@ def test_claims_about_means_over_pairs(tmp_path: Path) -> None:
     """Of runs made so that each part of a pair adds its own; tasks and seeds that some pair lacks do not count."""
     components = {"posrf": 0.0, "oprf": 0.02, "saderf": 0.021}
     matrices = {"orf": 0.0, "sorf": -0.05, "qmc": 0.0, "sgq": 0.0, "mm": -0.01, "fastfood_learned": 0.0}
-    store = Store(tmp_path)
+    study = tmp_path / "model_cards/spectraformer"
     with pytest.raises(NotMeasuredError):
-        spectraformer.components(store)
+        spectraformer.components(Store(tmp_path))
     for task, base in (("listops", 0.4), ("text", 0.6)):
         for component, more in components.items():
             for matrix, other in matrices.items():
                 for seed in range(3):
-                    folder = tmp_path / f"model_cards/spectraformer/{task}/{component}_{matrix}"
-                    folder.mkdir(parents=True, exist_ok=True)
                     accuracy = base + more + other + seed / 100 + (seed / 1e4 if component == "saderf" else 0)
-                    (folder / f"seed{seed}.json").write_text(json.dumps({"accuracy": accuracy}))
+                    put_run(study, task, f"{component}_{matrix}", seed, {"accuracy": accuracy})
+    store = Store(tmp_path)
     found = spectraformer.components(store)
     assert found.ours.startswith("listops and text: saderf − oprf (printed +0.8) +0.1 points")
     assert "oprf − posrf (printed +0.3) +2.0 points (+2.0 to +2.0; n = 3)" in found.ours
@@ -135,10 +134,11 @@ def test_claims_about_means_over_pairs(tmp_path: Path) -> None:
     expected = "listops and text: orf − sorf (printed +2.5) +5.0 points (+5.0 to +5.0; n = 3)"
     assert spectraformer.hadamard(store) == Measured(expected, HOLDS)
     assert spectraformer.matched(store).verdict == FAILS
-    (tmp_path / "model_cards/spectraformer/text/saderf_mm/seed2.json").unlink()
-    assert "n = 2" in spectraformer.hadamard(store).ours
-    shutil.rmtree(tmp_path / "model_cards/spectraformer/text/saderf_mm")
-    assert "listops: orf − sorf (printed +8.3) +5.0 points (+5.0 to +5.0; n = 3)" in spectraformer.hadamard(store).ours
+    drop_run(study, "text", "saderf_mm", 2)
+    assert "n = 2" in spectraformer.hadamard(Store(tmp_path)).ours
+    drop_run(study, "text", "saderf_mm")
+    found = spectraformer.hadamard(Store(tmp_path))
+    assert "listops: orf − sorf (printed +8.3) +5.0 points (+5.0 to +5.0; n = 3)" in found.ours
 
 
 def test_the_cost_of_components(tmp_path: Path) -> None:

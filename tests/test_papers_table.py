@@ -42,6 +42,8 @@ from _lib.verdicts import (
 )
 from claims import learned_kernels, lecture, snnk
 
+from tests.stored_runs import put_run
+
 
 def test_intervals_are_those_of_student() -> None:
     values = [1.0, 2.5, 0.5, 3.0]
@@ -105,11 +107,11 @@ def put(file: Path, content: Any) -> None:
 
 
 def test_differences_are_of_equal_seeds(tmp_path: Path) -> None:
-    folder = tmp_path / "model_cards/page/task"
+    study = tmp_path / "model_cards/page"
     for seed, score in ((0, 0.5), (1, 0.7), (10, 0.9)):
-        put(folder / "one" / f"seed{seed}.json", {"metrics": {"f1": score}})
+        put_run(study, "task", "one", seed, {"metrics": {"f1": score}})
     for seed, score in ((1, 0.6), (0, 0.1), (2, 0.0)):
-        put(folder / "other" / f"seed{seed}.json", {"metrics": {"f1": score}})
+        put_run(study, "task", "other", seed, {"metrics": {"f1": score}})
     store = Store(tmp_path)
     assert store.differences("page", "task", "one", "other", "metrics.f1", 100) == pytest.approx({0: 40, 1: 10})
     assert store.methods("page", "task") == ["one", "other"]
@@ -117,16 +119,16 @@ def test_differences_are_of_equal_seeds(tmp_path: Path) -> None:
         store.reports("page", "task", "absent")
     with pytest.raises(NotMeasuredError):
         store.figures("benchmarks/results/absent")
-    put(folder / "third/seed7.json", {"metrics": {"f1": 1.0}})
+    put_run(study, "task", "third", 7, {"metrics": {"f1": 1.0}})
     with pytest.raises(NotMeasuredError):
-        store.differences("page", "task", "one", "third", "metrics.f1")
+        Store(tmp_path).differences("page", "task", "one", "third", "metrics.f1")
 
 
 def test_a_page_from_a_few_reports(tmp_path: Path) -> None:
     """The numbers come from the reports, and what is absent is said."""
     for seed, (one, other) in enumerate(((0.80, 0.70), (0.81, 0.70), (0.82, 0.73))):
-        put(tmp_path / f"model_cards/page/task/one/seed{seed}.json", {"score": one})
-        put(tmp_path / f"model_cards/page/task/other/seed{seed}.json", {"score": other})
+        put_run(tmp_path / "model_cards/page", "task", "one", seed, {"score": one})
+        put_run(tmp_path / "model_cards/page", "task", "other", seed, {"score": other})
 
     def claim(method: str) -> Claim:
         def measure(store: Store) -> Measured:
@@ -141,70 +143,69 @@ def test_a_page_from_a_few_reports(tmp_path: Path) -> None:
     assert "| **holds** | [page](../model_cards/page/), `sweep.py` |" in page
     assert f"| Table 9 | absent wins | +1 | – | tiny | {table_papers.OPEN} |" in page
     for seed in range(3):  # the other way round
-        put(tmp_path / f"model_cards/page/task/one/seed{seed}.json", {"score": 0.1 + seed / 100})
+        put_run(tmp_path / "model_cards/page", "task", "one", seed, {"score": 0.1 + seed / 100})
     assert "**does not hold**" in table_papers.render(Store(tmp_path), (paper,)).split("## A paper")[1]
 
 
 def test_half_of_the_layers_decides_and_what_is_beyond_is_told(tmp_path: Path) -> None:
-    folder, store = tmp_path / "model_cards/uptraining/mrpc", Store(tmp_path)
+    study = tmp_path / "model_cards/uptraining"
     scores = {"full": 0.83, "top6_m8_paper": 0.70}
     for method, score in scores.items():
         for seed in range(3):
-            put(folder / method / f"seed{seed}.json", {"metrics": {"f1": score}})
+            put_run(study, "mrpc", method, seed, {"metrics": {"f1": score}})
     with pytest.raises(NotMeasuredError):
-        snnk.uptraining(store)
+        snnk.uptraining(Store(tmp_path))
     for seed in range(3):
-        put(folder / "top3_m8_fitted" / f"seed{seed}.json", {"metrics": {"f1": 0.831}})
-    found = snnk.uptraining(store)
+        put_run(study, "mrpc", "top3_m8_fitted", seed, {"metrics": {"f1": 0.831}})
+    found = snnk.uptraining(Store(tmp_path))
     assert found.verdict == HOLDS
     assert found.ours.startswith("3 of 6, fitted start +0.1 points")
     assert "and beyond half: 6 of 6, paper start -13.0 points" in found.ours
 
 
 def test_adapters_are_compared_with_lora_on_both_machines(tmp_path: Path) -> None:
-    measure, store = snnk.beside_lora("mine"), Store(tmp_path)
+    measure = snnk.beside_lora("mine")
     with pytest.raises(NotMeasuredError):
-        measure(store)
+        measure(Store(tmp_path))
 
     def run(page: str, method: str, scores: list[float]) -> None:
         for task, (seed, score) in itertools.product(snnk.GLUE, enumerate(scores)):
-            put(tmp_path / "model_cards" / page / task / method / f"seed{seed}.json", {"score": score})
+            put_run(tmp_path / "model_cards" / page, task, method, seed, {"score": score})
 
     run("glue", "lora_r8", [0.6, 0.7, 0.8])
     run("glue", "mine", [0.5, 0.7, 0.9])
-    assert measure(store).verdict == UNTESTED
-    assert "GPU" not in measure(store).ours
+    assert measure(Store(tmp_path)).verdict == UNTESTED
+    assert "GPU" not in measure(Store(tmp_path)).ours
     run("glue_gpu", "lora_r8", [0.6, 0.7, 0.8, 0.9])
     run("glue_gpu", "mine", [0.57, 0.66, 0.77, 0.86])
-    assert measure(store).verdict == FAILS  # the other machine's seeds decide
-    assert measure(store).ours.endswith("GPU -3.5 points (-4.4 to -2.6; n = 4)")
+    assert measure(Store(tmp_path)).verdict == FAILS  # the other machine's seeds decide
+    assert measure(Store(tmp_path)).ours.endswith("GPU -3.5 points (-4.4 to -2.6; n = 4)")
 
 
 def test_further_maps_cannot_gain_where_one_is_always_right(tmp_path: Path) -> None:
     scores = {"linear_1": 0.3, "linear_3": 0.4, "fmm_64_1": 1.0, "fmm_64_3": 1.0}
     for method, score in scores.items():
         for seed in range(3):
-            put(tmp_path / f"model_cards/fmm/copy/{method}/seed{seed}.json", {"accuracy": score})
+            put_run(tmp_path / "model_cards/fmm", "copy", method, seed, {"accuracy": score})
     found = lecture.further_ranks("copy")(Store(tmp_path))
     assert found.verdict == UNTESTED
     assert found.ours.startswith("linear +10.0 points")
     assert found.ours.endswith("where one is always right")
-    put(tmp_path / "model_cards/fmm/copy/fmm_64_1/seed2.json", {"accuracy": 0.9})
+    put_run(tmp_path / "model_cards/fmm", "copy", "fmm_64_1", 2, {"accuracy": 0.9})
     assert "always right" not in lecture.further_ranks("copy")(Store(tmp_path)).ours
     with pytest.raises(NotMeasuredError):
         lecture.further_ranks("listops")(Store(tmp_path))
 
 
 def test_votes_are_compared_with_one_draw_over_models(tmp_path: Path) -> None:
-    store = Store(tmp_path)
     with pytest.raises(NotMeasuredError):
-        learned_kernels.voting(store)
+        learned_kernels.voting(Store(tmp_path))
     for method, gains in {"posrf_gmm": (1.2, 1.21, 1.22), "trigrf_gmm": (1.0, 1.6, 0.9)}.items():
         for seed, value in enumerate(gains):
             split = {"voting_gain": value, "accuracy": 0.5, "voting_accuracy": 0.5 * value, "pi_share": 0.25}
             report = {"evaluation": {"draws": {"splits": {"test": split}}}}
-            put(tmp_path / f"model_cards/draws/sparsity_50/{method}/seed{seed}.json", report)
-    found = learned_kernels.voting(store)
+            put_run(tmp_path / "model_cards/draws", "sparsity_50", method, seed, report)
+    found = learned_kernels.voting(Store(tmp_path))
     positive, trigonometric = found.ours.split("; trigrf_gmm ")
     low, high = stats.t.interval(0.95, 2, loc=21, scale=stats.sem([20, 21, 22]))
     assert positive.startswith(f"posrf_gmm +21 % ({low:+.0f} to {high:+.0f}; n = 3): 50.0 to 60.5 % right, 25.0 % of")

@@ -41,6 +41,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_text import IGNORED
+from tests.stored_runs import drop_run, stored
 
 CONFIG = str(RECIPES / "configs/pretrain_mlm.yaml")
 SIZES = ["model.dim=24", "model.hidden_dim=32", "model.heads=2", "model.layers=2", "data.vocabulary=100"]
@@ -362,22 +363,21 @@ def test_from_runs_to_the_page(
     assert table_kernels.main(["--runs", str(out), "--out", str(page)]) == 0
     text = (page / "README.md").read_text()
     assert str(tmp_path) not in text
-    reports = [json.loads((page / f"rte/posrf_generative/seed{seed}.json").read_text()) for seed in (0, 1)]
+    reports = [stored(page)["rte", "posrf_generative", seed] for seed in (0, 1)]
     assert {report["attention"] for report in reports} == {"posrf-generative"}
     first_score, second_score = (report["metrics"]["accuracy"] for report in reports)
     mean, error = 50 * (first_score + second_score), 50 * abs(first_score - second_score)
     assert f"| posrf_generative | {mean:.1f} ± {error:.1f} (2) |" in text
-    before = json.loads((page / "pretraining/posrf_generative/seed0.json").read_text())
+    before = stored(page)["pretraining", "posrf_generative", 0]
     assert f"| posrf_generative | {100 * before['masked_accuracy']:.1f} (1) | " in text
     assert f"| {before['loss']:.3f} | {before['loss_without_context']:.3f} | 2 |" in text
-    stored = text
     assert table_kernels.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
-    assert (page / "README.md").read_text() == stored
+    assert (page / "README.md").read_text() == text
     # What the page holds is not run again; one report less, and its pretraining is, for the model that it starts from.
     elsewhere = ["--out", str(tmp_path / "elsewhere"), "--stored", str(page)]
     assert sweep_kernels.main([*asked, *elsewhere]) == 0
     assert not list((tmp_path / "elsewhere").glob("*/*/*"))
-    (page / "rte/softmax/seed1.json").unlink()
+    drop_run(page, "rte", "softmax", 1)
     assert sweep_kernels.main([*asked, *elsewhere]) == 0
     ran = {"/".join(file.parts[-4:-1]) for file in (tmp_path / "elsewhere").glob("*/*/*/metrics.json")}
     assert ran == {"pretraining/softmax/seed0", "rte/softmax/seed1"}

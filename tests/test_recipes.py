@@ -35,6 +35,7 @@ from snnk_peft.tasks import TASKS
 from snnk_peft.tasks.base_image import Images
 from tests.fresh_process import FreshProcess, run_python, start_python
 from tests.kill_runs import kill_runs
+from tests.stored_runs import stored
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
@@ -830,7 +831,7 @@ def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
     assert "| snnk_relu16 | +5.0 | – | – |" in page  # to LoRA with seed 0
     assert "| training examples | 100 | 200 |" in page
     assert "| lora_r8 | 12 | – |" in page
-    assert (tmp_path / "cards/rte/lora_r8/seed1.json").is_file()
+    assert ("rte", "lora_r8", 1) in stored(tmp_path / "cards")
     assert (tmp_path / "cards/scores.png").read_bytes().startswith(b"\x89PNG")
     # The stored files alone give the same page.
     assert table_glue.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,8 @@ sys.path.append(str(RECIPES))
 
 import run_experiments  # noqa: E402
 import yaml  # noqa: E402
+
+from tests.stored_runs import put_run, stored  # noqa: E402
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def test_it_stops_in_time_and_renders_what_is_finished(
 
     short = ["--only", "snnk", "--minutes", "5", "--set", "train.steps=2", "train.device=cpu"]
     assert run_experiments.main([*short, "--runs", str(tmp_path / "others"), *places(tmp_path)[2:]]) == 0
-    assert (tmp_path / "mine/model_cards/snnk/two_bodies/dense/seed0.json").is_file()
+    assert list(stored(tmp_path / "mine/model_cards/snnk")) == [("two_bodies", "dense", 0)]
     assert "QPNN" in (tmp_path / "mine/model_cards/snnk/README.md").read_text()
 
 
@@ -93,7 +96,7 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
     text = called[-1]
     assert f"data.dir={tmp_path / 'data/imdb'}" in text
     assert text[text.index("--tasks") + 1] == "text"
-    assert text[text.index("--stored") + 1] == str(tmp_path / "mine/model_cards/lra")
+    assert text[text.index("--stored") + 1] == str(tmp_path / "mine/model_cards/lra.jsonl")
     for several in (called[6], called[10], called[13]):
         assert several[several.index("--data") + 1] == str(tmp_path / "data")
         assert not any(str(word).startswith("data.dir=") for word in several)
@@ -190,12 +193,10 @@ def test_what_reads_runs_is_measured_again_when_there_are_more(tmp_path: Path, m
 
     (results / "spectra/metrics.json").write_text(json.dumps({"models": [{}, {}]}))
     reports = mine / "model_cards/lowrank"
-    for name in ("dense", "data_0.1"):
-        (reports / f"cifar10/{name}").mkdir(parents=True)
-    (reports / "cifar10/dense/seed0.json").write_text("{}")
+    put_run(reports, "cifar10", "dense", 0, {})
     assert called() == []
-    (reports / "cifar10/data_0.1/seed0.json").write_text("{}")
-    assert called() == [["low_rank_errors", "--runs", str(reports), "--output", str(results / "low_rank_errors")]]
+    put_run(reports, "cifar10", "data_0.1", 0, {})
+    assert called() == [["low_rank_errors", "--runs", f"{reports}.jsonl", "--output", str(results / "low_rank_errors")]]
 
 
 PAGES = (
@@ -224,18 +225,18 @@ def test_what_was_stopped_has_not_failed(code: int, tmp_path: Path, monkeypatch:
 CARDS = RECIPES.parent / "model_cards"
 
 
-def differing(file: Path, settings: Sequence[str]) -> list[str]:
+def differing(run: tuple[str, str, int], report: dict[str, Any], settings: Sequence[str]) -> list[str]:
     """Settings that a stored run has otherwise; what its recipe does not know is left out."""
-    config, found = json.loads(file.read_text())["config"], []
+    config, found = report["config"], []
     for setting in settings:
         name, _, value = setting.partition("=")
-        read, stored = yaml.safe_load(value), config
+        read, kept = yaml.safe_load(value), config
         for key in name.split("."):
-            stored = stored.get(key) if isinstance(stored, dict) else None
-        if isinstance(stored, float) and isinstance(read, str):
+            kept = kept.get(key) if isinstance(kept, dict) else None
+        if isinstance(kept, float) and isinstance(read, str):
             read = float(read)  # 1e-3 is a string in YAML
-        if stored is not None and not isinstance(read, dict) and stored != read:
-            found.append(f"{file.relative_to(CARDS)}: {setting}, stored {stored}")
+        if kept is not None and not isinstance(read, dict) and kept != read:
+            found.append(f"{run}: {setting}, stored {kept}")
     return found
 
 
@@ -243,23 +244,23 @@ def differing(file: Path, settings: Sequence[str]) -> list[str]:
 def test_further_runs_have_the_settings_of_the_stored_ones(name: str) -> None:
     """Otherwise a page would mix runs that cannot be compared."""
     step = run_experiments.STEPS[name]
-    task = {"kernels": "pretraining"}.get(name, step.options[1] if "--tasks" in step.options else "*")
-    files = list((CARDS / step.folder).glob(f"{task}/*/seed*.json"))
-    assert files
-    assert [each for file in files for each in differing(file, step.settings)] == []
+    task = {"kernels": "pretraining"}.get(name, step.options[1] if "--tasks" in step.options else None)
+    runs = {run: report for run, report in stored(CARDS / step.folder).items() if task in (None, run[0])}
+    assert runs
+    assert [each for run, report in runs.items() for each in differing(run, report, step.settings)] == []
 
 
 @pytest.mark.parametrize("name", ["snnk", "pairs", "fmm", "sparsity", "draws"])
 def test_stored_runs_are_those_of_their_sweep(name: str) -> None:
     step = run_experiments.STEPS[name]
+    tasks = importlib.import_module(step.sweep.removesuffix(".py")).TASKS
     found = [
-        (file, own)
-        for task, grid in importlib.import_module(step.sweep.removesuffix(".py")).TASKS.items()
-        for method, own in grid.methods.items()
-        for file in (CARDS / step.folder / task / method).glob("seed*.json")
+        (run, report, tasks[run[0]].methods[run[1]])
+        for run, report in stored(CARDS / step.folder).items()
+        if run[0] in tasks and run[1] in tasks[run[0]].methods
     ]
     assert found
-    assert [each for file, own in found for each in differing(file, own)] == []
+    assert [each for run in found for each in differing(*run)] == []
 
 
 def test_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -27,6 +26,8 @@ from _lib.config import load_config
 from column_files import write_columns
 from fresh_process import run_python
 from PIL import Image
+
+from tests.stored_runs import stored
 
 KINDS = {
     "fit_picture.py": fit_picture.FitPicture,
@@ -62,9 +63,9 @@ def test_from_runs_to_the_page(tmp_path: Path) -> None:
     assert second.returncode == 0, second.stderr[-3000:]
     assert table_snnk.main(["--runs", str(out), "--out", str(page)]) == 0
     text = (page / "README.md").read_text()
-    dense = json.loads((page / "hepmass/dense/seed0.json").read_text())
+    dense = stored(page)["hepmass", "dense", 0]
     assert f"| dense | {100 * dense['score']:.1f} (1) | {dense['trainable_parameters']:,} |" in text
-    missed = [1 - json.loads((page / f"two_bodies/dense/seed{seed}.json").read_text())["score"] for seed in (0, 1)]
+    missed = [1 - stored(page)["two_bodies", "dense", seed]["score"] for seed in (0, 1)]
     assert f"{sum(missed) / 2:.1e} ± " in text
     assert "(2) |" in text
     assert str(tmp_path) not in text

@@ -39,6 +39,7 @@ from _lib.settings import FinetuneConfig, MethodSection
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.cost import estimate_cost
 from snnk_peft.errors import ConfigError
+from tests.stored_runs import put_run
 
 WIDTH, HIDDEN = 16, 48
 SIZES = {"vocab_size": 60, "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_attention_heads": 2}
@@ -161,29 +162,28 @@ def test_a_run_leaves_the_whole_model_as_a_bundle_and_says_what_it_costs(tmp_pat
 
 def store(root: Path, task: str, method: str, scores: list[float], cost: dict[str, Any] | None = None) -> None:
     for seed, score in enumerate(scores):
-        file = root / task / method / f"seed{seed}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({
+        put_run(root, task, method, seed, {
             "metrics": {table_uptraining.METRICS[task]: score}, "seed": seed, "epochs": 1.0,
             "processor_seconds_per_epoch": 3.0, "trainable_parameters": 7000, "examples": {"train": 10, "dev": 5},
             "device": "cpu", "config": {"model": {"name_or_path": "minilm"}}, "environment": {"torch_threads": 1},
             **({"cost": cost} if cost else {}),
-        }))  # fmt: skip
+        })  # fmt: skip
 
 
 def test_the_page_compares_runs_of_one_seed(tmp_path: Path) -> None:
+    page = tmp_path / "page"
     cost = {"full": {"parameters": 9, "buffers": 100, "macs": 9}, "bundle": {
         "parameters": 5000, "buffers": 600, "macs": 3_000_000
     }}  # fmt: skip
-    store(tmp_path, "rte", "full", [0.50, 0.60])
-    store(tmp_path, "rte", "top6_m8_paper", [0.45, 0.51, 0.99], cost)  # the third has no counterpart
-    store(tmp_path, "rte", "top6_m8_fitted", [0.52, 0.62], cost)
-    store(tmp_path, "rte", "top1_m8_fitted", [0.50], cost)
-    store(tmp_path, "cola", "full", [0.30, 0.30])
-    store(tmp_path, "cola", "top6_m8_paper", [0.20, 0.20], cost)
-    store(tmp_path, "cola", "top6_m8_fitted", [0.30, 0.34], cost)
-    assert table_uptraining.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path)]) == 0
-    lines = (tmp_path / "README.md").read_text().splitlines()
+    store(page, "rte", "full", [0.50, 0.60])
+    store(page, "rte", "top6_m8_paper", [0.45, 0.51, 0.99], cost)  # the third has no counterpart
+    store(page, "rte", "top6_m8_fitted", [0.52, 0.62], cost)
+    store(page, "rte", "top1_m8_fitted", [0.50], cost)
+    store(page, "cola", "full", [0.30, 0.30])
+    store(page, "cola", "top6_m8_paper", [0.20, 0.20], cost)
+    store(page, "cola", "top6_m8_fitted", [0.30, 0.34], cost)
+    assert table_uptraining.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
+    lines = (page / "README.md").read_text().splitlines()
     assert "| full | 55.0 ± 5.0 (2) | 30.0 ± 0.0 (2) | 7.0 | – | – | 3 |" in lines
     assert "| top1_m8_fitted | 50.0 | – | 7.0 | 5.5 | 3 | 3 |" in lines
     # RTE: −5 and −9, so −7 ± 2; CoLA: −10 ± 0; the mean −8.5 ± ½·2. The fitted start: +2 ± 0 and +2 ± 2.
@@ -191,7 +191,7 @@ def test_the_page_compares_runs_of_one_seed(tmp_path: Path) -> None:
     assert "| upper FFNs replaced | m8_fitted | m8_paper |" in lines
     assert "With 6 replaced, `m8_fitted` is best (+2.0) and `m8_paper` worst (-8.5)." in lines
     assert "| the same answer to all | 52.7 | 0.0 | – | – | – | – |" in lines
-    assert (tmp_path / "layers.png").stat().st_size > 10_000
+    assert (page / "layers.png").stat().st_size > 10_000
     assert table_uptraining.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
 
 

@@ -9,10 +9,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
+
+from _lib.tables import read_runs
 
 # What imports torch is imported in the functions, so that `--help` answers at once.
 
@@ -45,7 +47,7 @@ class Sweep(NamedTuple):
         overrides: settings of every run.
         configs: folder of the settings files.
         out: folder of all runs.
-        stored: folder of the reports of runs that count as finished, or None.
+        stored: further runs that count as finished.
     """
 
     program: str
@@ -54,12 +56,11 @@ class Sweep(NamedTuple):
     overrides: Sequence[str]
     configs: Path
     out: Path
-    stored: Path | None = None
+    stored: Container[Run] = ()
 
     def finished(self, run: Run) -> bool:
         """Whether its report is there."""
-        kept = self.stored is not None and (self.stored / f"{run.name}.json").is_file()
-        return kept or (self.out / run.name / "metrics.json").is_file()
+        return run in self.stored or (self.out / run.name / "metrics.json").is_file()
 
 
 def main(
@@ -101,7 +102,7 @@ def main(
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=seeds, help=f"default: {' '.join(map(str, seeds))}")
     parser.add_argument(
-        "--stored", type=Path, help="also skip runs whose reports were stored here (as in model_cards/glue)"
+        "--stored", type=Path, help="also skip runs whose reports were stored here (as in model_cards/glue.jsonl)"
     )
     arguments, overrides = read_settings(parser, argv)
     files = [arguments.configs / config.format(task=task) for task in arguments.tasks]
@@ -115,8 +116,16 @@ def main(
     ]
     from _lib.guard import guarded
 
-    grid = Sweep(program, config, methods, overrides, arguments.configs, arguments.out, arguments.stored)
-    return guarded(lambda: sweep(grid, runs))
+    def work() -> int:
+        stored = stored_runs(arguments)
+        return sweep(Sweep(program, config, methods, overrides, arguments.configs, arguments.out, stored), runs)
+
+    return guarded(work)
+
+
+def stored_runs(arguments: argparse.Namespace) -> Container[Run]:
+    """What `--stored` counts as finished."""
+    return frozenset() if arguments.stored is None else read_runs(arguments.stored).keys()
 
 
 def read_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -159,7 +168,7 @@ def task_parser(description: str | None, folder: str, tasks: Mapping[str, Task])
     parser.add_argument("--tasks", nargs="+", default=list(tasks), choices=tasks, metavar="TASK", help=" ".join(tasks))
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="those of a task that are named; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
-    parser.add_argument("--stored", type=Path, help="also skip runs whose reports were stored here")
+    parser.add_argument("--stored", type=Path, help="also skip runs whose reports this .jsonl has")
     return parser
 
 
@@ -191,7 +200,7 @@ def run_tasks(
     from _lib.guard import guarded
 
     def every() -> int:
-        failed = 0
+        failed, stored = 0, stored_runs(arguments)
         for seed in arguments.seeds:
             for name in arguments.tasks:
                 task, further = tasks[name], settings(name, arguments)
@@ -199,9 +208,8 @@ def run_tasks(
                     continue
                 chosen = [method for method in task.methods if not arguments.methods or method in arguments.methods]
                 given = [*overrides, *further]
-                grid = Sweep(
-                    task.program, task.config, task.methods, given, RECIPES / "configs", arguments.out, arguments.stored
-                )
+                configs = RECIPES / "configs"
+                grid = Sweep(task.program, task.config, task.methods, given, configs, arguments.out, stored)
                 runs = [Run(name, method, seed) for method in chosen]
                 code = sweep(grid, runs)
                 if after is not None and code < 2:

@@ -1,8 +1,9 @@
-"""Tables from many runs: their metrics.json files are copied, read by task and method, and set as Markdown."""
+"""Tables from many runs: their metrics.json files are kept as lines, read by task and method, and set as Markdown."""
 
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import math
 import re
@@ -17,7 +18,9 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).resolve().parents[2]
 Rates = dict[str, dict[float, dict[str, float]]]  # method -> learning rate -> task -> score on held-back examples
 Value = TypeVar("Value")
-Table = dict[str, dict[str, list[dict[str, Any]]]]  # task -> method -> one report per seed
+Run = tuple[str, str, int]  # task, method, seed
+Report = dict[str, Any]
+Table = dict[str, dict[str, list[Report]]]  # task -> method -> one report per seed
 
 
 def main(
@@ -32,74 +35,137 @@ def main(
     Args:
         description: the text of `--help`.
         folder: the name below runs and below model_cards; recipes/sweep_<folder>.py makes the runs.
-        write: copies reports and renders, from the folder of the runs, that of the page, and the files of `also`.
+        write: stores reports and renders, from the folder of the runs, that of the page, and the files of `also`.
         argv: the arguments, or None for those of this process.
         also: name of a further option -> default file and help; `write` gets it by that name.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     runs, cards = ROOT / "runs" / folder, ROOT / "model_cards" / folder
     parser.add_argument("--runs", type=Path, default=runs, help=f"folder of recipes/sweep_{folder}.py")
-    parser.add_argument("--out", type=Path, default=cards, help="where files and page go")
+    parser.add_argument("--out", type=Path, default=cards, help="folder of the page; the reports go to OUT.jsonl")
     for name, (file, text) in (also or {}).items():
         parser.add_argument(f"--{name}", type=Path, default=file, help=text)
     arguments = parser.parse_args(argv)
     from _lib.guard import guarded
+    from _lib.lock import alone
 
     further = {name: getattr(arguments, name) for name in also or {}}
-    return guarded(lambda: write(arguments.runs, arguments.out, **further))
+
+    def work() -> None:
+        with alone(arguments.out / "README.md", "--out"):
+            write(arguments.runs, arguments.out, **further)
+
+    return guarded(work)
 
 
-def collect(runs: Path, out: Path, beside: str | None = None) -> int:
-    """Copy the reports of finished runs; returns how many were new or changed.
+def lines_of(study: Path) -> Path:
+    """The file of a study's finished runs, a line each: model_cards/glue.jsonl for model_cards/glue, and for itself."""
+    return study if study.suffix == ".jsonl" else Path(f"{study.resolve()}.jsonl")
+
+
+def read_runs(study: Path) -> dict[Run, Report]:
+    """The stored reports of a study, sorted by task, method and seed; none where it has no file yet.
 
     Args:
-        runs: folder of <task>/<method>/seed<k>/metrics.json.
-        out: folder of the copies, <task>/<method>/seed<k>.json.
-        beside: name of a second report of the same run, <beside>.json, which becomes the entry `beside` of the copy;
+        study: its name or its file, as in `lines_of`.
+
+    Raises:
+        ConfigError: a line is damaged, or the reports are those of an earlier layout, a file each.
+    """
+    file = lines_of(study)
+    if not file.is_file():
+        if next(file.with_suffix("").glob("*/*/seed*.json"), None) is not None:
+            fault = (
+                f"{file.with_suffix('')} holds reports as <task>/<method>/seed<k>.json; expected {file}, a line for "
+                "each. Rename the folder and give its new name once as --runs to the recipes/table_*.py of the study"
+            )
+            raise _config_error(fault)
+        return {}
+    found: dict[Run, Report] = {}
+    for number, line in enumerate(file.read_bytes().removesuffix(b"\n").split(b"\n"), 1):
+        try:
+            run, report = _run_of(line)
+            if run in found:
+                raise ValueError(f"a second report of {'/'.join(map(str, run))}")
+        except (ValueError, RecursionError) as error:
+            remedy = "restore the file, or delete the line and have this run repeated"
+            raise _config_error(f"{file}, line {number}: {error}; {remedy}") from error
+        found[run] = report
+    return dict(sorted(found.items()))
+
+
+def _run_of(line: bytes) -> tuple[Run, Report]:
+    entry = json.loads(line)
+    kinds = {"task": str, "method": str, "seed": int, "report": dict}
+    if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != kinds:
+        raise ValueError("expected an object of task and method (texts), seed (a whole number) and report (an object)")
+    return (entry["task"], entry["method"], entry["seed"]), entry["report"]
+
+
+def _config_error(fault: str) -> Exception:
+    from snnk_peft.errors import ConfigError
+
+    return ConfigError(fault)
+
+
+def collect(runs: Path, study: Path, beside: str | None = None) -> int:
+    """Store the reports of finished runs; returns how many were new or changed. One writer at a time, as in `main`.
+
+    Args:
+        runs: folder of <task>/<method>/seed<k>/metrics.json, or of <task>/<method>/seed<k>.json.
+        study: as in `lines_of`; its file is replaced in one step.
+        beside: name of a second report of the same run, <beside>.json, which becomes the entry `beside` of the first;
             runs without it are left.
     """
-    from _lib.files import read_json, write_json
+    from _lib.files import read_json, remove_leftovers, write_text
 
+    file, stored = lines_of(study), read_runs(study)
+    remove_leftovers(file.parent, f"{glob.escape(file.name)}.*")
     changed = 0
-    for file in sorted(runs.glob("*/*/seed*/metrics.json")):
-        task, method, seed = file.relative_to(runs).parts[:3]
-        target, report = out / task / method / f"{seed}.json", read_json(file)
-        if beside is not None:
-            second = file.with_name(f"{beside}.json")
+    for path in sorted([*runs.glob("*/*/seed*/metrics.json"), *runs.glob("*/*/seed*.json")]):
+        task, method, name = path.relative_to(runs).parts[:3]
+        if not (number := re.fullmatch(r"seed(\d+)(\.json)?", name)):
+            raise _config_error(f"{path}: the name of a run is seed and its number; rename or move it")
+        run, report = (task, method, int(number[1])), read_json(path)
+        if beside is not None and path.name == "metrics.json":
+            second = path.with_name(f"{beside}.json")
             if not second.is_file():
                 continue
             report[beside] = read_json(second)
-        if not target.is_file() or read_json(target) != report:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_json(target, report)
+        if stored.get(run) != report:
+            stored[run] = report
             changed += 1
+    if changed:
+        write_text(file, "".join(_line(run, report) for run, report in sorted(stored.items())))
     return changed
 
 
-def read_reports(out: Path, sweep: str) -> Table:
-    """All stored reports by task and method; `sweep` is the program that makes them."""
-    from _lib.files import read_json
-    from snnk_peft.errors import ConfigError
+def _line(run: Run, report: Report) -> str:
+    entry = dict(zip(("task", "method", "seed"), run, strict=True)) | {"report": report}
+    return json.dumps(entry, allow_nan=False, separators=(",", ":")) + "\n"
 
-    table: defaultdict[str, defaultdict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for file in sorted(out.glob("*/*/seed*.json")):
-        table[file.parts[-3]][file.parts[-2]].append(read_json(file))
+
+def read_reports(study: Path, sweep: str) -> Table:
+    """All stored reports by task and method; `sweep` is the program that makes them."""
+    table: defaultdict[str, defaultdict[str, list[Report]]] = defaultdict(lambda: defaultdict(list))
+    for (task, method, _), report in read_runs(study).items():
+        table[task][method].append(report)
     if not table:
-        raise ConfigError(f"no */*/seed*.json in {out} and no finished run; run {sweep} first")
+        raise _config_error(f"no reports in {lines_of(study)} and no finished run; run {sweep} first")
     return {task: dict(row) for task, row in table.items()}
 
 
-def rates(folder: Path) -> Rates:
-    """method -> learning rate -> task -> score on held-back examples, of rates that ran on every task of the folder.
+def rates(study: Path) -> Rates:
+    """method -> learning rate -> task -> score on held-back examples, of rates that ran on every task of the study.
 
     Args:
-        folder: of reports, <task>/<method>@<rate>/seed<k>.json.
+        study: whose methods are <method>@<rate>.
     """
-    # Read without `_lib.files`, which loads torch: recipes/sweep_glue.py asks before it knows whether help is wanted.
     found: defaultdict[str, defaultdict[float, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for file in sorted(folder.glob("*/*@*/seed*.json")):
-        method, _, rate = file.parts[-2].rpartition("@")
-        found[method][float(rate)][file.parts[-3]] = json.loads(file.read_text(encoding="utf-8"))["score_held_back"]
+    for (task, name, _), report in read_runs(study).items():
+        method, at, rate = name.rpartition("@")
+        if at:
+            found[method][float(rate)][task] = report["score_held_back"]
     tasks = {task for tried in found.values() for scores in tried.values() for task in scores}
     whole = {
         method: {rate: scores for rate, scores in tried.items() if scores.keys() == tasks}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _lib.tables import mean_and_error
+from _lib.tables import Run, mean_and_error, read_runs
 
 HOLDS, DIRECTION, FAILS, UNTESTED = "holds", "holds in direction", "does not hold", "not testable here"
 VERDICTS = (HOLDS, DIRECTION, FAILS, UNTESTED)
@@ -57,7 +57,7 @@ class Claim(NamedTuple):
 
 
 class Store:
-    """The stored reports of a repository.
+    """The stored reports of a repository; those of a study are read once.
 
     Args:
         root: of the repository.
@@ -65,6 +65,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._read_already: dict[str, dict[Run, dict[str, Any]]] = {}
 
     def figures(self, name: str) -> Any:
         """A metrics.json.
@@ -90,21 +91,23 @@ class Store:
         """seed -> report of a sweep's runs, at least one.
 
         Args:
-            page: folder below model_cards/.
-            task: folder in it.
-            method: folder in that.
+            page: study in model_cards/.
+            task: of the study.
+            method: of the study.
         """
-        found = {
-            int(file.stem.removeprefix("seed")): self._read(file)
-            for file in sorted((self.root / "model_cards" / page / task / method).glob("seed*.json"))
-        }
+        found = {seed: report for (*place, seed), report in self._runs(page).items() if place == [task, method]}
         if not found:
             raise NotMeasuredError(f"model_cards/{page}/{task}/{method}")
         return found
 
     def methods(self, page: str, task: str) -> list[str]:
         """Names of all methods with reports."""
-        return sorted({file.parent.name for file in (self.root / "model_cards" / page / task).glob("*/seed*.json")})
+        return sorted({method for of, method, _ in self._runs(page) if of == task})
+
+    def _runs(self, page: str) -> dict[Run, dict[str, Any]]:
+        if page not in self._read_already:
+            self._read_already[page] = read_runs(self.root / "model_cards" / page)
+        return self._read_already[page]
 
     def values(self, page: str, task: str, method: str, key: str, factor: float = 1.0) -> dict[int, float]:
         """seed -> a figure of its report, times `factor`; a point in `key` leads into a dictionary."""

@@ -2,9 +2,9 @@
 
 python recipes/experiments/low_rank_errors.py
 
-Takes the finished runs of recipes/sweep_lowrank.py (model_cards/lowrank) and builds each one's start again from its
-settings: dense network, seed, initialisation and rank scale decide it, so nothing is trained. The error of a start is
-E‖f(UVᵀx) − f(Wx)‖² / E‖f(Wx)‖² for x ~ N(0, I), exact, a mean over the layers; the paper plots the excess over the
+Takes the finished runs of recipes/sweep_lowrank.py (model_cards/lowrank.jsonl) and builds each one's start again from
+its settings: dense network, seed, initialisation and rank scale decide it, so nothing is trained. The error of a start
+is E‖f(UVᵀx) − f(Wx)‖² / E‖f(Wx)‖² for x ~ N(0, I), exact, a mean over the layers; the paper plots the excess over the
 least possible one, for WS-NKP stopped early and late at one rank scale, three runs each. Writes metrics.json and
 error.png: the error against the accuracy of every run, and Spearman's correlation with a 95 % interval (stratified
 bootstrap over runs). Runs of one initialisation share their error and all else that is particular to it, which no
@@ -44,7 +44,7 @@ def options() -> argparse.ArgumentParser:
     """Which runs, and where the results go."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
-        "--runs", type=Path, default=ROOT / "model_cards/lowrank", help="folder of <task>/<method>/seed<k>.json"
+        "--runs", type=Path, default=ROOT / "model_cards/lowrank.jsonl", help="the stored runs, a line each"
     )
     made.add_argument("--output", type=Path, default=RESULTS, help="folder of metrics.json and error.png")
     return made
