@@ -9,8 +9,8 @@ One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 R
 "rows": 7 learned GELU rows beside query and value, and all norms; "upper": 8 in all layers but the first, which the
 backward pass does not enter, and these layers' norms; "parallel": 16 beside the FFN (not in a Llama, whose FFN is
 gated). LoRA: r = 8 on query and value; with all norms; as DoRA. All train the classifier. `--model llama` is one of 4
-layers x 512 with random weights, on which neither time nor memory depends; `--checkpointing` computes activations again
-in the backward pass. Times are medians over alternating repetitions in one process. "operations" are those of torch in
+layers x 512, `llama12` of 12 layers x 768, and `bert_base` has BERT-base's sizes: with random weights, on which neither
+time nor memory depends. `--checkpointing` computes activations again in the backward pass. Times are medians over alternating repetitions in one process. "operations" are those of torch in
 a forward and backward pass, views left out; "host" is the processor time of a step on one text of 8 tokens, which is
 hardly more than asking for them: medians over ten times the repetitions. Peak memory is the growth of a fresh process's
 resident memory over three steps, the median of five processes in turn (one tells it to 5%: what the allocator keeps
@@ -32,12 +32,19 @@ from _lib.models import resolve_model
 from _lib.operations import operations
 from _lib.peers import norm_names
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, logging
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    logging,
+)
 
 from snnk_peft import AdapterPart, NormsPart, SNNKConfig, get_snnk_model
 
 TARGETS = ["query", "value"]
-TARGETS_OF = {"minilm": TARGETS, "llama": ["q_proj", "v_proj"]}
+TARGETS_OF = {"minilm": TARGETS, "bert_base": TARGETS, **dict.fromkeys(("llama", "llama12"), ["q_proj", "v_proj"])}
 LLAMA = {
     "vocab_size": 20_000,
     "hidden_size": 512,
@@ -46,6 +53,12 @@ LLAMA = {
     "intermediate_size": 1376,
     "pad_token_id": 0,
 }
+LLAMAS = {
+    "llama": LLAMA,
+    "llama12": {
+        **LLAMA, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048
+    },
+}  # fmt: skip
 
 
 # Learned rows on inputs as they are; 4 times the readout, which features of 7 rows divide by √7.
@@ -114,12 +127,14 @@ def prepare(
     name: str = "minilm",
     checkpointing: bool = False,
 ) -> Callable[[], None]:
-    """A step on MiniLM or on the small Llama."""
+    """A step on MiniLM or on a model with random weights."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    if name == "llama":
-        base: Any = LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=2))
+    if name in LLAMAS:
+        base: Any = LlamaForSequenceClassification(LlamaConfig(**LLAMAS[name], num_labels=2))
+    elif name == "bert_base":
+        base = BertForSequenceClassification(BertConfig(num_labels=2))
     else:
         base = AutoModelForSequenceClassification.from_pretrained(resolve_model(name), num_labels=2)
     ids = torch.randint(1000, 20000, (batch_size, length))

@@ -2,9 +2,9 @@
 
     python recipes/benchmarks/kernel_sizes.py --output gpu/kernel_sizes.json
 
-Every kernel of `functional/device_kernels/triton_exponential` with every number of rows, warps and pipeline stages and
-every length of a part of the sequence, in bf16, 12 heads of 64, 64 features. What wins goes into its sizes.py. Kernels
-are compiled by several processes first. Two minutes on an H200.
+Every kernel of `functional/device_kernels` with every number of rows, warps and pipeline stages and every length of a
+part of the sequence, in bf16, 12 heads of 64, 64 features. What wins goes into triton_exponential/sizes.py and the table
+of triton_linear/launches.py. Kernels are compiled by several processes first. Two minutes on an H200.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from _bench import RESULTS
-from _lib.kernel_launches import Launch, every_launch, parts_of
+from _lib.kernel_launches import Launch, every_launch, every_linear_launch, parts_of
 
-BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (1, 2, 3)
-SKIPPED = {"combine", "token_pass"}
+BLOCKS, WARPS, STAGES = (16, 32, 64, 128), (4, 8), (1, 2, 3)
+CAUSAL = "causal_forward", "causal_query_back", "causal_key_back"  # these spill with many rows
+CAUSAL += "linear_forward_pass", "linear_query_back", "linear_key_back"
+SKIPPED = {"combine", "token_pass", "linear_combine", "linear_token_pass"}
 
 
 def shapes(name: str) -> list[tuple[int, int, int]]:
     """(rows, warps, stages) worth trying."""
-    blocks = BLOCKS[:2] if name.startswith("causal") and name != "causal_sums" else BLOCKS
+    blocks = BLOCKS[:3] if name in CAUSAL else BLOCKS[1:]
     return list(itertools.product(blocks, WARPS, STAGES))
 
 
@@ -39,12 +42,12 @@ def resized(launch: Launch, shape: tuple[int, int, int]) -> dict[str, Any]:
     return {**launch.options, rows: block, "num_warps": warps, "num_stages": stages}
 
 
-def compile_some(work: tuple[int, int]) -> int:
+def compile_some(work: tuple[int, int, Sequence[str]]) -> int:
     """Compile every `of`-th kernel by launching it once."""
-    first, of = work
+    first, of, kinds = work
     tried = 0
     with parts_of(512):
-        launches = one_of_each(every_launch("cuda", torch.bfloat16, 1024))
+        launches = chosen(1024, kinds)[0]
     for launch, shape in list(itertools.chain(*([(x, s) for s in shapes(x.name)] for x in launches)))[first::of]:
         try:
             launch.kernel[launch.grid](*launch.args, **resized(launch, shape))
@@ -55,9 +58,12 @@ def compile_some(work: tuple[int, int]) -> int:
     return tried
 
 
-def one_of_each(launches: list[Launch]) -> list[Launch]:
-    """The first of each name."""
-    return list({launch.name: launch for launch in reversed(launches) if launch.name not in SKIPPED}.values())
+def chosen(length: int, kinds: Sequence[str]) -> tuple[list[Launch], list[Launch]]:
+    """The first launch of each kernel whose name begins with one of `kinds`, and those that combine parts."""
+    found = every_launch("cuda", torch.bfloat16, length) + every_linear_launch("cuda", torch.bfloat16, length)
+    wanted = [launch for launch in found if launch.name.startswith(tuple(kinds))]
+    sized = {launch.name: launch for launch in reversed(wanted) if launch.name not in SKIPPED}
+    return list(sized.values()), [launch for launch in wanted if launch.name == "combine"]
 
 
 def microseconds(launch: Launch, options: dict[str, Any], times: int = 8, replays: int = 5) -> float:
@@ -88,13 +94,15 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--lengths", type=int, nargs="+", default=[4096, 65536])
     options.add_argument("--parts", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
+    options.add_argument("--kernels", nargs="+", default=[""], help="whose names begin so: near, linear, causal, ...")
     options.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     options.add_argument("--seconds", type=float, default=150.0, help="after these nothing new is measured")
     options.add_argument("--output", type=Path, default=RESULTS / "gpu" / "kernel_sizes.json")
     given = options.parse_args()
     started = time.time()
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        print(sum(pool.imap_unordered(compile_some, [(i, given.processes) for i in range(given.processes)])), "kernels")
+        work = [(i, given.processes, given.kernels) for i in range(given.processes)]
+        print(sum(pool.imap_unordered(compile_some, work)), "kernels")
     print(f"compiled after {time.time() - started:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
     for length in given.lengths:
@@ -102,8 +110,8 @@ def main() -> None:
             if not length // 128 <= tokens <= length:
                 continue
             with parts_of(tokens):
-                launches = one_of_each(found := every_launch("cuda", torch.bfloat16, length))
-            for combine in [x for x in found if x.name == "combine"]:
+                launches, combining = chosen(length, given.kernels)
+            for combine in combining:
                 row = {"kernel": "combine" + "_prefix" * combine.options["PREFIX"], "length": length, "part": tokens}
                 rows.append({**row, "shape": None, "us": microseconds(combine, combine.options)})
             for launch, shape in itertools.chain(*([(x, s) for s in shapes(x.name)] for x in launches)):

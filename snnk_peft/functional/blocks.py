@@ -103,6 +103,7 @@ class BlockMemory:
         return self._memory[:count].view(shape)
 
 
+@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 takes is_exporting() for True in whatever it compiles
 def exporting() -> bool:
     """Whether a graph is traced for export; if it asks how long its input is, it fits that length only."""
     return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()

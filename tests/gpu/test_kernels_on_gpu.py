@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from snnk_peft import build_feature_map
 from snnk_peft.functional.backend import form_that_ran
 from snnk_peft.functional.device_kernels import cuda_exponential
 from snnk_peft.functional.exponential_attention import KeyMeans
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import LogLinear
+from snnk_peft.layers.kernel_attention import KernelAttention
 from tests import linear_oracle
 from tests.exponential_oracle import CASES, TOLERANCE, check, compare, dense, error, given
 
@@ -98,3 +100,14 @@ def test_features_of_any_kind(causal, case, dtype, values, device):
     linear_oracle.check(report, dtype, values)
     torch.manual_seed(1)
     assert linear_oracle.compare(there, scale, mask, causal) == report
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_compiled_models_take_the_kernels(causal, device):
+    layer = KernelAttention([build_feature_map("posrf", "orf", 64, 64)], 4).to(device)
+    own = [torch.randn(1, 4, 300, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    expected = torch.autograd.grad(layer(*own, causal=causal).float().square().sum(), own)
+    compiled = torch.compile(lambda *given: layer(*given, causal=causal), fullgraph=True)
+    found = torch.autograd.grad(compiled(*own).float().square().sum(), own)
+    assert "cuda_exponential" in form_that_ran("causal_exponential_attention" if causal else "exponential_attention")
+    assert max(error(x, y.double()) for x, y in zip(found, expected, strict=True)) < TOLERANCE[torch.bfloat16]
