@@ -75,8 +75,9 @@ class KeptByVersion(_Empty):
             like: see there.
         """
         # A CUDA graph reads the memory that it saw for as long as it lives.
-        captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or not plain_call() or (seen := _Seen.of(made_from)) is None:
+        if not plain_call() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return term.logarithms({}, root, like)
+        if (seen := _Seen.of(made_from)) is None:
             return term.logarithms({}, root, like)
         kind, kept = (root, like.dtype, like.device), self._kept
         if kept is None or kept[0] != kind or not kept[1].is_still(seen):

@@ -26,7 +26,7 @@ def key_sums(
 
     if log_scale is None and state is not None:
         log_scale = k.new_zeros((), dtype=torch.float32)
-    values, normaliser, scale = operators.key_sums(k, v, mask, _scales(k, log_scale), *(state or NONE))
+    values, normaliser, scale = operators.sums(k, v, mask, _scales(k, log_scale), *(state or NONE))
     return AttentionState(values, normaliser, scale.detach())
 
 
@@ -42,7 +42,7 @@ def causal_linear_attention(
     if q.shape[-2] <= FEW and not wants_gradient(given):
         out, *behind = decode.step(*given)
         return out, AttentionState(*behind)
-    out, _, _, values, normaliser, scale = operators.causal(*given)
+    out, _, _, values, normaliser, scale = operators.causal_attention(*given)
     return out, AttentionState(values, normaliser, scale.detach())
 
 

@@ -26,7 +26,7 @@ def near_attention(
     others: tuple[Tensor | None, Tensor | None] = far[0] if far else (None, None)
     if len(far) > 1:
         others = mean_over_all(far), torch.stack([weight for _, weight in far], -1).logsumexp(-1)
-    out: Tensor = operators.near(q, k, v, width, mask, causal, scaling, *beside, *others)[0]
+    out: Tensor = operators.attention(q, k, v, width, mask, causal, float(scaling), *beside, *others)[0]
     return out
 
 

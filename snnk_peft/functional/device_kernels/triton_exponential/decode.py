@@ -16,6 +16,7 @@ from torch import Tensor
 
 from snnk_peft.functional.device_kernels.triton_exponential.launches import dense, empty, of_heads, strides, whole
 from snnk_peft.functional.device_kernels.triton_exponential.sizes import dimensions
+from snnk_peft.functional.device_kernels.triton_exponential.start import start
 from snnk_peft.functional.device_kernels.triton_exponential.tiles import ABSENT, LOG2E, NONE, bias_of, put, tile
 
 FEW = 8  # tokens: behind each other they take less time than the three launches of many
@@ -81,7 +82,8 @@ def few_tokens(
     out = empty(q, B, H, L, D + weighed, dtype=torch.float32 if weighed else v.dtype)
     behind, behind_weight = empty(q, B, G, m, D), empty(q, B, G, m)
     counts = k if mask is None else dense(mask)
-    token_pass[(B * H,)](
+    start(
+        token_pass, (B * H,),
         q, k, v, rows, key_rows, offset, key_offset, counts,
         behind if means is None else means.contiguous(),
         behind_weight if log_weight is None else log_weight.contiguous(), out, behind, behind_weight,

@@ -17,6 +17,7 @@ from snnk_peft.functional.device_kernels.triton_exponential.sizes import (
     padded,
     part_tokens,
 )
+from snnk_peft.functional.device_kernels.triton_exponential.start import start
 
 
 def cdiv(a: int, b: int) -> int:
@@ -66,7 +67,8 @@ def key_parts(
     sizes, parts = dimensions(m, d, D), cdiv(N, size)
     block, options = launch(name, operand(k.dtype), max(sizes["M"], sizes["Dk"], sizes["Dv"]))
     sums = empty(k, B * G * parts * m * (D + 2))
-    key_sums.key_pass[(B * G, parts)](
+    start(
+        key_sums.key_pass, (B * G, parts),
         k, v, rows, flags(mask, k), k, k, sums, *strides(k, v), *of_heads(rows, 2), G, 1, N, square, size,
         **sizes, BLOCK=min(block, size), T=operand(k.dtype), MASKED=mask is not None, QUERIES=False, **options,
     )  # fmt: skip
@@ -83,7 +85,8 @@ def key_means(
     sums, parts = key_parts(k, v, rows, square, mask, part_tokens(N, B * G, "plain"), "key_pass")
     first = (sums, sums) if means is None or log_weight is None else (means.contiguous(), log_weight.contiguous())
     found, found_weight = empty(k, B, G, m, D), empty(k, B, G, m)
-    key_sums.combine[(B * G, m)](
+    start(
+        key_sums.combine, (B * G, m),
         sums, *first, sums, found, found_weight, parts, 1, m, D, padded(D), padded(parts),
         FIRST=means is not None, PREFIX=False, REVERSE=False, num_warps=4,
     )  # fmt: skip
@@ -105,7 +108,8 @@ def key_means_back(
     block, options = launch("key_back", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
     dk, dv = empty(k, *k.shape, dtype=k.dtype), empty(v, *v.shape, dtype=v.dtype)
     dw = empty(k, B, G, parts, m, d) if learned else empty(k, 0)
-    key_sums.key_back[(B * G, parts)](
+    start(
+        key_sums.key_back, (B * G, parts),
         k, v, rows, flags(mask, k), means, log_weight, g_means, g_weight, dk, dv, dw, *strides(k, v),
         *of_heads(rows, 2), *g_means.stride()[:2], *g_weight.stride()[:2], G, N, square, size, **sizes,
         BLOCK=min(block, size), T=T, MASKED=mask is not None, ROWS=learned, **options,
@@ -124,7 +128,8 @@ def attention(
     sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "plain"), operand(q.dtype)
     block, options = launch("query_pass", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
     out = empty(q, B, H, L, D, dtype=v.dtype)
-    queries.query_pass[(B * H, cdiv(L, size))](
+    start(
+        queries.query_pass, (B * H, cdiv(L, size)),
         q, rows, offset, found, found_weight, out, *strides(q), *of_heads(rows, 2), *of_heads(offset, 1),
         *strides(out), H, H // G, L, size, **sizes, BLOCK=min(block, size), T=T, **options,
     )  # fmt: skip
@@ -147,7 +152,8 @@ def attention_back(
     block, options = launch("query_back", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
     dq, sums = empty(q, *q.shape, dtype=q.dtype), empty(q, B, G, H // G * parts, m * (D + 1))
     dw = empty(q, B, G, H // G * parts, m, d) if learned else empty(q, 0)
-    queries.query_back[(B * H, parts)](
+    start(
+        queries.query_back, (B * H, parts),
         q, g, rows, offset, found, found_weight, dq, sums, dw, *strides(q, g), *of_heads(rows, 2),
         *of_heads(offset, 1), H, H // G, L, size, **sizes, BLOCK=min(block, size), T=T, ROWS=learned, **options,
     )  # fmt: skip
@@ -173,7 +179,8 @@ def causal_attention(
     prefixes, parts, behind, behind_weight = _prefixes(k, v, key_rows, square, mask, means, log_weight, size)
     block, options = launch("causal_forward", T, max(sizes["M"], sizes["Dk"], sizes["Dv"]))
     out, lse = empty(q, B, H, L, D, dtype=dtype), empty(q, B, H, L)
-    causal.forward_pass[(B * H, parts)](
+    start(
+        causal.forward_pass, (B * H, parts),
         q, k, v, rows, key_rows, offset, flags(mask, k), prefixes, out, lse, *strides(q, k, v, out),
         *of_heads(rows, 2), *of_heads(key_rows, 2), *of_heads(offset, 1), H, H // G, L, square, size, **sizes, C=block,
         T=T, MASKED=mask is not None, **options,
@@ -191,7 +198,8 @@ def _prefixes(
     behind, behind_weight, prefixes = empty(k, B, G, m, D), empty(k, B, G, m), torch.empty_like(sums)
     given = means is not None and log_weight is not None
     first = (means.contiguous(), log_weight.contiguous()) if given else (sums, sums)  # type: ignore[union-attr]
-    key_sums.combine[(B * G, m)](
+    start(
+        key_sums.combine, (B * G, m),
         sums, *first, prefixes, behind, behind_weight, parts, 1, m, D, padded(D), padded(parts),
         FIRST=given, PREFIX=True, REVERSE=False, num_warps=8,
     )  # fmt: skip
@@ -215,7 +223,8 @@ def causal_attention_back(
     dq, delta, doff = empty(q, *q.shape, dtype=q.dtype), empty(q, B, H, L), empty(q, B, G, rep * parts, m)
     dw, dwk = (empty(q, B, G, rep * parts, m, d) if wanted else empty(q, 0) for wanted in (learned, learned_keys))
     block, options = launch("causal_query_back", T, most)
-    causal.query_back[(B * H, parts)](
+    start(
+        causal.query_back, (B * H, parts),
         q, k, v, g, out, lse if g_lse is None else g_lse, rows, key_rows, offset, counts, prefixes, lse, delta, dq,
         doff, dw,
         *strides(q, k, v, g, out), *heads, **sizes, C=block, T=T, MASKED=masked, ROWS=learned,
@@ -223,7 +232,8 @@ def causal_attention_back(
     )  # fmt: skip
     block, options = launch("causal_sums", T, most)
     sums = empty(q, B * H * parts * m * (D + 2))
-    key_sums.key_pass[(B * H, parts)](
+    start(
+        key_sums.key_pass, (B * H, parts),
         q, g, rows, counts, lse, delta, sums, *strides(q, g), *of_heads(rows, 2), H, rep, L, 0.0, size, **sizes,
         BLOCK=block, T=T, MASKED=False, QUERIES=True, **options,
     )  # fmt: skip
@@ -235,14 +245,16 @@ def causal_attention_back(
         of_weight = (first * behind).sum(-1) - (0.0 if g_weight is None else g_weight)
         last = torch.stack((top, of_weight), -2)
     prefixes, whole_s, whole_z = torch.empty_like(sums), empty(q, B, G, rep, m, D), empty(q, B, G, rep, 2, m)
-    key_sums.combine[(B * H, m)](
+    start(
+        key_sums.combine, (B * H, m),
         sums, first, last, prefixes, whole_s, whole_z, parts, rep, m, D, padded(D), padded(parts),
         FIRST=last is not sums, PREFIX=True, REVERSE=True, num_warps=8,
     )  # fmt: skip
     block, options = launch("causal_key_back_rows" if learned_keys else "causal_key_back", T, most)
     dtype = k.dtype if rep == 1 else torch.float32
     dk, dv = empty(k, B, G, rep, L, d, dtype=dtype), empty(v, B, G, rep, L, D, dtype=dtype)
-    causal.key_back[(B * H, parts)](
+    start(
+        causal.key_back, (B * H, parts),
         q, k, v, g, rows, key_rows, offset, counts, prefixes, lse, delta, dk, dv, dwk, *strides(q, k, v, g), *heads,
         **sizes, C=block, T=T, MASKED=masked, ROWS=learned_keys, **options,
     )  # fmt: skip

@@ -23,7 +23,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     return torch.library.custom_op(f"snnk_peft::exponential_{name}", mutates_args=(), schema=schema)
 
 
-PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, float, bool, type(None)}  # no subclass, which may not compute
+PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, int, float, bool, type(None)}  # subclasses may not compute
 
 
 def computes_here(given: Sequence[Any]) -> bool:

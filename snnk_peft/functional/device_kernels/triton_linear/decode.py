@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from snnk_peft.functional.device_kernels.triton_exponential.launches import dense, empty, strides
+from snnk_peft.functional.device_kernels.triton_exponential.start import start
 from snnk_peft.functional.device_kernels.triton_exponential.tiles import NONE, put, tile
 from snnk_peft.functional.device_kernels.triton_linear.launches import dimensions, launch, scale_strides
 from snnk_peft.functional.device_kernels.triton_linear.sums import inverse
@@ -77,7 +78,8 @@ def few_tokens(
     counts = k if mask is None else dense(mask)
     state = values, normaliser, log_scale
     before = [new if x is None else x.contiguous() for x, new in zip(state, behind, strict=True)]
-    token_pass[(B * H,)](
+    start(
+        token_pass, (B * H,),
         q, k, v, k if scales is None else scales, counts, *before, out, *behind, *strides(q, k, v),
         *scale_strides(scales), counts.stride(0), H, H // G, L, **dimensions(m, D), MASKED=mask is not None,
         SCALED=scales is not None, FIRST=values is not None,

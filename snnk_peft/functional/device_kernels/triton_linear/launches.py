@@ -13,6 +13,7 @@ from torch import Tensor
 
 from snnk_peft.functional.device_kernels.triton_exponential.launches import cdiv, dense, empty, flags, strides
 from snnk_peft.functional.device_kernels.triton_exponential.sizes import Launch, padded, part_tokens
+from snnk_peft.functional.device_kernels.triton_exponential.start import start
 from snnk_peft.functional.device_kernels.triton_linear import causal, sums
 
 NOTHING = None, None, None  # in place of S, z and scale
@@ -65,7 +66,8 @@ def _parts(
     (B, G, N, m), D = k.shape, v.shape[-1]
     parts, (block, options) = cdiv(N, size), launch("sums_pass", m, D, k.dtype)
     found = empty(k, B * G * parts * (1 + m + m * D))
-    sums.sums_pass[(B * G, parts)](
+    start(
+        sums.sums_pass, (B * G, parts),
         k, v, k if scales is None else scales, flags(mask, k), k if den is None else den, k if delta is None else delta,
         found, *strides(k, v), *scale_strides(scales), G, N, size, **dimensions(m, D), BLOCK=min(block, size),
         FULL=k.dtype == torch.float32, MASKED=mask is not None, SCALED=scales is not None, QUERIES=den is not None,
@@ -83,7 +85,8 @@ def _combined(
     values, normaliser, scale = (empty(found, B, G, *size) for size in ((m, D), (m,), (1,)))
     prefixes = torch.empty_like(found)
     given = [found if x is None else x.contiguous() for x in first]
-    sums.combine[(B * G, m)](
+    start(
+        sums.combine, (B * G, m),
         found, *given, prefixes, values, normaliser, scale, parts, max(rep, 1), m, D, padded(D), padded(parts),
         FIRST=first[0] is not None, SCALED=scaled, PREFIX=True, REVERSE=rep > 0, num_warps=8,
     )  # fmt: skip
@@ -111,7 +114,8 @@ def key_sums_back(
     size, (block, options) = part_tokens(N, B * G, "plain"), launch("sums_back", m, D, k.dtype)
     dk, dv = empty(k, *k.shape, dtype=k.dtype), empty(v, *v.shape, dtype=v.dtype)
     ds = empty(k, *((B, G, N) if of_scales else (0,)))
-    sums.sums_back[(B * G, cdiv(N, size))](
+    start(
+        sums.sums_back, (B * G, cdiv(N, size)),
         k, v, k if scales is None else scales, flags(mask, k), g_values.contiguous(), g_normaliser.contiguous(), scale,
         dk, dv, ds, *strides(k, v), *scale_strides(scales), G, N, size, **dimensions(m, D), BLOCK=min(block, size),
         FULL=k.dtype == torch.float32, MASKED=mask is not None, SCALED=scales is not None, GRADIENT=of_scales,
@@ -136,7 +140,8 @@ def causal_attention(
     prefixes, *behind = _combined(found, (B, G, m, D), parts, (values, normaliser, log_scale), scaled)
     out, den = empty(q, B, H, L, D, dtype=v.dtype), empty(q, B, H, L)
     rho = empty(q, *((B, H, L) if scaled else (0,)))
-    causal.forward_pass[(B * H, parts)](
+    start(
+        causal.forward_pass, (B * H, parts),
         q, k, v, k if scales is None else scales, flags(mask, k), prefixes, out, den, rho, *strides(q, k, v),
         *scale_strides(scales), H, H // G, L, size, **dimensions(m, D), C=block, FULL=q.dtype == torch.float32,
         MASKED=mask is not None, SCALED=scaled, **options,
@@ -159,7 +164,8 @@ def causal_attention_back(
     prefixes, *_ = _combined(found, (B, G, m, D), parts, (values, normaliser, log_scale), scaled)
     dq, delta = empty(q, *q.shape, dtype=q.dtype), empty(q, B, H, L)
     block, options = launch("query_back", m, D, q.dtype)
-    causal.query_back[(B * H, parts)](
+    start(
+        causal.query_back, (B * H, parts),
         k, v, g, out, given, counts, prefixes, den, delta, dq, *strides(k, v, g), *scale_strides(scales), H, rep, L,
         size, **sizes, C=block, **told, **options,
     )  # fmt: skip
@@ -173,7 +179,8 @@ def causal_attention_back(
     of_k, of_v = (x.dtype if rep == 1 else torch.float32 for x in (k, v))
     dk, dv = empty(k, B, G, rep, L, m, dtype=of_k), empty(v, B, G, rep, L, D, dtype=of_v)
     ds = empty(k, *((B, G, rep, L) if of_scales else (0,)))
-    causal.key_back[(B * H, parts)](
+    start(
+        causal.key_back, (B * H, parts),
         q, k, v, g, given, counts, prefixes, den, rho, delta, dk, dv, ds, *strides(q, k, v, g), *scale_strides(scales),
         H, rep, L, size, **sizes, C=block, **told, GRADIENT=of_scales, **options,
     )  # fmt: skip

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from snnk_peft.functional.causal_attention import causal_linear_attention as torch_causal
-from snnk_peft.functional.device_kernels.triton_exponential.operators import differentiable, narrow, same
+from snnk_peft.functional.device_kernels.triton_exponential.eager import direct
+from snnk_peft.functional.device_kernels.triton_exponential.operators import differentiable, here, narrow, same
 from snnk_peft.functional.device_kernels.triton_linear import launches
 from snnk_peft.functional.linear_attention import AttentionState
 from snnk_peft.functional.linear_attention import key_sums as torch_sums
@@ -79,7 +80,8 @@ def _back_of_sums(ctx: Any, g_values: Tensor, g_normaliser: Tensor, _: Any) -> t
         given = k, v, mask, scales, values, normaliser, log_scale
         return differentiable(ctx, given, (g_values, g_normaliser), _sums_in_torch)
     needs = ctx.needs_input_grad
-    dk, dv, ds = key_sums_back(g_values, g_normaliser, k, v, mask, scales, scale, needs[3])
+    given = g_values, g_normaliser, k, v, mask, scales, scale, needs[3]
+    dk, dv, ds = here(key_sums_back, launches.key_sums_back, *given)
     dS, dz = None, None
     if needs[4] or needs[5]:
         share = torch.where(scale > log_scale, (log_scale - scale).exp(), 1.0)
@@ -93,6 +95,7 @@ def _sums_in_torch(k: Tensor, v: Tensor, mask: Any, scales: Any, *state: Any) ->
 
 
 key_sums.register_autograd(_back_of_sums, setup_context=_save_sums)
+sums = direct(key_sums, launches.key_sums, _save_sums, _back_of_sums)
 
 
 # --- causal attention -------------------------------------------------------------------------------------------------
@@ -142,7 +145,8 @@ def _back_of_causal(ctx: Any, g: Tensor | None, _: Any, __: Any, *of_state: Tens
         g_state = [torch.zeros_like(x) if each is None else each for x, each in zip(like, of_state[:2], strict=False)]
         return differentiable(ctx, given, (g, *g_state), _causal_in_torch)
     wanted = needs[4], needs[5] or needs[6]
-    dq, dk, dv, ds, dS, dz = causal_back(g, *of_state[:2], *given, out, den, rho, scale, *wanted)
+    given = g, *of_state[:2], *given, out, den, rho, scale, *wanted
+    dq, dk, dv, ds, dS, dz = here(causal_back, launches.causal_attention_back, *given)
     return dq, dk, dv, None, ds if wanted[0] else None, *((dS, dz) if wanted[1] else (None, None)), None
 
 
@@ -153,3 +157,4 @@ def _causal_in_torch(q: Tensor, k: Tensor, v: Tensor, mask: Any, scales: Any, *s
 
 
 causal.register_autograd(_back_of_causal, setup_context=_save)
+causal_attention = direct(causal, launches.causal_attention, _save, _back_of_causal)

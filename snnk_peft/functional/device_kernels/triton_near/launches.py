@@ -12,6 +12,7 @@ from torch import Tensor
 
 from snnk_peft.functional.device_kernels.triton_exponential.launches import cdiv, dense, empty, flags, strides
 from snnk_peft.functional.device_kernels.triton_exponential.sizes import launch, operand, padded, part_tokens
+from snnk_peft.functional.device_kernels.triton_exponential.start import start
 from snnk_peft.functional.device_kernels.triton_near import kernels
 
 
@@ -50,7 +51,8 @@ def near_attention(
     (B, H, L, _), (_, G, N, D) = q.shape, v.shape
     (sinks, of_sinks, s), (others, of_others, there) = _beside(q, keys, values, known), _far(q, far, weight)
     out, lse, size = empty(q, B, H, L, D, dtype=v.dtype), empty(q, B, H, L), part_tokens(L, B * H, "plain")
-    kernels.forward_pass[(B * H, cdiv(L, size))](
+    start(
+        kernels.forward_pass, (B * H, cdiv(L, size)),
         q, k, v, flags(mask, q), *sinks, *others, out, lse, *strides(q, k, v, out), *of_others, *of_sinks, H, H // G, L,
         N, min(width, N), scaling, size, SINKS=s, AFAR=there, **_sizes("near_forward", q, v, mask, causal),
     )  # fmt: skip
@@ -69,7 +71,8 @@ def near_attention_back(
     dq, dk, dv = (empty(x, *x.shape, dtype=x.dtype) for x in (q, k, v))
     dfar, dweight = (empty(q, *(x.shape if x is not None else (0,))) for x in (far, weight))
     delta, size = empty(q, B, H, L), part_tokens(L, B * H, "plain")
-    kernels.query_back[(B * H, cdiv(L, size))](
+    start(
+        kernels.query_back, (B * H, cdiv(L, size)),
         q, k, v, flags(mask, q), *sinks, *others, g, lse, delta, dq, dfar, dweight, *strides(q, k, v, g), *of_others,
         *of_sinks, H, H // G, L, N, width, scaling, size, SINKS=s, AFAR=there,
         **_sizes("near_query_back", q, v, mask, causal),
@@ -77,7 +80,8 @@ def near_attention_back(
     size = part_tokens(N, B * G, "plain")
     parts = cdiv(L, size) if s else 0
     dsinks = empty(q, *((B, G, parts, s, d + D) if s else (0,)))
-    kernels.key_back[(B * G, cdiv(N, size) + parts)](
+    start(
+        kernels.key_back, (B * G, cdiv(N, size) + parts),
         q, k, v, flags(mask, q), *sinks, g, lse, delta, dk, dv, dsinks, *strides(q, k, v, g), *of_sinks, G, H // G, L,
         N, width, scaling, size, SINKS=s, **_sizes("near_key_back", q, v, mask, causal),
     )  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.device_kernels.triton_exponential.operators import differentiable, narrow, same
+from snnk_peft.functional.device_kernels.triton_exponential.eager import direct
+from snnk_peft.functional.device_kernels.triton_exponential.operators import differentiable, here, narrow, same
 from snnk_peft.functional.device_kernels.triton_near import launches
 from snnk_peft.functional.near_field import Sinks
 from snnk_peft.functional.near_field import near_attention as torch_form
@@ -66,7 +67,7 @@ def _back(ctx: Any, g: Tensor, _: Any) -> tuple[Any, ...]:
     given = (q, k, v, width, mask, causal, scaling, *more)
     if torch.is_grad_enabled():
         return differentiable(ctx, given, (g,), _in_torch)
-    dq, dk, dv, dsinks, dfar, dweight = near_back(g, *given, lse)
+    dq, dk, dv, dsinks, dfar, dweight = here(near_back, launches.near_attention_back, g, *given, lse)
     sinks: tuple[Any, ...] = (None, None)
     if more[0] is not None:
         sinks = tuple(x.to(q.dtype) for x in dsinks.split((q.shape[-1], v.shape[-1]), -1))
@@ -86,3 +87,4 @@ def _in_torch(
 
 
 near.register_autograd(_back, setup_context=_save)
+attention = direct(near, launches.near_attention, _save, _back)
