@@ -10,7 +10,8 @@ One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 R
 backward pass does not enter, and these layers' norms; "parallel": 16 beside the FFN (not in a Llama, whose FFN is
 gated). LoRA: r = 8 on query and value; with all norms; as DoRA. All train the classifier. `--model llama` is one of 4
 layers x 512, `llama12` of 12 layers x 768, and `bert_base` has BERT-base's sizes: with random weights, on which neither
-time nor memory depends. `--checkpointing` computes activations again in the backward pass. Times are medians over alternating repetitions in one process. "operations" are those of torch in
+time nor memory depends. `--checkpointing` computes activations again in the backward pass.
+Times are medians over alternating repetitions in one process. "operations" are those of torch in
 a forward and backward pass, views left out; "host" is the processor time of a step on one text of 8 tokens, which is
 hardly more than asking for them: medians over ten times the repetitions. Peak memory is the growth of a fresh process's
 resident memory over three steps, the median of five processes in turn (one tells it to 5%: what the allocator keeps
@@ -44,7 +45,6 @@ from transformers import (
 from snnk_peft import AdapterPart, NormsPart, SNNKConfig, get_snnk_model
 
 TARGETS = ["query", "value"]
-TARGETS_OF = {"minilm": TARGETS, "bert_base": TARGETS, **dict.fromkeys(("llama", "llama12"), ["q_proj", "v_proj"])}
 LLAMA = {
     "vocab_size": 20_000,
     "hidden_size": 512,
@@ -59,6 +59,8 @@ LLAMAS = {
         **LLAMA, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048
     },
 }  # fmt: skip
+
+TARGETS_OF = {"minilm": TARGETS, "bert_base": TARGETS, **{name: ["q_proj", "v_proj"] for name in LLAMAS}}
 
 
 # Learned rows on inputs as they are; 4 times the readout, which features of 7 rows divide by √7.
