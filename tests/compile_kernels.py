@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib.kernel_launches import Launch, every_launch, every_linear_launch
+from _lib.kernel_launches import Launch, every_adapter_launch, every_launch, every_linear_launch
 
 from snnk_peft.functional.device_kernels.triton_exponential import sizes
 
@@ -81,6 +81,11 @@ def all_usages(capability: int, dtype: torch.dtype, **more: Any) -> Iterator[tup
 def linear_usages(capability: int, dtype: torch.dtype, **more: Any) -> Iterator[tuple[str, dict[str, int]]]:
     """The same of features that are loaded; arguments as `every_linear_launch`."""
     yield from _usages(capability, every_linear_launch("meta", dtype, 65536, **more))
+
+
+def adapter_usages(capability: int, dtype: torch.dtype, **more: Any) -> Iterator[tuple[str, dict[str, int]]]:
+    """The same of a step of adapters; arguments as `every_adapter_launch`."""
+    yield from _usages(capability, every_adapter_launch("meta", dtype, 4096, **more))
 
 
 def _usages(capability: int, launches: list[Launch]) -> Iterator[tuple[str, dict[str, int]]]:

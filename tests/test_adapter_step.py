@@ -56,7 +56,7 @@ def formula(adapter: SNNKAdapter, component: str, x: Any, residual: Any, weight:
     if stage.normalize:
         seen = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
     z = stage.scale * seen @ weight.T + (0 if bias is None else bias)
-    features = ELEMENTWISE[component](z) / M**0.5 - (0 if stage.means is None else stage.means.double())
+    features = ELEMENTWISE[component](z) / weight.shape[0] ** 0.5 - (0 if stage.means is None else stage.means.double())
     return residual + 3 * (features @ A.T) * (1 if v is None else v)
 
 
@@ -71,7 +71,7 @@ def errors(adapter: SNNKAdapter, component: str, x: Any, residual: Any, run: Cal
     exact = [t if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in given]
     beside = exact[0] if residual is None else exact[1]
     true = formula(adapter, component, exact[0], beside, *exact[2:])
-    upstream = torch.randn(true.shape)
+    upstream = torch.randn(true.shape).to(true.device)
     trained = [(t, e) for t, e in zip(given, exact, strict=True) if t is not None and t.requires_grad]
     found = run()
     grads = torch.autograd.grad(found, [t for t, _ in trained], upstream.to(found.dtype))

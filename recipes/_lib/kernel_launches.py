@@ -9,6 +9,9 @@ from unittest import mock
 
 import torch
 
+from snnk_peft.functional.adapter_sum import AdapterForm
+from snnk_peft.functional.device_kernels.triton_adapter import kernels as adapter
+from snnk_peft.functional.device_kernels.triton_adapter import launches as adapter_launches
 from snnk_peft.functional.device_kernels.triton_exponential import causal, decode, key_sums, launches, queries, sizes
 from snnk_peft.functional.device_kernels.triton_linear import causal as linear_causal
 from snnk_peft.functional.device_kernels.triton_linear import decode as linear_decode
@@ -65,6 +68,7 @@ def watched(runs: bool) -> Iterator[list[Launch]]:
             ),
             (near, {"forward_pass": "near_forward", "query_back": "near_query_back", "key_back": "near_key_back"}),
             (decode, {"token_pass": "token_pass"}),
+            (adapter, {name: f"adapter_{name}" for name in ("forward_pass", "backward_pass", "product_pass")}),
             *(
                 (module, {name: f"linear_{name}" for name in names})
                 for module, names in (
@@ -149,6 +153,34 @@ def every_linear_launch(
         linear_launches.causal_attention_back(g, *sums[:2], q, *keys, *sums, *saved, scaled, True)
         one = (None if x is None else x[:, :, :1] if x.dim() > 2 else x[:, :1] for x in (q, *keys))
         linear_decode.few_tokens(*one, *sums)
+    return found
+
+
+class _Gelu:
+    in_kernels = "gelu"
+
+
+def every_adapter_launch(
+    device: str, dtype: torch.dtype, tokens: int, *, m: int = 16, dim: int = 768, learned: bool = False
+) -> list[Launch]:
+    """Of a training step of an adapter with inputs in fp32, as under autocast.
+
+    Args:
+        device: "meta", or where the kernels run.
+        dtype: of products.
+        tokens: rows of the input.
+        m: features.
+        dim: columns of input and output.
+        learned: with gradients of the rows, which are then not of normalised inputs, and of a bias.
+    """
+    x, g = (torch.randn(tokens, dim, device=device) for _ in range(2))
+    matrix, low = torch.randn(dim, m, device=device), torch.randn(m, dim, device=device).to(dtype)
+    bias, centres = (torch.randn(m, device=device) if there else None for there in (learned, not learned))
+    form: AdapterForm = AdapterForm(_Gelu(), not learned, 1.0, 1.0, 1.0, dtype)  # type: ignore[arg-type]
+    with watched(device != "meta") as found:
+        _, z, features, *moments = adapter_launches.forward(x, x, low, bias, centres, matrix, form)
+        adapter_launches.backward(g, x, low, bias, matrix, z, *moments, form, True, True, learned)
+        adapter_launches.product(g, features, 1.0, dtype)
     return found
 
 

@@ -64,10 +64,11 @@ class Component(nn.Module):
         periodic: whether features are cosines and sines, which the rounding of their argument to half precision moves
             by a good part of a period: all that leads to it is then computed in at least fp32, also under autocast.
         cost: what the features cost beside the projection.
+        in_kernels: the name of f in kernels for a device (functional/device_kernels/triton_adapter), or "".
         params: the member's own keyword arguments, from which it can be built again.
     """
 
-    formula = kernel_formula = source = cost = ""
+    formula = kernel_formula = source = cost = in_kernels = ""
     distribution = "gaussian"
     positive = False
     adapts = exact = tilted = periodic = False
@@ -87,6 +88,8 @@ class Component(nn.Module):
         # Nor has a function of its own the derivative.
         if "function" in vars(cls) and "gradient" not in vars(cls):
             cls.gradient = Component.gradient  # type: ignore[method-assign]
+        if "function" in vars(cls) and "in_kernels" not in vars(cls):
+            cls.in_kernels = ""
         documented(cls)
 
     def feature_dim(self, num_features: int, dim: int) -> int:

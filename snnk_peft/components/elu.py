@@ -21,6 +21,7 @@ class Elu(Component):
     kernel_formula = "E[f(ω·x) f(ω·y)], by quadrature"
     source = "Katharopoulos et al. 2020"
     cost = "one exponential per row"
+    in_kernels = "elu"
 
     positive = True
 

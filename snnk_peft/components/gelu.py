@@ -20,6 +20,7 @@ class Gelu(Component):
     kernel_formula = "E[GELU(ω·x) GELU(ω·y)], closed form"
     source = "this package"
     cost = "one error function per row"
+    in_kernels = "gelu"
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
         """Elementwise GELU."""

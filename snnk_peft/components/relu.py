@@ -21,6 +21,7 @@ class Relu(Component):
     kernel_formula = "½K₁(x, y), arc-cosine of order 1"
     source = "SNNK 3.2; Cho & Saul 2009"
     cost = "one comparison per row"
+    in_kernels = "relu"
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
         """Elementwise ReLU."""

@@ -20,7 +20,9 @@ from snnk_peft.functional.precision import wide
 
 
 class Elementwise(Protocol):
-    """f and its derivative: a component with `gradient`."""
+    """f and its derivative: a component with `gradient`; `in_kernels` is its name there, or ""."""
+
+    in_kernels: str
 
     def function(self, z: Tensor) -> Tensor:
         """f(z)."""

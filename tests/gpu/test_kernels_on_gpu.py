@@ -14,6 +14,7 @@ from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.layers.kernel_attention import KernelAttention
 from tests import linear_oracle
 from tests.exponential_oracle import CASES, TOLERANCE, check, compare, dense, error, given
+from tests.test_adapter_step import adapter_of, errors
 
 pytest.importorskip("triton", reason="pip install triton")
 pytestmark = pytest.mark.gpu
@@ -111,3 +112,28 @@ def test_compiled_models_take_the_kernels(causal, device):
     found = torch.autograd.grad(compiled(*own).float().square().sum(), own)
     assert "cuda_exponential" in form_that_ran("causal_exponential_attention" if causal else "exponential_attention")
     assert max(error(x, y.double()) for x, y in zip(found, expected, strict=True)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", ["drawn", "learned, with a bias"])
+@pytest.mark.parametrize(("component", "normalize"), [("gelu", True), ("relu", True), ("elu", False), ("relu", False)])
+def test_steps_of_adapters(component, normalize, rows, dtype, device, monkeypatch):
+    """Under autocast, the error of the torch form; twice the same."""
+    adapter = adapter_of(component, rows, normalize=normalize).to(device)
+    x = (torch.randn(3, 700, 12, device=device) + 0.5).requires_grad_()
+
+    def run():
+        with torch.autocast(device, dtype):
+            return adapter(x)
+
+    torch.manual_seed(2)
+    off = errors(adapter, component, x, None, run)
+    taken = "cuda_adapter" in form_that_ran("adapter_sum")
+    assert taken == (rows == "drawn" or not normalize)
+    torch.manual_seed(2)
+    assert errors(adapter, component, x, None, run) == off
+    monkeypatch.setenv("SNNK_DEVICE_KERNELS", "off")
+    torch.manual_seed(2)
+    expected = errors(adapter, component, x, None, run)
+    assert form_that_ran("adapter_sum") == "torch"
+    assert all(a < 1.2 * b for a, b in zip(off, expected, strict=True)), (off, expected)

@@ -80,8 +80,8 @@ def _back_of_sums(ctx: Any, g_values: Tensor, g_normaliser: Tensor, _: Any) -> t
         given = k, v, mask, scales, values, normaliser, log_scale
         return differentiable(ctx, given, (g_values, g_normaliser), _sums_in_torch)
     needs = ctx.needs_input_grad
-    given = g_values, g_normaliser, k, v, mask, scales, scale, needs[3]
-    dk, dv, ds = here(key_sums_back, launches.key_sums_back, *given)
+    asked = g_values, g_normaliser, k, v, mask, scales, scale, needs[3]
+    dk, dv, ds = here(key_sums_back, launches.key_sums_back, *asked)
     dS, dz = None, None
     if needs[4] or needs[5]:
         share = torch.where(scale > log_scale, (log_scale - scale).exp(), 1.0)
