@@ -5,11 +5,11 @@
     python recipes/gpu.py --device cpu --small --output gpu_on_a_cpu   # the same programs on a processor
 
     tests          pytest -m gpu: every part and pair against fp64 on the processor, generation, resume across devices
-    text, images   finetune.py in bf16 through `accelerate launch`: sentences with MiniLM, pictures with a small ViT
+    kernels        this package's kernels and flash: 1k to 64k tokens, batch 1 and 8, one token; time of the card alone
+    adapter_step   a training step of adapters against LoRA's, of MiniLM; _bert: BERT-base; _llama: a 12-layer Llama
     attention      linear attention against torch's flash attention in bf16, 4k to 64k tokens: time and memory
-    kernels        this package's kernels beside it: 1k to 64k tokens, batch 1 and 8, one token; time of the card alone
-    adapter_step   a training step of adapters against LoRA's
     pairs          a training step of Spectraformer's pairs beside softmax, 32 documents of 4000 bytes: time, memory
+    text, images   finetune.py in bf16 through `accelerate launch`: sentences with MiniLM, images with a small ViT
     ddp, fsdp2     `text` on two cards, where there are two
 
 Every step has a time limit; one that fails or takes too long does not keep the others from running. metrics.json says
@@ -213,14 +213,25 @@ def kernels(plan: Plan) -> list[str]:
     ]
 
 
-def adapter_step(plan: Plan) -> list[str]:
-    """At the sizes that are measured on a processor, and its own."""
-    small = ["--batch-size", "2", "--length", "8", "--processes", "0"] if plan.small else []
-    return [
-        str(ROOT / "recipes/benchmarks/adapter_step.py"),
-        *("--device", plan.device, "--dtype", "bfloat16", "--repetitions", plan.of("20", "1"), *small),
-        *("--output", str(plan.output / "adapter_step.json")),
-    ]
+def adapter_step(name: str, model: str, small_model: str) -> Step:
+    """At the sizes that are measured on a processor, and its own.
+
+    Args:
+        name: of the step.
+        model: as `adapter_step.py --model`.
+        small_model: the same with `--small`.
+    """
+
+    def command(plan: Plan) -> list[str]:
+        small = ["--batch-size", "2", "--length", "8", "--processes", "0"] if plan.small else []
+        return [
+            str(ROOT / "recipes/benchmarks/adapter_step.py"),
+            *("--model", plan.of(model, small_model), "--device", plan.device, "--dtype", "bfloat16"),
+            *("--repetitions", plan.of("10", "1"), *small, "--output", str(plan.output / f"{name}.json")),
+        ]
+
+    kept = ("step_time_ratio", "host_time_ratio", "peak_memory_ratio", "rows", "dtype", "model")
+    return Step(60, command, file_figures(f"{name}.json", *kept))
 
 
 def pairs(plan: Plan) -> list[str]:
@@ -247,16 +258,16 @@ def file_figures(name: str, *keys: str) -> Callable[[Plan], dict[str, Any]]:
 
 STEPS: dict[str, Step] = {
     "tests": Step(140, tests, test_figures),
+    "kernels": Step(150, kernels, file_figures("attention_on_gpu/metrics.json", "card", "forms", "rows", "left_out")),
+    "adapter_step": adapter_step("adapter_step", "minilm", "minilm"),
+    "adapter_step_bert": adapter_step("adapter_step_bert", "bert_base", "minilm"),
+    "adapter_step_llama": adapter_step("adapter_step_llama", "llama12", "llama"),
+    "attention": Step(60, attention, file_figures("attention.json", "forward", "causal", "training")),
+    "pairs": Step(90, pairs, file_figures("pairs.json", "pairs", "pairs_on")),
     "text": Step(70, training("text", "one_gpu.yaml", of_text), training_figures("text"), prepare=prepare_text),
     "images": Step(
         50, training("images", "one_gpu.yaml", of_images), training_figures("images"), prepare=prepare_images
     ),
-    "attention": Step(60, attention, file_figures("attention.json", "forward", "causal", "training")),
-    "kernels": Step(150, kernels, file_figures("attention_on_gpu/metrics.json", "card", "forms", "rows", "left_out")),
-    "adapter_step": Step(
-        40, adapter_step, file_figures("adapter_step.json", "step_time_ratio", "peak_memory_ratio", "rows", "dtype")
-    ),
-    "pairs": Step(90, pairs, file_figures("pairs.json", "pairs", "pairs_on")),
     "ddp": Step(60, training("ddp", "multi_gpu.yaml", of_text), training_figures("ddp"), 2, prepare_text),
     "fsdp2": Step(60, training("fsdp2", "fsdp2.yaml", of_text), training_figures("fsdp2"), 2, prepare_text),
 }
@@ -384,7 +395,7 @@ def in_short(entry: Mapping[str, Any]) -> str:
         best, before = ({row["pair"]: row for row in figures["pairs"]}[name] for name in ("posrf-mm", "saderf-orf"))
         shares = [best[key] / before[key] for key in ("seconds_per_step", "peak_MiB")]
         return f"posrf-mm: {shares[0]:.2f} x the time, {shares[1]:.2f} x the memory of saderf-orf"
-    if entry["step"] == "adapter_step":
+    if entry["step"].startswith("adapter_step"):
         memory = figures["peak_memory_ratio"]
         more = "" if memory is None else f" and {memory:.2f} x the memory"
         return f"{figures['step_time_ratio']:.2f} x the time{more} of LoRA"

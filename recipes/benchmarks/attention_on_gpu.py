@@ -45,7 +45,7 @@ Run = Callable[[], object]
 Function = Callable[..., torch.Tensor]
 
 
-def wall(run: Run, device: str, most: float = 0.25) -> float:
+def wall(run: Run, device: str, most: float = 0.1) -> float:
     """Milliseconds from call to result, the median of many within `most` seconds."""
     run()
     found: list[float] = []
@@ -197,7 +197,7 @@ def main() -> None:
     options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     options.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     options.add_argument("--compiled", type=int, nargs="*", default=[4096], help="lengths at which to compile (4096)")
-    options.add_argument("--seconds", type=float, default=130.0, help="after these nothing new is measured")
+    options.add_argument("--seconds", type=float, default=75.0, help="after these nothing new is measured")
     options.add_argument("--output", type=Path, default=RESULTS / "gpu" / "attention_on_gpu" / "metrics.json")
     given = options.parse_args()
     card = torch.cuda.get_device_name() if given.device != "cpu" else "cpu"

@@ -205,13 +205,14 @@ class JointAttention(nn.Module):
             band, sinks = state.band, state.sinks
         if self.sinks:
             places = torch.arange(1, self.sinks + 1, device=k.device)
-            # Places (B, s, L): one new key at most goes to each. A product, since graphs are exported.
+            # Places (B, s, L): one new key at most goes to each.
             found = (place.unsqueeze(-1) == places).mT & counts.unsqueeze(1)
-            with full_precision(k):
-                keys, values = (
-                    old + found.unsqueeze(1).to(t.dtype) @ t for old, t in ((sinks.keys, k), (sinks.values, v))
-                )
-            sinks = Kept(keys, values, sinks.counts | found.any(-1))
+            at, there = found.int().argmax(-1)[:, None, :, None], found.any(-1)
+            keys, values = (
+                torch.where(there[:, None, :, None], t.take_along_dim(at, 2), old)
+                for old, t in ((sinks.keys, k), (sinks.values, v))
+            )
+            sinks = Kept(keys, values, sinks.counts | there)
         return band.and_then(Kept(k, v, counts & (place > self.sinks))), sinks
 
     def _behind(
