@@ -269,7 +269,8 @@ def test_tied_weights_of_which_one_was_trained_are_untied(case, tmp_path):
     assert bundle(model).config.tie_word_embeddings  # two equal copies are still one
     trained(model)
     small = bundle(model)
-    assert same(small(**x).logits, model(**x).logits)
+    with torch.no_grad():  # with gradients an adapter is one operation, whose roundings are others
+        assert same(small(**x).logits, model(**x).logits)
     assert small.config.tie_word_embeddings is False
     assert base.config.tie_word_embeddings is True
     small.save_pretrained(tmp_path)

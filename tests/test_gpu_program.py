@@ -27,7 +27,7 @@ def report_of(folder: Path) -> dict:
 
 @pytest.mark.slow
 def test_programs_run_on_a_processor(tmp_path, minilm_dir, capfd):
-    wanted = ["tests", "text", "images", "attention", "kernels", "adapter_step", "pairs"]
+    wanted = ["tests", "kernels", "adapter_step", "adapter_step_llama", "attention", "pairs", "text", "images"]
     assert gpu.main([*ON_CPU, str(tmp_path), "--steps", *wanted]) == 0, capfd.readouterr().out
     report = report_of(tmp_path)
     assert report["card"]["name"] == "cpu"
@@ -48,14 +48,16 @@ def test_programs_run_on_a_processor(tmp_path, minilm_dir, capfd):
     assert all({"layer_ms", "flash_ms"} <= row.keys() for row in figures["kernels"]["rows"] if row["kind"] != "decode")
     assert figures["kernels"]["left_out"] == []
     assert (tmp_path / "attention_on_gpu/attention_on_gpu.png").stat().st_size > 0
-    assert {row["method"] for row in figures["adapter_step"]["rows"]} == {"snnk", "lora"}
+    for name, model in (("adapter_step", "minilm"), ("adapter_step_llama", "llama")):
+        assert {row["method"] for row in figures[name]["rows"]} == {"snnk", "lora"}
+        assert figures[name]["model"] == model
     names = ["softmax", "softmax, weights formed", "posrf-mm", "saderf-orf"]
     assert [row["pair"] for row in figures["pairs"]["pairs"]] == names
     assert figures["pairs"]["pairs"][1]["memory_of_softmax"] > 2  # 2 heads · 4000² weights, formed several times
     assert figures["pairs"]["pairs_on"] == {"device": "cpu", "batch_size": 1}
     commands = [entry["command"] for entry in report["steps"]]
-    assert commands[1].startswith("python -m accelerate.commands.launch --config_file recipes/accelerate/cpu.yaml ")
-    assert f"output.dir={tmp_path.name}/text" in commands[1]
+    assert commands[-2].startswith("python -m accelerate.commands.launch --config_file recipes/accelerate/cpu.yaml ")
+    assert f"output.dir={tmp_path.name}/text" in commands[-2]
     assert not [command for command in commands if str(tmp_path) in command or str(RECIPES) in command]
 
 

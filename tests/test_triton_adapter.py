@@ -53,9 +53,23 @@ def _on_the_cpu(monkeypatch):
     if not INTERPRETED:
         yield
         return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
     from snnk_peft.functional.device_kernels import cuda_adapter
     from snnk_peft.functional.device_kernels.triton_adapter import launches
 
+    convert = interpreter._convert_float
+
+    def rounded(x, old, new, mode):
+        """The interpreter cuts off digits of fp32 that bf16 has not; a card rounds."""
+        if (old, new) != (tl.float32, tl.bfloat16):
+            return convert(x, old, new, mode)
+        narrow = torch.from_numpy(x.astype(np.uint32, copy=False).view(np.float32).copy()).bfloat16()
+        return narrow.view(torch.int16).numpy().view(np.uint16).reshape(x.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
     before = dict(DEVICE_KERNELS)
     cuda_adapter.register("cpu")
     monkeypatch.setattr(launches, "COLUMNS", 16)
@@ -111,8 +125,7 @@ def test_half_precision_errs_no_more_than_the_modules(dtype, own, normalize):
     expected = errors(adapter, "gelu", x, None, run)
     DEVICE_KERNELS["adapter_sum", "cpu"] = kernel
     assert len(off) == 3
-    more = 3 if dtype == torch.bfloat16 else 1.2  # the interpreter cuts digits off where a card rounds
-    assert all(a < more * b for a, b in zip(off, expected, strict=True)), (off, expected)
+    assert all(a < 1.2 * b for a, b in zip(off, expected, strict=True)), (off, expected)
 
 
 @in_interpreter
