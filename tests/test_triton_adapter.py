@@ -66,7 +66,7 @@ def _on_the_cpu(monkeypatch):
         """The interpreter cuts off digits of fp32 that bf16 has not; a card rounds."""
         if (old, new) != (tl.float32, tl.bfloat16):
             return convert(x, old, new, mode)
-        narrow = torch.from_numpy(x.astype(np.uint32, copy=False).view(np.float32).copy()).bfloat16()
+        narrow = torch.from_numpy(np.frombuffer(x.tobytes(), np.float32).copy()).bfloat16()
         return narrow.view(torch.int16).numpy().view(np.uint16).reshape(x.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
