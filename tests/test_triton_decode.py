@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import collections
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +14,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snnk_peft.attention.interface import kernel_attention_forward
 from snnk_peft.attention.recurrent_layer import RecurrentLayer
 from snnk_peft.feature_map import build_feature_map
-from snnk_peft.functional.backend import DEVICE_KERNELS, SWITCH
+from snnk_peft.functional.backend import SWITCH
 from snnk_peft.functional.exponential_attention import KeyMeans
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import ABSENT, LogLinear
 from snnk_peft.layers.kernel_attention import KernelAttention
 from tests.exponential_oracle import TOLERANCE, dense, error, given
+from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own: the first test starts it")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own():
-    """The interpreter must be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_in_a_process_of_its_own(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +42,9 @@ def launched(monkeypatch):
 
     from snnk_peft.functional.device_kernels import cuda_exponential
 
-    before = dict(DEVICE_KERNELS)
-    cuda_exponential.register("cpu")
     monkeypatch.setattr(cuda_exponential, "DECODES", True)
-    with watched(runs=True) as found:
+    with watched(runs=True) as found, kernels_on_the_cpu(cuda_exponential):
         yield found
-    DEVICE_KERNELS.clear()
-    DEVICE_KERNELS.update(before)
 
 
 EXACT = TOLERANCE[torch.float32]  # everything is computed in fp32

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from snnk_peft.functional.backend import DEVICE_KERNELS, SWITCH, form_that_ran
+from snnk_peft.functional.backend import SWITCH, form_that_ran
 from snnk_peft.functional.causal_attention import causal_linear_attention
 from snnk_peft.functional.linear_attention import AttentionState, key_sums
 from tests.exponential_oracle import TOLERANCE, error
+from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
 from tests.linear_oracle import CASES, check, compare, dense, given
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own: the first test starts it")
 both = pytest.mark.parametrize("causal", [False, True], ids=["sums", "causal"])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own():
-    """The interpreter must be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_in_a_process_of_its_own(__file__)
 
 
 @pytest.mark.slow
@@ -54,13 +46,10 @@ def _on_the_cpu(monkeypatch):
     from snnk_peft.functional.device_kernels import cuda_linear
     from snnk_peft.functional.device_kernels.triton_linear import launches
 
-    before = dict(DEVICE_KERNELS)
-    cuda_linear.register("cpu")
     monkeypatch.setattr(launches, "part_tokens", lambda *_: 32)
     monkeypatch.setattr(launches, "launch", lambda *_: (16, {"num_warps": 4, "num_stages": 1}))
-    yield
-    DEVICE_KERNELS.clear()
-    DEVICE_KERNELS.update(before)
+    with kernels_on_the_cpu(cuda_linear):
+        yield
 
 
 def taken(causal: bool) -> str:

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from snnk_peft import build_feature_map
-from snnk_peft.functional.backend import DEVICE_KERNELS, SWITCH, form_that_ran
+from snnk_peft.functional.backend import SWITCH, form_that_ran
 from snnk_peft.functional.near_field import Sinks, banded_softmax_attention, near_attention
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
+from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
 from tests.near_oracle import CASES, check, compare, given
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own: the first test starts it")
 KERNEL = "snnk_peft.functional.device_kernels.cuda_near.near_attention"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own():
-    """The interpreter must be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_in_a_process_of_its_own(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -45,15 +37,11 @@ def _on_the_cpu(monkeypatch):
     from snnk_peft.functional.device_kernels.triton_exponential import launches as exponential
     from snnk_peft.functional.device_kernels.triton_near import launches
 
-    before = dict(DEVICE_KERNELS)
-    cuda_near.register("cpu")
-    cuda_exponential.register("cpu")
     for module in (launches, exponential):
         monkeypatch.setattr(module, "part_tokens", lambda *_: 32)
         monkeypatch.setattr(module, "launch", lambda *_: (16, {"num_warps": 4, "num_stages": 1}))
-    yield
-    DEVICE_KERNELS.clear()
-    DEVICE_KERNELS.update(before)
+    with kernels_on_the_cpu(cuda_near, cuda_exponential):
+        yield
 
 
 def cases() -> list[Any]:
