@@ -53,7 +53,7 @@ EXACT = TOLERANCE[torch.float32]  # everything is computed in fp32
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"state": True},
     "the first tokens": {},
-    "masked, grouped": {"state": True, "masked": True, "B": 2, "H": 4, "per_head": True},
+    "masked, grouped": {"state": True, "masked": True, "B": 2, "H": 4, "rows": "head"},
     "masked first tokens": {"masked": True, "B": 2, "H": 4},
     "odd sizes": {"state": True, "d": 24, "D": 20, "m": 21},
     "keys that hide the state": {"state": True, "scale": -400.0},
@@ -109,7 +109,7 @@ def test_tokens_behind_a_state(case, dtype, launched):
 @in_interpreter
 def test_token_by_token_is_the_whole():
     """From views of longer tensors, as a model hands them; padding in front and in between."""
-    tensors, square, mask = some(torch.float32, 20, B=2, H=4, G=2, masked=True, per_head=True)
+    tensors, square, mask = some(torch.float32, 20, B=2, H=4, G=2, masked=True, rows="head")
     expected = dense(*[x.double() for x in tensors[:3]], [x.double() for x in tensors[3:6]], square, mask, None, True)
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:3])
     maps = LogLinear(tensors[3], tensors[4], 0.0), LogLinear(tensors[5], torch.zeros(32), square)

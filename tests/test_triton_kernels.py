@@ -63,15 +63,21 @@ def _on_the_cpu(monkeypatch):
 
 
 # What depends on the dtype: roundings, and whether their range is enough.
-NARROW = [(dtype, case) for dtype in (torch.bfloat16, torch.float16) for case in ("plain", "large", "shrinking")]
+SHAPES = {**CASES, **{name: {**CASES[name], "H": 1, "G": 1} for name in ("odd sizes", "large", "shrinking", "growing")}}
+CHOSEN = [
+    *((torch.float32, case, False) for case in CASES),
+    (torch.float32, "state", True),
+    *((dtype, case, False) for dtype in (torch.bfloat16, torch.float16) for case in ("large", "shrinking")),
+    *((dtype, "plain", True) for dtype in (torch.bfloat16, torch.float16)),
+]
 
 
 @in_interpreter
-@pytest.mark.parametrize(("dtype", "case"), [*((torch.float32, case) for case in CASES), *NARROW], ids=str)
+@pytest.mark.parametrize(("dtype", "case", "alone"), CHOSEN, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_attention(causal, dtype, case):
-    tensors, square, mask = given(dtype, **CASES[case])
-    report = compare(tensors, square, mask, causal)
+def test_attention(causal, dtype, case, alone):
+    tensors, square, mask = given(dtype, **SHAPES[case])
+    report = compare(tensors, square, mask, causal, alone)
     assert "cuda_exponential" in form_that_ran(OPERATION[causal].__name__)
     print({name: f"{value:.1e}" for name, value in report.items()})
     check(report, dtype, case)
@@ -82,7 +88,7 @@ def small(**more: Any) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
     tensors, square, mask = given(torch.float32, **{"L": 37, "d": 16, "D": 16, "m": 16, **more})
     own = [x.requires_grad_() for x in tensors]
     q, k, v, rows, offset, key_rows = own[:6]
-    maps = LogLinear(rows, offset, 0.0), LogLinear(key_rows, torch.zeros(16), square)
+    maps = LogLinear(rows, offset, 0.0), LogLinear(key_rows, torch.zeros(rows.shape[-2]), square)
     return (q, k, v, *maps, mask, KeyMeans(*own[6:]) if len(own) > 6 else None), own
 
 
@@ -133,7 +139,7 @@ def test_operators_keep_their_promises():
     """Schemas, shapes without data, and gradients that compilers can trace."""
     from snnk_peft.functional.device_kernels.triton_exponential import operators
 
-    (q, k, v, queries, keys, mask, state), _ = small(L=20, masked=True, state=True)
+    (q, k, v, queries, keys, mask, state), _ = small(L=5, H=2, G=1, d=4, D=6, m=3, masked=True, state=True)
     maps = (queries.rows, queries.offset, keys.rows, keys.square, mask)
     torch.library.opcheck(operators.key_means, (k, v, keys.rows, keys.square, mask))
     torch.library.opcheck(operators.attention, (q, k, v, *maps, *state))
