@@ -128,9 +128,13 @@ def compare(
         del expected[1]
     names = ("out", "lse", "M", "log Z") if causal else ("out", "M", "log Z")
     report = {name: error(f, e) for name, f, e in zip(names, found, expected, strict=True)}
-    directions = [torch.randn_like(e) for e in expected[: 1 if alone else None]]
+    if alone:
+        found, expected = found[:1], expected[:1]
+    directions = [torch.randn_like(e) for e in expected]
     gradients = [
-        torch.autograd.grad(sum((f.double() * w).sum() for f, w in zip(outs, directions, strict=False)), leaves[:learned])
+        torch.autograd.grad(
+            sum((f.double() * w).sum() for f, w in zip(outs, directions, strict=True)), leaves[:learned]
+        )
         for outs, leaves in ((found, own), (expected, wide))
     ]
     report |= {f"gradient of {n}": error(f, e) for n, f, e in zip(NAMES, *gradients, strict=False)}

@@ -139,7 +139,7 @@ def test_operators_keep_their_promises():
     from snnk_peft.functional.device_kernels.triton_linear import decode, operators
 
     for scales, state in ((None, None), ((0, 0), 1.0)):
-        more = {"L": 20, "H": 1, "G": 1, "masked": True, "state": state, "scales": scales}
+        more = {"L": 5, "H": 2, "D": 6, "m": 3, "masked": True, "state": state, "scales": scales}
         (q, k, v, mask), options, _ = small(True, **more)
         s = None if scales is None else options["log_scale"].squeeze(-1)
         kept = k, v, mask, s, *(options["state"] or (None, None, None))
@@ -177,7 +177,7 @@ def test_what_the_kernels_do_not_take(causal):
 )
 def test_tokens_behind_a_state(dtype, case, tokens):
     """In one launch."""
-    tensors, scale, mask = given(dtype, **{**CASES[case], "L": tokens, "H": 4})
+    tensors, scale, mask = given(dtype, **{"G": 2, **CASES[case], "L": tokens, "H": 4})
     if mask is not None:
         mask = torch.rand(mask.shape) > 0.5
         mask[0, :2] = False
@@ -223,8 +223,9 @@ def test_generated_tokens_are_those_of_the_torch_form(monkeypatch):
     """A batch padded on the left, features without scales; one launch of attention a layer and new token."""
     from tests.test_attention import causal_model, left_padded, patched
 
-    model, inputs = patched(causal_model("llama"), component="relu", projection="gaussian"), left_padded()
-    made = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    inputs, model = left_padded(), causal_model("llama")
+    model = patched(model, component="relu", projection="gaussian", num_features=16)
+    made = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     with launches_of_a_step() as launched:
         found = model.generate(**inputs, **made)
     assert len(launched) == model.config.num_hidden_layers * (len(found.logits) - 1)

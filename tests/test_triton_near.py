@@ -68,9 +68,9 @@ def test_attention(dtype, case, causal):
     check(report, dtype, case)
 
 
-def small() -> tuple[list[torch.Tensor], dict[str, Any]]:
+def small(L: int = 20) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Arguments, with all that there can be."""
-    tensors, facts = given(torch.float32, B=2, H=2, G=1, L=20, D=16, width=6, sinks=2, far=1, masked=True)
+    tensors, facts = given(torch.float32, B=2, H=2, G=1, L=L, D=16, width=6, sinks=2, far=1, masked=True)
     own = [x.requires_grad_() for x in tensors]
     sinks = Sinks(own[3], own[4], facts["known"])
     facts = {"mask": facts["mask"], "scaling": facts["scaling"], "sinks": sinks, "far": ((own[5], own[6]),)}
@@ -109,7 +109,7 @@ def test_the_operator_keeps_its_promises():
     """Schema, shapes without data, and gradients that compilers can trace; with all that there can be and without."""
     from snnk_peft.functional.device_kernels.triton_near import operators
 
-    own, rest = small()
+    own, rest = small(L=5)
     torch.library.opcheck(operators.near, (*own[:3], 6, rest["mask"], True, 0.3, *rest["sinks"], *rest["far"][0]))
     torch.library.opcheck(operators.near, (*own[:3], 6, None, False, 0.3, None, None, None, None, None))
 
