@@ -79,7 +79,7 @@ def given(
     mask = None
     if masked:
         mask = torch.rand(B, L) > 0.3
-        mask[0, :40] = False
+        mask[0, :40], mask[1:, :3] = False, False
     kept = [torch.randn(B, G, m, D), torch.randn(B, G, m)] if state else []
     for x, nothing in zip(kept, (0.0, ABSENT), strict=False):
         x[1:] = nothing
@@ -142,8 +142,12 @@ def compare(
 
 
 def check(report: dict[str, float], dtype: torch.dtype, case: str) -> None:
-    """Fail where an error is larger than its roundings explain: of weights large keys leave few."""
+    """Fail where an error is larger than its roundings explain: of weights large keys leave few.
+
+    log Z is summed in fp32 from products without a rounding, whatever the dtype of keys.
+    """
     times = 4 if CASES[case].keys() & {"size", "ramp"} else 1
     bounds = {name: times * TOLERANCE[dtype] * (8 if "gradient" in name else 1) for name in report}
+    bounds["log Z"] = times * min(TOLERANCE[dtype], 1e-4)
     wrong = {name: f"{value:.1e}" for name, value in report.items() if not value < bounds[name]}
     assert not wrong, wrong

@@ -7,12 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+from snnk_peft import AttentionPart
 from snnk_peft.functional.backend import SWITCH, form_that_ran
 from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
-from snnk_peft.functional.log_linear import LogLinear
+from snnk_peft.functional.log_linear import ABSENT, LogLinear
 from tests.exponential_oracle import CASES, check, compare, given
-from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
+from tests.interpreter import (
+    INTERPRETED,
+    check_model_compiled_and_exported,
+    in_interpreter,
+    kernels_on_the_cpu,
+    run_in_a_process_of_its_own,
+)
 
 OPERATION = {False: exponential_attention, True: causal_exponential_attention}
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
@@ -94,11 +101,13 @@ def small(**more: Any) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
 
 @in_interpreter
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_without_a_key_there_is_nothing(causal):
-    """Of the second text no key counts."""
-    args, own = small(B=2)
-    out, means = OPERATION[causal](*args[:5], torch.tensor([[True], [False]]).expand(2, 37))
+@pytest.mark.parametrize("state", [False, True], ids=["", "state"])
+def test_without_a_key_there_is_nothing(state, causal):
+    """Of the second text no key counts, nor in its state."""
+    args, own = small(B=2, state=state)
+    out, means = OPERATION[causal](*args[:5], torch.tensor([[True], [False]]).expand(2, 37), args[-1])
     assert not out[1].any()
+    assert (means.log_weight[1] == ABSENT).all()
     assert means.seen.tolist() == [[True, True], [False, False]]
     for gradient in torch.autograd.grad(out.square().sum(), own[:3]):
         assert gradient[0].any()
@@ -135,6 +144,13 @@ def test_compiled_in_one_graph(causal):
 
 
 @in_interpreter
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_models_compile_and_export(causal):
+    part = AttentionPart(num_features=8)
+    check_model_compiled_and_exported("llama" if causal else "bert", part, OPERATION[causal].__name__)
+
+
+@in_interpreter
 def test_operators_keep_their_promises():
     """Schemas, shapes without data, and gradients that compilers can trace."""
     from snnk_peft.functional.device_kernels.triton_exponential import operators
@@ -145,6 +161,15 @@ def test_operators_keep_their_promises():
     torch.library.opcheck(operators.attention, (q, k, v, *maps, *state))
     torch.library.opcheck(operators.causal, (q, k, v, *maps, *state, torch.float32))
     torch.library.opcheck(operators.causal, (q, k, v, *maps, None, None, torch.float32))
+    with torch.no_grad():
+        given = (q, k, v, *maps, *state)
+        out, *means = operators.attention(*given)
+        torch.library.opcheck(operators.key_means_back, (*means, k, v, keys.rows, keys.square, mask, *means, True))
+        torch.library.opcheck(operators.attention_back, (out, *means, *given, *means, True, True))
+        out, lse, *behind = operators.causal(*given, torch.float32)
+        torch.library.opcheck(operators.causal_back, (out, lse, *behind, *given, out, lse, *behind, True, True))
+        given = (*given[:-2], None, None)
+        torch.library.opcheck(operators.causal_back, (out, None, None, None, *given, out, lse, *behind, False, False))
 
 
 @in_interpreter

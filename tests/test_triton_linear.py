@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from snnk_peft import AttentionPart
 from snnk_peft.functional.backend import SWITCH, form_that_ran
 from snnk_peft.functional.causal_attention import causal_linear_attention
 from snnk_peft.functional.linear_attention import AttentionState, key_sums
 from tests.exponential_oracle import TOLERANCE, error
-from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
+from tests.interpreter import (
+    INTERPRETED,
+    check_model_compiled_and_exported,
+    in_interpreter,
+    kernels_on_the_cpu,
+    run_in_a_process_of_its_own,
+)
 from tests.linear_oracle import CASES, check, compare, dense, given
 
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
@@ -134,6 +141,25 @@ def test_compiled_in_one_graph(causal):
 
 
 @in_interpreter
+@both
+def test_models_compile_and_export(causal):
+    part, operation = AttentionPart("relu", num_features=8), causal_linear_attention if causal else key_sums
+    check_model_compiled_and_exported("llama" if causal else "bert", part, operation.__name__)
+
+
+@in_interpreter
+def test_a_compiled_step_is_one_launch():
+    args, options, _ = small(True, L=1, scales=(0, 0), state=1.0)
+
+    def plain(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return call(True, (q, *args[1:]), options)
+
+    with torch.no_grad(), launches_of_a_step() as launched:
+        torch.testing.assert_close(torch.compile(plain, fullgraph=True, backend="aot_eager")(args[0]), plain(args[0]))
+    assert len(launched) == 2
+
+
+@in_interpreter
 def test_operators_keep_their_promises():
     """Schemas, shapes without data, and gradients that compilers can trace."""
     from snnk_peft.functional.device_kernels.triton_linear import decode, operators
@@ -145,7 +171,14 @@ def test_operators_keep_their_promises():
         kept = k, v, mask, s, *(options["state"] or (None, None, None))
         torch.library.opcheck(operators.key_sums, kept)
         torch.library.opcheck(operators.causal, (q, *kept))
-        torch.library.opcheck(decode.step, tuple(None if x is None else x.detach() for x in (q, *kept)))
+        with torch.no_grad():
+            torch.library.opcheck(decode.step, (q, *kept))
+            S, z, scale = operators.key_sums(*kept)
+            torch.library.opcheck(operators.key_sums_back, (S, z, *kept[:4], scale, s is not None))
+            out, den, rho, *_ = operators.causal(q, *kept)
+            given = q, *kept, out, den, rho, scale
+            torch.library.opcheck(operators.causal_back, (out, S, z, *given, s is not None, state is not None))
+            torch.library.opcheck(operators.causal_back, (out, None, None, *given, False, False))
 
 
 @in_interpreter

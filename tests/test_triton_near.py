@@ -14,7 +14,13 @@ from snnk_peft.functional.near_field import Sinks, banded_softmax_attention, nea
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
-from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
+from tests.interpreter import (
+    INTERPRETED,
+    check_compiled_and_exported,
+    in_interpreter,
+    kernels_on_the_cpu,
+    run_in_a_process_of_its_own,
+)
 from tests.near_oracle import CASES, check, compare, given
 
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
@@ -105,13 +111,19 @@ def test_compiled_in_one_graph():
 
 
 @in_interpreter
-def test_the_operator_keeps_its_promises():
+def test_operators_keep_their_promises():
     """Schema, shapes without data, and gradients that compilers can trace; with all that there can be and without."""
     from snnk_peft.functional.device_kernels.triton_near import operators
 
     own, rest = small(L=5)
-    torch.library.opcheck(operators.near, (*own[:3], 6, rest["mask"], True, 0.3, *rest["sinks"], *rest["far"][0]))
-    torch.library.opcheck(operators.near, (*own[:3], 6, None, False, 0.3, None, None, None, None, None))
+    for beside in (
+        (rest["mask"], True, 0.3, *rest["sinks"], *rest["far"][0]),
+        (None, False, 0.3, None, None, None, None, None),
+    ):
+        torch.library.opcheck(operators.near, (*own[:3], 6, *beside))
+        with torch.no_grad():
+            out, lse = operators.near(*own[:3], 6, *beside)
+            torch.library.opcheck(operators.near_back, (out, *own[:3], 6, *beside, lse))
 
 
 @in_interpreter
@@ -164,6 +176,14 @@ def test_a_joint_layer_is_as_without_kernels(causal, sinks, count):
         results.append([out, *gradients])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5 * float(theirs.detach().abs().max()))
+
+
+@in_interpreter
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_a_joint_layer_compiles_and_exports(causal):
+    kernel, tensors, mask = layer(3, 1)
+    own = dict(zip("qkv", (x.requires_grad_() for x in tensors), strict=True))
+    check_compiled_and_exported(kernel, {**own, "mask": mask, "causal": causal}, tensors, "near_attention")
 
 
 @in_interpreter
