@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "signed": {"signed": True},
     "masked, grouped": {"masked": True, "B": 2, "H": 2, "G": 1},
-    "odd sizes": {"D": 20, "m": 21},
-    "state": {"state": 0.0, "masked": True, "B": 2, "H": 2, "G": 1},
-    "scales": {"scales": (0, 0), "masked": True, "B": 2, "H": 2, "G": 1},
+    "odd sizes": {"D": 20, "m": 11},
+    "state": {"state": 0.0, "H": 4, "G": 2},
+    "scales": {"scales": (0, 0), "masked": True, "B": 2, "G": 2, "H": 2},
     "scales and state": {"scales": (0, 0), "state": 2.0, "masked": True, "B": 2, "H": 2, "G": 1, "signed": True},
     "growing": {"scales": (-200, 200), "state": -150.0},
     "shrinking": {"scales": (200, -200), "state": 150.0},
@@ -29,27 +30,34 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def given(
-    dtype: torch.dtype, B=1, H=1, G=1, L=70, D=32, m=32, signed=False, masked=False, scales=None, state=None,
+    dtype: torch.dtype, B=1, H=1, G=1, L=70, D=32, m=16, signed=False, masked=False, scales=None, state=None,
     values=None,
 ) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:  # fmt: skip
-    """Tensors by NAMES, the scale of a state and a mask."""
+    """Tensors by NAMES, laid out as a model hands them, the scale of a state and a mask.
+
+    Where keys have scales, the second text's state is of no key.
+    """
 
     def features(*shape: int) -> Tensor:
-        return (torch.randn(*shape) + 0.7 if signed else torch.rand(*shape)).to(dtype)
+        return (torch.randn(*shape) + 0.7 if signed else torch.rand(*shape)).to(dtype).transpose(1, 2)
 
-    found = {"q": features(B, H, L, m), "k": features(B, G, L, m), "v": torch.randn(B, G, L, D).to(values or dtype)}
+    v = torch.randn(B, L, G, D).to(values or dtype).transpose(1, 2)
+    found = {"q": features(B, L, H, m), "k": features(B, L, G, m), "v": v}
     mask = None
     if masked:
         mask = torch.rand(B, L) > 0.3
         mask[0, :40] = False
     if scales is not None:
-        found["scales"] = torch.randn(B, G, L) + torch.linspace(*scales, L)
+        found["scales"] = torch.randn(B, L, G).transpose(1, 2) + torch.linspace(*scales, L)
     if state is None:
         return found, None, mask
     kept = torch.rand(B, G, 9, m)
     found["S"], found["z"] = kept.mT @ torch.randn(B, G, 9, D), kept.sum(-2)
     apart = torch.arange(B * G).view(B, G, 1) * (0.0 if scales is None else 1.5)  # each state has its own
-    return found, state + apart, mask
+    scale = state + apart
+    if scales is not None:
+        found["S"][1:], found["z"][1:], scale[1:] = 0.0, 0.0, -math.inf
+    return found, scale, mask
 
 
 def dense(x: dict[str, Tensor], scale: Tensor | None, mask: Tensor | None) -> list[Tensor]:

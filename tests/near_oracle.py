@@ -44,7 +44,7 @@ def dense(
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "masked, grouped": {"B": 3, "H": 4, "masked": True, "sinks": 2, "L": 33},
+    "masked, grouped": {"B": 3, "H": 4, "masked": True, "sinks": 2, "L": 33, "far": 1},
     "one query head in four": {"H": 4, "G": 1, "sinks": 5, "L": 33},
     "width 1": {"width": 1, "masked": True, "B": 3, "sinks": 1},
     "odd sizes": {"d": 24, "D": 20, "width": 7, "sinks": 3},
@@ -66,6 +66,8 @@ def given(
     size=1.0, ramp=0.0,
 ) -> tuple[list[Tensor], dict[str, Any]]:  # fmt: skip
     """q, k, v, the sinks' keys and values and far means and weights; and what is no tensor with a gradient.
+
+    Tensors lie in memory as a model hands them: heads of one token beside each other.
 
     Args:
         dtype: of all but what is far.
@@ -90,7 +92,7 @@ def given(
         (G, N, D, 1.0),
         *([(G, sinks, d, 2 * size), (G, sinks, D, 1.0)] if sinks else []),
     ]
-    tensors = [(torch.randn(B, heads, count, w) * s) for heads, count, w, s in shapes]
+    tensors = [torch.randn(B, count, heads, w).transpose(1, 2) * s for heads, count, w, s in shapes]
     if ramp:  # along one direction, which all queries have; sinks stand in the middle
         tensors[0][..., 0], tensors[1][..., 0], tensors[3][..., 0] = d**0.5, torch.linspace(0, ramp, N), ramp / 2
     tensors = [x.to(dtype) for x in tensors]
@@ -107,8 +109,7 @@ def given(
         weight = torch.randn(B, H, L) * 2 * size**2 + torch.linspace(0, ramp, N)[N - L :]
         weight[:, :, : L // 3] = NOWHERE + 3.0
         weight[2:] = NOWHERE
-        means = torch.randn(B, H, L, D).masked_fill(weight.unsqueeze(-1) < NOWHERE / 2, 0.0)
-        tensors += [means, weight]
+        tensors += [torch.randn(B, L, H, D).transpose(1, 2), weight]  # a mean of nothing can be anything
     return tensors, {"mask": mask, "known": known, "width": width, "scaling": d**-0.5}
 
 

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from snnk_peft.functional.backend import DEVICE_KERNELS, SWITCH, form_that_ran
+from snnk_peft import AttentionPart
+from snnk_peft.functional.backend import SWITCH, form_that_ran
 from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
-from snnk_peft.functional.log_linear import LogLinear
+from snnk_peft.functional.log_linear import ABSENT, LogLinear
 from tests.exponential_oracle import CASES, check, compare, given
+from tests.interpreter import (
+    INTERPRETED,
+    check_model_compiled_and_exported,
+    in_interpreter,
+    kernels_on_the_cpu,
+    run_in_a_process_of_its_own,
+)
 
 OPERATION = {False: exponential_attention, True: causal_exponential_attention}
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own: the first test starts it")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own():
-    """The interpreter must be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_in_a_process_of_its_own(__file__)
 
 
 # Bytes of registers that a thread keeps elsewhere: 256, but where no block size does (see sizes.py).
@@ -64,25 +63,28 @@ def _on_the_cpu(monkeypatch):
     from snnk_peft.functional.device_kernels import cuda_exponential
     from snnk_peft.functional.device_kernels.triton_exponential import launches
 
-    before = dict(DEVICE_KERNELS)
-    cuda_exponential.register("cpu")
     monkeypatch.setattr(launches, "part_tokens", lambda *_: 32)
     monkeypatch.setattr(launches, "launch", lambda *_: (16, {"num_warps": 4, "num_stages": 1}))
-    yield
-    DEVICE_KERNELS.clear()
-    DEVICE_KERNELS.update(before)
+    with kernels_on_the_cpu(cuda_exponential):
+        yield
 
 
 # What depends on the dtype: roundings, and whether their range is enough.
-NARROW = [(dtype, case) for dtype in (torch.bfloat16, torch.float16) for case in ("plain", "large", "shrinking")]
+SHAPES = {**CASES, **{name: {**CASES[name], "H": 1, "G": 1} for name in ("odd sizes", "large", "shrinking", "growing")}}
+CHOSEN = [
+    *((torch.float32, case, False) for case in CASES),
+    (torch.float32, "state", True),
+    *((dtype, case, False) for dtype in (torch.bfloat16, torch.float16) for case in ("large", "shrinking")),
+    *((dtype, "plain", True) for dtype in (torch.bfloat16, torch.float16)),
+]
 
 
 @in_interpreter
-@pytest.mark.parametrize(("dtype", "case"), [*((torch.float32, case) for case in CASES), *NARROW], ids=str)
+@pytest.mark.parametrize(("dtype", "case", "alone"), CHOSEN, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_attention(causal, dtype, case):
-    tensors, square, mask = given(dtype, **CASES[case])
-    report = compare(tensors, square, mask, causal)
+def test_attention(causal, dtype, case, alone):
+    tensors, square, mask = given(dtype, **SHAPES[case])
+    report = compare(tensors, square, mask, causal, alone)
     assert "cuda_exponential" in form_that_ran(OPERATION[causal].__name__)
     print({name: f"{value:.1e}" for name, value in report.items()})
     check(report, dtype, case)
@@ -93,17 +95,19 @@ def small(**more: Any) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
     tensors, square, mask = given(torch.float32, **{"L": 37, "d": 16, "D": 16, "m": 16, **more})
     own = [x.requires_grad_() for x in tensors]
     q, k, v, rows, offset, key_rows = own[:6]
-    maps = LogLinear(rows, offset, 0.0), LogLinear(key_rows, torch.zeros(16), square)
+    maps = LogLinear(rows, offset, 0.0), LogLinear(key_rows, torch.zeros(rows.shape[-2]), square)
     return (q, k, v, *maps, mask, KeyMeans(*own[6:]) if len(own) > 6 else None), own
 
 
 @in_interpreter
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_without_a_key_there_is_nothing(causal):
-    """Of the second text no key counts."""
-    args, own = small(B=2)
-    out, means = OPERATION[causal](*args[:5], torch.tensor([[True], [False]]).expand(2, 37))
+@pytest.mark.parametrize("state", [False, True], ids=["", "state"])
+def test_without_a_key_there_is_nothing(state, causal):
+    """Of the second text no key counts, nor in its state."""
+    args, own = small(B=2, state=state)
+    out, means = OPERATION[causal](*args[:5], torch.tensor([[True], [False]]).expand(2, 37), args[-1])
     assert not out[1].any()
+    assert (means.log_weight[1] == ABSENT).all()
     assert means.seen.tolist() == [[True, True], [False, False]]
     for gradient in torch.autograd.grad(out.square().sum(), own[:3]):
         assert gradient[0].any()
@@ -140,16 +144,32 @@ def test_compiled_in_one_graph(causal):
 
 
 @in_interpreter
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_models_compile_and_export(causal):
+    part = AttentionPart(num_features=8)
+    check_model_compiled_and_exported("llama" if causal else "bert", part, OPERATION[causal].__name__)
+
+
+@in_interpreter
 def test_operators_keep_their_promises():
     """Schemas, shapes without data, and gradients that compilers can trace."""
     from snnk_peft.functional.device_kernels.triton_exponential import operators
 
-    (q, k, v, queries, keys, mask, state), _ = small(L=20, masked=True, state=True)
+    (q, k, v, queries, keys, mask, state), _ = small(L=5, H=2, G=1, d=4, D=6, m=3, masked=True, state=True)
     maps = (queries.rows, queries.offset, keys.rows, keys.square, mask)
     torch.library.opcheck(operators.key_means, (k, v, keys.rows, keys.square, mask))
     torch.library.opcheck(operators.attention, (q, k, v, *maps, *state))
     torch.library.opcheck(operators.causal, (q, k, v, *maps, *state, torch.float32))
     torch.library.opcheck(operators.causal, (q, k, v, *maps, None, None, torch.float32))
+    with torch.no_grad():
+        given = (q, k, v, *maps, *state)
+        out, *means = operators.attention(*given)
+        torch.library.opcheck(operators.key_means_back, (*means, k, v, keys.rows, keys.square, mask, *means, True))
+        torch.library.opcheck(operators.attention_back, (out, *means, *given, *means, True, True))
+        out, lse, *behind = operators.causal(*given, torch.float32)
+        torch.library.opcheck(operators.causal_back, (out, lse, *behind, *given, out, lse, *behind, True, True))
+        given = (*given[:-2], None, None)
+        torch.library.opcheck(operators.causal_back, (out, None, None, None, *given, out, lse, *behind, False, False))
 
 
 @in_interpreter

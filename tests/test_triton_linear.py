@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from snnk_peft.functional.backend import DEVICE_KERNELS, SWITCH, form_that_ran
+from snnk_peft import AttentionPart
+from snnk_peft.functional.backend import SWITCH, form_that_ran
 from snnk_peft.functional.causal_attention import causal_linear_attention
 from snnk_peft.functional.linear_attention import AttentionState, key_sums
 from tests.exponential_oracle import TOLERANCE, error
+from tests.interpreter import (
+    INTERPRETED,
+    check_model_compiled_and_exported,
+    in_interpreter,
+    kernels_on_the_cpu,
+    run_in_a_process_of_its_own,
+)
 from tests.linear_oracle import CASES, check, compare, dense, given
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own: the first test starts it")
 both = pytest.mark.parametrize("causal", [False, True], ids=["sums", "causal"])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own():
-    """The interpreter must be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_in_a_process_of_its_own(__file__)
 
 
 @pytest.mark.slow
@@ -54,13 +53,10 @@ def _on_the_cpu(monkeypatch):
     from snnk_peft.functional.device_kernels import cuda_linear
     from snnk_peft.functional.device_kernels.triton_linear import launches
 
-    before = dict(DEVICE_KERNELS)
-    cuda_linear.register("cpu")
     monkeypatch.setattr(launches, "part_tokens", lambda *_: 32)
     monkeypatch.setattr(launches, "launch", lambda *_: (16, {"num_warps": 4, "num_stages": 1}))
-    yield
-    DEVICE_KERNELS.clear()
-    DEVICE_KERNELS.update(before)
+    with kernels_on_the_cpu(cuda_linear):
+        yield
 
 
 def taken(causal: bool) -> str:
@@ -145,18 +141,44 @@ def test_compiled_in_one_graph(causal):
 
 
 @in_interpreter
+@both
+def test_models_compile_and_export(causal):
+    part, operation = AttentionPart("relu", num_features=8), causal_linear_attention if causal else key_sums
+    check_model_compiled_and_exported("llama" if causal else "bert", part, operation.__name__)
+
+
+@in_interpreter
+def test_a_compiled_step_is_one_launch():
+    args, options, _ = small(True, L=1, scales=(0, 0), state=1.0)
+
+    def plain(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return call(True, (q, *args[1:]), options)
+
+    with torch.no_grad(), launches_of_a_step() as launched:
+        torch.testing.assert_close(torch.compile(plain, fullgraph=True, backend="aot_eager")(args[0]), plain(args[0]))
+    assert len(launched) == 2
+
+
+@in_interpreter
 def test_operators_keep_their_promises():
     """Schemas, shapes without data, and gradients that compilers can trace."""
     from snnk_peft.functional.device_kernels.triton_linear import decode, operators
 
     for scales, state in ((None, None), ((0, 0), 1.0)):
-        more = {"L": 20, "H": 1, "G": 1, "masked": True, "state": state, "scales": scales}
+        more = {"L": 5, "H": 2, "D": 6, "m": 3, "masked": True, "state": state, "scales": scales}
         (q, k, v, mask), options, _ = small(True, **more)
         s = None if scales is None else options["log_scale"].squeeze(-1)
         kept = k, v, mask, s, *(options["state"] or (None, None, None))
         torch.library.opcheck(operators.key_sums, kept)
         torch.library.opcheck(operators.causal, (q, *kept))
-        torch.library.opcheck(decode.step, tuple(None if x is None else x.detach() for x in (q, *kept)))
+        with torch.no_grad():
+            torch.library.opcheck(decode.step, (q, *kept))
+            S, z, scale = operators.key_sums(*kept)
+            torch.library.opcheck(operators.key_sums_back, (S, z, *kept[:4], scale, s is not None))
+            out, den, rho, *_ = operators.causal(q, *kept)
+            given = q, *kept, out, den, rho, scale
+            torch.library.opcheck(operators.causal_back, (out, S, z, *given, s is not None, state is not None))
+            torch.library.opcheck(operators.causal_back, (out, None, None, *given, False, False))
 
 
 @in_interpreter
@@ -188,7 +210,7 @@ def test_what_the_kernels_do_not_take(causal):
 )
 def test_tokens_behind_a_state(dtype, case, tokens):
     """In one launch."""
-    tensors, scale, mask = given(dtype, **{**CASES[case], "L": tokens, "H": 4})
+    tensors, scale, mask = given(dtype, **{"G": 2, **CASES[case], "L": tokens, "H": 4})
     if mask is not None:
         mask = torch.rand(mask.shape) > 0.5
         mask[0, :2] = False
@@ -234,8 +256,9 @@ def test_generated_tokens_are_those_of_the_torch_form(monkeypatch):
     """A batch padded on the left, features without scales; one launch of attention a layer and new token."""
     from tests.test_attention import causal_model, left_padded, patched
 
-    model, inputs = patched(causal_model("llama"), component="relu", projection="gaussian"), left_padded()
-    made = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    inputs, model = left_padded(), causal_model("llama")
+    model = patched(model, component="relu", projection="gaussian", num_features=16)
+    made = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     with launches_of_a_step() as launched:
         found = model.generate(**inputs, **made)
     assert len(launched) == model.config.num_hidden_layers * (len(found.logits) - 1)

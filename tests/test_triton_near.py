@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from snnk_peft import build_feature_map
-from snnk_peft.functional.backend import DEVICE_KERNELS, SWITCH, form_that_ran
+from snnk_peft.functional.backend import SWITCH, form_that_ran
 from snnk_peft.functional.near_field import Sinks, banded_softmax_attention, near_attention
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
+from tests.interpreter import (
+    INTERPRETED,
+    check_compiled_and_exported,
+    in_interpreter,
+    kernels_on_the_cpu,
+    run_in_a_process_of_its_own,
+)
 from tests.near_oracle import CASES, check, compare, given
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own: the first test starts it")
 KERNEL = "snnk_peft.functional.device_kernels.cuda_near.near_attention"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own():
-    """The interpreter must be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_in_a_process_of_its_own(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -45,15 +43,11 @@ def _on_the_cpu(monkeypatch):
     from snnk_peft.functional.device_kernels.triton_exponential import launches as exponential
     from snnk_peft.functional.device_kernels.triton_near import launches
 
-    before = dict(DEVICE_KERNELS)
-    cuda_near.register("cpu")
-    cuda_exponential.register("cpu")
     for module in (launches, exponential):
         monkeypatch.setattr(module, "part_tokens", lambda *_: 32)
         monkeypatch.setattr(module, "launch", lambda *_: (16, {"num_warps": 4, "num_stages": 1}))
-    yield
-    DEVICE_KERNELS.clear()
-    DEVICE_KERNELS.update(before)
+    with kernels_on_the_cpu(cuda_near, cuda_exponential):
+        yield
 
 
 def cases() -> list[Any]:
@@ -80,9 +74,9 @@ def test_attention(dtype, case, causal):
     check(report, dtype, case)
 
 
-def small() -> tuple[list[torch.Tensor], dict[str, Any]]:
+def small(L: int = 20) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Arguments, with all that there can be."""
-    tensors, facts = given(torch.float32, B=2, H=2, G=1, L=20, D=16, width=6, sinks=2, far=1, masked=True)
+    tensors, facts = given(torch.float32, B=2, H=2, G=1, L=L, D=16, width=6, sinks=2, far=1, masked=True)
     own = [x.requires_grad_() for x in tensors]
     sinks = Sinks(own[3], own[4], facts["known"])
     facts = {"mask": facts["mask"], "scaling": facts["scaling"], "sinks": sinks, "far": ((own[5], own[6]),)}
@@ -117,13 +111,19 @@ def test_compiled_in_one_graph():
 
 
 @in_interpreter
-def test_the_operator_keeps_its_promises():
+def test_operators_keep_their_promises():
     """Schema, shapes without data, and gradients that compilers can trace; with all that there can be and without."""
     from snnk_peft.functional.device_kernels.triton_near import operators
 
-    own, rest = small()
-    torch.library.opcheck(operators.near, (*own[:3], 6, rest["mask"], True, 0.3, *rest["sinks"], *rest["far"][0]))
-    torch.library.opcheck(operators.near, (*own[:3], 6, None, False, 0.3, None, None, None, None, None))
+    own, rest = small(L=5)
+    for beside in (
+        (rest["mask"], True, 0.3, *rest["sinks"], *rest["far"][0]),
+        (None, False, 0.3, None, None, None, None, None),
+    ):
+        torch.library.opcheck(operators.near, (*own[:3], 6, *beside))
+        with torch.no_grad():
+            out, lse = operators.near(*own[:3], 6, *beside)
+            torch.library.opcheck(operators.near_back, (out, *own[:3], 6, *beside, lse))
 
 
 @in_interpreter
@@ -176,6 +176,14 @@ def test_a_joint_layer_is_as_without_kernels(causal, sinks, count):
         results.append([out, *gradients])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5 * float(theirs.detach().abs().max()))
+
+
+@in_interpreter
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_a_joint_layer_compiles_and_exports(causal):
+    kernel, tensors, mask = layer(3, 1)
+    own = dict(zip("qkv", (x.requires_grad_() for x in tensors), strict=True))
+    check_compiled_and_exported(kernel, {**own, "mask": mask, "causal": causal}, tensors, "near_attention")
 
 
 @in_interpreter

@@ -62,7 +62,7 @@ def test_attention(causal, case, dtype, device):
 @pytest.mark.parametrize("shape", [{}, {"d": 128, "m": 32}, {"d": 24, "D": 20, "m": 21}], ids=str)
 def test_tokens_behind_a_state(shape, tokens, dtype, device):
     """Grouped heads with rows of their own, without gradients: one launch, twice the same."""
-    tensors, square, _ = given(dtype, **{**CARD, "L": tokens, "B": 3, "H": 8, "state": True, "per_head": True, **shape})
+    tensors, square, _ = given(dtype, **{**CARD, "L": tokens, "B": 3, "H": 8, "state": True, "rows": "head", **shape})
     mask = torch.rand(3, 40).to(device)[:, -tokens:] > 0.3
     own = [x.to(device) for x in tensors]
     wide = [x.double() for x in own]

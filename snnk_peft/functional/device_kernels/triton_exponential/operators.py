@@ -178,8 +178,9 @@ def _(
     f"bool learned_keys) -> {GRADIENTS}",
 )
 def attention_back(*given: Any) -> tuple[Tensor, ...]:
-    """See `_shapes_back`."""
-    return launches.attention_back(*given)
+    """See `_shapes_back`; the gradient of the offset is a view of a longer buffer, which compilers cannot know."""
+    *found, of_offset, of_key_rows, of_means, of_weight = launches.attention_back(*given)
+    return *found, of_offset.clone(), of_key_rows, of_means, of_weight
 
 
 @attention_back.register_fake
