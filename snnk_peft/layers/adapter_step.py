@@ -26,6 +26,7 @@ from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_structured import Structured
 
 PLAIN = (Tensor, nn.Parameter)
+MANY = 1 << 17  # numbers in r, from which on a processor computes for longer than it dispatches, and gains nothing
 _NARROW: WeakKeyDictionary[Projection, tuple[Any, Tensor, Tensor]] = WeakKeyDictionary()
 
 
@@ -86,6 +87,7 @@ def serves(readout: Any, x: Tensor, residual: Tensor | None) -> bool:
         and (torch.is_grad_enabled() or readout.training)
         and not torch.is_inference_mode_enabled()
         and type(x) in PLAIN
+        and (x.device.type != "cpu" or (x if residual is None else residual).numel() < MANY)
         and type(readout.A) in PLAIN
         and (residual is None or type(residual) in PLAIN)
         and not torch._C._are_functorch_transforms_active()
