@@ -21,7 +21,9 @@ from snnk_peft import (
     calibrate,
     get_snnk_model,
 )
-from snnk_peft.calibration.centroids import (
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.parts.base_attention_fit import Heard, Sample
+from snnk_peft.solvers.centroids import (
     Scores,
     centroids,
     descend,
@@ -30,8 +32,6 @@ from snnk_peft.calibration.centroids import (
     output_error,
     sharpest,
 )
-from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.parts.base_attention_fit import Heard, Sample
 from tests.fresh_process import run_python
 from tests.tiny_families import build, main_head
 

@@ -147,7 +147,7 @@ def test_a_series_without_degree_1_or_signs_is_another_function():
 @torch.no_grad()
 def test_the_papers_start_is_no_approximation():
     """A = Φ(W) for a GELU layer: worse than telling the mean, which the Nyström readout of the same rows is not."""
-    from snnk_peft.calibration.nystrom import nystrom_readout
+    from snnk_peft.solvers.nystrom import nystrom_readout
 
     dim, outputs, rows = 96, 128, 64
     weight, directions = normal(outputs, dim, seed=1) / dim**0.5, normal(rows, dim, seed=2)

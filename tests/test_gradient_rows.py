@@ -14,8 +14,8 @@ from torch import nn
 
 import snnk_peft.tuner.calibrate_adapters as module
 from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, calibrate_adapters, get_snnk_model
-from snnk_peft.calibration.gradient_rows import GradientMoments, gradient_rows
 from snnk_peft.errors import ConfigError, NumericalError
+from snnk_peft.solvers.gradient_rows import GradientMoments, gradient_rows
 from tests.tiny_models import same, tiny
 
 DIM, OUT, TOKENS = 12, 9, 4000

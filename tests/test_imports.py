@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"projections"},
     {"components"},
     {"feature_map"},
-    {"calibration"},  # solvers: tensors in, tensors out
+    {"solvers"},  # tensors in, tensors out
     {"layers"},
     {"heads"},
     {"families"},

@@ -23,8 +23,10 @@ from transformers import (
 )
 
 from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, get_snnk_model
-from snnk_peft.calibration.centroids import Scores, descend
-from snnk_peft.calibration.joint_centroids import (
+from snnk_peft.errors import ConfigError
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.solvers.centroids import Scores, descend
+from snnk_peft.solvers.joint_centroids import (
     RIDGE,
     NearScores,
     best_joint,
@@ -33,8 +35,6 @@ from snnk_peft.calibration.joint_centroids import (
     joint_divergence,
     joint_output_error,
 )
-from snnk_peft.errors import ConfigError
-from snnk_peft.layers.kernel_attention import KernelAttention
 from tests.fresh_process import run_python
 
 JOINT = {"component": "mixture", "projection": "centroids", "near_field_normalisation": "joint"}

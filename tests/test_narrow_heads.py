@@ -24,8 +24,8 @@ from snnk_peft import (
     calibrate,
     get_snnk_model,
 )
-from snnk_peft.calibration.heads import narrow_products, narrow_values, power_of
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.solvers.heads import narrow_products, narrow_values, power_of
 from tests.fresh_process import run_python
 from tests.tiny_families import CONFIGS, build, main_head
 from tests.tiny_models import inputs_for, tiny, trained

@@ -23,15 +23,15 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.classes import SavedBundle
-from snnk_peft.calibration.closed_form import one_hot_targets
-from snnk_peft.calibration.reduce import same_everywhere
-from snnk_peft.calibration.ridge import GramAccumulator
-from snnk_peft.calibration.ridge_posterior import cross_validated
 from snnk_peft.errors import ConfigError, NumericalWarning, UnsupportedError
 from snnk_peft.functional.folding import bundle_jacobian
 from snnk_peft.heads.fitted import HEAD_RIDGES
 from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whole, require_finite
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.solvers.closed_form import one_hot_targets
+from snnk_peft.solvers.reduce import same_everywhere
+from snnk_peft.solvers.ridge import GramAccumulator
+from snnk_peft.solvers.ridge_posterior import cross_validated
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import checked, evaluating, model_inputs
 from snnk_peft.tuner.finite import refuse_not_finite, refuse_overflow

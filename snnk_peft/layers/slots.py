@@ -183,7 +183,7 @@ class Fitter:
         together: paths of further modules whose original stands in beside this one's, where the layer runs several
             times and the inputs of all runs are wanted before anything is fitted.
         reduces: whether `fit` sums its statistics over the processes of torch.distributed, each of which reads its own
-            share of the data (the `reduce` of the accumulators in calibration/). `calibrate` refuses a fitter that
+            share of the data (the `reduce` of the accumulators in solvers/). `calibrate` refuses a fitter that
             does not when there are several; what process 0 fitted then goes to all.
         remark: what the user of the fitted model should know, once `fit` is done; `calibrate` warns of it, once for
             all slots that say the same.

@@ -1,7 +1,7 @@
 """How attention over `centroids` is fitted by `calibrate`, and the projection behind the heads that is fitted with it.
 
 One pass over the data: of the queries, keys and values of a layer as many sequences are kept, chosen at random, as
-`TOKENS` allows. Everything else is computed from these (calibration/centroids.py), so memory does not depend on the
+`TOKENS` allows. Everything else is computed from these (solvers/centroids.py), so memory does not depend on the
 number of tokens. What comes in is what the layers converted so far give; the target is the original attention on that.
 """
 
@@ -16,19 +16,6 @@ from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from snnk_peft.attention.softmax import pairwise_mask
-from snnk_peft.calibration.centroids import (
-    CentroidMaps,
-    Scores,
-    centroids,
-    descend,
-    divergence,
-    key_moments,
-    output_error,
-    sharpest,
-)
-from snnk_peft.calibration.error_meter import ErrorMeter
-from snnk_peft.calibration.reduce import same_everywhere
-from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand, offloaded
@@ -50,6 +37,19 @@ from snnk_peft.layers.slots import (
 from snnk_peft.layers.snnk_linear import plain_linear
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.centroids import Centroids
+from snnk_peft.solvers.centroids import (
+    CentroidMaps,
+    Scores,
+    centroids,
+    descend,
+    divergence,
+    key_moments,
+    output_error,
+    sharpest,
+)
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.reduce import same_everywhere
+from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
 
 TOKENS = 32_768  # kept of the fitted ones; of the held-out ones a quarter
 QUERIES = 6_000  # per key head, for the clusters

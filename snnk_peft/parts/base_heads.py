@@ -12,10 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.calibration.error_meter import ErrorMeter
-from snnk_peft.calibration.heads import narrow_products, narrow_values
-from snnk_peft.calibration.reduce import same_everywhere, summed
-from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.slots import (
@@ -31,6 +27,10 @@ from snnk_peft.layers.slots import (
     no_folded_form,
 )
 from snnk_peft.parts.base_narrow import NarrowLinear, OneMatrix
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.heads import narrow_products, narrow_values
+from snnk_peft.solvers.reduce import same_everywhere, summed
+from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
 
 
 class NarrowProjection(NarrowLinear):

@@ -1,7 +1,7 @@
 """How the far field is fitted where it joins an exact near field: maps and a factor for every query head.
 
 What is heard, kept and measured is as in base_attention_fit.py, and so is the projection behind the heads; the maps are
-those of calibration/joint_centroids.py, for the keys that are far.
+those of solvers/joint_centroids.py, for the keys that are far.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from typing import cast
 
 import torch
 
-from snnk_peft.calibration.centroids import descend
-from snnk_peft.calibration.joint_centroids import (
+from snnk_peft.errors import ConfigError
+from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.parts.base_attention_fit import MOST, QUERIES, TRIED, AttentionFitter, Sample
+from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.projections.centroids import Centroids
+from snnk_peft.solvers.centroids import descend
+from snnk_peft.solvers.joint_centroids import (
     JointMaps,
     NearScores,
     best_joint,
@@ -19,11 +24,6 @@ from snnk_peft.calibration.joint_centroids import (
     joint_divergence,
     joint_output_error,
 )
-from snnk_peft.errors import ConfigError
-from snnk_peft.layers.attention_term import AttentionTerm
-from snnk_peft.parts.base_attention_fit import MOST, QUERIES, TRIED, AttentionFitter, Sample
-from snnk_peft.projections.base_drawn import site_generator
-from snnk_peft.projections.centroids import Centroids
 
 PAIRS = 1 << 21  # weights of one batch that are formed at a time, over all heads
 

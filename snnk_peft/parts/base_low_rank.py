@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snnk_peft.calibration.error_meter import ErrorMeter
-from snnk_peft.calibration.landmarks import SecondMoments
-from snnk_peft.calibration.low_rank_fit import principal_factors
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.nonlinearity import nonlinearity
@@ -30,6 +27,9 @@ from snnk_peft.layers.slots import (
 )
 from snnk_peft.low_rank import InputMoments, factorize
 from snnk_peft.low_rank.rearranged import rearranged_factors
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.landmarks import SecondMoments
+from snnk_peft.solvers.low_rank_fit import principal_factors
 
 Activation = str | Callable[[Tensor], Tensor]
 Solution = tuple[Tensor, Tensor, Tensor | None]  # U, V, bias; fp64

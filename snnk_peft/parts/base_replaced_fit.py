@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.calibration.descent import descend
-from snnk_peft.calibration.error_meter import ErrorMeter
-from snnk_peft.calibration.landmarks import SecondMoments, choose_landmarks, fit_landmarks
-from snnk_peft.calibration.reduce import same_everywhere
-from snnk_peft.calibration.ridge import GramAccumulator, RidgeFit, fit_ridge
-from snnk_peft.calibration.token_sample import TokenSample
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.layers.slots import Fit, FitOptions, FitPlace, Fitter, Tokens
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.solvers.descent import descend
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
+from snnk_peft.solvers.reduce import same_everywhere
+from snnk_peft.solvers.ridge import GramAccumulator, RidgeFit, fit_ridge
+from snnk_peft.solvers.token_sample import TokenSample
 
 TOKENS = 16_384  # of a sample; of held-out ones a quarter
 ROWS = 512  # that are looked at together

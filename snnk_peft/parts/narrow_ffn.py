@@ -13,12 +13,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from snnk_peft.calibration.block_descent import descend_block
-from snnk_peft.calibration.error_meter import ErrorMeter
-from snnk_peft.calibration.hidden_units import RULES, narrow_units
-from snnk_peft.calibration.landmarks import SecondMoments
-from snnk_peft.calibration.reduce import same_everywhere
-from snnk_peft.calibration.token_sample import TokenSample
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import module_at
 from snnk_peft.functional.at_hand import offloaded
@@ -28,6 +22,12 @@ from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
 from snnk_peft.parts.base_narrow import NarrowLinear, OneMatrix
 from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.solvers.block_descent import descend_block
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.hidden_units import RULES, narrow_units
+from snnk_peft.solvers.landmarks import SecondMoments
+from snnk_peft.solvers.reduce import same_everywhere
+from snnk_peft.solvers.token_sample import TokenSample
 
 TOKENS = 16_384  # of a sample of inputs; of held-out ones a quarter
 ROWS = 1024  # that are looked at together

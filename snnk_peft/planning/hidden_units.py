@@ -1,6 +1,6 @@
 """FFNs whose features are hidden units of the layer: all sizes fitted from one set of second moments.
 
-The moments are most of the work, and do not depend on the size (calibration/landmarks.py); what `calibrate` finds for
+The moments are most of the work, and do not depend on the size (solvers/landmarks.py); what `calibrate` finds for
 the same inputs is the same.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.calibration.landmarks import SecondMoments, choose_landmarks, fit_landmarks
-from snnk_peft.calibration.ridge import DEFAULT_RIDGES
 from snnk_peft.families.base import as_linear, unwrap
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.parts.base_replaced import Replace
+from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
+from snnk_peft.solvers.ridge import DEFAULT_RIDGES
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.calibration.reduce import gathered, global_index, process
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.at_hand import place_of
 from snnk_peft.repeats import rows
+from snnk_peft.solvers.reduce import gathered, global_index, process
 from snnk_peft.tuner.as_tensors import FLOATS, LABELS, as_tensors
 from snnk_peft.tuner.held_out import HeldOutRows
 from snnk_peft.tuner.input_check import GIVES, Batch, InputCheck

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from snnk_peft.calibration.landmarks import RULES
-from snnk_peft.calibration.reduce import process, processes, same_everywhere
-from snnk_peft.calibration.ridge import DEFAULT_RIDGES
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.families.base import unwrap
 from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.slots import FitOptions, Fitter, Slot
+from snnk_peft.solvers.landmarks import RULES
+from snnk_peft.solvers.reduce import process, processes, same_everywhere
+from snnk_peft.solvers.ridge import DEFAULT_RIDGES
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import Batches, Survey
 from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport, warn_of_few_tokens, warn_of_poor_attention
@@ -65,7 +65,7 @@ def calibrate(
         batches: model-input dicts on any device, as a list, a DataLoader or a function that returns an iterator; read
             once per slot (some low-rank layers: twice), always in the same order. Labels are ignored. A few hundred to
             a few thousand sentences of the kind the model will see are enough.
-        landmarks: how landmark projections choose their rows: "greedy" or "importance" (see calibration/landmarks).
+        landmarks: how landmark projections choose their rows: "greedy" or "importance" (see solvers/landmarks).
         held_out: fraction of the batches that chooses the regularisation and is not fitted, in (0, 1).
         ridges: candidates for the regularisation, as fractions of the mean feature variance.
         refit: once the regularisation is chosen, fit to all batches, the held-out ones included. The reported error is

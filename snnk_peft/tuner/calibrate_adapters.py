@@ -1,7 +1,7 @@
 """calibrate_adapters: rows of adapters from the gradients of one labelled pass, before training.
 
 Sixteen random directions of a few hundred hold a small part of what an adapter can lower the loss by; the loss's own
-gradient tells which hold most of it (calibration/gradient_rows.py). Nothing is trained: adapters are zero before and
+gradient tells which hold most of it (solvers/gradient_rows.py). Nothing is trained: adapters are zero before and
 after, so all of them are looked at in the same forward and backward passes.
 """
 
@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from snnk_peft.calibration.gradient_rows import RIDGES, GradientMoments, gradient_rows
-from snnk_peft.calibration.reduce import process, processes, same_everywhere
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.slots import Slot, real_tokens
+from snnk_peft.solvers.gradient_rows import RIDGES, GradientMoments, gradient_rows
+from snnk_peft.solvers.reduce import process, processes, same_everywhere
 from snnk_peft.tuner.adapter_report import AdapterReport, AdapterSlotReport
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.as_tensors import LABELS

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from snnk_peft.calibration.reduce import gathered
 from snnk_peft.errors import NumericalWarning
 from snnk_peft.repeats import count_repeated, label_note, rows
+from snnk_peft.solvers.reduce import gathered
 
 
 class HeldOutRows:

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, Readout, RidgeFit
 from snnk_peft.errors import ConfigError
+from snnk_peft.solvers.ridge import DEFAULT_RIDGES, GramAccumulator, Readout, RidgeFit
 
 LEFT = 0.25  # share of the degrees of freedom that generalised cross-validation needs
 

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.landmarks import SecondMoments
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.relative_error import relative_error
+from snnk_peft.solvers.landmarks import SecondMoments
 
 RULES = ("greedy", "leverage")
 RIDGE = 1e-3  # of the mean of the diagonal, while units are chosen

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.ridge import GramAccumulator, Readout
 from snnk_peft.errors import ConfigError
+from snnk_peft.solvers.ridge import GramAccumulator, Readout
 
 
 def one_hot_targets(labels: Tensor, num_classes: int) -> Tensor:

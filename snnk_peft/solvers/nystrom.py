@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.ridge import Readout, solve_symmetric
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.arccos import arccos_from_cosine
 from snnk_peft.functional.gauss_hermite import (
@@ -31,6 +30,7 @@ from snnk_peft.functional.gauss_hermite import (
     hermite_coefficients,
 )
 from snnk_peft.functional.gelu_kernel import gelu_kernel_from_moments
+from snnk_peft.solvers.ridge import Readout, solve_symmetric
 
 
 class _Units(NamedTuple):

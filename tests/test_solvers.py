@@ -10,10 +10,10 @@ import torch
 from sklearn.linear_model import LinearRegression, Ridge
 from torch import nn
 
-from snnk_peft.calibration.closed_form import closed_form_head, one_hot_targets
-from snnk_peft.calibration.nystrom import nystrom_readout
-from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge, solve_symmetric
 from snnk_peft.errors import ConfigError
+from snnk_peft.solvers.closed_form import closed_form_head, one_hot_targets
+from snnk_peft.solvers.nystrom import nystrom_readout
+from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge, solve_symmetric
 
 F64 = torch.float64
 

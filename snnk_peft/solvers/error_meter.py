@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.reduce import gathered
 from snnk_peft.functional.relative_error import relative_error
+from snnk_peft.solvers.reduce import gathered
 
 
 class ErrorMeter:

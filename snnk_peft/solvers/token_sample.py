@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.reduce import gathered, processes
+from snnk_peft.solvers.reduce import gathered, processes
 
 
 class TokenSample:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.adam import falling_adam
+from snnk_peft.solvers.adam import falling_adam
 
 LEARNING_RATE = 0.01  # of the first step, times the root mean square of what is moved
 BATCH = 2048

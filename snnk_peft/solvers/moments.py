@@ -10,7 +10,7 @@ are kept: m² + m l numbers whatever n is. Each batch is centred at its own mean
 
 which does not cancel when means are large, and which a negative n₂ undoes, up to rounding of what was there before:
 at most n eps (S_jj + 2 |φ̄_j| √(S_jj/n)) in a column, which is kept. One whose S_jj is not above it is constant.
-Cost per token: m² + m l, plus l·o with an output metric W₂ (o, l). What they are for: calibration/ridge.py.
+Cost per token: m² + m l, plus l·o with an output metric W₂ (o, l). What they are for: solvers/ridge.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.reduce import pooled_mean, summed
 from snnk_peft.errors import ConfigError
+from snnk_peft.solvers.reduce import pooled_mean, summed
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,6 +1,6 @@
 """Streaming ridge regression: the readout A minimising Σ_t ‖y_t − A φ_t − a‖² + λ‖A‖² over tokens t.
 
-Only the moments of (φ, y) are kept (calibration/moments.py), so memory is O(m² + m l) whatever the number of tokens,
+Only the moments of (φ, y) are kept (solvers/moments.py), so memory is O(m² + m l) whatever the number of tokens,
 and any number of λ share one eigendecomposition. With S = Σ (φ−φ̄)(φ−φ̄)ᵀ and C = Σ (y−ȳ)(φ−φ̄)ᵀ,
 
     A = C (S + λI)^{-1},     a = ȳ − A φ̄
@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.moments import Moments
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.relative_error import relative_error
+from snnk_peft.solvers.moments import Moments
 
 DEFAULT_RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 

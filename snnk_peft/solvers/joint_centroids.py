@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.centroids import ABSENT, LEAST, Scores, centroids, key_moments
+from snnk_peft.solvers.centroids import ABSENT, LEAST, Scores, centroids, key_moments
 
 TEMPERATURES = (0.03, 0.06, 0.12, 0.25, 0.5, 1.0)
 RIDGE = 1e-2  # on w, as a fraction of the mean of its curvature

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from snnk_peft.calibration.adam import falling_adam
+from snnk_peft.solvers.adam import falling_adam
 
 LEARNING_RATE = 0.03  # of the first step, times the root mean square of what is moved
 BATCH = 1024

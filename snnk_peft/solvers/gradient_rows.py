@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.reduce import summed, summed_number
 from snnk_peft.errors import NumericalError
+from snnk_peft.solvers.reduce import summed, summed_number
 
 # The same as a fraction of the mean square of an input; gradients are noisier than what is fitted in closed form.
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)

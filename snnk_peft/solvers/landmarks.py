@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from snnk_peft.calibration.reduce import pooled_mean, summed
-from snnk_peft.calibration.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
 from snnk_peft.errors import ConfigError
+from snnk_peft.solvers.reduce import pooled_mean, summed
+from snnk_peft.solvers.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
 
 RULES = ("greedy", "importance")
 ROWS = 512  # vectors that are widened to fp64 together
