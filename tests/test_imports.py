@@ -42,7 +42,7 @@ LAYERS: list[set[str]] = [
 ]
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 # Folders whose members stand side by side: a member knows its folder's base and registry, never a sibling.
-FLAT = {"projections", "components", "families", "parts"}
+FLAT = {"projections", "components", "parts"}
 
 
 def unit_of(dotted: str) -> str:
