@@ -24,14 +24,14 @@ from snnk_peft.low_rank import LOW_RANK_INITS, Factors, InputMoments, factorize,
 from snnk_peft.low_rank.frobenius_decay import FrobeniusDecay
 from snnk_peft.parts import PARTS, FeaturePart, Part, Patch, PatchContext
 from snnk_peft.parts.adapter import AdapterPart
-from snnk_peft.parts.attention import AttentionPart
-from snnk_peft.parts.ffn import FFNPart
-from snnk_peft.parts.low_rank import LowRankPart
+from snnk_peft.parts.attention.part import AttentionPart
+from snnk_peft.parts.low_rank.part import LowRankPart
 from snnk_peft.parts.mean_pooling import MeanPoolingPart
-from snnk_peft.parts.narrow_ffn import NarrowFFNPart
-from snnk_peft.parts.narrow_heads import NarrowHeadsPart
+from snnk_peft.parts.narrow.ffn import NarrowFFNPart
+from snnk_peft.parts.narrow.heads import NarrowHeadsPart
 from snnk_peft.parts.norms import NormsPart
-from snnk_peft.parts.pooler import PoolerPart
+from snnk_peft.parts.replaced.ffn import FFNPart
+from snnk_peft.parts.replaced.pooler import PoolerPart
 from snnk_peft.planning.make import plan
 from snnk_peft.planning.result import Plan
 from snnk_peft.projections import PROJECTIONS

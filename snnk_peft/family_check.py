@@ -30,11 +30,11 @@ from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import ModelFamily
 from snnk_peft.parts.adapter import AdapterPart
-from snnk_peft.parts.attention import AttentionPart
-from snnk_peft.parts.ffn import FFNPart
-from snnk_peft.parts.narrow_ffn import FirstUnits, NarrowFFNPart
-from snnk_peft.parts.narrow_heads import NarrowHeadsPart
-from snnk_peft.parts.pooler import PoolerPart
+from snnk_peft.parts.attention.part import AttentionPart
+from snnk_peft.parts.narrow.ffn import FirstUnits, NarrowFFNPart
+from snnk_peft.parts.narrow.heads import NarrowHeadsPart
+from snnk_peft.parts.replaced.ffn import FFNPart
+from snnk_peft.parts.replaced.pooler import PoolerPart
 from snnk_peft.tuner.batches import checked_one
 from snnk_peft.tuner.finite import refuse_not_finite
 from snnk_peft.tuner.get_model import get_snnk_model

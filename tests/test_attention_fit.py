@@ -22,7 +22,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.parts.base_attention_fit import Heard, Sample
+from snnk_peft.parts.attention.fit import Heard, Sample
 from snnk_peft.solvers.centroids import (
     Scores,
     centroids,

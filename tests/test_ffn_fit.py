@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from snnk_peft import FFNPart, PoolerPart, SNNKConfig, bundle, calibrate, get_snnk_model
-from snnk_peft.parts import base_replaced_fit
+from snnk_peft.parts.replaced import fit
 from snnk_peft.solvers.error_meter import ErrorMeter
 from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
 from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
@@ -129,7 +129,7 @@ def test_more_tokens_than_a_sample_holds(monkeypatch):
     """Rows of another function are fitted to a sample: nearly as good as to all tokens."""
     part = FFNPart(num_features=12, component="relu", layers=[0])
     everything = converted(part)[1].slots[0].error_after
-    monkeypatch.setattr(base_replaced_fit, "TOKENS", 600)
+    monkeypatch.setattr(fit, "TOKENS", 600)
     report = converted(part)[1]
     assert report.slots[0].tokens > 1500
     assert report.slots[0].held_out_tokens == 150

@@ -28,9 +28,8 @@ LAYERS: list[set[str]] = [
     {"layers"},
     {"heads"},
     {"families"},
-    {"attention"},
     {"parts"},
-    {"config"},
+    {"attention", "config"},
     {"tuner"},
     {"bundling"},
     {"exporting"},
@@ -41,7 +40,8 @@ LAYERS: list[set[str]] = [
     {"__init__"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
-# Folders whose members stand side by side: a member knows its folder's base and registry, never a sibling.
+# Folders whose members, files or folders, stand side by side: a member knows its folder's base and registry, never a
+# sibling; the files of one member know each other.
 FLAT = {"projections", "components", "parts"}
 
 
@@ -236,4 +236,4 @@ def test_importing_config_loads_nothing_beyond_peft_and_no_member(fresh_imports)
     added = fresh_imports[3][1]
     assert {"snnk_peft.config", "snnk_peft.parts", "snnk_peft.errors", "snnk_peft.registry"} <= set(added)
     assert not [m for m in added if m.split(".")[0] in ("torch", "transformers", "accelerate")]
-    assert not {"snnk_peft.parts.ffn", "snnk_peft.projections.orf", "snnk_peft.components.relu"} & set(added)
+    assert not {"snnk_peft.parts.replaced.ffn", "snnk_peft.projections.orf", "snnk_peft.components.relu"} & set(added)

@@ -18,7 +18,7 @@ from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.slots import Retrained
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.parts.adapter import After, BesideContraction, BesideExpansion, OnHiddenUnits
-from snnk_peft.parts.base_replaced import Bypass, Replace
+from snnk_peft.parts.replaced.slots import Bypass, Replace
 
 DIM, HIDDEN = 6, 10
 

@@ -11,13 +11,13 @@ from transformers import ModernBertConfig, ModernBertForSequenceClassification
 from transformers.masking_utils import sliding_window_bidirectional_mask_function
 
 from snnk_peft import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
-from snnk_peft.attention import softmax
-from snnk_peft.attention.interface import NAME, pairwise_mask
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.adapter import After
+from snnk_peft.parts.attention import softmax
+from snnk_peft.parts.attention.interface import NAME, pairwise_mask
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.fresh_process import run_python
 from tests.tiny_models import inputs_for, same, tiny, trained

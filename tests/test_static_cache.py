@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache, Sta
 
 from snnk_peft import bundle
 from snnk_peft.attention import RecurrentCache
-from snnk_peft.attention.interface import padding_mask
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import FAMILIES, register_family
 from snnk_peft.families.base import ModelFamily
+from snnk_peft.parts.attention.interface import padding_mask
 from tests.test_attention import TOKENS, causal_model, left_padded, patched
 from tests.tiny_models import trained
 

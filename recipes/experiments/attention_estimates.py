@@ -48,7 +48,7 @@ from transformers import AutoModel
 from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.parts.base_attention_fit import Ear
+from snnk_peft.parts.attention.fit import Ear
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tasks import TASKS
 

@@ -19,11 +19,11 @@ from snnk_peft.families.base import as_linear, module_at
 from snnk_peft.layers.heads import head_size
 from snnk_peft.layers.slots import Slot
 from snnk_peft.parts import Part
-from snnk_peft.parts.attention import AttentionPart
-from snnk_peft.parts.ffn import FFNPart
-from snnk_peft.parts.narrow_ffn import NarrowFFNPart
-from snnk_peft.parts.narrow_heads import NarrowHeadsPart
-from snnk_peft.parts.pooler import PoolerPart
+from snnk_peft.parts.attention.part import AttentionPart
+from snnk_peft.parts.narrow.ffn import NarrowFFNPart
+from snnk_peft.parts.narrow.heads import NarrowHeadsPart
+from snnk_peft.parts.replaced.ffn import FFNPart
+from snnk_peft.parts.replaced.pooler import PoolerPart
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from snnk_peft.families.base import as_linear, unwrap
 from snnk_peft.functional.at_hand import at_hand
-from snnk_peft.parts.base_replaced import Replace
+from snnk_peft.parts.replaced.slots import Replace
 from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
 from snnk_peft.solvers.ridge import DEFAULT_RIDGES
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module

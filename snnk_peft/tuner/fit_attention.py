@@ -25,14 +25,14 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from snnk_peft.attention.softmax import pairwise_mask, softmax_weights
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.families.base import unwrap
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.functional.precision import wide
 from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.parts.attention import Attend
+from snnk_peft.parts.attention.part import Attend
+from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_weights
 from snnk_peft.solvers.reduce import processes
 from snnk_peft.tuner.all_or_nothing import all_or_nothing
 from snnk_peft.tuner.batches import Batches, Survey, is_held_out, model_inputs

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from snnk_peft.attention.softmax import pairwise_mask
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand, offloaded
@@ -35,6 +34,7 @@ from snnk_peft.layers.slots import (
     no_folded_form,
 )
 from snnk_peft.layers.snnk_linear import plain_linear
+from snnk_peft.parts.attention.softmax import pairwise_mask
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.centroids import Centroids
 from snnk_peft.solvers.centroids import (

@@ -4,7 +4,7 @@
     model.generate(**inputs, past_key_values=RecurrentCache(model))   # one to keep, for the next turn of a conversation
     model.generate(**inputs, past_key_values=DynamicCache(config=model.config))       # all keys kept, as elsewhere
 
-A layer with linear attention holds sums over all earlier keys (attention/recurrent_layer.py); a layer that was left
+A layer with linear attention holds sums over all earlier keys (recurrent_layer.py); a layer that was left
 with softmax attention keeps its keys in an ordinary, growing layer. A forward pass outside `generate` uses the cache
 that it is given, and makes itself a growing one if it is given none.
 """
@@ -18,9 +18,9 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from snnk_peft.attention.interface import active_kernel, is_linear
-from snnk_peft.attention.recurrent_layer import GROWING, RecurrentLayer
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.parts.attention.interface import active_kernel, is_linear
+from snnk_peft.parts.attention.recurrent_layer import GROWING, RecurrentLayer
 
 
 class RecurrentCache(Cache):

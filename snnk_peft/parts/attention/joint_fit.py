@@ -1,6 +1,6 @@
 """How the far field is fitted where it joins an exact near field: maps and a factor for every query head.
 
-What is heard, kept and measured is as in base_attention_fit.py, and so is the projection behind the heads; the maps are
+What is heard, kept and measured is as in fit.py, and so is the projection behind the heads; the maps are
 those of solvers/joint_centroids.py, for the keys that are far.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.attention_term import AttentionTerm
-from snnk_peft.parts.base_attention_fit import MOST, QUERIES, TRIED, AttentionFitter, Sample
+from snnk_peft.parts.attention.fit import MOST, QUERIES, TRIED, AttentionFitter, Sample
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.centroids import Centroids
 from snnk_peft.solvers.centroids import descend

@@ -15,7 +15,7 @@ from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Patch, PatchContext, resolve_layers
-from snnk_peft.parts.base_replaced import Bypass, Replace, ReplacingPart
+from snnk_peft.parts.replaced.slots import Bypass, Replace, ReplacingPart
 
 
 @PARTS.register("ffn")

@@ -19,19 +19,19 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import output_capturing
 
-from snnk_peft.attention.bands import band_width, refuse_narrow_band
-from snnk_peft.attention.documents import NUMBERS, attend_per_document, packed_documents, refuse_restarts
-from snnk_peft.attention.mask_functions import read_mask_function
-from snnk_peft.attention.softmax import pairwise_mask, softmax_attention
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.functional.blocks import takes_blocks
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.attention.bands import band_width, refuse_narrow_band
+from snnk_peft.parts.attention.documents import NUMBERS, attend_per_document, packed_documents, refuse_restarts
+from snnk_peft.parts.attention.mask_functions import read_mask_function
+from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_attention
 
 __all__ = ["NAME", "kernel_attention_forward", "padding_mask", "pairwise_mask"]
 
 # A bundle's code file holds this module too, and must not exchange the functions that the package registered.
 NAME = "snnk_peft" if __name__.startswith("snnk_peft.") else __name__
-CACHE_LAYER = "snnk_cache_layer"  # attribute of keys: the cache layer that they went through (attention/cache.py)
+CACHE_LAYER = "snnk_cache_layer"  # attribute of keys: the cache layer that they went through (cache.py)
 
 
 def padding_mask(

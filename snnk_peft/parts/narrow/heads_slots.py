@@ -26,7 +26,7 @@ from snnk_peft.layers.slots import (
     Tokens,
     no_folded_form,
 )
-from snnk_peft.parts.base_narrow import NarrowLinear, OneMatrix
+from snnk_peft.parts.narrow.linear import NarrowLinear, OneMatrix
 from snnk_peft.solvers.error_meter import ErrorMeter
 from snnk_peft.solvers.heads import narrow_products, narrow_values
 from snnk_peft.solvers.reduce import same_everywhere, summed

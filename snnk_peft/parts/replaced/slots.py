@@ -3,7 +3,7 @@
     f(W x + b)            is replaced by   Φ(x) Aᵀ + a
     W₂ f(W x + b)         folds to         (W₂ A) Φ(x) + ...      where a Linear W₂ reads the output
 
-How they are fitted is in base_replaced_fit.py.
+How they are fitted is in fit.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from snnk_peft.layers.slots import Base, FitOptions, FitPlace, Fitter, FoldPlace
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.options import option
 from snnk_peft.parts.base import FeaturePart
-from snnk_peft.parts.base_replaced_fit import ReplacedFitter
+from snnk_peft.parts.replaced.fit import ReplacedFitter
 
 
 @dataclass

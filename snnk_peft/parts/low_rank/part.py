@@ -27,7 +27,7 @@ from snnk_peft.low_rank import LOW_RANK_INITS
 from snnk_peft.options import MOST, closest, documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, matches, resolve_layers
-from snnk_peft.parts.base_low_rank import LowRankSlot
+from snnk_peft.parts.low_rank.slot import LowRankSlot
 
 ROLES = ("ffn", "attention", "pooler")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)

@@ -33,8 +33,8 @@ from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Patch, PatchContext
-from snnk_peft.parts.base_replaced import Bypass, Replace, ReplacingPart
-from snnk_peft.parts.base_replaced_fit import ReplacedFitter
+from snnk_peft.parts.replaced.fit import ReplacedFitter
+from snnk_peft.parts.replaced.slots import Bypass, Replace, ReplacingPart
 
 
 @PARTS.register("pooler")

@@ -15,8 +15,6 @@ from typing import Any, ClassVar, cast
 
 from torch import nn
 
-from snnk_peft.attention import NAME as ATTENTION
-from snnk_peft.attention.cache import release_recurrent_cache, use_recurrent_cache
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.families.base import module_at, unwrap
@@ -26,10 +24,12 @@ from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import FitOptions, FitPlace, Fitter, FoldPlace, Slot
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
+from snnk_peft.parts.attention.cache import release_recurrent_cache, use_recurrent_cache
+from snnk_peft.parts.attention.fit import AttentionFitter, HeadsReader
+from snnk_peft.parts.attention.interface import NAME as ATTENTION
+from snnk_peft.parts.attention.joint_fit import JointFitter
+from snnk_peft.parts.attention.near_field import near_field_faults
 from snnk_peft.parts.base import FeaturePart, Patch, PatchContext, resolve_layers
-from snnk_peft.parts.base_attention_fit import AttentionFitter, HeadsReader
-from snnk_peft.parts.base_joint import near_field_faults
-from snnk_peft.parts.base_joint_fit import JointFitter
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import did_you_mean
 
@@ -251,7 +251,7 @@ class AttentionPart(FeaturePart):
 
 
 class Attend(Slot):
-    """Says which linear attention an attention module uses; attention/interface.py asks for it.
+    """Says which linear attention an attention module uses; parts/attention/interface.py asks for it.
 
     Args:
         kernel: the linear attention.

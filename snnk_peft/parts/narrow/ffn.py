@@ -20,7 +20,7 @@ from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, Fold
 from snnk_peft.options import MOST, documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
-from snnk_peft.parts.base_narrow import NarrowLinear, OneMatrix
+from snnk_peft.parts.narrow.linear import NarrowLinear, OneMatrix
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.solvers.block_descent import descend_block
 from snnk_peft.solvers.error_meter import ErrorMeter

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from snnk_peft.attention.interface import CACHE_LAYER, NAME
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.layers.attention_term import KeptMaps
 from snnk_peft.layers.joint_attention import JointState
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import KernelState, continue_attention
+from snnk_peft.parts.attention.interface import CACHE_LAYER, NAME
 
 GROWING = "past_key_values=transformers.DynamicCache(config=model.config)"  # what to pass where sums are not enough
 

@@ -17,7 +17,7 @@ from snnk_peft.layers.slots import Slot
 from snnk_peft.options import MOST, documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
-from snnk_peft.parts.base_heads import FittedHeads, NarrowHeads
+from snnk_peft.parts.narrow.heads_slots import FittedHeads, NarrowHeads
 
 NORM = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")  # what a norm of queries or keys is called
 
