@@ -11,6 +11,11 @@ import snnk_peft.tuner  # noqa: F401 - registers the PEFT method
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.closed_form import fit_closed_form
 from snnk_peft.bundling.closed_form_head import ClosedFormHead
+from snnk_peft.calibrating.adapter_report import AdapterReport
+from snnk_peft.calibrating.adapters import calibrate_adapters
+from snnk_peft.calibrating.attention import fit_attention
+from snnk_peft.calibrating.calibrate import calibrate
+from snnk_peft.calibrating.report import CalibrationReport
 from snnk_peft.components import COMPONENTS
 from snnk_peft.config import SNNKConfig
 from snnk_peft.exporting.export import export
@@ -35,11 +40,6 @@ from snnk_peft.parts.replaced.pooler import PoolerPart
 from snnk_peft.planning.make import plan
 from snnk_peft.planning.result import Plan
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.tuner.adapter_report import AdapterReport
-from snnk_peft.tuner.calibrate import calibrate
-from snnk_peft.tuner.calibrate_adapters import calibrate_adapters
-from snnk_peft.tuner.calibration_report import CalibrationReport
-from snnk_peft.tuner.fit_attention import fit_attention
 from snnk_peft.tuner.get_model import get_snnk_model
 
 __version__ = "0.1.0"

@@ -25,6 +25,8 @@ from transformers import PreTrainedModel
 
 from snnk_peft.bundling.bundle import TOLERANCES, bundle
 from snnk_peft.bundling.probe import probe_inputs
+from snnk_peft.calibrating.batches import checked_one
+from snnk_peft.calibrating.finite import refuse_not_finite
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import family_of
@@ -35,8 +37,6 @@ from snnk_peft.parts.narrow.ffn import FirstUnits, NarrowFFNPart
 from snnk_peft.parts.narrow.heads import NarrowHeadsPart
 from snnk_peft.parts.replaced.ffn import FFNPart
 from snnk_peft.parts.replaced.pooler import PoolerPart
-from snnk_peft.tuner.batches import checked_one
-from snnk_peft.tuner.finite import refuse_not_finite
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.given_model import takes_model
 from snnk_peft.tuner.model import plan_patches, refuse_patched, refuse_prepared

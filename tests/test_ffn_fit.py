@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from snnk_peft import FFNPart, PoolerPart, SNNKConfig, bundle, calibrate, get_snnk_model
+from snnk_peft.calibrating.batches import is_held_out
 from snnk_peft.parts.replaced import fit
 from snnk_peft.solvers.error_meter import ErrorMeter
 from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
 from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
 from snnk_peft.solvers.token_sample import TokenSample
-from snnk_peft.tuner.batches import is_held_out
 from tests.fresh_process import ROOT, run_python
 from tests.tiny_models import tiny
 

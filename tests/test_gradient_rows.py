@@ -12,7 +12,7 @@ from accelerate import cpu_offload
 from peft import PeftModel
 from torch import nn
 
-import snnk_peft.tuner.calibrate_adapters as module
+import snnk_peft.calibrating.adapters as module
 from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, calibrate_adapters, get_snnk_model
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.solvers.gradient_rows import GradientMoments, gradient_rows

@@ -31,6 +31,7 @@ LAYERS: list[set[str]] = [
     {"parts"},
     {"attention", "config"},
     {"tuner"},
+    {"calibrating"},
     {"bundling"},
     {"exporting"},
     {"family_check"},

@@ -23,6 +23,11 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.classes import SavedBundle
+from snnk_peft.calibrating.all_or_nothing import all_or_nothing
+from snnk_peft.calibrating.batches import checked, evaluating, model_inputs
+from snnk_peft.calibrating.finite import refuse_not_finite, refuse_overflow
+from snnk_peft.calibrating.held_out import LabelledRows
+from snnk_peft.calibrating.padding import masked_tokens, named_padding
 from snnk_peft.errors import ConfigError, NumericalWarning, UnsupportedError
 from snnk_peft.functional.folding import bundle_jacobian
 from snnk_peft.heads.fitted import HEAD_RIDGES
@@ -32,12 +37,7 @@ from snnk_peft.solvers.closed_form import one_hot_targets
 from snnk_peft.solvers.reduce import same_everywhere
 from snnk_peft.solvers.ridge import GramAccumulator
 from snnk_peft.solvers.ridge_posterior import cross_validated
-from snnk_peft.tuner.all_or_nothing import all_or_nothing
-from snnk_peft.tuner.batches import checked, evaluating, model_inputs
-from snnk_peft.tuner.finite import refuse_not_finite, refuse_overflow
 from snnk_peft.tuner.given_model import refuse_inference_tensors, takes_model
-from snnk_peft.tuner.held_out import LabelledRows
-from snnk_peft.tuner.padding import masked_tokens, named_padding
 
 
 @dataclass(frozen=True)

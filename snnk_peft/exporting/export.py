@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.probe import compare, probe_inputs
+from snnk_peft.calibrating.batches import read, refuse_no_batches
+from snnk_peft.calibrating.finite import refuse_not_finite
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.exporting.int8 import compared, milliseconds, quantized
 from snnk_peft.exporting.program import FORMATS, TorchFormat, as_it_was, missing_packages, opsets
 from snnk_peft.exporting.report import ExportReport, Int8Report, ShapeParity
 from snnk_peft.exporting.shapes import Axes, Inputs, only_tensors
-from snnk_peft.tuner.batches import read, refuse_no_batches
-from snnk_peft.tuner.finite import refuse_not_finite
 from snnk_peft.tuner.given_model import takes_model
 
 # Relative to the largest output; other kernels add up in another order.

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from snnk_peft.calibrating.calibrate import fitter_of, slot_to_fit
 from snnk_peft.layers.slots import FitOptions, Fitter
 from snnk_peft.planning.candidates import Template
 from snnk_peft.planning.hidden_units import UnitChoice, fit_unit_choices
 from snnk_peft.planning.sample import Sample, listen
 from snnk_peft.solvers.ridge import DEFAULT_RIDGES
-from snnk_peft.tuner.calibrate import fitter_of, slot_to_fit
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 OPTIONS = FitOptions(landmarks="greedy", ridges=DEFAULT_RIDGES, refit=False)

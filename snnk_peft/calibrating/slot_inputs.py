@@ -8,24 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import peft
 import torch
 from torch import nn
 
+from snnk_peft.calibrating.batches import Survey, is_held_out, model_inputs
+from snnk_peft.calibrating.stored_inputs import Run
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.slots import Call, Fitter
-from snnk_peft.tuner.batches import Survey, is_held_out, model_inputs
-from snnk_peft.tuner.slot_layer import SlotLayer
-from snnk_peft.tuner.stored_inputs import Run
+from snnk_peft.tuner.slot_layer import SlotLayer, root_of
 
 
 class _Reached(Exception):  # noqa: N818 - control flow, not an error
     """Ends a forward pass at the slot whose input was wanted."""
-
-
-def root_of(model: nn.Module) -> Any:
-    """The model inside PEFT's wrapper."""
-    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
 
 
 def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: Survey) -> dict[str, int]:

@@ -86,7 +86,7 @@ class CalibrationReport:
             ImportError: matplotlib is not installed; nothing is written.
             ConfigError: the folder cannot be written to.
         """
-        from snnk_peft.tuner.calibration_picture import draw
+        from snnk_peft.calibrating.picture import draw
 
         target = Path(folder)
         text = json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"

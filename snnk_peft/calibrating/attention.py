@@ -25,6 +25,11 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from snnk_peft.calibrating.all_or_nothing import all_or_nothing
+from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
+from snnk_peft.calibrating.finite import refuse_not_finite
+from snnk_peft.calibrating.padding import named_padding
+from snnk_peft.calibrating.report import CalibrationReport, SlotReport
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.families.base import unwrap
 from snnk_peft.functional.at_hand import offloaded
@@ -34,12 +39,7 @@ from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention.part import Attend
 from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_weights
 from snnk_peft.solvers.reduce import processes
-from snnk_peft.tuner.all_or_nothing import all_or_nothing
-from snnk_peft.tuner.batches import Batches, Survey, is_held_out, model_inputs
-from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
-from snnk_peft.tuner.finite import refuse_not_finite
 from snnk_peft.tuner.given_model import takes_model
-from snnk_peft.tuner.padding import named_padding
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 LOSSES = ("cross_entropy", "output", "weights")
@@ -89,7 +89,7 @@ def fit_attention(
         >>> import torch
         >>> from transformers import BertConfig, BertForSequenceClassification
         >>> from snnk_peft import AttentionPart, SNNKConfig, get_snnk_model
-        >>> from snnk_peft.tuner.fit_attention import fit_attention
+        >>> from snnk_peft.calibrating.attention import fit_attention
         >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
         >>> part = AttentionPart(component="softmax_pm", projection="free", num_features=8)
         >>> model = get_snnk_model(BertForSequenceClassification(tiny), SNNKConfig(attention=part))

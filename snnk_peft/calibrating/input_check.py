@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.tuner.as_tensors import EXAMPLE_AXES, as_tensors
+from snnk_peft.calibrating.as_tensors import EXAMPLE_AXES, as_tensors
 from snnk_peft.tuner.slot_layer import active_module
 
 Batch = Mapping[str, Any]

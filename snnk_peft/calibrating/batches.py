@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from snnk_peft.calibrating.as_tensors import FLOATS, LABELS, as_tensors
+from snnk_peft.calibrating.held_out import HeldOutRows
+from snnk_peft.calibrating.input_check import GIVES, Batch, InputCheck
+from snnk_peft.calibrating.padding import masked_tokens
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.at_hand import place_of
 from snnk_peft.repeats import rows
 from snnk_peft.solvers.reduce import gathered, global_index, process
-from snnk_peft.tuner.as_tensors import FLOATS, LABELS, as_tensors
-from snnk_peft.tuner.held_out import HeldOutRows
-from snnk_peft.tuner.input_check import GIVES, Batch, InputCheck
-from snnk_peft.tuner.padding import masked_tokens
 
 Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
 

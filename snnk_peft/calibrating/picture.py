@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snnk_peft.tuner.calibration_report import CalibrationReport
+    from snnk_peft.calibrating.report import CalibrationReport
 
 BEFORE, AFTER, SECONDS = "#b0b0b0", "#1f77b4", "#7a9e7e"
 

@@ -16,6 +16,12 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from snnk_peft.calibrating.adapter_report import AdapterReport, AdapterSlotReport
+from snnk_peft.calibrating.all_or_nothing import all_or_nothing
+from snnk_peft.calibrating.as_tensors import LABELS
+from snnk_peft.calibrating.batches import Batch, Batches, Survey, evaluating, is_held_out, placed
+from snnk_peft.calibrating.finite import refuse_not_finite
+from snnk_peft.calibrating.padding import named_padding
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.feature_stage import FeatureStage
@@ -23,15 +29,8 @@ from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.slots import Slot, real_tokens
 from snnk_peft.solvers.gradient_rows import RIDGES, GradientMoments, gradient_rows
 from snnk_peft.solvers.reduce import process, processes, same_everywhere
-from snnk_peft.tuner.adapter_report import AdapterReport, AdapterSlotReport
-from snnk_peft.tuner.all_or_nothing import all_or_nothing
-from snnk_peft.tuner.as_tensors import LABELS
-from snnk_peft.tuner.batches import Batch, Batches, Survey, evaluating, is_held_out, placed
-from snnk_peft.tuner.finite import refuse_not_finite
 from snnk_peft.tuner.given_model import takes_model
-from snnk_peft.tuner.padding import named_padding
-from snnk_peft.tuner.slot_inputs import root_of
-from snnk_peft.tuner.slot_layer import SlotLayer, original_path
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path, root_of
 
 ROOM = 1 << 28  # bytes of statistics at a time; more adapters than that take further passes
 TIE = 1e-6  # new rows must be better by this share: of rows that are as good, rounding would choose

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from snnk_peft.tuner.batches import evaluating
-from snnk_peft.tuner.padding import masked_tokens, named_padding
-from snnk_peft.tuner.slot_layer import SlotLayer, active_module, original_path
+from snnk_peft.calibrating.batches import evaluating
+from snnk_peft.calibrating.padding import masked_tokens, named_padding
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path, saved_in_full
 
 SHOWN = 4  # parameters that are named
 
@@ -76,8 +75,7 @@ def _in_use(module: nn.Module, path: str, replaced: bool) -> Iterator[tuple[str,
         if replaced or not any(slot.replaces for slot in slots):
             yield from _in_use(module.base_layer, path, replaced)
         return
-    if isinstance(module, ModulesToSaveWrapper):
-        module = module.original_module if module.disable_adapters else active_module(module)
+    module = saved_in_full(module)
     for name, value in module.named_parameters(recurse=False):
         yield f"{_plain(path)}.{name}".removeprefix("."), value
     for name, child in module.named_children():

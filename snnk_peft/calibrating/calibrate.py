@@ -17,6 +17,13 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from snnk_peft.calibrating.all_or_nothing import all_or_nothing
+from snnk_peft.calibrating.batches import Batches, Survey
+from snnk_peft.calibrating.finite import refuse_not_finite
+from snnk_peft.calibrating.padding import named_padding
+from snnk_peft.calibrating.report import CalibrationReport, SlotReport, warn_of_few_tokens, warn_of_poor_attention
+from snnk_peft.calibrating.slot_inputs import SlotInputs, execution_order
+from snnk_peft.calibrating.stored_inputs import StoredInputs
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.families.base import unwrap
 from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
@@ -25,15 +32,8 @@ from snnk_peft.layers.slots import FitOptions, Fitter, Slot
 from snnk_peft.solvers.landmarks import RULES
 from snnk_peft.solvers.reduce import process, processes, same_everywhere
 from snnk_peft.solvers.ridge import DEFAULT_RIDGES
-from snnk_peft.tuner.all_or_nothing import all_or_nothing
-from snnk_peft.tuner.batches import Batches, Survey
-from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport, warn_of_few_tokens, warn_of_poor_attention
-from snnk_peft.tuner.finite import refuse_not_finite
 from snnk_peft.tuner.given_model import takes_model
-from snnk_peft.tuner.padding import named_padding
-from snnk_peft.tuner.slot_inputs import SlotInputs, execution_order, root_of
-from snnk_peft.tuner.slot_layer import SlotLayer, active_module, original_path
-from snnk_peft.tuner.stored_inputs import StoredInputs
+from snnk_peft.tuner.slot_layer import SlotLayer, active_module, original_path, root_of
 
 
 @takes_model
