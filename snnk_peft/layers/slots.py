@@ -14,7 +14,7 @@ hold the new parameters; the original stays where it is. The slots themselves st
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -211,6 +211,14 @@ class Fitter:
         """Fit, in place, without gradients; `data` is read `reads` times."""
         raise TypeError(f"{type(self).__name__} does not define fit()")
 
+    def fit_sizes(self, others: Sequence[Fitter], data: Tokens) -> list[float] | None:
+        """Fit this and others of the same place, which differ in size, from statistics that all of them share.
+
+        Returns:
+            Their errors on held-out rows, this one's first; None where each has statistics of its own.
+        """
+        return None
+
 
 class Slot(nn.Module):
     """Base class: changes what one module of the model computes.
@@ -255,6 +263,15 @@ class Slot(nn.Module):
             slots_at: the active slots at a path of the unpatched model.
         """
         return None
+
+    def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
+        """What is wrong with what the slot takes for granted about its model, for `check_family`.
+
+        Args:
+            root: the patched transformers model.
+            run: a forward pass in which no adapter acts, without gradients.
+        """
+        return iter(())
 
     def changes(self, path: str) -> tuple[str, ...]:
         """The modules that change together when this slot at `path` is folded, in the order of the report."""

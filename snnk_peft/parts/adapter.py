@@ -25,7 +25,7 @@ from snnk_peft.layers.slots import Base, FoldPlace, Slot, check_passing, no_fold
 from snnk_peft.layers.snnk_linear import plain_linear
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
-from snnk_peft.parts.base import FeaturePart, Patch, PatchContext, resolve_layers
+from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, resolve_layers
 
 
 @PARTS.register("adapter")
@@ -78,6 +78,11 @@ class AdapterPart(FeaturePart):
                 "use init='random' or init='paper'"
             )
         return found
+
+    @classmethod
+    def probes(cls) -> dict[str, Part]:
+        """See `Part.probes`."""
+        return {place: cls(placement=place) for place in ("houlsby", "pfeiffer", "parallel", "query_value")}
 
     @property
     def uses_gate(self) -> bool:

@@ -24,7 +24,7 @@ from snnk_peft.calibrating.padding import named_padding
 from snnk_peft.config import SNNKConfig, part_name
 from snnk_peft.errors import ConfigError
 from snnk_peft.parts import Part
-from snnk_peft.planning.candidates import Places, Template, default_templates, places, size_of
+from snnk_peft.planning.candidates import Places, Template, default_templates, places
 from snnk_peft.planning.choose import Offer, Point, apart, pareto
 from snnk_peft.planning.damage import measure_damage
 from snnk_peft.planning.fitting import Errors, fit_all
@@ -155,7 +155,7 @@ def _planned(
         Candidate(
             key,
             part_name(type(templates[number].part)),
-            size_of(templates[number].part),
+            templates[number].part.size_in_words(),
             saved[number].get(key, 0.0),
             fit_errors.get((number, key)),
             output_errors[number, key],

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 from torch import nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.families import FAMILIES
+from snnk_peft.families import FAMILIES, family_of
 from snnk_peft.families.base import module_at, unwrap
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
@@ -29,7 +29,7 @@ from snnk_peft.parts.attention.fit import AttentionFitter, HeadsReader
 from snnk_peft.parts.attention.interface import NAME as ATTENTION
 from snnk_peft.parts.attention.joint_fit import JointFitter
 from snnk_peft.parts.attention.near_field import near_field_faults
-from snnk_peft.parts.base import FeaturePart, Patch, PatchContext, resolve_layers
+from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, resolve_layers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import did_you_mean
 
@@ -65,6 +65,7 @@ class AttentionPart(FeaturePart):
     """
 
     attends: ClassVar[bool] = True
+    disables_exactly: ClassVar[bool] = False  # softmax comes from another function then
 
     component: str = option("posrf", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
     num_features: int | None = option(  # type: ignore[assignment]
@@ -189,6 +190,17 @@ class AttentionPart(FeaturePart):
                 f"{part}.sum_of[{i}].{did_you_mean('field', k, TERM_FIELDS)}" for k in entry if k not in TERM_FIELDS
             ]
         return found
+
+    @classmethod
+    def candidates(cls, model: nn.Module, length: int) -> list[Part]:
+        """See `Part.candidates`; where it can be cheaper than softmax: in encoders, for few rows per token."""
+        rows = [] if family_of(model).causal else [rows for rows in (32, 64, 128) if 4 * rows <= length]
+        return [cls(component="mixture", projection="centroids", num_features=number) for number in rows]
+
+    @classmethod
+    def probes(cls) -> dict[str, Part]:
+        """See `Part.probes`."""
+        return {"attention": cls(projection="free", num_features=16)}
 
     def terms(self) -> list[AttentionPart]:
         """One part per feature map of the sum: this one, then those of `sum_of` with what they leave out filled in."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -86,6 +86,8 @@ class LowRankPart(Part):
         0.0, "strength that `FrobeniusDecay(model)` finds in the layers; the part itself adds no decay.", low=0
     )
     ranks: dict[str, int] | None = option(None, "filled in when a model is patched by energy: the ranks.")
+
+    size_fields: ClassVar[tuple[str, ...]] = ("rank", "rank_scale")
 
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""

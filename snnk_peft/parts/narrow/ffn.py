@@ -5,15 +5,16 @@ W₂ (f(W x) ⊙ V x) + b      becomes      A (f(W_S x) ⊙ V_S x) + a        (w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import family_of
 from snnk_peft.families.base import module_at
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, FoldPlace, Slot, Tokens
@@ -61,6 +62,18 @@ class NarrowFFNPart(Part):
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
         return super().faults(part) + layers_faults(f"{part}.layers", self.layers)
+
+    size_fields: ClassVar[tuple[str, ...]] = ("num_features", "keep")
+
+    @classmethod
+    def candidates(cls, model: nn.Module, length: int) -> list[Part]:
+        """See `Part.candidates`; of plain FFNs, which `FFNPart` makes cheaper, none."""
+        return [cls(keep=share) for share in (1 / 4, 1 / 2, 3 / 4)] if family_of(model).gated else []
+
+    @classmethod
+    def probes(cls) -> dict[str, Part]:
+        """See `Part.probes`."""
+        return {"narrow_ffn": cls()}
 
     def plan(self, context: PatchContext) -> list[Patch]:
         """See `Part.plan`.
@@ -168,6 +181,22 @@ class FirstUnits(NarrowUnits):
     def changes(self, path: str) -> tuple[str, ...]:
         """All Linears of the block."""
         return self.block.paths
+
+    def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
+        """See `Slot.check`: does the contraction read what `NarrowBlock.hidden` makes?"""
+        block, given = self.block, {}
+        *expansions, contraction = (root.get_submodule(path) for path in block.paths)
+        hooks = [
+            each.register_forward_pre_hook(lambda module, args: given.update({module: args[0]}))
+            for each in (expansions[0], contraction)
+        ]
+        run()
+        for hook in hooks:
+            hook.remove()
+        found = block.hidden(expansions, root.get_submodule(block.activation), given[expansions[0]])
+        units = given[contraction].reshape(found.shape)
+        if not torch.allclose(found, units, rtol=1e-3, atol=1e-3 * float(units.abs().max())):
+            yield f"{block.paths[-1]!r} reads something else than activation(a) or, gated, activation(a) * b"
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import ClassVar
 
 from torch import nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import family_of
 from snnk_peft.families.base import module_at
 from snnk_peft.layers.heads import HEAD_SIZES, head_size
 from snnk_peft.layers.slots import Slot
 from snnk_peft.options import MOST, documented, option
 from snnk_peft.parts import PARTS
-from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
+from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers, shares_of
 from snnk_peft.parts.narrow.heads_slots import FittedHeads, NarrowHeads
 
 NORM = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")  # what a norm of queries or keys is called
@@ -48,6 +50,20 @@ class NarrowHeadsPart(Part):
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
         return super().faults(part) + layers_faults(f"{part}.layers", self.layers)
+
+    size_fields: ClassVar[tuple[str, ...]] = ("head_dim",)
+
+    @classmethod
+    def candidates(cls, model: nn.Module, length: int) -> list[Part]:
+        """See `Part.candidates`."""
+        family = family_of(model)
+        attention = module_at(model, f"{family.layer_paths(model)[0]}.{family.attention}", "the attention")
+        return [cls(head_dim=size) for size in shares_of(head_size(attention) or 0, (1 / 4, 1 / 2, 3 / 4))]
+
+    @classmethod
+    def probes(cls) -> dict[str, Part]:
+        """See `Part.probes`."""
+        return {"narrow_heads": cls(head_dim=1)}
 
     def plan(self, context: PatchContext) -> list[Patch]:
         """See `Part.plan`.

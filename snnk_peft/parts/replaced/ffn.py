@@ -8,14 +8,17 @@ from functools import partial
 from torch import nn
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.families.base import module_at
+from snnk_peft.families import family_of
+from snnk_peft.families.base import as_linear, module_at
 from snnk_peft.functional.at_hand import at_hand, wide_on_cpu
 from snnk_peft.layers.slots import Slot
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
-from snnk_peft.parts.base import Patch, PatchContext, resolve_layers
+from snnk_peft.parts.base import Part, Patch, PatchContext, resolve_layers, shares_of
 from snnk_peft.parts.replaced.slots import Bypass, Replace, ReplacingPart
+
+TRIED = (1 / 48, 1 / 24, 1 / 12, 1 / 6, 1 / 4)  # of the hidden units, by `plan`
 
 
 @PARTS.register("ffn")
@@ -38,6 +41,19 @@ class FFNPart(ReplacingPart):
     train_contraction: bool = option(
         False, "also train the contraction (the block's second matrix) of the converted layers."
     )
+
+    @classmethod
+    def candidates(cls, model: nn.Module, length: int) -> list[Part]:
+        """See `Part.candidates`."""
+        family = family_of(model)
+        expansion = f"{family.layer_paths(model)[0]}.{family.ffn_in}"
+        units = as_linear(module_at(model, expansion, "the FFN expansion"))
+        return [cls(num_features=size) for size in shares_of(getattr(units, "out_features", 0), TRIED)]
+
+    @classmethod
+    def probes(cls) -> dict[str, Part]:
+        """See `Part.probes`."""
+        return {"ffn": cls("relu", "orf", 16)}
 
     def plan(self, context: PatchContext) -> list[Patch]:
         """See `Part.plan`; more landmarks than hidden units are a fault."""

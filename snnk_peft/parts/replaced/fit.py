@@ -13,6 +13,7 @@ that are drawn stay as they were drawn, steps or not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -128,6 +129,23 @@ class ReplacedFitter(Fitter):
                 fit = self._descend(fit, *kept)
         size, unknowns = self.layer.stage.feature_map.num_features, self.layer.stage.out_dim + 1
         return Fit(size, train.count, before.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)
+
+    def fit_sizes(self, others: Sequence[Fitter], data: Tokens) -> list[float] | None:
+        """See `Fitter.fit_sizes`: the second moments of all hidden units do not depend on how many are kept."""
+        alike = [self, *(other for other in others if isinstance(other, ReplacedFitter))]
+        if len(alike) <= len(others) or not all(fitter.chooses_units for fitter in alike):
+            return None
+        train, test = self._moments(), self._moments()
+        for is_test, tokens in data:
+            for x in tokens.split(ROWS):
+                self._add(test if is_test else train, x, self.target(x))
+        return [fitter._closed_form(train, test).error for fitter in alike]
+
+    @property
+    def chooses_units(self) -> bool:
+        """Whether the features are hidden units and nothing else, none of them moved."""
+        units = self.landmarks is not None and self.features_are_hidden_units()
+        return units and not self.given and not self.moved
 
     def _moments(self) -> Any:
         """An accumulator for hidden units, and inputs that the readout sees beside them; else for features."""

@@ -32,7 +32,7 @@ from snnk_peft.layers.slots import Base, FitOptions, FitPlace, Fitter, FoldPlace
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
-from snnk_peft.parts.base import Patch, PatchContext
+from snnk_peft.parts.base import Part, Patch, PatchContext
 from snnk_peft.parts.replaced.fit import ReplacedFitter
 from snnk_peft.parts.replaced.slots import Bypass, Replace, ReplacingPart
 
@@ -51,6 +51,16 @@ class PoolerPart(ReplacingPart):
     num_features: int = option(32, "rows of W, >= 1.", checked=False)
 
     holds_head: ClassVar[bool] = True
+
+    @classmethod
+    def candidates(cls, model: nn.Module, length: int) -> list[Part]:
+        """See `Part.candidates`."""
+        return [cls(num_features=32), cls(num_features=64)]
+
+    @classmethod
+    def probes(cls) -> dict[str, Part]:
+        """See `Part.probes`."""
+        return {"pooler": cls("relu", "orf", 16)}
 
     def faults(self, part: str) -> list[str]:
         """See `Part.faults`."""
