@@ -107,7 +107,7 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
         inputs = probe_inputs(model) if probe is None else checked_one(model, probe, "probe")
         probes = [(kind, case, part) for kind in PARTS for case, part in PARTS[kind].probes().items()]
         for kind, case, part in probes:
-            config = SNNKConfig(**({kind: part} if kind in SHORTCUTS else {"parts": [part]}))  # type: ignore[arg-type]
+            config = SNNKConfig(**({kind: part} if kind in SHORTCUTS else {"parts": [part]}))
             reason = _reason_against(model, config)
             if reason is not None:
                 report.left_out[case] = reason
