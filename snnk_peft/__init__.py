@@ -41,8 +41,7 @@ from snnk_peft.planning.make import plan
 from snnk_peft.planning.result import Plan
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.get_model import get_snnk_model
-
-__version__ = "0.1.0"
+from snnk_peft.version import __version__ as __version__
 
 __all__ = [
     "COMPONENTS",

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from snnk_peft.calibrating.report import CalibrationReport
+from typing import Any
 
 BEFORE, AFTER, SECONDS = "#b0b0b0", "#1f77b4", "#7a9e7e"
 
 
-def draw(report: CalibrationReport) -> bytes:
-    """A PNG; needs no display and leaves matplotlib's settings alone.
+def draw(slots: Sequence[Any]) -> bytes:
+    """A PNG of the slots of a report; needs no display and leaves matplotlib's settings alone.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -26,7 +23,6 @@ def draw(report: CalibrationReport) -> bytes:
             "the picture of a calibration needs matplotlib, which is not installed: pip install snnk-peft[demo]; "
             "report.to_dict() needs nothing"
         ) from error
-    slots = report.slots
     panels: list[tuple[str, list[Any], list[Any]]] = [
         ("squared error, held out, of the variance", [s.error_before for s in slots], [s.error_after for s in slots])
     ]
@@ -49,7 +45,7 @@ def draw(report: CalibrationReport) -> bytes:
     axes[0].set_yticks(range(len(slots)), [slot.path for slot in slots], fontsize=8)
     axes[0].invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
-    figure.suptitle(f"calibration: {len(slots)} places, {report.seconds:.0f} s")
+    figure.suptitle(f"calibration: {len(slots)} places, {sum(slot.seconds for slot in slots):.0f} s")
     file = io.BytesIO()
     figure.savefig(file, dpi=120, format="png")
     return file.getvalue()

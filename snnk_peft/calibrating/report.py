@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from snnk_peft.calibrating.picture import draw
 from snnk_peft.errors import ConfigError, NumericalWarning
 
 SHOWN = 4  # slots that a warning names
@@ -86,11 +87,9 @@ class CalibrationReport:
             ImportError: matplotlib is not installed; nothing is written.
             ConfigError: the folder cannot be written to.
         """
-        from snnk_peft.calibrating.picture import draw
-
         target = Path(folder)
         text = json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
-        files = {target / "calibration.json": text.encode(), target / "calibration.png": draw(self)}
+        files = {target / "calibration.json": text.encode(), target / "calibration.png": draw(self.slots)}
         try:
             target.mkdir(parents=True, exist_ok=True)
             for path, content in files.items():

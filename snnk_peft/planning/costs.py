@@ -80,9 +80,8 @@ def macs(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> C
         inputs: its keyword arguments.
         paths: of its Transformer layers.
     """
-    from snnk_peft.cost.meter import (
-        Meter,
-    )  # takes torch's own counters in, which importing the package need not wait for
+    # Here, because it takes in torch's own counters, for which nobody who imports the package should wait.
+    from snnk_peft.cost.meter import Meter
 
     with Meter() as meter:
         return _by_layer(model, inputs, paths, lambda: meter.flops // 2)
