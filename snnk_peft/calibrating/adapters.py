@@ -135,6 +135,11 @@ def calibrate_adapters(
     return AdapterReport(slots, time.perf_counter() - start, settings)
 
 
+def adapters_with_rows(model: nn.Module) -> bool:
+    """Whether there are active adapters over rows that can be made."""
+    return bool(_adapters(model)[0])
+
+
 def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str]]:
     """The adapters whose rows can be made, and what is wrong."""
     root = root_of(model)

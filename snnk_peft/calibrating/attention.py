@@ -207,6 +207,17 @@ class Observer:
         return relative_error(float(wrong), float(variance), float(squares))
 
 
+def learned_kernels(model: nn.Module) -> list[KernelAttention]:
+    """The active linear attention of a model that stands for softmax over all tokens and can learn."""
+    return [observer.kernel for observer in _observers(model, LOSSES[0])]
+
+
+def loss_of(model: nn.Module) -> str:
+    """The loss that the features of a model's linear attention allow: the divergence for positive ones."""
+    components = [one.component for kernel in learned_kernels(model) for one in kernel.maps()]
+    return "cross_entropy" if all(component.positive for component in components) else "output"
+
+
 def _observers(model: nn.Module, loss: str) -> list[Observer]:
     """One per attention module whose active linear attention stands for softmax over all tokens and can learn."""
     found = []

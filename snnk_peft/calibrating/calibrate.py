@@ -17,7 +17,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from snnk_peft.calibrating.adapter_report import AdapterReport
+from snnk_peft.calibrating.adapters import adapters_with_rows, calibrate_adapters
 from snnk_peft.calibrating.all_or_nothing import all_or_nothing
+from snnk_peft.calibrating.attention import fit_attention, learned_kernels, loss_of
 from snnk_peft.calibrating.batches import Batches, Survey
 from snnk_peft.calibrating.finite import refuse_not_finite
 from snnk_peft.calibrating.padding import named_padding
@@ -35,6 +38,8 @@ from snnk_peft.solvers.ridge import DEFAULT_RIDGES
 from snnk_peft.tuner.given_model import takes_model
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module, original_path, root_of
 
+HELD_OUT = 0.2
+
 
 @takes_model
 def calibrate(
@@ -42,19 +47,20 @@ def calibrate(
     batches: Batches,
     *,
     landmarks: str = "greedy",
-    held_out: float = 0.2,
-    ridges: Sequence[float] = DEFAULT_RIDGES,
+    held_out: float | None = None,
+    ridges: Sequence[float] | None = None,
     refit: bool = True,
     steps: int = 0,
     progress: bool = True,
-) -> CalibrationReport:
+) -> CalibrationReport | AdapterReport:
     """Fit the replaced FFN blocks, pooler, attention, heads and low-rank layers of a patched model to the originals.
 
     All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was.
 
-    Adapters, and linear attention over other rows than `centroids`, hold nothing that stands for a module's output.
-    They stay as they are, and what is fitted sees their effect in its inputs. Rows of adapters are made from labels:
-    `calibrate_adapters`.
+    Adapters, and linear attention over other rows than `centroids`, hold nothing that stands for a module's output. In
+    a model that has nothing else they are what is fitted: learned maps of attention with `steps`, as `fit_attention`
+    says, or the rows of adapters from labelled batches, as `calibrate_adapters` says. Beside parts that do stand in for
+    a module they stay as they are, and what is fitted sees their effect in its inputs; these two functions fit them.
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
@@ -63,11 +69,13 @@ def calibrate(
     Args:
         model: a model from `get_snnk_model` whose active adapter replaces something.
         batches: model-input dicts on any device, as a list, a DataLoader or a function that returns an iterator; read
-            once per slot (some low-rank layers: twice), always in the same order. Labels are ignored. A few hundred to
-            a few thousand sentences of the kind the model will see are enough.
+            once per slot (some low-rank layers: twice), always in the same order. Labels are for rows of adapters
+            alone. A few hundred to a few thousand sentences of the kind the model will see are enough.
         landmarks: how landmark projections choose their rows: "greedy" or "importance" (see solvers/landmarks).
-        held_out: fraction of the batches that chooses the regularisation and is not fitted, in (0, 1).
-        ridges: candidates for the regularisation, as fractions of the mean feature variance.
+        held_out: fraction of the batches that chooses the regularisation and is not fitted, in (0, 1). None: 0.2; for
+            rows of adapters 0.5.
+        ridges: candidates for the regularisation, as fractions of the mean feature variance; None: `DEFAULT_RIDGES` of
+            solvers/ridge.py, and for rows of adapters `RIDGES` of solvers/gradient_rows.py.
         refit: once the regularisation is chosen, fit to all batches, the held-out ones included. The reported error is
             the held-out one from before.
         steps: of Adam behind the closed form of an attention part over `centroids`, per layer: the first half on the
@@ -79,7 +87,7 @@ def calibrate(
         progress: show a progress bar with an estimate.
 
     Returns:
-        A CalibrationReport; print it for a table.
+        A CalibrationReport, or an AdapterReport of rows of adapters; print it for a table.
 
     Raises:
         ConfigError: nothing to calibrate, too few batches, an iterator that can be read only once or gives other
@@ -104,13 +112,22 @@ def calibrate(
         >>> report.slots[0].error_after < report.slots[0].error_before
         True
     """
+    slots = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}
+    slots = {name: layer for name, layer in slots.items() if slot_to_fit(layer) is not None}
+    if not slots and steps and learned_kernels(model):
+        share = HELD_OUT if held_out is None else held_out
+        return fit_attention(model, batches, steps=steps, loss=loss_of(model), held_out=share, progress=progress)
+    if not slots and adapters_with_rows(model):
+        given = {"held_out": held_out, "ridges": ridges}
+        given = {name: value for name, value in given.items() if value is not None}
+        return calibrate_adapters(model, batches, refit=refit, progress=progress, **given)  # type: ignore[arg-type]
+    held_out = HELD_OUT if held_out is None else held_out
+    ridges = DEFAULT_RIDGES if ridges is None else ridges
     faults = []
     if landmarks not in RULES:
         faults.append(f"landmarks is {landmarks!r}; expected one of {', '.join(RULES)}")
     if not 0 < held_out < 1:
         faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
-    slots = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}
-    slots = {name: layer for name, layer in slots.items() if slot_to_fit(layer) is not None}
     if type(steps) is not int or steps < 0:
         faults.append(f"steps is {steps!r}; expected an integer >= 0")
     options = FitOptions(landmarks, ridges, refit, steps)
@@ -118,7 +135,8 @@ def calibrate(
         faults.append(
             "the model has no active part that can be calibrated; expected a model from get_snnk_model with ffn=, "
             "pooler=, low_rank=, attention over projection 'centroids' or a part such as NarrowHeadsPart, with that "
-            "adapter active (other linear attention is trained, and adapters have calibrate_adapters)"
+            "adapter active; or linear attention over a learned projection with steps=200, or adapters over 'free' or "
+            "'informed'"
         )
     if away := [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]:
         faults.append(
