@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -36,7 +35,7 @@ from snnk_peft.parts import PARTS
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.given_model import takes_model
 from snnk_peft.tuner.model import plan_patches, refuse_patched, refuse_prepared
-from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.tuner.slot_layer import SlotLayer, is_saved_in_full
 
 # Paths inside one layer, which exist in every model of a family; the others belong to heads that a model may lack.
 IN_LAYERS = (
@@ -200,7 +199,7 @@ def _wrong_beliefs(patched: Any, inputs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _holds(module: nn.Module) -> bool:
-    return isinstance(module, (SlotLayer, ModulesToSaveWrapper))
+    return isinstance(module, SlotLayer) or is_saved_in_full(module)
 
 
 def _gets_gradient(layer: nn.Module) -> bool:

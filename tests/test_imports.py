@@ -105,6 +105,25 @@ def test_imports_point_downwards(root):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(
+    ("package", "names", "rooms"),
+    [
+        ("peft", None, {"config", "tuner", "cost"}),  # cost: of LoRA, to compare with
+        ("transformers", {"AttentionInterface", "AttentionMaskInterface"}, {"parts.attention"}),
+    ],
+)
+def test_few_rooms_know_the_doors_of_other_libraries(root, package, names, rooms):
+    found = set()
+    for dotted, source in modules(root).items():
+        room = ".".join(dotted.split(".")[1:3]) if unit_of(dotted) == "parts" else unit_of(dotted)
+        for node in ast.walk(ast.parse(source)):
+            inside = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package
+            whole = isinstance(node, ast.Import) and any(a.name.split(".")[0] == package for a in node.names)
+            if (inside and (names is None or any(a.name in names for a in node.names))) or (whole and names is None):
+                found.add(room)
+    assert found == rooms
+
+
 def circles(graph: dict[str, set[str]]) -> set[str]:
     """The nodes of a graph that stand on a circle, or between two."""
     left = dict(graph)

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from snnk_peft.errors import ConfigError
@@ -156,6 +157,16 @@ def original_path(path: str) -> str:
 def root_of(model: nn.Module) -> Any:
     """The model inside PEFT's wrapper."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def is_saved_in_full(module: nn.Module) -> bool:
+    """Whether adapters have trained copies of the module (PEFT's modules_to_save)."""
+    return isinstance(module, ModulesToSaveWrapper)
+
+
+def is_of_an_adapter(module: nn.Module) -> bool:
+    """Whether an adapter of PEFT, of this or another method, is around the module."""
+    return isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
 
 
 def saved_in_full(module: nn.Module) -> nn.Module:
