@@ -22,7 +22,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.parts.attention.fit import Heard, Sample
+from snnk_peft.parts.attention.recording import Recorded, Sample
 from snnk_peft.solvers.centroids import (
     Scores,
     centroids,
@@ -174,9 +174,9 @@ def test_the_error_of_the_output_is_that_of_the_heads_or_of_what_reads_them(read
 
 
 def test_a_sample_is_bounded_and_random():
-    def heard(number: int) -> Heard:
+    def heard(number: int) -> Recorded:
         q = torch.full((2, 1, 5, 1), float(number))
-        return Heard(q, q, q, q, None, False, 1.0)
+        return Recorded(q, q, q, q, None, False, 1.0)
 
     sample = Sample(30, torch.Generator().manual_seed(0))
     for number in range(200):

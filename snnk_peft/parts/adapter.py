@@ -165,7 +165,7 @@ def _readout(
 
 def _after(context: PatchContext, part: AdapterPart, dim: int, site: str) -> Slot:
     stage = _stage(context, part, dim, site)
-    return After(SNNKAdapter(stage, _readout(context, part, stage, site)))
+    return Behind(SNNKAdapter(stage, _readout(context, part, stage, site)))
 
 
 def _query_value(context: PatchContext, part: AdapterPart, layer: str, site: str) -> list[Patch]:
@@ -202,7 +202,7 @@ def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.L
     ]
 
 
-class After(Slot):
+class Behind(Slot):
     """adapter(original(x)): the sequential placement."""
 
     alone = False

@@ -49,9 +49,9 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
             templates[number].activate(key)
         fitters = [fitter_of(templates[number].root, layer, OPTIONS) for number, _, layer in here]
         first, *others = fitters
-        found = first.fit_sizes(others, _Again(first, calls[path])) if others else None
+        found = first.fit_sizes(others, _KeptCalls(first, calls[path])) if others else None
         if found is None:
-            found = [fitter.fit(_Again(fitter, calls[path])).error_after for fitter in fitters]
+            found = [fitter.fit(_KeptCalls(fitter, calls[path])).error_after for fitter in fitters]
         torch.clear_autocast_cache()  # the caller's autocast would judge copies of what was there before
         errors |= {(number, key): error for (number, key, _), error in zip(here, found, strict=True)}
         tick(len(here))
@@ -68,7 +68,7 @@ def _fitted(template: Template, key: int | None, layer: SlotLayer) -> bool:
     return found
 
 
-class _Again:
+class _KeptCalls:
     """Kept calls in the form that a fitter reads, as often as it likes."""
 
     def __init__(self, fitter: Fitter, calls: Any):

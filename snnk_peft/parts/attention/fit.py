@@ -7,34 +7,27 @@ number of tokens. What comes in is what the layers converted so far give; the ta
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.integrations.sdpa_attention import repeat_kv
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand, offloaded
-from snnk_peft.functional.precision import as_a_linear, full_precision, wide
+from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import (
-    Base,
     Call,
     Fit,
     FitOptions,
     FitPlace,
     Fitter,
-    FoldPlace,
-    Slot,
     Tokens,
-    no_folded_form,
 )
-from snnk_peft.layers.snnk_linear import plain_linear
-from snnk_peft.parts.attention.softmax import pairwise_mask
+from snnk_peft.parts.attention.readout import ReadHeads
+from snnk_peft.parts.attention.recording import Recorder, Sample
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.centroids import Centroids
 from snnk_peft.solvers.centroids import (
@@ -55,170 +48,6 @@ TOKENS = 32_768  # kept of the fitted ones; of the held-out ones a quarter
 QUERIES = 6_000  # per key head, for the clusters
 TRIED = 6  # batches that choose τ
 MOST = 128  # queries of a sequence when weights are formed
-
-
-class ReadHeads(Slot):
-    """The projection behind the heads, with numbers of its own.
-
-    Args:
-        linear: the original.
-    """
-
-    replaces = True
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        with at_hand(linear):
-            self.linear = copy.deepcopy(linear)
-
-    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """x (..., heads·d) -> (..., out); PEFT keeps what is trained in fp32, also in a model of half precision."""
-        return as_a_linear(self.linear(x.to(self.linear.weight.dtype)), x)
-
-    def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Other numbers of any dtype."""
-        with torch.no_grad():
-            self.linear.weight.copy_(weight)
-            if self.linear.bias is not None and bias is not None:
-                self.linear.bias.copy_(bias)
-
-    def fold(self, place: FoldPlace) -> None:
-        """A plain Linear."""
-        if any(slot is not self for slot in place.slots):
-            raise no_folded_form(place, self)
-        place.put(plain_linear(self.linear.weight, self.linear.bias))
-
-
-class HeadsReader:
-    """The projection behind the heads of a layer: where it is, and its slot, which stands there.
-
-    Args:
-        path: in the model.
-        source: the original.
-    """
-
-    def __init__(self, path: str, source: nn.Linear):
-        self.path = path
-        self._source: nn.Linear | None = source
-        self._slot: ReadHeads | None = None
-
-    def slot(self) -> ReadHeads:
-        """Made once."""
-        if self._slot is None:
-            assert self._source is not None
-            self._slot, self._source = ReadHeads(self._source), None  # a copy of the model copies no original
-        return self._slot
-
-
-class Heard(NamedTuple):
-    """What a layer's attention was given in one call, and which of it counts.
-
-    Attributes:
-        q: (B, H, L, d).
-        k: (B, G, N, d).
-        v: (B, G, N, D).
-        out: what softmax gave, (B, H, L, D) in at least fp32.
-        mask: (B, N) bool, or None.
-        causal: whether a query sees only keys at or before it.
-        scaling: factor on q·k.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    mask: torch.Tensor | None
-    causal: bool
-    scaling: float
-
-    @property
-    def counted(self) -> torch.Tensor:
-        """(B, L), False at padding."""
-        if self.mask is None:
-            return torch.ones(self.q.shape[0], self.q.shape[2], dtype=torch.bool, device=self.q.device)
-        return self.mask[:, -self.q.shape[2] :]
-
-    def scores(self) -> Scores:
-        """Queries and keys in at least fp32, each times the root of the scaling, query heads by key heads."""
-        root = self.scaling**0.5
-        pairs = pairwise_mask(self.mask, self.q, self.k, self.causal)
-        q, out = (wide(each).unflatten(1, (self.k.shape[1], -1)) for each in (self.q, self.out))
-        pairs = None if pairs is None else pairs.unsqueeze(1)
-        return Scores(q * root, wide(self.k) * root, wide(self.v), out, pairs, self.counted)
-
-    def rows(self, out: torch.Tensor) -> torch.Tensor:
-        """(B, H, L, D) -> (n, H·D) without padding."""
-        return out.transpose(1, 2).flatten(2)[self.counted]
-
-    def softmax(self) -> torch.Tensor:
-        """What the original gave, (n, H·D)."""
-        return self.rows(self.out)
-
-    def linear(self, kernel: KernelAttention) -> torch.Tensor:
-        """What linear attention gives, (n, H·D)."""
-        out = kernel(self.q, self.k, wide(self.v), self.mask, causal=self.causal, scaling=self.scaling)
-        return self.rows(out)
-
-
-class Ear:
-    """Stands where an attention module asks for its kernel: gives softmax, and keeps what it was given."""
-
-    near_field = None
-
-    def __init__(self) -> None:
-        self.heard: list[Heard] = []
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        *,
-        causal: bool = False,
-        scaling: float | None = None,
-    ) -> torch.Tensor:
-        """Softmax attention (B, H, L, D); arguments as in `KernelAttention.forward`."""
-        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-        pairs = pairwise_mask(mask, q, k, causal)
-        keys, values = (repeat_kv(wide(each), q.shape[1] // k.shape[1]) for each in (k, v))
-        with full_precision(q):
-            out = nn.functional.scaled_dot_product_attention(wide(q), keys, values, attn_mask=pairs, scale=scaling)
-        self.heard.append(Heard(q, k, v, out, mask, causal, scaling))
-        return out.to(q.dtype)
-
-
-class Sample:
-    """A random choice of what was heard, of so many tokens at most, however many come: reservoir sampling.
-
-    Args:
-        tokens: at most so many are kept, but at least one call.
-        generator: chooses.
-    """
-
-    def __init__(self, tokens: int, generator: torch.Generator):
-        self.most, self.generator = tokens, generator
-        self.kept: list[tuple[float, Heard]] = []
-
-    def add(self, heard: Heard) -> None:
-        """Each call has a random rank; those of the highest ranks stay."""
-        self.kept.append((float(torch.rand((), generator=self.generator)), heard))
-        self.kept.sort(key=lambda pair: pair[0])
-        while len(self.kept) > 1 and self.count > self.most:
-            self.kept.pop()
-
-    @property
-    def count(self) -> int:
-        """Tokens kept, padding included."""
-        return sum(heard.q.shape[0] * heard.q.shape[2] for _, heard in self.kept)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens kept, without padding."""
-        return sum(int(heard.counted.sum()) for _, heard in self.kept)
-
-    def __iter__(self) -> Iterator[Heard]:
-        return (heard for _, heard in self.kept)
 
 
 class AttentionFitter(Fitter):
@@ -264,21 +93,21 @@ class AttentionFitter(Fitter):
         """See `Fitter.fit`."""
         first = self.kernel.maps()[0].projection
         generator = site_generator(first.seed, f"{first.site}.fit")  # the same in every fit
-        train, test = self._listen(data, generator)
+        train, test = self._record(data, generator)
         with full_precision(first.weight):  # logarithms of weights, whatever precision the model runs in
             return self._fit(train, test, generator)
 
     def _fit(self, train: Sample, test: Sample, generator: torch.Generator) -> Fit:
         before = ErrorMeter(self.weight)
-        for heard in test:
-            before.update(heard.softmax(), heard.linear(self.kernel))
+        for recorded in test:
+            before.update(recorded.softmax(), recorded.linear(self.kernel))
         diverging = self._divergence(test)
         self._take(self._maps(train, generator))
         self.kernel.fitted_length = self.longest
         after, ridge = ErrorMeter(self.weight), None
         if self.readout is None:
-            for heard in test:
-                after.update(heard.softmax(), heard.linear(self.kernel))
+            for recorded in test:
+                after.update(recorded.softmax(), recorded.linear(self.kernel))
         else:
             after, ridge = self._read(train, test)
         for each in (self.kernel, self.readout):
@@ -300,29 +129,29 @@ class AttentionFitter(Fitter):
         maps = CentroidMaps(rows[0], biases[0], rows[1], biases[1])
         first = projections[0][0]
         generator = site_generator(first.seed, f"{first.site}.divergence")  # the same queries before and after
-        found = [(divergence(maps, heard.scores().some(MOST, generator)).mean(), heard) for heard in sample]
-        queries = [int(heard.counted.sum()) for _, heard in found]
+        found = [(divergence(maps, recorded.scores().some(MOST, generator)).mean(), recorded) for recorded in sample]
+        queries = [int(recorded.counted.sum()) for _, recorded in found]
         return sum(float(each) * count for (each, _), count in zip(found, queries, strict=True)) / max(sum(queries), 1)
 
-    def _listen(self, data: Tokens, generator: torch.Generator) -> tuple[Sample, Sample]:
+    def _record(self, data: Tokens, generator: torch.Generator) -> tuple[Sample, Sample]:
         """What is kept of the fitted and of the held-out calls."""
         train, test = Sample(TOKENS, generator), Sample(TOKENS // 4, generator)
         owner = vars(self.module)["snnk_owner"]
         for is_test, calls in data:
-            ear = Ear()
-            self.module.snnk_owner = lambda ear=ear: ear
+            recorder = Recorder()
+            self.module.snnk_owner = lambda recorder=recorder: recorder
             try:
                 for call in calls:
                     self._run(call)
             finally:
                 self.module.snnk_owner = owner
-            for heard in ear.heard:
-                if not (torch.isfinite(heard.q).all() and torch.isfinite(heard.k).all()):
+            for recorded in recorder.calls:
+                if not (torch.isfinite(recorded.q).all() and torch.isfinite(recorded.k).all()):
                     raise ValueError(
                         "queries or keys hold NaN or infinity; expected finite numbers. Run the model in fp32 or bf16"
                     )
-                self.longest = max(self.longest, int(heard.counted.sum(-1).max()))
-                (test if is_test else train).add(heard)
+                self.longest = max(self.longest, int(recorded.counted.sum(-1).max()))
+                (test if is_test else train).add(recorded)
         return train, test
 
     def _run(self, call: Call) -> None:
@@ -330,7 +159,7 @@ class AttentionFitter(Fitter):
         self.module(*call.args, **{key: None if key == "past_key_values" else v for key, v in call.kwargs.items()})
 
     def _maps(self, train: Sample, generator: torch.Generator) -> CentroidMaps:
-        scores = [heard.scores() for heard in train]
+        scores = [recorded.scores() for recorded in train]
         mean, covariance = key_moments(scores)
         queries = torch.cat([each.q.permute(1, 0, 3, 2, 4)[:, each.counted].flatten(1, 2) for each in scores], 1)
         chosen = torch.randperm(queries.shape[1], generator=generator)[:QUERIES].to(queries.device)
@@ -361,9 +190,9 @@ class AttentionFitter(Fitter):
         assert self.weight is not None
         found = [GramAccumulator(self.weight.shape[1], len(self.weight)) for _ in range(2)]
         for moments, sample in zip(found, (train, test), strict=True):
-            for heard in sample:
-                given = heard.linear(self.kernel)
-                moments.update(given, (heard.softmax() - given) @ self.weight.T)
+            for recorded in sample:
+                given = recorded.linear(self.kernel)
+                moments.update(given, (recorded.softmax() - given) @ self.weight.T)
         fit = fit_ridge(found[0], found[1], self.options.ridges)
         step, offset = fit.weight, fit.bias
         if self.options.refit:
@@ -373,7 +202,7 @@ class AttentionFitter(Fitter):
         bias = offset if self.bias is None or offset is None else self.bias.double() + offset
         self.readout.take(weight, bias)
         after, measured = ErrorMeter(), (self.weight + fit.weight.to(self.weight)).T
-        for heard in test:
-            estimate = heard.linear(self.kernel) @ measured
-            after.update(heard.softmax() @ self.weight.T, estimate if fit.bias is None else estimate + fit.bias)
+        for recorded in test:
+            estimate = recorded.linear(self.kernel) @ measured
+            after.update(recorded.softmax() @ self.weight.T, estimate if fit.bias is None else estimate + fit.bias)
         return after, fit.ridge

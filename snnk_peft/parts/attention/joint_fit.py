@@ -1,6 +1,6 @@
 """How the far field is fitted where it joins an exact near field: maps and a factor for every query head.
 
-What is heard, kept and measured is as in fit.py, and so is the projection behind the heads; the maps are
+What is recorded, kept and measured is as in fit.py, and so is the projection behind the heads; the maps are
 those of solvers/joint_centroids.py, for the keys that are far.
 """
 
@@ -12,7 +12,8 @@ import torch
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.attention_term import AttentionTerm
-from snnk_peft.parts.attention.fit import MOST, QUERIES, TRIED, AttentionFitter, Sample
+from snnk_peft.parts.attention.fit import MOST, QUERIES, TRIED, AttentionFitter
+from snnk_peft.parts.attention.recording import Sample
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.centroids import Centroids
 from snnk_peft.solvers.centroids import descend
@@ -46,7 +47,7 @@ class JointFitter(AttentionFitter):
     def _maps(self, train: Sample, generator: torch.Generator) -> JointMaps:  # type: ignore[override]
         joint = self.kernel.joint
         assert joint is not None
-        batches = [NearScores.of(heard.scores(), joint.width, joint.sinks) for heard in train]
+        batches = [NearScores.of(recorded.scores(), joint.width, joint.sinks) for recorded in train]
         batches = [each for each in batches if bool(each.affected.any())]
         longest = self.longest
         if not batches:
@@ -85,8 +86,8 @@ class JointFitter(AttentionFitter):
             queries[0].seed, f"{queries[0].site}.divergence"
         )  # the same queries before and after
         found, count = 0.0, 0
-        for heard in sample:
-            scores = NearScores.of(heard.scores(), joint.width, joint.sinks)
+        for recorded in sample:
+            scores = NearScores.of(recorded.scores(), joint.width, joint.sinks)
             scores = scores.some(most_queries(scores), generator)
             affected = int(scores.affected.sum())
             found += float(joint_divergence(maps, scores).mean()) * affected

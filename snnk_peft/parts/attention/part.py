@@ -8,27 +8,26 @@ are. A list of ints may name a local layer, with `near_field`: an exact band and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.families import FAMILIES, family_of
-from snnk_peft.families.base import module_at, unwrap
+from snnk_peft.families import family_of
+from snnk_peft.families.base import module_at
 from snnk_peft.layers.attention_term import AttentionTerm
-from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.slots import FitOptions, FitPlace, Fitter, FoldPlace, Slot
+from snnk_peft.layers.slots import Slot
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
-from snnk_peft.parts.attention.cache import release_recurrent_cache, use_recurrent_cache
-from snnk_peft.parts.attention.fit import AttentionFitter, HeadsReader
-from snnk_peft.parts.attention.interface import NAME as ATTENTION
-from snnk_peft.parts.attention.joint_fit import JointFitter
+from snnk_peft.parts.attention.cache import release_recurrent_cache
 from snnk_peft.parts.attention.near_field import near_field_faults
+from snnk_peft.parts.attention.readout import HeadsReader
+from snnk_peft.parts.attention.slots import Attend, FittedAttend
+from snnk_peft.parts.attention.supported import check_attention
 from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, resolve_layers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import did_you_mean
@@ -38,16 +37,6 @@ DEFAULT_ROWS = 64  # of linear attention, where nothing is said
 # What the entries of `AttentionPart.sum_of` may say.
 TERM_FIELDS = ["component", "projection", "num_features", "component_params", "projection_params"]
 TERM_FIELDS += ["per_head", "separate_maps"]
-
-# What a module or parameter is called where attention adds something to q·k, or to the sum of the weights.
-ADDED_TO_WEIGHTS = {
-    "relative_attention_bias": "a bias per pair of positions",
-    "relative_position_bias": "a bias per pair of positions",
-    "relative_position_bias_table": "a bias per pair of positions",
-    "continuous_position_bias_mlp": "a bias per pair of positions",
-    "rel_embeddings": "a bias per pair of positions",
-    "sinks": "attention sinks, a term in the denominator that belongs to no key",
-}
 
 
 @PARTS.register("attention")
@@ -262,90 +251,6 @@ class AttentionPart(FeaturePart):
             vars(module).pop("snnk_owner", None)
 
 
-class Attend(Slot):
-    """Says which linear attention an attention module uses; parts/attention/interface.py asks for it.
-
-    Args:
-        kernel: the linear attention.
-    """
-
-    def __init__(self, kernel: KernelAttention):
-        super().__init__()
-        self.kernel = kernel
-
-    def forward(self, base: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The original's signature: the module itself calls the attention function."""
-        return base(*args, **kwargs)
-
-    def placed(self, layer: Any, model: Any) -> None:
-        """The module asks for its kernel; softmax layers stay softmax layers."""
-        unwrap(layer.base_layer).snnk_owner = ActiveKernel(layer)  # type: ignore[assignment]
-        if model.config._attn_implementation != ATTENTION:
-            model.snnk_attention_before = model.config._attn_implementation
-            model.set_attn_implementation(ATTENTION)
-        if model.config._attn_implementation != ATTENTION:
-            raise UnsupportedError(
-                f"{type(model).__name__} keeps its attention implementation "
-                f"{model.config._attn_implementation!r} and would ignore an AttentionPart"
-            )
-        use_recurrent_cache(model)
-
-    def fold(self, place: FoldPlace) -> None:
-        """Linear attention has no smaller form: its feature maps move into the attention module."""
-        kept = "softmax attention" if self.kernel.near_field is None else "softmax attention over all tokens"
-        terms = " + ".join(_in_words(cast(AttentionTerm, term)) for term in self.kernel.terms)
-        if self.kernel.joint is not None:
-            terms += f" beyond {self.kernel.near_field} neighbours and {self.kernel.joint.sinks} sinks"
-        place.add("snnk_kernel", self.kernel, kept, f"linear attention, {terms}")
-
-
-class FittedAttend(Attend):
-    """The same over rows that `calibrate` makes.
-
-    Args:
-        kernel: the linear attention.
-        readout: takes the place of the projection behind the heads, or None.
-        part: of the config that is saved.
-    """
-
-    def __init__(self, kernel: KernelAttention, readout: HeadsReader | None, part: AttentionPart):
-        super().__init__(kernel)
-        self.readout, self.part = readout, part
-
-    def after_fit(self) -> None:
-        """See `Slot.after_fit`."""
-        self.part.fitted_length = self.kernel.fitted_length
-
-    def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """The rows in closed form, and steps from there if asked for; then the projection behind the heads."""
-        kind = AttentionFitter if self.kernel.joint is None else JointFitter
-        if self.readout is None:
-            return kind(self.kernel, None, None, place, options)
-        return kind(self.kernel, self.readout.slot(), self.readout.path, place, options)
-
-
-def _in_words(term: AttentionTerm) -> str:
-    features = FeatureStage(term.pairs()[0][0]).in_words()
-    apart = "" if term.key_maps is None else ", queries and keys apart"
-    return f"{features}{' per head' if len(term.feature_maps) > 1 else ''}{apart}"
-
-
-class ActiveKernel:
-    """Tells the attention function which linear attention a module uses; no module itself, so nothing is saved twice.
-
-    Args:
-        layer: the SlotLayer around the attention module.
-    """
-
-    def __init__(self, layer: Any):
-        self.layer = layer
-
-    def __call__(self) -> KernelAttention | None:
-        """The kernel of the last active adapter that has one here, or None for softmax."""
-        kernels = [slot.kernel for slot in self.layer.active_slots() if isinstance(slot, Attend)]
-        return kernels[-1] if kernels else None
-
-
 def _attend(
     context: PatchContext, part: AttentionPart, index: int, sizes: tuple[int, int, int], readout: HeadsReader | None
 ) -> Slot:
@@ -411,50 +316,3 @@ def choose_layers(part: AttentionPart, windows: list[int | None], where: str = "
     if faults:
         raise ConfigError(faults)
     return chosen
-
-
-def check_attention(model: nn.Module) -> None:
-    """Whether linear attention can stand in for this model's attention, by what the model says about itself.
-
-    Raises:
-        UnsupportedError: it cannot; every reason, and what to do.
-    """
-    reasons = list(_reasons(model))
-    if reasons:
-        raise UnsupportedError(
-            f"AttentionPart: {type(model).__name__} cannot take linear attention, because it {', and '.join(reasons)}. "
-            "Linear attention needs weights that depend on query and key alone, called through transformers' "
-            "AttentionInterface, as most families of snnk_peft have them; leave `attention` out for this model"
-        )
-
-
-def _reasons(model: nn.Module) -> Iterator[str]:
-    config: Any = getattr(model, "config", None)
-    names = [path.rpartition(".")[2] for path, _ in [*model.named_modules(), *model.named_parameters()]]
-    found = {what: name for name, what in reversed(ADDED_TO_WEIGHTS.items()) if name in names}
-    yield from (f"has {what} ({name!r})" for what, name in found.items())
-    if any(
-        hasattr(module, "build_alibi_tensor") or hasattr(module, "build_mpt_alibi_tensor") for module in model.modules()
-    ):
-        yield "uses ALiBi, a bias per pair of positions"
-    elif getattr(config, "alibi", False):
-        yield "uses ALiBi, a bias per pair of positions (config.alibi)"
-    kind = getattr(config, "position_embedding_type", None)
-    if isinstance(kind, str) and kind.startswith("relative"):
-        yield f"adds relative positions to q·k (config.position_embedding_type is {kind!r})"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        yield f"caps q·k softly (config.attn_logit_softcapping is {config.attn_logit_softcapping})"
-    # An encoder taken out of its model keeps the config that speaks of a decoder.
-    decodes = getattr(config, "is_encoder_decoder", False) and "decoder" in names
-    if decodes or getattr(config, "add_cross_attention", False):
-        yield "attends from a decoder to an encoder (cross attention)"
-    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
-        yield "does not call its attention through AttentionInterface, so it would ignore the exchange"
-    elif not (getattr(model, "_supports_attention_backend", False) or _declared(config)):
-        yield "declares that it supports no attention functions from outside (_supports_attention_backend is False)"
-
-
-def _declared(config: Any) -> bool:
-    """Whether the family says for the model that it calls attention functions from outside."""
-    model_type = str(getattr(config, "model_type", ""))
-    return model_type in FAMILIES and FAMILIES[model_type].attention_backend
