@@ -67,20 +67,16 @@ class FoldPlace(Protocol):
     """
 
     @property
-    def path(self) -> str:
-        """See above."""
+    def path(self) -> str: ...
 
     @property
-    def module(self) -> nn.Module:
-        """See above."""
+    def module(self) -> nn.Module: ...
 
     @property
-    def original(self) -> bool:
-        """See above."""
+    def original(self) -> bool: ...
 
     @property
-    def slots(self) -> Sequence[Slot]:
-        """See above."""
+    def slots(self) -> Sequence[Slot]: ...
 
     def at(self, path: str) -> FoldPlace:
         """Another module; LookupError if the model has none at this path."""
@@ -116,8 +112,7 @@ class FitPlace(Protocol):
     """
 
     @property
-    def original(self) -> nn.Module:
-        """See above."""
+    def original(self) -> nn.Module: ...
 
     def original_at(self, path: str) -> nn.Module:
         """The pretrained module at a path of the unpatched model."""

@@ -60,7 +60,6 @@ class AdapterPart(FeaturePart):
     )
 
     def faults(self, part: str) -> list[str]:
-        """See `Part.faults`."""
         found = super().faults(part)
         if self.needs_layer:
             found.append(
@@ -81,7 +80,6 @@ class AdapterPart(FeaturePart):
 
     @classmethod
     def probes(cls) -> dict[str, Part]:
-        """See `Part.probes`."""
         return {place: cls(placement=place) for place in ("houlsby", "pfeiffer", "parallel", "query_value")}
 
     @property
@@ -102,11 +100,9 @@ class AdapterPart(FeaturePart):
         return self.init != "paper" if self.normalize is None else self.normalize
 
     def undrawn(self) -> AdapterPart:
-        """See `Part.undrawn`."""
         return dataclasses.replace(self, init="default", gate=None)
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`."""
         family = context.family
         layers = family.layer_paths(context.model)
         chosen, faults = resolve_layers(f"{context.where}.layers", self.layers, len(layers))
@@ -217,7 +213,6 @@ class Behind(Slot):
         return self.adapter(base(x, *args, **kwargs))
 
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout]:
-        """See `Slot.reads_out`."""
         return self.adapter.stage, self.adapter.readout
 
     def fold(self, place: FoldPlace) -> None:
@@ -236,7 +231,6 @@ class BesideLinear(Slot, SNNKAdapter):
         return SNNKAdapter.forward(self, x, base(x, *args, **kwargs))
 
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout]:
-        """See `Slot.reads_out`."""
         return self.stage, self.readout
 
     def fold(self, place: FoldPlace) -> None:
@@ -272,7 +266,6 @@ class BesideExpansion(Slot):
         return beside(base, self.stage, x, *args, **kwargs)
 
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout]:
-        """See `Slot.reads_out`."""
         return self.stage, next(
             slot.readout for slot in slots_at(self.behind[1]) if isinstance(slot, BesideContraction)
         )

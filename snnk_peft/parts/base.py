@@ -120,7 +120,6 @@ class FeaturePart(Part):
     projection_params: dict[str, Any] = option(dict, "keyword arguments of the projection.", checked=False)
 
     def faults(self, part: str) -> list[str]:
-        """See `Part.faults`."""
         found = super().faults(part) + self.feature_map_spec().faults(part)
         if self.of_attention and not self.attends:
             found.append(
@@ -149,7 +148,6 @@ class FeaturePart(Part):
         return self.projection in PROJECTIONS and PROJECTIONS[self.projection].of_attention
 
     def not_drawn(self) -> str | None:
-        """See `Part.not_drawn`."""
         return None if self.feature_map_spec().redrawable else f"projection is {self.projection!r}"
 
 

@@ -35,5 +35,4 @@ class Informed(Projection):
 
     @torch.no_grad()
     def take(self, rows: torch.Tensor) -> None:
-        """See `Projection.take`."""
         self.weight.copy_(rows)

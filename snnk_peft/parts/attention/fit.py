@@ -90,7 +90,6 @@ class AttentionFitter(Fitter):
                 self.bias = None if found.bias is None else wide(found.bias.detach())
 
     def fit(self, data: Tokens) -> Fit:
-        """See `Fitter.fit`."""
         first = self.kernel.maps()[0].projection
         generator = site_generator(first.seed, f"{first.site}.fit")  # the same in every fit
         train, test = self._record(data, generator)

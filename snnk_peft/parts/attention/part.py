@@ -114,7 +114,6 @@ class AttentionPart(FeaturePart):
     )
 
     def faults(self, part: str) -> list[str]:
-        """See `Part.faults`."""
         given = self if self.num_features is not None else dataclasses.replace(self, num_features=DEFAULT_ROWS)
         found = super(AttentionPart, given).faults(part)
         if self.needs_layer:
@@ -188,7 +187,6 @@ class AttentionPart(FeaturePart):
 
     @classmethod
     def probes(cls) -> dict[str, Part]:
-        """See `Part.probes`."""
         return {"attention": cls(projection="free", num_features=16)}
 
     def terms(self) -> list[AttentionPart]:
@@ -204,7 +202,6 @@ class AttentionPart(FeaturePart):
         return result
 
     def check_model(self, model: nn.Module) -> None:
-        """See `Part.check_model`."""
         check_attention(model)
 
     def plan(self, context: PatchContext) -> list[Patch]:

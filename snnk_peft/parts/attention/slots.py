@@ -69,7 +69,6 @@ class FittedAttend(Attend):
         self.readout, self.part = readout, part
 
     def after_fit(self) -> None:
-        """See `Slot.after_fit`."""
         self.part.fitted_length = self.kernel.fitted_length
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:

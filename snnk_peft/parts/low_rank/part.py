@@ -90,7 +90,6 @@ class LowRankPart(Part):
     size_fields: ClassVar[tuple[str, ...]] = ("rank", "rank_scale")
 
     def faults(self, part: str) -> list[str]:
-        """See `Part.faults`."""
         found = super().faults(part) + layers_faults(f"{part}.layers", self.layers)
         given = {name: getattr(self, name) for name in ("rank_scale", "rank", "energy")}
         given = {name: value for name, value in given.items() if value is not None}

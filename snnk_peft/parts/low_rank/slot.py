@@ -101,7 +101,6 @@ class LowRankFitter(Fitter):
         return self.layer.patches(x) if isinstance(self.layer, LowRankConv) else real_tokens(x, mask)
 
     def fit(self, data: Tokens) -> Fit:
-        """See `Fitter.fit`."""
         train, test = (SecondMoments(self.weight.shape[1]) for _ in range(2))
         present = self._present()
         meters = [ErrorMeter()]

@@ -60,7 +60,6 @@ class NarrowFFNPart(Part):
     )
 
     def faults(self, part: str) -> list[str]:
-        """See `Part.faults`."""
         return super().faults(part) + layers_faults(f"{part}.layers", self.layers)
 
     size_fields: ClassVar[tuple[str, ...]] = ("num_features", "keep")
@@ -72,7 +71,6 @@ class NarrowFFNPart(Part):
 
     @classmethod
     def probes(cls) -> dict[str, Part]:
-        """See `Part.probes`."""
         return {"narrow_ffn": cls()}
 
     def plan(self, context: PatchContext) -> list[Patch]:
@@ -274,7 +272,6 @@ class UnitsFitter(Fitter):
         self.narrow = [partial(slot, None) for slot in block.slots]
 
     def fit(self, data: Tokens) -> Fit:
-        """See `Fitter.fit`."""
         block, options, sources = self.block, self.options, [OneMatrix(module) for module in self.modules]
         contraction, units = sources[-1], sources[-1].weight.shape[1]
         train, test, before = SecondMoments(units), SecondMoments(units), ErrorMeter()

@@ -48,21 +48,18 @@ class NarrowHeadsPart(Part):
     )
 
     def faults(self, part: str) -> list[str]:
-        """See `Part.faults`."""
         return super().faults(part) + layers_faults(f"{part}.layers", self.layers)
 
     size_fields: ClassVar[tuple[str, ...]] = ("head_dim",)
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """See `Part.candidates`."""
         family = family_of(model)
         attention = module_at(model, f"{family.layer_paths(model)[0]}.{family.attention}", "the attention")
         return [cls(head_dim=size) for size in shares_of(head_size(attention) or 0, (1 / 4, 1 / 2, 3 / 4))]
 
     @classmethod
     def probes(cls) -> dict[str, Part]:
-        """See `Part.probes`."""
         return {"narrow_heads": cls(head_dim=1)}
 
     def plan(self, context: PatchContext) -> list[Patch]:

@@ -194,7 +194,6 @@ class HeadsFitter(Fitter):
         self.sources = [OneMatrix(place.original_at(path)) for path in slot.paths]
 
     def fit(self, data: Tokens) -> Fit:
-        """See `Fitter.fit`."""
         slot, (query, key, value, _) = self.slot, self.sources
         left, right, before = self._products(data)
         slot.keep_products(query, key, *narrow_products(left, right, slot.size))

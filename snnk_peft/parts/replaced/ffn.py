@@ -44,7 +44,6 @@ class FFNPart(ReplacingPart):
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """See `Part.candidates`."""
         family = family_of(model)
         expansion = f"{family.layer_paths(model)[0]}.{family.ffn_in}"
         units = as_linear(module_at(model, expansion, "the FFN expansion"))
@@ -52,7 +51,6 @@ class FFNPart(ReplacingPart):
 
     @classmethod
     def probes(cls) -> dict[str, Part]:
-        """See `Part.probes`."""
         return {"ffn": cls("relu", "orf", 16)}
 
     def plan(self, context: PatchContext) -> list[Patch]:

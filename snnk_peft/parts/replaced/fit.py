@@ -103,7 +103,6 @@ class ReplacedFitter(Fitter):
         return stage.dim if stage.append_input and self.features_are_hidden_units() else 0
 
     def fit(self, data: Tokens) -> Fit:
-        """See `Fitter.fit`."""
         before = ErrorMeter(self.output_weight)
         train, test = self._moments(), self._moments()
         samples = self._samples()

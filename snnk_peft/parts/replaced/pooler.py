@@ -54,23 +54,19 @@ class PoolerPart(ReplacingPart):
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """See `Part.candidates`."""
         return [cls(num_features=32), cls(num_features=64)]
 
     @classmethod
     def probes(cls) -> dict[str, Part]:
-        """See `Part.probes`."""
         return {"pooler": cls("relu", "orf", 16)}
 
     def faults(self, part: str) -> list[str]:
-        """See `Part.faults`."""
         found = [fault for fault in super().faults(part) if not fault.startswith(f"{part}.layers")]
         if self.layers != "all":
             found.append(f"{part}.layers is {self.layers!r}; a model has one pooler, leave it out")
         return found
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`."""
         family, model = context.family, context.model
         present = {path for path, _ in plain_modules(model)}
         path = None if family.pooler is None else family.path(model, family.pooler)

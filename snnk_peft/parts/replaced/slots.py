@@ -34,7 +34,6 @@ class ReplacingPart(FeaturePart):
     )
 
     def faults(self, part: str) -> list[str]:
-        """See `Part.faults`."""
         found = super().faults(part)
         elementwise = [name for name in COMPONENTS if COMPONENTS[name].elementwise()]
         if self.component in COMPONENTS and self.init == "nystrom" and self.component not in elementwise:
@@ -45,7 +44,6 @@ class ReplacingPart(FeaturePart):
         return found
 
     def undrawn(self) -> ReplacingPart:
-        """See `Part.undrawn`."""
         return dataclasses.replace(self, init="random")
 
 
