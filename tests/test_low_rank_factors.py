@@ -241,7 +241,7 @@ def test_inputs_in_fewer_directions_than_the_rank_are_met_exactly():
     "init", ["baseline", "spectral", "spectral_gnorm", "function", "kernel_projection", "nkp", "ws_nkp"]
 )
 def test_inits_are_deterministic_and_keep_dtype(init, monkeypatch):
-    monkeypatch.setattr("snnk_peft.low_rank.sampled.STEPS", 20)
+    monkeypatch.setattr("snnk_peft.low_rank.inits.references.STEPS", 20)
     weight = he_normal(10, 6).to(torch.bfloat16)
     state = torch.random.get_rng_state()
     first, second = (factorize(weight, 2, init, activation="relu", seed=3) for _ in range(2))
