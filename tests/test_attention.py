@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -312,8 +313,6 @@ def test_adapter_checkpoint(tmp_path):
     inputs = inputs_for(model.get_base_model())
     expected = model(**inputs).logits
     model.save_pretrained(tmp_path)
-    from peft import PeftModel
-
     again = PeftModel.from_pretrained(sharpened("bert"), tmp_path).eval()
     assert same(again(**inputs).logits, expected)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 
 from snnk_peft import (
@@ -278,8 +279,6 @@ def test_the_whole_of_a_model_with_its_ffn_blocks(tmp_path: Path):
     assert len(report.slots) == 2 * original.config.num_hidden_layers
     after = outputs(model, batches[0])
     model.save_pretrained(tmp_path)
-    from peft import PeftModel
-
     again = PeftModel.from_pretrained(vivid(), tmp_path)
     torch.testing.assert_close(outputs(again, batches[0]), after)
 

@@ -26,6 +26,7 @@ from snnk_peft import (
 )
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, advance
+from snnk_peft.feature_map.describe import main, measured_error
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from tests.fresh_process import run_python
@@ -183,8 +184,6 @@ def test_softmax_of_both_signs_by_brute_force():
 
 
 def test_a_component_without_kernel_says_so(capsys):
-    from snnk_peft.feature_map.describe import main, measured_error
-
     assert not COMPONENTS["softmax_pm"].has_kernel()
     assert COMPONENTS["elu"].has_kernel()
     for pair in (("softmax_pm", "free"), ("elu", "identity")):

@@ -34,6 +34,7 @@ from snnk_peft import (
     get_snnk_model,
     register_family,
 )
+from snnk_peft.bundling import classes
 from snnk_peft.bundling.classes import bundle_model_class, register_bundles
 from snnk_peft.bundling.closed_form import bundled_head, head_features
 from snnk_peft.bundling.code_file import assemble, code_file
@@ -306,8 +307,6 @@ def test_a_parity_failure_names_the_error():
 
 def test_the_wrong_head_or_a_changed_plan_is_refused():
     small = bundle(patched("bert", PARTS["houlsby"]))
-    from snnk_peft.bundling import classes
-
     with pytest.raises(ConfigError, match="use the Auto class that matches"):
         classes.SnnkBertModel(small.config)
     config = copy.deepcopy(small.config)

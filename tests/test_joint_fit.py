@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from sklearn.linear_model import Ridge
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -214,8 +215,6 @@ def test_the_model_comes_closer_to_what_it_was(name):
 
 
 def test_what_is_fitted_is_saved(tmp_path: Path):
-    from peft import PeftModel
-
     model, _ = converted("llama")
     given = sentences()[0]
     logits = model(**given).logits

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from snnk_peft import bundle
+from snnk_peft import AttentionPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.attention import RecurrentCache
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -151,8 +151,6 @@ def test_generate_uses_it_by_itself(llama):
 
 
 def test_task_types_of_peft_generate_alike():
-    from snnk_peft import AttentionPart, SNNKConfig, get_snnk_model
-
     part = AttentionPart(num_features=16)
     model = get_snnk_model(causal_model("gpt2"), SNNKConfig(attention=part, modules_to_save=[], task_type="CAUSAL_LM"))
     made = model.eval().generate(**left_padded(), **GREEDY, return_dict_in_generate=True)
@@ -376,8 +374,6 @@ def test_cropping_is_refused_with_a_way_out(llama):
 
 
 def test_adapters_must_not_change_under_a_cache(llama):
-    from snnk_peft import AttentionPart, SNNKConfig
-
     cache = RecurrentCache(llama)
     ids = left_padded()["input_ids"]
     first = llama.generate(input_ids=ids, past_key_values=cache, **GREEDY)
