@@ -673,6 +673,20 @@ def test_registry_behaves_like_a_table():
         registry["zzz"]
 
 
+def test_members_are_found_in_files_and_in_folders_below(tmp_path, monkeypatch):
+    """What begins with base or _ is shared by members, and none itself."""
+    package = tmp_path / "a_shelf_of_things"
+    for name in ("one", "kind/two", "kind/base_of_kind", "_helper"):
+        file = package / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(f"from a_shelf_of_things import THINGS\nTHINGS.register({file.stem!r}, object())\n")
+    start = "from snnk_peft.registry import Registry\nTHINGS = Registry('thing', __name__)\n"
+    (package / "__init__.py").write_text(start)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("a_shelf_of_things").THINGS.names() == ["one", "two"]
+
+
 def test_variants_name_members():
     assert set(VARIANTS) <= {*COMPONENTS.names(), *PROJECTIONS.names()}
     assert len(list(itertools.product(ALL_COMPONENTS, ALL_PROJECTIONS))) >= 15
