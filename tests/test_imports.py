@@ -14,7 +14,7 @@ PACKAGE = "snnk_peft"
 
 # From the bottom up; a unit imports from units below its own line. Some units are files, some folders.
 LAYERS: list[set[str]] = [
-    {"errors", "options", "version"},
+    {"errors", "options", "version", "whole_file"},
     {"registry", "json_files", "repeats", "yaml_files"},
     {"digests"},
     {"config_size", "saved_folder", "stamps"},

@@ -13,6 +13,7 @@ from typing import Any
 
 from snnk_peft.calibrating.picture import draw
 from snnk_peft.errors import ConfigError, NumericalWarning
+from snnk_peft.whole_file import whole_file
 
 SHOWN = 4  # slots that a warning names
 POOR = 0.25  # error of an attention from which models were found to suffer: 3 to 5 points, or all that they knew
@@ -93,7 +94,8 @@ class CalibrationReport:
         try:
             target.mkdir(parents=True, exist_ok=True)
             for path, content in files.items():
-                _write(path, content)
+                with whole_file(path) as temporary:
+                    temporary.write_bytes(content)
         except OSError as error:
             raise ConfigError(f"{target} cannot be written to: {error}; give another folder") from error
 
@@ -161,12 +163,3 @@ def _finite(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return [_finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
