@@ -518,7 +518,7 @@ def test_the_bundle_report_tells_the_maps():
 def test_calibration_leaves_attention_alone():
     batches = [{"input_ids": torch.randint(3, 100, (4, 9))} for _ in range(4)]
     model = patched(vivid(), num_features=8, projection="free")
-    with pytest.raises(ConfigError, match="other linear attention is trained"):
+    with pytest.raises(ConfigError, match="learned projection with steps=200"):
         calibrate(model, batches, progress=False)
     config = SNNKConfig(
         attention=AttentionPart(num_features=8, projection="free"), ffn=FFNPart(num_features=8), modules_to_save=[]
