@@ -97,7 +97,7 @@ class ClosedForm(Finetuning):
         import torch
         from sklearn.linear_model import Ridge
 
-        from snnk_peft.calibration.closed_form import closed_form_head
+        from snnk_peft.solvers.closed_form import closed_form_head
 
         fit = self.fit
         weight, train = self.head.weight.detach().double(), done.data.train

@@ -11,6 +11,11 @@ import snnk_peft.tuner  # noqa: F401 - registers the PEFT method
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.closed_form import fit_closed_form
 from snnk_peft.bundling.closed_form_head import ClosedFormHead
+from snnk_peft.calibrating.adapter_report import AdapterReport
+from snnk_peft.calibrating.adapters import calibrate_adapters
+from snnk_peft.calibrating.attention import fit_attention
+from snnk_peft.calibrating.calibrate import calibrate
+from snnk_peft.calibrating.report import CalibrationReport
 from snnk_peft.components import COMPONENTS
 from snnk_peft.config import SNNKConfig
 from snnk_peft.exporting.export import export
@@ -24,25 +29,19 @@ from snnk_peft.low_rank import LOW_RANK_INITS, Factors, InputMoments, factorize,
 from snnk_peft.low_rank.frobenius_decay import FrobeniusDecay
 from snnk_peft.parts import PARTS, FeaturePart, Part, Patch, PatchContext
 from snnk_peft.parts.adapter import AdapterPart
-from snnk_peft.parts.attention import AttentionPart
-from snnk_peft.parts.ffn import FFNPart
-from snnk_peft.parts.low_rank import LowRankPart
+from snnk_peft.parts.attention.part import AttentionPart
+from snnk_peft.parts.low_rank.part import LowRankPart
 from snnk_peft.parts.mean_pooling import MeanPoolingPart
-from snnk_peft.parts.narrow_ffn import NarrowFFNPart
-from snnk_peft.parts.narrow_heads import NarrowHeadsPart
+from snnk_peft.parts.narrow.ffn import NarrowFFNPart
+from snnk_peft.parts.narrow.heads import NarrowHeadsPart
 from snnk_peft.parts.norms import NormsPart
-from snnk_peft.parts.pooler import PoolerPart
+from snnk_peft.parts.replaced.ffn import FFNPart
+from snnk_peft.parts.replaced.pooler import PoolerPart
 from snnk_peft.planning.make import plan
 from snnk_peft.planning.result import Plan
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.tuner.adapter_report import AdapterReport
-from snnk_peft.tuner.calibrate import calibrate
-from snnk_peft.tuner.calibrate_adapters import calibrate_adapters
-from snnk_peft.tuner.calibration_report import CalibrationReport
-from snnk_peft.tuner.fit_attention import fit_attention
 from snnk_peft.tuner.get_model import get_snnk_model
-
-__version__ = "0.1.0"
+from snnk_peft.version import __version__ as __version__
 
 __all__ = [
     "COMPONENTS",

@@ -25,10 +25,10 @@ from snnk_peft.stamps import stamp_entries, stamp_tensors
 
 if TYPE_CHECKING:
     from snnk_peft.parts.adapter import AdapterPart
-    from snnk_peft.parts.attention import AttentionPart
-    from snnk_peft.parts.ffn import FFNPart
-    from snnk_peft.parts.low_rank import LowRankPart
-    from snnk_peft.parts.pooler import PoolerPart
+    from snnk_peft.parts.attention.part import AttentionPart
+    from snnk_peft.parts.low_rank.part import LowRankPart
+    from snnk_peft.parts.replaced.ffn import FFNPart
+    from snnk_peft.parts.replaced.pooler import PoolerPart
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SHORTCUTS = ("adapter", "pooler", "ffn", "attention", "low_rank")  # parts that have a field of their own

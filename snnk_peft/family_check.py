@@ -6,7 +6,7 @@ can take is therefore put into a copy of it, and one probe batch goes through:
     called      the model runs, and every slot in it
     gradient    what is trained at each place gets a gradient that is not zero
     changes     other trained numbers give another output
-    hidden      (narrow_ffn) what the FFN's hidden units give is activation(a), or activation(a) * b where it is gated
+    beliefs     what a slot takes for granted is so (`Slot.check`: hidden units give activation(a), gated ones times b)
     disabled    disable_adapter() gives the original's output back, bit by bit (softmax attention: up to rounding)
     bundle      the folded model agrees with the patched one
 """
@@ -19,38 +19,24 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
 from snnk_peft.bundling.bundle import TOLERANCES, bundle
 from snnk_peft.bundling.probe import probe_inputs
-from snnk_peft.config import SNNKConfig
+from snnk_peft.calibrating.batches import checked_one
+from snnk_peft.calibrating.finite import refuse_not_finite
+from snnk_peft.config import SHORTCUTS, SNNKConfig
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import ModelFamily
-from snnk_peft.parts.adapter import AdapterPart
-from snnk_peft.parts.attention import AttentionPart
-from snnk_peft.parts.ffn import FFNPart
-from snnk_peft.parts.narrow_ffn import FirstUnits, NarrowFFNPart
-from snnk_peft.parts.narrow_heads import NarrowHeadsPart
-from snnk_peft.parts.pooler import PoolerPart
-from snnk_peft.tuner.batches import checked_one
-from snnk_peft.tuner.finite import refuse_not_finite
+from snnk_peft.layers.slots import Slot
+from snnk_peft.parts import PARTS
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.given_model import takes_model
 from snnk_peft.tuner.model import plan_patches, refuse_patched, refuse_prepared
-from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.tuner.slot_layer import SlotLayer, is_saved_in_full
 
-CASES: dict[str, dict[str, Any]] = {
-    **{place: {"adapter": AdapterPart(placement=place)} for place in ("houlsby", "pfeiffer", "parallel")},
-    "query_value": {"adapter": AdapterPart(placement="query_value")},
-    "ffn": {"ffn": FFNPart("relu", "orf", 16)},
-    "pooler": {"pooler": PoolerPart("relu", "orf", 16)},
-    "attention": {"attention": AttentionPart(projection="free", num_features=16)},
-    "narrow_heads": {"parts": [NarrowHeadsPart(head_dim=1)]},
-    "narrow_ffn": {"parts": [NarrowFFNPart()]},
-}
 # Paths inside one layer, which exist in every model of a family; the others belong to heads that a model may lack.
 IN_LAYERS = (
     *("attention", "query", "key", "value", "attention_out", "attention_adapter"),
@@ -105,8 +91,7 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
         >>> tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
         >>> report = check_family(ViTModel(ViTConfig(image_size=8, patch_size=4, **tiny)))
         >>> report.checked
-        ['houlsby', 'pfeiffer', 'parallel', 'query_value', 'ffn', 'pooler', 'attention', 'narrow_heads',
-        'narrow_ffn']
+        ['houlsby', 'pfeiffer', 'parallel', 'query_value', 'attention', 'ffn', 'narrow_ffn', 'narrow_heads', 'pooler']
         >>> report.left_out
         {}
     """
@@ -119,8 +104,9 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
     faults = [fault for name in IN_LAYERS for fault in _missing(model, family, name)]
     if not faults:
         inputs = probe_inputs(model) if probe is None else checked_one(model, probe, "probe")
-        for case, parts in CASES.items():
-            config = SNNKConfig(**copy.deepcopy(parts))
+        probes = [(kind, case, part) for kind in PARTS for case, part in PARTS[kind].probes().items()]
+        for kind, case, part in probes:
+            config = SNNKConfig(**({kind: part} if kind in SHORTCUTS else {"parts": [part]}))
             reason = _reason_against(model, config)
             if reason is not None:
                 report.left_out[case] = reason
@@ -186,14 +172,15 @@ def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterato
         yield f"no gradient reaches {_some(still)}: nothing reads what is computed there"
     if silent or still:
         return
-    yield from _other_units(patched, inputs)
+    yield from _wrong_beliefs(patched, inputs)
     _perturb(patched)
     after = _outputs(patched, inputs)
     if all(torch.equal(after[name], value) for name, value in before.items()):
         yield "other trained numbers leave the output as it is"
     with patched.disable_adapter():
         disabled = _outputs(patched, inputs)
-    tolerance = 0.0 if config.attention is None else TOLERANCES.get(model.dtype, 1e-5)
+    exact = all(part.disables_exactly for part in config.named_parts().values())
+    tolerance = 0.0 if exact else TOLERANCES.get(model.dtype, 1e-5)
     for name, value in before.items():
         error = float((disabled[name].double() - value.double()).abs().max())
         if not error <= tolerance * float(value.double().abs().max()):
@@ -204,26 +191,15 @@ def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterato
         yield f"no bundle: {error}"
 
 
-def _other_units(patched: Any, inputs: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the formula by which `NarrowFFNPart` computes hidden units."""
-    root, given = patched.get_base_model(), {}
-    blocks = [slot.block for slot in patched.modules() if isinstance(slot, FirstUnits)]
-    ends = [root.get_submodule(path) for block in blocks for path in (block.paths[0], block.paths[-1])]
-    hooks = [each.register_forward_pre_hook(lambda module, args: given.update({module: args[0]})) for each in ends]
+def _wrong_beliefs(patched: Any, inputs: Mapping[str, Any]) -> Iterator[str]:
+    """What slots take for granted and is not so; see `Slot.check`."""
     with patched.disable_adapter(), torch.no_grad():
-        patched(**inputs)
-        for block in blocks:
-            *expansions, contraction = (root.get_submodule(path) for path in block.paths)
-            found = block.hidden(expansions, root.get_submodule(block.activation), given[expansions[0]])
-            units = given[contraction].reshape(found.shape)
-            if not torch.allclose(found, units, rtol=1e-3, atol=1e-3 * float(units.abs().max())):
-                yield f"{block.paths[-1]!r} reads something else than activation(a) or, gated, activation(a) * b"
-    for hook in hooks:
-        hook.remove()
+        for slot in [module for module in patched.modules() if isinstance(module, Slot)]:
+            yield from slot.check(patched.get_base_model(), lambda: patched(**inputs))
 
 
 def _holds(module: nn.Module) -> bool:
-    return isinstance(module, (SlotLayer, ModulesToSaveWrapper))
+    return isinstance(module, SlotLayer) or is_saved_in_full(module)
 
 
 def _gets_gradient(layer: nn.Module) -> bool:

@@ -19,6 +19,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from snnk_peft.digests import notes
+from snnk_peft.version import __version__
 
 # Task head (end of the class name) -> the Hub's name for the task.
 PIPELINE_TAGS: dict[str, str | None] = {
@@ -96,8 +97,6 @@ def write_model_card(
         >>> "import snnk_peft" in path.read_text()
         True
     """
-    from snnk_peft import __version__
-
     folder = Path(folder)
     is_adapter = (folder / "adapter_config.json").exists()
     name = model_class or (report.model_class if report is not None else "PreTrainedModel")

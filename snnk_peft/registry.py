@@ -1,4 +1,4 @@
-"""A name -> object table that finds its members by importing every module of one folder.
+"""A name -> object table that finds its members by importing every module in and below one folder.
 
 Adding a member is adding a file: `projections/sorf.py` with `@PROJECTIONS.register("sorf")` is all it takes. Discovery
 happens on first use, so importing the package stays cheap.
@@ -44,7 +44,7 @@ class Registry(Generic[T]):
 
     Args:
         kind: what a member is called in messages, e.g. "projection".
-        package: dotted name of the folder whose modules register members when imported.
+        package: dotted name of the folder whose modules register members when imported, those of its folders as well.
     """
 
     def __init__(self, kind: str, package: str):
@@ -71,9 +71,9 @@ class Registry(Generic[T]):
             return
         self._discovered = True
         package = importlib.import_module(self._package)
-        for module in pkgutil.iter_modules(package.__path__):
-            if not module.name.startswith(("_", "base")):
-                importlib.import_module(f"{self._package}.{module.name}")
+        for module in pkgutil.walk_packages(package.__path__, f"{self._package}."):
+            if not module.name.rpartition(".")[2].startswith(("_", "base")):
+                importlib.import_module(module.name)
 
     def names(self) -> list[str]:
         """All member names, sorted."""

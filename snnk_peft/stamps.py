@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from snnk_peft.digests import (
     tensor_digest,
     value_digest,
 )
+from snnk_peft.whole_file import whole_file
 
 
 def stamp_together(config: Path, free: Collection[str], weights: Iterable[Path], before: Path | None = None) -> None:
@@ -57,8 +57,7 @@ def stamp_tensors(path: Path) -> str:
             return value_digest(saved)
         digests = {key: tensor_digest(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - no mapping
         digests |= {key: digests[key] + NOT_FINITE for key in digests if not is_finite(file.get_tensor(key))}
-    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
-    try:
+    with whole_file(path) as temporary:
         with path.open("rb") as source, temporary.open("wb") as target:
             header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
             header["__metadata__"] = {**header.get("__metadata__", {}), DIGESTS: json.dumps(digests)}
@@ -67,9 +66,6 @@ def stamp_tensors(path: Path) -> str:
             target.write(len(text).to_bytes(8, "little") + text)
             shutil.copyfileobj(source, target, 1 << 20)
         shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return value_digest(digests)
 
 
@@ -84,9 +80,5 @@ def stamp_entries(path: Path, free: Collection[str], weights: Mapping[str, str] 
     content = json.loads(path.read_text(encoding="utf-8"))
     digests = {key: value_digest(value) for key, value in entries_of(content, {*free, DIGESTS}).items()}
     content[DIGESTS] = digests | dict(weights or {})
-    temporary = path.with_name(f".{path.name}.tmp")  # what a killed process left is written over
-    try:
+    with whole_file(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -126,3 +126,22 @@ def check(report: dict[str, float], dtype: torch.dtype, values: torch.dtype) -> 
     bounds = {name: bound * (8 if "gradient" in name else 1) for name in report}
     wrong = {name: f"{value:.1e}" for name, value in report.items() if not value < bounds[name]}
     assert not wrong, wrong
+
+
+def quadratic_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The definition, through the weight of every pair.
+
+    Returns:
+        (B, H, L, D) and the weights (B, H, L, N), whose rows sum to 1 (or are 0 where no key counts).
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    products = q @ k.transpose(-1, -2)
+    if mask is not None:
+        products = products * mask[:, None, None, :]
+    if causal:
+        products = products.tril(k.shape[-2] - q.shape[-2])
+    sums = products.sum(-1, keepdim=True)
+    weights = products / sums.where(sums != 0, 1.0)
+    return weights @ v, weights

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -18,10 +19,10 @@ from transformers import (
 )
 
 from snnk_peft import AdapterPart, AttentionPart, FFNPart, SNNKConfig, bundle, get_snnk_model
-from snnk_peft.attention.interface import NAME, padding_mask, pairwise_mask
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.attention.interface import NAME, padding_mask, pairwise_mask
 from tests.fresh_process import run_python
 from tests.tiny_models import CLASSIFIERS, inputs_for, same, tiny, trained
 
@@ -312,8 +313,6 @@ def test_adapter_checkpoint(tmp_path):
     inputs = inputs_for(model.get_base_model())
     expected = model(**inputs).logits
     model.save_pretrained(tmp_path)
-    from peft import PeftModel
-
     again = PeftModel.from_pretrained(sharpened("bert"), tmp_path).eval()
     assert same(again(**inputs).logits, expected)
 

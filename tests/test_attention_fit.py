@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 
 from snnk_peft import (
@@ -21,7 +22,9 @@ from snnk_peft import (
     calibrate,
     get_snnk_model,
 )
-from snnk_peft.calibration.centroids import (
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.parts.attention.recording import Recorded, Sample
+from snnk_peft.solvers.centroids import (
     Scores,
     centroids,
     descend,
@@ -30,8 +33,6 @@ from snnk_peft.calibration.centroids import (
     output_error,
     sharpest,
 )
-from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.parts.base_attention_fit import Heard, Sample
 from tests.fresh_process import run_python
 from tests.tiny_families import build, main_head
 
@@ -174,9 +175,9 @@ def test_the_error_of_the_output_is_that_of_the_heads_or_of_what_reads_them(read
 
 
 def test_a_sample_is_bounded_and_random():
-    def heard(number: int) -> Heard:
+    def heard(number: int) -> Recorded:
         q = torch.full((2, 1, 5, 1), float(number))
-        return Heard(q, q, q, q, None, False, 1.0)
+        return Recorded(q, q, q, q, None, False, 1.0)
 
     sample = Sample(30, torch.Generator().manual_seed(0))
     for number in range(200):
@@ -278,8 +279,6 @@ def test_the_whole_of_a_model_with_its_ffn_blocks(tmp_path: Path):
     assert len(report.slots) == 2 * original.config.num_hidden_layers
     after = outputs(model, batches[0])
     model.save_pretrained(tmp_path)
-    from peft import PeftModel
-
     again = PeftModel.from_pretrained(vivid(), tmp_path)
     torch.testing.assert_close(outputs(again, batches[0]), after)
 

@@ -26,6 +26,7 @@ from snnk_peft import (
 )
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, advance
+from snnk_peft.feature_map.describe import main, measured_error
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from tests.fresh_process import run_python
@@ -183,8 +184,6 @@ def test_softmax_of_both_signs_by_brute_force():
 
 
 def test_a_component_without_kernel_says_so(capsys):
-    from snnk_peft.feature_map.describe import main, measured_error
-
     assert not COMPONENTS["softmax_pm"].has_kernel()
     assert COMPONENTS["elu"].has_kernel()
     for pair in (("softmax_pm", "free"), ("elu", "identity")):
@@ -519,7 +518,7 @@ def test_the_bundle_report_tells_the_maps():
 def test_calibration_leaves_attention_alone():
     batches = [{"input_ids": torch.randint(3, 100, (4, 9))} for _ in range(4)]
     model = patched(vivid(), num_features=8, projection="free")
-    with pytest.raises(ConfigError, match="other linear attention is trained"):
+    with pytest.raises(ConfigError, match="learned projection with steps=200"):
         calibrate(model, batches, progress=False)
     config = SNNKConfig(
         attention=AttentionPart(num_features=8, projection="free"), ffn=FFNPart(num_features=8), modules_to_save=[]

@@ -14,13 +14,14 @@ from torch import nn
 
 from snnk_peft import AdapterPart, AttentionPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.attention import kernel_attention_forward
-from snnk_peft.attention.softmax import pairwise_mask
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import FAMILIES, register_family
 from snnk_peft.feature_map import build_feature_map
-from snnk_peft.functional.linear_attention import common_scale, quadratic_attention
+from snnk_peft.functional.linear_attention import common_scale
 from snnk_peft.layers import kernel_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.attention.softmax import pairwise_mask
+from tests.linear_oracle import quadratic_attention
 from tests.tiny_models import CLASSIFIERS, inputs_for, same, tiny, trained
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 100}

@@ -34,8 +34,9 @@ from snnk_peft import (
     get_snnk_model,
     register_family,
 )
+from snnk_peft.bundling import classes
 from snnk_peft.bundling.classes import bundle_model_class, register_bundles
-from snnk_peft.bundling.closed_form import bundled_head, head_features, head_jacobian
+from snnk_peft.bundling.closed_form import bundled_head, head_features
 from snnk_peft.bundling.code_file import assemble, code_file
 from snnk_peft.bundling.modules import build_module
 from snnk_peft.bundling.report import BundleReport
@@ -306,8 +307,6 @@ def test_a_parity_failure_names_the_error():
 
 def test_the_wrong_head_or_a_changed_plan_is_refused():
     small = bundle(patched("bert", PARTS["houlsby"]))
-    from snnk_peft.bundling import classes
-
     with pytest.raises(ConfigError, match="use the Auto class that matches"):
         classes.SnnkBertModel(small.config)
     config = copy.deepcopy(small.config)
@@ -579,15 +578,3 @@ def test_logits_of_numbers_are_the_numbers():
     assert fit_closed_form(plain, batches, ridge=1.0).ridge == 1.0
     fit_closed_form(again, batches, ridge=1.0, as_logits=True)
     assert torch.equal(plain.classifier.weight, again.classifier.weight)
-
-
-@pytest.mark.parametrize("component", ["cos", "gelu", "sin"])
-def test_explicit_jacobian_is_autograds(component):
-    model = bundle(patched("bert", {"pooler": PoolerPart(num_features=12, component=component)})).double()
-    pooler, head = model.bert.pooler, model.classifier
-    x = torch.randn(5, 32, dtype=torch.float64)
-    expected = torch.func.vmap(torch.func.jacrev(lambda v: head(pooler.activation(pooler.dense(v)))))(x)
-    torch.testing.assert_close(head_jacobian(model, x), expected)
-    tangent = torch.randn_like(x)
-    _, pushed = torch.func.jvp(lambda v: head(pooler.dense(v)), (x,), (tangent,))
-    torch.testing.assert_close((head_jacobian(model, x) @ tangent.unsqueeze(-1)).squeeze(-1), pushed)

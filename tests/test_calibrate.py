@@ -10,10 +10,10 @@ from sklearn.linear_model import Ridge
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
 from snnk_peft import FFNPart, PoolerPart, SNNKConfig, calibrate, get_snnk_model
-from snnk_peft.calibration.error_meter import ErrorMeter
-from snnk_peft.calibration.landmarks import SecondMoments, choose_landmarks, fit_landmarks
+from snnk_peft.calibrating.batches import is_held_out
 from snnk_peft.errors import ConfigError
-from snnk_peft.tuner.batches import is_held_out
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
 
 
 def hidden_units(count: int, units: int, seed: int = 0, rank: int = 5) -> torch.Tensor:

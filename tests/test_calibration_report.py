@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from snnk_peft import AttentionPart, FFNPart, LowRankPart, SNNKConfig, calibrate, get_snnk_model
+from snnk_peft.calibrating.batches import is_held_out
+from snnk_peft.calibrating.report import CalibrationReport, SlotReport
 from snnk_peft.errors import ConfigError, NumericalWarning
-from snnk_peft.tuner.batches import is_held_out
-from snnk_peft.tuner.calibration_report import CalibrationReport, SlotReport
 from tests.test_attention_fit import PART, sentences, vivid
 from tests.test_calibration_untouched import patched, texts
 

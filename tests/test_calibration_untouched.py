@@ -33,10 +33,10 @@ from snnk_peft import (
     fit_closed_form,
     get_snnk_model,
 )
+from snnk_peft.calibrating.all_or_nothing import all_or_nothing
+from snnk_peft.calibrating.attention import fit_attention
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.layers.slots import Fitter
-from snnk_peft.tuner.all_or_nothing import all_or_nothing
-from snnk_peft.tuner.fit_attention import fit_attention
 from tests.tiny_models import tiny
 from tests.two_linears_part import LeastSquares, TwoLinearsPart
 

@@ -16,7 +16,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
-from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    ResNetForImageClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from snnk_peft import ClosedFormHead, FFNPart, HeadFeatures, HeadStatistics, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -206,8 +212,6 @@ def test_refusals() -> None:
     residual = pytest.importorskip("transformers").ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
     residual.hidden_size, residual.num_hidden_layers = 8, 1
     pictures = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
-    from transformers import ResNetForImageClassification
-
     with pytest.raises(UnsupportedError, match="examples, tokens, width"):
         ClosedFormHead(ResNetForImageClassification(residual)).add([pictures])
 

@@ -11,8 +11,9 @@ import warnings
 import pytest
 import torch
 
-from snnk_peft import COMPONENTS, build_feature_map
-from snnk_peft.errors import ConfigError, NumericalWarning
+from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
+from snnk_peft.errors import ConfigError, NumericalError, NumericalWarning
+from snnk_peft.feature_map import base as package
 from snnk_peft.feature_map.describe import component_table, describe, main, projection_table
 from snnk_peft.functional.arccos import arccos_kernel
 from snnk_peft.functional.balancing import balancing_maps, second_moment
@@ -21,6 +22,8 @@ from snnk_peft.functional.gelu_kernel import gelu_kernel
 from snnk_peft.functional.polar_quadrature import gaussian_product_mean
 from snnk_peft.functional.power_series import series_coefficients
 from snnk_peft.functional.trigonometric_fit import ACTIVATIONS, fit_trigonometric
+from snnk_peft.layers.feature_stage import FeatureStage
+from tests.trigonometric_atom import atom_phi, atom_psi
 
 F64 = torch.float64
 
@@ -230,8 +233,6 @@ def test_autocast_does_not_lower_exponents():
 
 def test_complex_rows_for_linear_features():
     """rom with complex units: with rows Re and Im apart, features W x estimate x·y as Re(conj φ·φ) does."""
-    from snnk_peft import PROJECTIONS
-
     w = PROJECTIONS["rom"](16, 32, complex_unit=True).double()
     x, y = vectors(16, length=1.0), vectors(16, length=1.0)
     rows = w.materialize() / 2**0.5
@@ -325,8 +326,6 @@ def test_urf_warns_at_bert_scale():
 @pytest.mark.parametrize("bound", [0.0, 0.1])
 def test_urf_is_its_atoms(bound):
     """The features are those of trigonometric_atom.py, atom by atom."""
-    from tests.trigonometric_atom import atom_phi, atom_psi
-
     params = {"atoms": 3, "bound": bound, "x_norm": 0.7, "w_norm": 1.1}
     fm = build_feature_map("urf", "gaussian", 5, 24, component_params=params).double()
     x, w, b = vectors(4, 5, length=0.7), vectors(4, 5, length=1.1), torch.randn(4, dtype=F64)
@@ -463,10 +462,6 @@ def test_tables_list_everybody(capsys):
 
 def test_debug_mode_names_the_tensor(monkeypatch):
     """SNNK_DEBUG=1 looks at every input; without it nothing is looked at, because that costs time."""
-    from snnk_peft.errors import NumericalError
-    from snnk_peft.feature_map import base as package
-    from snnk_peft.layers.feature_stage import FeatureStage
-
     fm = build_feature_map("posrf", "orf", 4, 8, site="layer.3.ffn")
     stage = FeatureStage(build_feature_map("relu", "orf", 4, 8), normalize=True)
     x = torch.ones(2, 3, 4)

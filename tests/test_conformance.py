@@ -12,6 +12,8 @@ import itertools
 import math
 import pkgutil
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,6 @@ import pytest
 import torch
 
 import snnk_peft.components
-import snnk_peft.families
 import snnk_peft.parts
 import snnk_peft.projections
 from snnk_peft import COMPONENTS, FAMILIES, PROJECTIONS, build_feature_map
@@ -643,11 +644,17 @@ def test_file_name_is_registry_key_is_one_class(registry, package, base):
         assert registry[name].__name__.lower() == name.replace("_", "")
 
 
-def test_families_and_parts_follow_their_files():
-    assert sorted(member_files(snnk_peft.families)) == sorted(n.replace("-", "_") for n in FAMILIES.names())
+def test_families_carry_the_names_of_their_entries():
+    assert FAMILIES.names()
     assert all(FAMILIES[name].name == name for name in FAMILIES)
+
+
+def test_parts_of_all_files_and_folders_are_found():
     own = [name for name in PARTS if PARTS[name].__module__.startswith("snnk_peft.")]  # another test brings its part
-    assert sorted(member_files(snnk_peft.parts)) == own
+    sources = [path.read_text(encoding="utf-8") for path in Path(snnk_peft.parts.__path__[0]).rglob("*.py")]
+    registered = [name for source in sources for name in re.findall(r'^@PARTS\.register\("(\w+)"\)', source, re.M)]
+    assert len(registered) > 5
+    assert sorted(registered) == own
 
 
 def test_registry_behaves_like_a_table():
@@ -664,6 +671,20 @@ def test_registry_behaves_like_a_table():
         registry["thinf"]
     with pytest.raises(ConfigError, match=r"unknown thing 'zzz'\. Available: thing"):
         registry["zzz"]
+
+
+def test_members_are_found_in_files_and_in_folders_below(tmp_path, monkeypatch):
+    """What begins with base or _ is shared by members, and none itself."""
+    package = tmp_path / "a_shelf_of_things"
+    for name in ("one", "kind/two", "kind/base_of_kind", "_helper"):
+        file = package / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(f"from a_shelf_of_things import THINGS\nTHINGS.register({file.stem!r}, object())\n")
+    start = "from snnk_peft.registry import Registry\nTHINGS = Registry('thing', __name__)\n"
+    (package / "__init__.py").write_text(start)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("a_shelf_of_things").THINGS.names() == ["one", "two"]
 
 
 def test_variants_name_members():

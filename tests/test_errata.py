@@ -16,6 +16,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig
+
+from snnk_peft import AdapterPart, FFNPart, SNNKConfig, get_snnk_model
+from snnk_peft.cost.build import Builder
+from snnk_peft.solvers.nystrom import nystrom_readout
+from tests.tiny_models import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST = re.compile(r"`tests/(test_\w+\.py)::(\w+)`")
@@ -147,8 +153,6 @@ def test_a_series_without_degree_1_or_signs_is_another_function():
 @torch.no_grad()
 def test_the_papers_start_is_no_approximation():
     """A = Φ(W) for a GELU layer: worse than telling the mean, which the Nyström readout of the same rows is not."""
-    from snnk_peft.calibration.nystrom import nystrom_readout
-
     dim, outputs, rows = 96, 128, 64
     weight, directions = normal(outputs, dim, seed=1) / dim**0.5, normal(rows, dim, seed=2)
     x = normal(20_000, dim, seed=3)
@@ -163,9 +167,6 @@ def test_the_papers_start_is_no_approximation():
 
 def test_an_adapter_has_a_row_for_every_output():
     """App. D counts (d + 1) × random features; A is d × m and the gate has d entries: d (m + 1)."""
-    from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
-    from tests.tiny_models import tiny
-
     config = SNNKConfig(adapter=AdapterPart(num_features=6, init="paper"), modules_to_save=[])
     model = get_snnk_model(tiny("bert"), config)
     layers, dim, places = model.config.num_hidden_layers, model.config.hidden_size, 2
@@ -184,11 +185,6 @@ def test_inputs_divided_by_the_width_are_lost():
 
 def test_parameters_of_table_6():
     """BERT-base, the expansion of the top k layers as 8 features: not 107, 100, ..., 72 million; nor 226.71 MB."""
-    from transformers import BertConfig
-
-    from snnk_peft import FFNPart, SNNKConfig
-    from snnk_peft.cost.build import Builder
-
     make = Builder(BertConfig(num_labels=2), "sequence-classification", torch.float32)
     trained = []
     for k in (1, 2, 6):

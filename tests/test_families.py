@@ -25,12 +25,12 @@ from snnk_peft import (
     check_family,
     get_snnk_model,
 )
-from snnk_peft.attention.interface import NAME
 from snnk_peft.bundling.code_file import FILE_NAME
 from snnk_peft.bundling.modules import BundledModel
 from snnk_peft.bundling.probe import probe_inputs
+from snnk_peft.calibrating.slot_inputs import _slot_calls
 from snnk_peft.errors import UnsupportedError
-from snnk_peft.tuner.slot_inputs import _slot_calls
+from snnk_peft.parts.attention.interface import NAME
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_families import CONFIGS, build, heads, main_head
 from tests.tiny_models import trained

@@ -32,7 +32,7 @@ from snnk_peft.errors import UnsupportedError
 from tests.tiny_families import build
 from tests.tiny_models import CLASSIFIERS, TEXT, TOKENS, tiny
 
-ALL = ["houlsby", "pfeiffer", "parallel", "query_value", "ffn", "pooler", "attention", "narrow_heads", "narrow_ffn"]
+ALL = ["houlsby", "pfeiffer", "parallel", "query_value", "attention", "ffn", "narrow_ffn", "narrow_heads", "pooler"]
 SPECIAL = {key: TOKENS[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from snnk_peft import FFNPart, PoolerPart, SNNKConfig, bundle, calibrate, get_snnk_model
-from snnk_peft.calibration.error_meter import ErrorMeter
-from snnk_peft.calibration.landmarks import SecondMoments, choose_landmarks, fit_landmarks
-from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
-from snnk_peft.calibration.token_sample import TokenSample
-from snnk_peft.parts import base_replaced_fit
-from snnk_peft.tuner.batches import is_held_out
+from snnk_peft.calibrating.batches import is_held_out
+from snnk_peft.parts.replaced import fit
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
+from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
+from snnk_peft.solvers.token_sample import TokenSample
 from tests.fresh_process import ROOT, run_python
 from tests.tiny_models import tiny
 
@@ -129,7 +129,7 @@ def test_more_tokens_than_a_sample_holds(monkeypatch):
     """Rows of another function are fitted to a sample: nearly as good as to all tokens."""
     part = FFNPart(num_features=12, component="relu", layers=[0])
     everything = converted(part)[1].slots[0].error_after
-    monkeypatch.setattr(base_replaced_fit, "TOKENS", 600)
+    monkeypatch.setattr(fit, "TOKENS", 600)
     report = converted(part)[1]
     assert report.slots[0].tokens > 1500
     assert report.slots[0].held_out_tokens == 150
@@ -215,7 +215,7 @@ def test_what_steps_spoil_is_not_taken(monkeypatch):
     """A step that is far too long raises the error on held-out tokens: the closed form stays, bit for bit."""
     part = FFNPart(num_features=12, layers=[0])
     plain, report = converted(part)
-    monkeypatch.setattr("snnk_peft.calibration.descent.LEARNING_RATE", 30.0)
+    monkeypatch.setattr("snnk_peft.solvers.descent.LEARNING_RATE", 30.0)
     spoiled, other = converted(part, steps=5)
     assert other.slots[0].error_after == report.slots[0].error_after
     for name, value in plain.state_dict().items():

@@ -12,9 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, get_snnk_model
-from snnk_peft.attention.cache import RecurrentCache
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.attention.cache import RecurrentCache
 from tests.fresh_process import run_python
 
 FITTED, LONG, WIDTH, SINKS = 12, 20, 3, 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import Adafactor
+from transformers import Adafactor, Trainer, TrainingArguments
 
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.low_rank.frobenius_decay import (
@@ -182,8 +182,6 @@ class Regression(nn.Module):
 
 def test_trainer(tmp_path: Path):
     pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
-
     model, own = Regression(), network()
     decay = FrobeniusDecay(model, strength=0.2)
     settings: dict[str, Any] = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2, "max_steps": 2}

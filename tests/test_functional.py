@@ -14,7 +14,6 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.functional.arccos import arccos_from_cosine, arccos_kernel
 from snnk_peft.functional.folding import (
     Affine,
-    bundle_jacobian,
     fold_linear,
 )
 from snnk_peft.functional.gauss_hermite import (
@@ -336,23 +335,3 @@ def test_nested_readout_equals_the_network_when_features_are_exact(dtype, tolera
 def test_folding_faults():
     with pytest.raises(ConfigError, match=r"readout of shape \(4, 3\) into a weight of shape \(2, 5\)"):
         fold_linear(torch.zeros(4, 3), None, torch.zeros(2, 5), None)
-
-
-@pytest.mark.parametrize("f", [torch.relu, torch.cos, torch.tanh, gelu])
-def test_explicit_jacobian_of_a_bundle(f):
-    """J = W̄ diag(s f'(G x + c)) G (SNNK paper, App. J.3), against autograd."""
-    W, G, c, b = (torch.randn(*s, dtype=F64) for s in ((3, 8), (8, 5), (8,), (3,)))
-    scale = torch.rand(8, dtype=F64) + 0.5
-
-    def bundle(x: torch.Tensor) -> torch.Tensor:
-        return Affine(W, b)(scale * f(Affine(G, c)(x)))
-
-    x = torch.randn(4, 5, dtype=F64)
-    J = bundle_jacobian(W, G, c, f, x, scale)
-    torch.testing.assert_close(J, torch.func.vmap(torch.func.jacrev(bundle))(x), rtol=1e-12, atol=1e-12)
-    tangent, cotangent = torch.randn(4, 5, dtype=F64), torch.randn(4, 3, dtype=F64)
-    jvp = torch.func.jvp(bundle, (x,), (tangent,))[1]
-    torch.testing.assert_close((J @ tangent.unsqueeze(-1)).squeeze(-1), jvp, rtol=1e-12, atol=1e-12)
-    (vjp,) = torch.func.vjp(bundle, x)[1](cotangent)
-    torch.testing.assert_close((cotangent.unsqueeze(-2) @ J).squeeze(-2), vjp, rtol=1e-12, atol=1e-12)
-    assert bundle_jacobian(W, G, None, f, x[0], 0.5).shape == (3, 5)

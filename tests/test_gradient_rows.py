@@ -11,11 +11,12 @@ import torch
 from accelerate import cpu_offload
 from peft import PeftModel
 from torch import nn
+from transformers import AlbertConfig, AlbertForSequenceClassification
 
-import snnk_peft.tuner.calibrate_adapters as module
+import snnk_peft.calibrating.adapters as module
 from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, calibrate_adapters, get_snnk_model
-from snnk_peft.calibration.gradient_rows import GradientMoments, gradient_rows
 from snnk_peft.errors import ConfigError, NumericalError
+from snnk_peft.solvers.gradient_rows import GradientMoments, gradient_rows
 from tests.tiny_models import same, tiny
 
 DIM, OUT, TOKENS = 12, 9, 4000
@@ -367,8 +368,6 @@ def test_other_families(family: str) -> None:
 
 
 def test_layers_that_run_several_times_and_nothing_trained() -> None:
-    from transformers import AlbertConfig, AlbertForSequenceClassification
-
     sizes = {"hidden_size": 32, "embedding_size": 16, "num_attention_heads": 2, "intermediate_size": 64}
     config = AlbertConfig(vocab_size=100, num_hidden_layers=3, max_position_embeddings=40, **sizes)
     torch.manual_seed(0)

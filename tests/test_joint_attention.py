@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import StaticCache
 
 from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, bundle, get_snnk_model
@@ -312,8 +313,6 @@ assert half.isfinite().all() and half.dtype == torch.bfloat16
 
 
 def test_adapters_are_saved_switched_and_trained(tmp_path):
-    from peft import PeftModel
-
     model = mixed(causal_model("llama"))
     inputs = left_padded()
     logits = model(**inputs).logits

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from sklearn.linear_model import Ridge
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -23,8 +24,10 @@ from transformers import (
 )
 
 from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, get_snnk_model
-from snnk_peft.calibration.centroids import Scores, descend
-from snnk_peft.calibration.joint_centroids import (
+from snnk_peft.errors import ConfigError
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.solvers.centroids import Scores, descend
+from snnk_peft.solvers.joint_centroids import (
     RIDGE,
     NearScores,
     best_joint,
@@ -33,8 +36,6 @@ from snnk_peft.calibration.joint_centroids import (
     joint_divergence,
     joint_output_error,
 )
-from snnk_peft.errors import ConfigError
-from snnk_peft.layers.kernel_attention import KernelAttention
 from tests.fresh_process import run_python
 
 JOINT = {"component": "mixture", "projection": "centroids", "near_field_normalisation": "joint"}
@@ -214,8 +215,6 @@ def test_the_model_comes_closer_to_what_it_was(name):
 
 
 def test_what_is_fitted_is_saved(tmp_path: Path):
-    from peft import PeftModel
-
     model, _ = converted("llama")
     given = sentences()[0]
     logits = model(**given).logits

@@ -17,8 +17,8 @@ from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.slots import Retrained
 from snnk_peft.layers.snnk_linear import SNNKLinear
-from snnk_peft.parts.adapter import After, BesideContraction, BesideExpansion, OnHiddenUnits
-from snnk_peft.parts.base_replaced import Bypass, Replace
+from snnk_peft.parts.adapter import Behind, BesideContraction, BesideExpansion, OnHiddenUnits
+from snnk_peft.parts.replaced.slots import Bypass, Replace
 
 DIM, HIDDEN = 6, 10
 
@@ -349,13 +349,13 @@ class TestSlots:
         stage = stage_of()
         adapter = SNNKAdapter(stage, GatedReadout(stage))
         nn.init.normal_(adapter.readout.A)
-        assert torch.equal(After(adapter)(torch.tanh, x), adapter(torch.tanh(x)))
+        assert torch.equal(Behind(adapter)(torch.tanh, x), adapter(torch.tanh(x)))
         linear = nn.Linear(DIM, 2)
         copied = Retrained(linear)
         assert torch.equal(copied(never, x), linear(x))
         nn.init.zeros_(copied.module.weight)
         assert linear.weight.any()
-        assert [s.replaces for s in (Replace(layer), Bypass(), After(adapter), copied)] == [True, True, False, True]
+        assert [s.replaces for s in (Replace(layer), Bypass(), Behind(adapter), copied)] == [True, True, False, True]
 
     @pytest.mark.parametrize("count", [1, 2])
     def test_parallel_slots_are_an_adapter_beside_the_ffn(self, count):

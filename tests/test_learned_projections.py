@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import peft
 import pytest
 import torch
 from scipy.linalg import hadamard
@@ -669,8 +670,6 @@ def test_bad_options_are_all_named_at_once():
 @pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
 def test_in_an_adapter(name, tmp_path):
     """Trained with the adapter, saved and loaded by PEFT, folded by bundle."""
-    import peft
-
     config = SNNKConfig(adapter=AdapterPart(projection=name, num_features=9))
     model = trained(patch(tiny("bert"), config))
     maps = [m for m in model.modules() if isinstance(m, Learned)]

@@ -8,8 +8,9 @@ import torch
 from snnk_peft import build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.causal_attention import causal_linear_attention
-from snnk_peft.functional.linear_attention import common_scale, linear_attention, quadratic_attention
+from snnk_peft.functional.linear_attention import common_scale, linear_attention
 from snnk_peft.functional.near_field import banded_softmax_attention
+from tests.linear_oracle import quadratic_attention
 from tests.tensor_sizes import LargestTensor
 
 F64 = torch.float64

@@ -10,8 +10,11 @@ from torch import nn
 
 from snnk_peft import LOW_RANK_INITS, InputMoments, factorize, factorize_many
 from snnk_peft.errors import ConfigError, NumericalError
-from snnk_peft.functional.nonlinearity import NONLINEARITIES
+from snnk_peft.functional.nonlinearity import NONLINEARITIES, nonlinearity, relu_similarity
 from snnk_peft.low_rank import kernel_projection, risk
+from snnk_peft.low_rank.inits.function import search
+from snnk_peft.low_rank.kernel_projection import nonlinearity_kernel
+from snnk_peft.low_rank.problem import Problem
 from snnk_peft.low_rank.unit_fit import best_rows, fit_units
 
 F64 = torch.float64
@@ -92,10 +95,6 @@ def test_function_is_best_and_gnorm_never_worse_than_the_svd(activation, biased)
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_function_is_as_good_as_random_restarts(activation):
-    from snnk_peft.functional.nonlinearity import nonlinearity
-    from snnk_peft.low_rank.inits.function import search
-    from snnk_peft.low_rank.problem import Problem
-
     weight = he_normal(48, 16)
     best = factorize(weight, 2, activation=activation).relative_risk
     problem = Problem(weight, 2, nonlinearity(activation))
@@ -176,9 +175,6 @@ def test_the_best_subspace_need_not_be_singular_vectors():
 
 
 def test_definition_4_1_is_twice_definition_2_5():
-    from snnk_peft.functional.nonlinearity import relu_similarity
-    from snnk_peft.low_rank.kernel_projection import nonlinearity_kernel
-
     weight = he_normal(5, 4)
     norms = weight.norm(dim=1)
     sizes = torch.outer(norms, norms)
@@ -241,7 +237,7 @@ def test_inputs_in_fewer_directions_than_the_rank_are_met_exactly():
     "init", ["baseline", "spectral", "spectral_gnorm", "function", "kernel_projection", "nkp", "ws_nkp"]
 )
 def test_inits_are_deterministic_and_keep_dtype(init, monkeypatch):
-    monkeypatch.setattr("snnk_peft.low_rank.sampled.STEPS", 20)
+    monkeypatch.setattr("snnk_peft.low_rank.inits.references.STEPS", 20)
     weight = he_normal(10, 6).to(torch.bfloat16)
     state = torch.random.get_rng_state()
     first, second = (factorize(weight, 2, init, activation="relu", seed=3) for _ in range(2))

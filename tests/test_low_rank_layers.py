@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from snnk_peft.calibration.low_rank_fit import principal_factors
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.nonlinearity import nonlinearity
 from snnk_peft.layers.low_rank import SPLITS, LowRankConv1d, LowRankConv2d, LowRankLinear, low_rank_class
 from snnk_peft.low_rank import InputMoments
 from snnk_peft.low_rank.rearranged import rearranged_factors
 from snnk_peft.low_rank.risk import gaussian_risk
+from snnk_peft.solvers.low_rank_fit import principal_factors
 
 # Kernel, stride, padding, dilation, padding mode; for sequences the first of each pair.
 SETTINGS = [

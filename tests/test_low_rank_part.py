@@ -16,7 +16,7 @@ from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, Onn
 from snnk_peft import AdapterPart, FFNPart, LowRankPart, NormsPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers import low_rank_linear
-from snnk_peft.parts.base_low_rank import LowRankSlot
+from snnk_peft.parts.low_rank.slot import LowRankSlot
 from tests.fresh_process import run_python
 from tests.tiny_families import build
 from tests.tiny_models import inputs_for, tiny, trained

@@ -11,13 +11,13 @@ from transformers import ModernBertConfig, ModernBertForSequenceClassification
 from transformers.masking_utils import sliding_window_bidirectional_mask_function
 
 from snnk_peft import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
-from snnk_peft.attention import softmax
-from snnk_peft.attention.interface import NAME, pairwise_mask
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.parts.adapter import After
+from snnk_peft.parts.adapter import Behind
+from snnk_peft.parts.attention import softmax
+from snnk_peft.parts.attention.interface import NAME, pairwise_mask
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.fresh_process import run_python
 from tests.tiny_models import inputs_for, same, tiny, trained
@@ -195,10 +195,10 @@ def test_adapters_beside_attention_and_a_pooler():
     assert all(grad is not None and grad.isfinite().all() for grad in learned.values())
 
 
-def afters(model) -> list[After]:
+def afters(model) -> list[Behind]:
     """The sequential adapters in use."""
     layers = [module for module in model.modules() if isinstance(module, SlotLayer)]
-    return [slot for layer in layers for slot in layer.active_slots() if isinstance(slot, After)]
+    return [slot for layer in layers for slot in layer.active_slots() if isinstance(slot, Behind)]
 
 
 @pytest.mark.parametrize("family", ["modernbert", "vit", "distilbert"])

@@ -37,9 +37,10 @@ from snnk_peft import (
     check_family,
     get_snnk_model,
 )
-from snnk_peft.calibration.hidden_units import choose_units, narrow_units, second_moment
-from snnk_peft.calibration.landmarks import SecondMoments
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.solvers import block_descent
+from snnk_peft.solvers.hidden_units import choose_units, narrow_units, second_moment
+from snnk_peft.solvers.landmarks import SecondMoments
 from tests.fresh_process import run_python
 from tests.tiny_families import build, main_head
 from tests.tiny_models import inputs_for, tiny, trained
@@ -280,8 +281,6 @@ def test_steps_move_all_matrices_to_less_error(family):
 
 
 def test_steps_that_do_not_help_are_not_taken(monkeypatch):
-    from snnk_peft.calibration import block_descent
-
     model = build("llama", "LlamaForSequenceClassification")
     closed, stepped = (narrow(copy.deepcopy(model)) for _ in range(2))
     calibrate(closed, batches(model), refit=False, progress=False)

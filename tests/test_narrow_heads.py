@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
 
 from snnk_peft import (
@@ -24,8 +25,8 @@ from snnk_peft import (
     calibrate,
     get_snnk_model,
 )
-from snnk_peft.calibration.heads import narrow_products, narrow_values, power_of
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.solvers.heads import narrow_products, narrow_values, power_of
 from tests.fresh_process import run_python
 from tests.tiny_families import CONFIGS, build, main_head
 from tests.tiny_models import inputs_for, tiny, trained
@@ -320,8 +321,6 @@ def test_beside_other_parts():
 @pytest.mark.slow
 def test_real_weights(shared_dir):
     """MiniLM on SST-2, heads of 32 dimensions at 16: what real sentences say helps in every layer."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     folder = shared_dir / "weights" / "minilm-l6-sst2"
     lines = (shared_dir / "data" / "glue" / "SST-2" / "train.tsv").read_text().splitlines()[1:97]
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -11,7 +11,17 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import FNetConfig, FNetForSequenceClassification
 
-from snnk_peft import FAMILIES, AdapterPart, FFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
+from snnk_peft import (
+    FAMILIES,
+    AdapterPart,
+    FFNPart,
+    SNNKConfig,
+    bundle,
+    calibrate,
+    check_family,
+    get_snnk_model,
+    plan,
+)
 from snnk_peft.errors import ConfigError, UnsupportedError
 from tests.fresh_process import run_python
 from tests.tiny_families import build
@@ -191,3 +201,17 @@ def test_the_file_names_the_part(tmp_path):
     patched().save_pretrained(tmp_path)
     content = json.loads((tmp_path / "adapter_config.json").read_text())
     assert content["parts"] == [{"part": "two_linears", "targets": "*.intermediate.dense", "rank": 6}]
+
+
+def test_it_is_offered_to_the_planner_and_checked_by_its_own_file_alone(monkeypatch):
+    pooler = "bert.pooler.dense"  # a place outside of the layers: the part has no `layers` to choose among
+    monkeypatch.setattr(TwoLinearsPart, "tried", {pooler: [2, 4]})
+    monkeypatch.setattr(TwoLinears, "fold", lambda self, place: place.put(nn.Sequential(self.U, self.V)))  # saves work
+    model = tiny("bert", "BertForSequenceClassification")
+    found = plan(model, BATCHES, 0.95, of="macs", progress=False)
+    offered = {candidate.size for candidate in found.candidates if candidate.part == "two_linears"}
+    assert offered == {"2", "4"}
+    assert "two_linears" in check_family(model).checked
+    monkeypatch.setattr(TwoLinears, "forward", lambda self, base, x: base(x))  # nothing reads U and V
+    with pytest.raises(UnsupportedError, match=r"two_linears: no gradient reaches 'bert\.pooler\.dense'"):
+        check_family(model)

@@ -22,6 +22,8 @@ from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     DeiTForImageClassification,
+    Trainer,
+    TrainingArguments,
     ViTForImageClassification,
 )
 
@@ -605,8 +607,6 @@ class Rows(torch.utils.data.Dataset):
 
 
 def train(folder: Path, steps: int, resume: bool | str = False) -> nn.Module:
-    from transformers import Trainer, TrainingArguments
-
     model = get_snnk_model(build("bert"), SNNKConfig(**PARTS["houlsby"], task_type="SEQ_CLS"))
     arguments = TrainingArguments(
         folder,

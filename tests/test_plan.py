@@ -29,7 +29,6 @@ from snnk_peft import (
     plan,
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.planning.candidates import default_parts
 from snnk_peft.planning.choose import STEPS, Offer, apart, pareto
 from snnk_peft.planning.costs import rising
 from tests.fresh_process import run_python
@@ -304,13 +303,10 @@ def test_half_precision():
 
 def test_linear_attention_is_offered_where_it_pays():
     model = bert()
-    offered = [
-        [part.num_features for kind in default_parts(model, length) for part in kind if isinstance(part, AttentionPart)]
-        for length in (64, 130, 512)
-    ]
+    offered = [[part.num_features for part in AttentionPart.candidates(model, length)] for length in (64, 130, 512)]
     assert offered == [[], [32], [32, 64, 128]]
     long = texts(4, size=2, length=256)
-    attention = [part for kind in default_parts(model, 256) for part in kind if isinstance(part, AttentionPart)]
+    attention = AttentionPart.candidates(model, 256)
     found = plan(model, long, 0.8, of="macs", parts=attention, progress=False)
     assert {candidate.part for candidate in found.choices} == {"attention"}
     patched = get_snnk_model(model, found.config)

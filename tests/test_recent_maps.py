@@ -15,6 +15,7 @@ from scipy import fft, special, stats
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
+from snnk_peft.feature_map.describe import describe, measured_error
 from snnk_peft.functional.chi_lengths import chi_quantile, paired_lengths, stratified_lengths
 from snnk_peft.functional.cosine_transform import cosine_matrix, cosine_transform
 from snnk_peft.projections.base_drawn import site_generator
@@ -137,8 +138,6 @@ def test_based_is_the_second_order_series(dim):
 
 
 def test_based_says_what_it_is():
-    from snnk_peft.feature_map.describe import describe, measured_error
-
     page = describe("taylor_exp", "identity", 6, 6)
     assert "properties  exact, signed features" in page
     assert measured_error("taylor_exp", "identity", 6, 6)["relative_error"] < 1e-14

@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from snnk_peft import bundle
+from snnk_peft import AttentionPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.attention import RecurrentCache
-from snnk_peft.attention.cache import RecurrentByDefault
-from snnk_peft.attention.recurrent_layer import RecurrentLayer
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.parts.attention.cache import RecurrentByDefault
+from snnk_peft.parts.attention.recurrent_layer import RecurrentLayer
 from tests.fresh_process import run_python
 from tests.test_attention import causal_model, left_padded, patched, sharpened
 from tests.tiny_models import trained
@@ -151,8 +151,6 @@ def test_generate_uses_it_by_itself(llama):
 
 
 def test_task_types_of_peft_generate_alike():
-    from snnk_peft import AttentionPart, SNNKConfig, get_snnk_model
-
     part = AttentionPart(num_features=16)
     model = get_snnk_model(causal_model("gpt2"), SNNKConfig(attention=part, modules_to_save=[], task_type="CAUSAL_LM"))
     made = model.eval().generate(**left_padded(), **GREEDY, return_dict_in_generate=True)
@@ -376,8 +374,6 @@ def test_cropping_is_refused_with_a_way_out(llama):
 
 
 def test_adapters_must_not_change_under_a_cache(llama):
-    from snnk_peft import AttentionPart, SNNKConfig
-
     cache = RecurrentCache(llama)
     ids = left_padded()["input_ids"]
     first = llama.generate(input_ids=ids, past_key_values=cache, **GREEDY)

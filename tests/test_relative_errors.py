@@ -11,10 +11,10 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from snnk_peft import FFNPart, NarrowFFNPart, PoolerPart, SNNKConfig, calibrate, get_snnk_model, plan
-from snnk_peft.calibration.error_meter import ErrorMeter
-from snnk_peft.calibration.ridge import GramAccumulator
 from snnk_peft.errors import ConfigError
 from snnk_peft.planning.damage import OutputError
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.ridge import GramAccumulator
 
 PARTS = [FFNPart(num_features=8), FFNPart(num_features=24), PoolerPart(num_features=4)]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from snnk_peft.calibration.ridge import GramAccumulator, fit_ridge
-from snnk_peft.calibration.ridge_posterior import RidgePosterior, cross_validated
 from snnk_peft.errors import ConfigError
+from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
+from snnk_peft.solvers.ridge_posterior import RidgePosterior, cross_validated
 
 F64 = torch.float64
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache, StaticCache
+from transformers.masking_utils import causal_mask_function as causal
 
 from snnk_peft import bundle
 from snnk_peft.attention import RecurrentCache
-from snnk_peft.attention.interface import padding_mask
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import FAMILIES, register_family
 from snnk_peft.families.base import ModelFamily
+from snnk_peft.parts.attention.interface import padding_mask
 from tests.test_attention import TOKENS, causal_model, left_padded, patched
 from tests.tiny_models import trained
 
@@ -165,8 +166,6 @@ def test_a_quantized_cache_holds_all_keys():
 
 
 def test_masks_speak_of_all_tokens_up_to_the_last_query():
-    from transformers.masking_utils import causal_mask_function as causal
-
     assert padding_mask(2, 3, 3, mask_function=causal) is None
     assert padding_mask(2, 1, 4, q_offset=3, mask_function=causal) is None
     static = padding_mask(2, 3, 9, q_offset=torch.tensor(2), mask_function=causal)

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snnk_peft.attention.interface import kernel_attention_forward
-from snnk_peft.attention.recurrent_layer import RecurrentLayer
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.functional.backend import SWITCH
 from snnk_peft.functional.exponential_attention import KeyMeans
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import ABSENT, LogLinear
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.attention.interface import kernel_attention_forward
+from snnk_peft.parts.attention.recurrent_layer import RecurrentLayer
 from tests.exponential_oracle import TOLERANCE, dense, error, given
 from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
 

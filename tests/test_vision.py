@@ -34,7 +34,7 @@ from snnk_peft import (
 from snnk_peft.bundling.bundle import TOLERANCES
 from snnk_peft.bundling.probe import compare, probe_inputs
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.parts.pooler import NewPooler
+from snnk_peft.parts.replaced.pooler import NewPooler
 from tests.fresh_process import run_python
 from tests.test_families import PARTS, TWO_SIDED, agree
 from tests.tiny_families import CONFIGS, IMAGE, build, heads

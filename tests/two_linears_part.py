@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +27,18 @@ class TwoLinearsPart(Part):
 
     targets: str = option("*", "pattern of the paths.")
     rank: int = option(4, "rows of U, >= 1.", low=1, high=1 << 20)
+
+    # Where `plan` and `check_family` try it by themselves. Nowhere: other tests of this process count what they try.
+    tried: ClassVar[dict[str, list[int]]] = {}
+    size_fields: ClassVar[tuple[str, ...]] = ("rank",)
+
+    @classmethod
+    def candidates(cls, model, length):
+        return [cls(targets, rank) for targets, ranks in cls.tried.items() for rank in ranks]
+
+    @classmethod
+    def probes(cls):
+        return {"two_linears": cls(targets, 2) for targets in cls.tried}
 
     def plan(self, context: PatchContext) -> list[Patch]:
         """Every Linear that matches, in any model."""

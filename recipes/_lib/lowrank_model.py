@@ -19,7 +19,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.nonlinearity import nonlinearity
 from snnk_peft.low_rank.risk import gaussian_risk, ratio
-from snnk_peft.parts.base_low_rank import LowRankSlot
+from snnk_peft.parts.low_rank.slot import LowRankSlot
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 

@@ -245,7 +245,7 @@ def build_model(
     model = get_snnk_model(base, method.snnk_config(_task_type(base), seed=seed, modules_to_save=kept))
     if calibration is not None:
         from snnk_peft import calibrate, calibrate_adapters
-        from snnk_peft.calibration.reduce import process
+        from snnk_peft.solvers.reduce import process
 
         for wanted, fit in ((method.calibrate, calibrate), (method.calibrate_adapters, calibrate_adapters)):
             if wanted:

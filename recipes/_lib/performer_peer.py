@@ -32,8 +32,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from _lib.lra_settings import PERFORMER, PerformerSection
-from snnk_peft.attention.interface import padding_mask
 from snnk_peft.errors import ConfigError
+from snnk_peft.parts.attention.interface import padding_mask
 from snnk_peft.projections.base_drawn import site_generator
 
 ATTENTION, UPDATER = "performer_attention", "performer_updater"  # what the modules are called in the encoder

@@ -13,7 +13,7 @@ from _lib.distillation import logit_loss
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from snnk_peft.calibration.adam import falling_adam
+from snnk_peft.solvers.adam import falling_adam
 
 
 def add_uptraining(options: argparse.ArgumentParser, steps: int) -> None:

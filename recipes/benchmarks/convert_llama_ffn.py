@@ -23,7 +23,7 @@ from convert_llama import perplexity, reviews
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from snnk_peft import NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
-from snnk_peft.calibration.hidden_units import RULES
+from snnk_peft.solvers.hidden_units import RULES
 
 ROWS = 2  # of a batch
 HELD_OUT = 0.1  # of the sequences: every one counts where a thousand units are fitted

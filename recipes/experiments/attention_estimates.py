@@ -48,7 +48,7 @@ from transformers import AutoModel
 from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.parts.base_attention_fit import Ear
+from snnk_peft.parts.attention.recording import Recorder
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tasks import TASKS
 
@@ -219,17 +219,17 @@ def heard(model: Any, batches: list[dict[str, torch.Tensor]]) -> list[Heads]:
     """What all layers' attention is given, batch after batch of one sentence, while they do what they always do."""
     part = AttentionPart(num_features=1)
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=part, modules_to_save=[])).eval()
-    ear = Ear()
+    recorder = Recorder()
     for module in patched.modules():
         if "snnk_owner" in vars(module):
-            module.snnk_owner = lambda: ear
+            module.snnk_owner = lambda: recorder
     for batch in batches:
         patched(**batch)
-    if any(each.causal for each in ear.heard):
+    if any(each.causal for each in recorder.calls):
         raise UnsupportedError(
             f"{type(model).__name__} attends to earlier tokens only; expected an encoder, as BERT is"
         )
-    return [Heads(each.q, each.k, each.scaling, softmax(each.q, each.k, each.scaling)) for each in ear.heard]
+    return [Heads(each.q, each.k, each.scaling, softmax(each.q, each.k, each.scaling)) for each in recorder.calls]
 
 
 def softmax(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:

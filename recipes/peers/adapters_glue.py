@@ -49,7 +49,7 @@ def use_bare_package() -> None:
     assert spec is not None
     package = types.ModuleType("snnk_peft")
     package.__spec__, package.__path__, package.__file__ = spec, [str(origin.parent)], str(origin)
-    lines = origin.read_text(encoding="utf-8").splitlines()
+    lines = (origin.parent / "version.py").read_text(encoding="utf-8").splitlines()
     version = next(line for line in lines if line.startswith("__version__"))
     package.__dict__["__version__"] = version.split('"')[1]  # which checkpoints record
     sys.modules["snnk_peft"] = package

@@ -12,8 +12,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from snnk_peft.attention.cache import use_recurrent_cache
-from snnk_peft.attention.interface import NAME
 from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, FINISHERS, Spec
 from snnk_peft.bundling.plan import FIELDS, SIZE, Check, expects, field_faults, stage_faults
 from snnk_peft.digests import notes
@@ -23,6 +21,8 @@ from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.options import MOST
+from snnk_peft.parts.attention.cache import use_recurrent_cache
+from snnk_peft.parts.attention.interface import NAME
 
 PLANNED_ATTENTION = "snnk_peft"  # in plans; the name under which a function is registered depends on the module
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,15 +20,15 @@ from snnk_peft.bundling.fold import FoldPlan, Place, places, plan_folds
 from snnk_peft.bundling.modules import spec_of
 from snnk_peft.bundling.probe import compare, probe_inputs
 from snnk_peft.bundling.report import BundleReport
+from snnk_peft.calibrating.batches import checked_one
+from snnk_peft.calibrating.finite import refuse_not_finite, refuse_overflow
+from snnk_peft.calibrating.padding import masked_tokens, named_padding
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import known_family
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.model_card import hub_id
-from snnk_peft.tuner.batches import checked_one
-from snnk_peft.tuner.finite import refuse_not_finite, refuse_overflow
 from snnk_peft.tuner.given_model import takes_model
-from snnk_peft.tuner.padding import masked_tokens, named_padding
-from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.tuner.slot_layer import SlotLayer, root_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -73,7 +72,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         >>> small.bundle_report.folded[0].after
         '8 gelu features + Linear 8→32'
     """
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = root_of(model)
     family = known_family(base)
     refuse_not_finite(base, replaced=False)
     bundled, plan, table = folded_model(base)

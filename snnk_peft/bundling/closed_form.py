@@ -1,9 +1,8 @@
-"""Training and differentiating a head without backpropagation (SNNK paper, section 3.3 and App. J.3).
+"""Training a head without backpropagation (SNNK paper, section 3.3).
 
 A head is y = W̄ φ(x) + b; of a bundle, φ are the pooler's features, of another classifier what its last Linear reads.
 For the squared error the best (W̄, b) is ridge regression on φ, found in one pass over the data with moments in fp64;
-classes become one-hot targets. A bundle's Jacobian in x is explicit as well, J = W̄ diag(s f'(G x + c)) G, without a
-backward pass.
+classes become one-hot targets.
 
 A head that is trained on should give logits. With p the fitted shares, π the shares of the classes and z₀ = log π, to
 first order around z₀ the softmax has the shares p where
@@ -23,21 +22,20 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.classes import SavedBundle
-from snnk_peft.calibration.closed_form import one_hot_targets
-from snnk_peft.calibration.reduce import same_everywhere
-from snnk_peft.calibration.ridge import GramAccumulator
-from snnk_peft.calibration.ridge_posterior import cross_validated
+from snnk_peft.calibrating.all_or_nothing import all_or_nothing
+from snnk_peft.calibrating.batches import checked, evaluating, model_inputs
+from snnk_peft.calibrating.finite import refuse_not_finite, refuse_overflow
+from snnk_peft.calibrating.held_out import LabelledRows
+from snnk_peft.calibrating.padding import masked_tokens, named_padding
 from snnk_peft.errors import ConfigError, NumericalWarning, UnsupportedError
-from snnk_peft.functional.folding import bundle_jacobian
 from snnk_peft.heads.fitted import HEAD_RIDGES
 from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whole, require_finite
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.tuner.all_or_nothing import all_or_nothing
-from snnk_peft.tuner.batches import checked, evaluating, model_inputs
-from snnk_peft.tuner.finite import refuse_not_finite, refuse_overflow
+from snnk_peft.solvers.closed_form import one_hot_targets
+from snnk_peft.solvers.reduce import same_everywhere
+from snnk_peft.solvers.ridge import GramAccumulator
+from snnk_peft.solvers.ridge_posterior import cross_validated
 from snnk_peft.tuner.given_model import refuse_inference_tensors, takes_model
-from snnk_peft.tuner.held_out import LabelledRows
-from snnk_peft.tuner.padding import masked_tokens, named_padding
 
 
 @dataclass(frozen=True)
@@ -287,39 +285,3 @@ def _pairs(features: torch.Tensor, given: torch.Tensor, outputs: int) -> tuple[t
             "or class indices (n,) and a head with one output per class"
         )
     return features, one_hot_targets(class_indices("targets", given, outputs), outputs), True
-
-
-def head_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The Jacobian of a bundle's outputs in the pooler's input, W̄ diag(s f'(Gx + c)) G for features s f(Gx + c).
-
-    Args:
-        model: as for `fit_closed_form`.
-        x: (..., dim) inputs of the pooler: the last hidden state of the first token.
-
-    Returns:
-        (..., outputs, dim).
-    """
-    _, head, stage = bundled_head(model)
-    feature_map = stage.feature_map
-    if not feature_map.component.elementwise():
-        raise UnsupportedError(
-            f"the head's features are {type(feature_map.component).__name__}, no function of each projection; the "
-            "explicit Jacobian needs an elementwise component such as 'cos'. Use torch.func.jacrev instead"
-        )
-    if stage.normalize:
-        raise UnsupportedError(
-            "the head's features are those of normalised vectors, which no matrix gives; the explicit Jacobian needs "
-            "inputs taken as they are. Use torch.func.jacrev instead"
-        )
-    width = feature_map.feature_dim
-    rows, offset = stage.preactivation()
-    weight = head.weight.detach()
-    jacobian = bundle_jacobian(
-        weight[:, :width],
-        rows,
-        offset,
-        feature_map.component.function,
-        x,
-        scale=feature_map.projection.amplitudes(),
-    )
-    return jacobian + weight[:, width:] if stage.append_input else jacobian

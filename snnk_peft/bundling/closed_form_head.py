@@ -25,17 +25,17 @@ from snnk_peft.bundling.bundle import TOLERANCES
 from snnk_peft.bundling.head_bundle import PROBLEMS, head_report, with_head
 from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of, second_text, separator_of
 from snnk_peft.bundling.probe import probe_inputs
-from snnk_peft.calibration.reduce import gathered
-from snnk_peft.calibration.token_sample import TokenSample
+from snnk_peft.calibrating.batches import checked, checked_one, evaluating, model_inputs
+from snnk_peft.calibrating.finite import refuse_not_finite
+from snnk_peft.calibrating.held_out import LabelledRows
 from snnk_peft.digests import tensor_digest, value_digest
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.heads.features import HeadFeatures, HeadReader
 from snnk_peft.heads.fitted import HEAD_RIDGES, FittedHead
 from snnk_peft.heads.statistics import HeadStatistics
-from snnk_peft.tuner.batches import checked, checked_one, evaluating, model_inputs
-from snnk_peft.tuner.finite import refuse_not_finite
+from snnk_peft.solvers.reduce import gathered
+from snnk_peft.solvers.token_sample import TokenSample
 from snnk_peft.tuner.given_model import outside_inference_mode, plain_model
-from snnk_peft.tuner.held_out import LabelledRows
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
 ROUNDINGS = 8  # by which variances of what a model computes differ at most when other examples stand in the batch

@@ -18,6 +18,7 @@ import transformers
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.projections import PROJECTIONS
+from snnk_peft.version import __version__
 
 FILE_NAME = "modeling_snnk_bundle.py"
 PACKAGE = "snnk_peft"
@@ -60,8 +61,6 @@ def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapp
     Raises:
         ConfigError: two source modules define the same name.
     """
-    from snnk_peft import __version__
-
     stages = list(stage_specs(modules.values()))
     used = [COMPONENTS[stage["component"]] for stage in stages] + [PROJECTIONS[stage["projection"]] for stage in stages]
     kinds = {spec.get("kind") for spec in modules.values()}

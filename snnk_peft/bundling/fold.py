@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from snnk_peft.bundling.report import Folded
@@ -23,7 +20,7 @@ from snnk_peft.families.base import unwrap
 from snnk_peft.layers.adapter import Beside, Leading, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import FoldPlace, Retrained, Slot
-from snnk_peft.tuner.slot_layer import SlotLayer, active_module
+from snnk_peft.tuner.slot_layer import SlotLayer, is_of_an_adapter, is_saved_in_full, saved_in_full
 
 
 @dataclass
@@ -57,9 +54,8 @@ def _unwrap(module: nn.Module, path: str) -> Place:
     slots: list[Slot] = []
     original: nn.Module | None = None
     while True:
-        if isinstance(module, ModulesToSaveWrapper):
-            original = unwrap(module.original_module)
-            module = module.original_module if module.disable_adapters else active_module(module)
+        if is_saved_in_full(module):
+            original, module = unwrap(module.original_module), saved_in_full(module)  # type: ignore[arg-type]
         elif isinstance(module, SlotLayer):
             here = module.active_slots()
             slots = [slot for slot in here if not isinstance(slot, Retrained)] + slots
@@ -67,7 +63,7 @@ def _unwrap(module: nn.Module, path: str) -> Place:
             if copied is not None:
                 original = unwrap(module.base_layer)
             module = module.base_layer if copied is None else copied
-        elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        elif is_of_an_adapter(module):
             raise UnsupportedError(
                 f"{path} is wrapped by PEFT's {type(module).__name__}; expected SNNK slots only. Merge the other "
                 "adapter first (merge_and_unload) and then add and bundle the SNNK parts"

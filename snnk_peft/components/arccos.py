@@ -46,7 +46,6 @@ class Arccos(Component):
         return torch.relu(z) if self.order == 1 else torch.relu(z).square()
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """See `Component.gradient`."""
         if self.order == 0:
             return torch.zeros_like(grad)
         return torch.ops.aten.threshold_backward(grad if self.order == 1 else 2 * z * grad, z, 0)

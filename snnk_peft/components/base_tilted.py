@@ -62,7 +62,6 @@ class Tilted(Exponential):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`."""
         with full_precision(x):
             u = wide(x)
             a, stretch, basis = self.coordinates(statistics, second, u, projection.dim)
@@ -81,7 +80,6 @@ class Tilted(Exponential):
     def log_linear(
         self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear | None:
-        """See `Component.log_linear`."""
         chosen = self.coordinates(statistics, second, like, projection.dim)
         return exponential_logarithms(projection, self.kernel_name, second, like, **chosen._asdict())
 

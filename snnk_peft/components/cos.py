@@ -56,7 +56,6 @@ class Cos(Component):
         return torch.cos(z)
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """See `Component.gradient`."""
         return -grad * torch.sin(z)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

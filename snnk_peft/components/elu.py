@@ -30,7 +30,6 @@ class Elu(Component):
         return torch.nn.functional.elu(z) + 1
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """See `Component.gradient`."""
         return grad * z.clamp_max(0).exp()
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

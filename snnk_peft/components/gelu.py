@@ -27,7 +27,6 @@ class Gelu(Component):
         return torch.nn.functional.gelu(z)
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """See `Component.gradient`."""
         return torch.ops.aten.gelu_backward(grad, z)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

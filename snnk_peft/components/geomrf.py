@@ -35,7 +35,6 @@ class Geomrf(Exponential):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`."""
         with full_precision(x):
             p = float(projection.params["p"])
             wide_x = wide(x)

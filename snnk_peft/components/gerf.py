@@ -62,7 +62,6 @@ class Gerf(Tilted):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`."""
         if self.s == 1:
             return super().tower(x, projection, statistics, second)
         with full_precision(x):
@@ -75,5 +74,4 @@ class Gerf(Tilted):
     def log_linear(
         self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear | None:
-        """See `Component.log_linear`."""
         return super().log_linear(projection, statistics, second, like) if self.s == 1 else None

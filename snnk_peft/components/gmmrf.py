@@ -54,7 +54,6 @@ class Gmmrf(Component):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`."""
         with full_precision(x):
             exponents = projection(wide(x)) - self.factor * projection.squares(wide(x))
             return Features(*stabilised(exponents, 0.0, projection.amplitudes(signed=second), x.dtype))

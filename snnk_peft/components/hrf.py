@@ -73,7 +73,6 @@ class Hrf(Exponential):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`."""
         with full_precision(x):
             z = projection(wide(x))
             positive = z + log_factor(x, self.kernel_name)

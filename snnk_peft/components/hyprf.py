@@ -36,7 +36,6 @@ class Hyprf(Exponential):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`."""
         with full_precision(x):
             z = projection(wide(x))
             both, factor = torch.cat((z, -z), -1), log_factor(x, self.kernel_name)
@@ -45,5 +44,4 @@ class Hyprf(Exponential):
     def log_linear(
         self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear:
-        """See `Component.log_linear`."""
         return exponential_logarithms(projection, self.kernel_name, second, like, both_signs=True)

@@ -52,5 +52,4 @@ class Mixture(Component):
     def log_linear(
         self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear:
-        """See `Component.log_linear`."""
         return LogLinear(*rows_and_bias(projection, like), 0.0, divided=not second)

@@ -37,7 +37,6 @@ class Poisrf(Exponential):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`."""
         with full_precision(x):
             rate = float(projection.params["rate"])
             exponents = projection(log_abs(wide(x)) - math.log(rate) / 2)

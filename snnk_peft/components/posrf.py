@@ -33,7 +33,6 @@ class Posrf(Exponential):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`."""
         with full_precision(x):
             factor = log_factor(x, self.kernel_name)
             return Features(*stabilised(projection(wide(x)), factor, projection.amplitudes(signed=second), x.dtype))
@@ -41,5 +40,4 @@ class Posrf(Exponential):
     def log_linear(
         self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear:
-        """See `Component.log_linear`."""
         return exponential_logarithms(projection, self.kernel_name, second, like)

@@ -28,7 +28,6 @@ class Relu(Component):
         return torch.relu(z)
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """See `Component.gradient`."""
         return torch.ops.aten.threshold_backward(grad, z, 0)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,6 @@ class Sin(Component):
         return torch.sin(z)
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """See `Component.gradient`."""
         return grad * torch.cos(z)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

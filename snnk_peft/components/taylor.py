@@ -104,7 +104,6 @@ class Taylor(Component):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`."""
         self._check_once(x)
         z = projection(x)
         parts = [torch.full_like(x[..., :1], self._factor(0, 1, second))]

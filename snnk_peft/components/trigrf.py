@@ -80,7 +80,6 @@ class Trigrf(Component):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`."""
         with full_precision(x):
             z = projection(wide(x))
             if self.multipliers is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from snnk_peft.cost.build import DTYPES, TASKS, read_snnk_config
 from snnk_peft.cost.estimate import DEVICES, estimate_cost
 from snnk_peft.cost.report import CostReport
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.whole_file import whole_file
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,11 +77,10 @@ def show(report: CostReport) -> None:
 
 
 def _write(report: CostReport, path: Path) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        with whole_file(path) as temporary:
+            temporary.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}; give another --output") from error
     print(f"written: {path}")

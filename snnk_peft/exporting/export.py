@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.probe import compare, probe_inputs
+from snnk_peft.calibrating.batches import read, refuse_no_batches
+from snnk_peft.calibrating.finite import refuse_not_finite
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.exporting.int8 import compared, milliseconds, quantized
 from snnk_peft.exporting.program import FORMATS, TorchFormat, as_it_was, missing_packages, opsets
 from snnk_peft.exporting.report import ExportReport, Int8Report, ShapeParity
 from snnk_peft.exporting.shapes import Axes, Inputs, only_tensors
-from snnk_peft.tuner.batches import read, refuse_no_batches
-from snnk_peft.tuner.finite import refuse_not_finite
 from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.slot_layer import is_of_an_adapter
 
 # Relative to the largest output; other kernels add up in another order.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -203,7 +203,7 @@ def _beside(path: Path) -> Path:
 
 def _plain_model(model: nn.Module, sample: Inputs | None) -> PreTrainedModel:
     """The model itself, or its bundle."""
-    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+    if any(is_of_an_adapter(module) for module in model.modules()):
         return bundle(model, probe=None if sample is None else _placed(sample, model))
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(

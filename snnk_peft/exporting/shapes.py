@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from snnk_peft.bundling.probe import text_room
+from snnk_peft.calibrating.batches import checked_one
 from snnk_peft.errors import ConfigError
-from snnk_peft.tuner.batches import checked_one
 
 Inputs = dict[str, torch.Tensor]
 

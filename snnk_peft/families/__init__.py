@@ -1,4 +1,4 @@
-"""Model families: where attention, FFN, pooler and classifier of an architecture live. One data file each."""
+"""Model families: where attention, FFN, pooler and classifier of an architecture live; `table.py` has all of them."""
 
 from typing import Any
 

@@ -98,7 +98,6 @@ class _AdapterSum(torch.autograd.Function):
         matrix: Tensor,
         form: AdapterForm,
     ) -> Tensor:
-        """See `adapter_sum`."""
         found, narrow, features, z, *moments = _forward(x, residual, low, bias, centres, matrix, form)
         of_x, _, of_weight, _, of_bias, _, of_matrix, _ = ctx.needs_input_grad
         inward = (x, weight, low, bias, centres, z, *moments) if of_x or of_weight or of_bias else (None,) * 9

@@ -7,13 +7,10 @@ A layer A·Φ(x) + a (Φ a feature map, A its readout) followed by a Linear (W, 
 A stack Φ_1, A_1, W_1, Φ_2, A_2, W_2, ... folds pair by pair; if Φ_2(u) = f(G u + c), its projection G folds into the
 pair as well, since f(G(Ā Φ_1 + ā) + c) = f((G Ā) Φ_1 + (G ā + c)). Products are taken in fp64 and rounded once, so the
 folded network differs from the original by the rounding of its own dtype only.
-
-The Jacobian of a bundled layer x -> W̄ s f(G x + c) + b is explicit: J = W̄ diag(s f'(G x + c)) G.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,32 +62,3 @@ def fold_linear(A: Tensor, bias_A: Tensor | None, W2: Tensor, b2: Tensor | None)
     if b2 is not None:
         bias = b2.double() if bias is None else bias + b2.double()
     return Affine((wide @ A.double()).to(dtype), None if bias is None else bias.to(dtype))
-
-
-def bundle_jacobian(
-    weight: Tensor,
-    projection: Tensor,
-    offset: Tensor | None,
-    function: Callable[[Tensor], Tensor],
-    x: Tensor,
-    scale: float | Tensor = 1.0,
-) -> Tensor:
-    """The Jacobian of a bundled layer x -> W̄ s f(G x + c) + b in closed form, W̄ diag(s f'(G x + c)) G.
-
-    No backward pass: f' is the forward derivative of the scalar function. The Jacobian of a deeper bundle is the
-    product of its layers' Jacobians.
-
-    Args:
-        weight: W̄ (o, m).
-        projection: G (m, d).
-        offset: c (m,) or None.
-        function: f, elementwise.
-        x: (..., d) points at which to differentiate.
-        scale: s, a number or (m,).
-
-    Returns:
-        (..., o, d).
-    """
-    preactivation = torch.nn.functional.linear(x, projection, offset)
-    slope = torch.func.jvp(function, (preactivation,), (torch.ones_like(preactivation),))[1] * scale
-    return (weight * slope.unsqueeze(-2)) @ projection

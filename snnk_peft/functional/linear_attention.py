@@ -146,23 +146,3 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         (B, H, L, D), in the dtype of v.
     """
     return attend(q, key_sums(k, v, mask), v.dtype)
-
-
-def quadratic_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The same through explicit weights, O(L·N): the definition, for tests and for short inputs that want the weights.
-
-    Returns:
-        (B, H, L, D) and the weights (B, H, L, N), whose rows sum to 1 (or are 0 where no key counts).
-    """
-    with full_precision(v):
-        q, k, values = grouped(wide(q), k.shape[1]), wide(k), wide(v)
-        weights = torch.einsum("bghlm,bgnm->bghln", q, k)
-        if mask is not None:
-            weights = weights * mask[:, None, None, None, :]
-        if causal:
-            weights = weights.tril(k.shape[-2] - q.shape[-2])
-        weights = divide(weights, weights.sum(-1, keepdim=True))
-        out = torch.einsum("bghln,bgnd->bghld", weights, values)
-        return out.flatten(1, 2).to(v.dtype), weights.flatten(1, 2)

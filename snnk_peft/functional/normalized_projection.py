@@ -60,7 +60,6 @@ class _NormalizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, centred: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """See `_forward`."""
         return _forward(x, centred, eps)
 
     @staticmethod

@@ -1,8 +1,8 @@
 """A head in closed form, with what it knows of its own errors.
 
-    scores      s(φ) = A φ + a,   ridge regression (calibration/ridge.py); columns of φ are divided by their standard
+    scores      s(φ) = A φ + a,   ridge regression (solvers/ridge.py); columns of φ are divided by their standard
                 deviations first, so that the penalty means the same for all of them
-    variance    of a new target, σ² (1 + h(φ))   (calibration/ridge_posterior.py)
+    variance    of a new target, σ² (1 + h(φ))   (solvers/ridge_posterior.py)
     probability softmax(t s) of classes, sigmoid(t (s − ½)) of labels. Least squares fits scores, not log-probabilities;
                 t > 0 is the one number that is missing. It minimises the negative log-likelihood of *leave-one-out*
                 scores, which cost no fit: y − (y − Hy)/(1 − h).
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from snnk_peft.calibration.ridge_posterior import RidgePosterior, cross_validated
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.heads.targets import as_tensor, as_vectors, class_indices, fit_notes, require_finite
+from snnk_peft.solvers.ridge_posterior import RidgePosterior, cross_validated
 
 # From shrinking all columns to interpolating: hidden states have a few directions that hold nearly all of the variance,
 # so with as many examples as columns the best ridge is far above their mean, which is what a ridge is measured in.

@@ -1,6 +1,6 @@
 """The statistics that decide a head, and that add: shards merge, examples come later, examples are forgotten.
 
-Ridge regression of targets on what a head reads needs nothing but moments (calibration/ridge.py), and moments of two
+Ridge regression of targets on what a head reads needs nothing but moments (solvers/ridge.py), and moments of two
 sets of examples are those of both. So parts that were counted on different machines make the same head as one pass over
 everything, up to the rounding of sums in fp64, and a head from which examples were taken away is the head that never
 saw them: a column in which the others do not differ is constant again, although subtraction leaves rounding there.
@@ -27,14 +27,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from snnk_peft.calibration.closed_form import one_hot_targets
-from snnk_peft.calibration.reduce import gathered
-from snnk_peft.calibration.ridge import GramAccumulator
 from snnk_peft.digests import content_faults, open_tensors, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.heads.targets import as_tensor, as_vectors, class_indices, require_finite
 from snnk_peft.json_files import parse_json
 from snnk_peft.repeats import rows
+from snnk_peft.solvers.closed_form import one_hot_targets
+from snnk_peft.solvers.reduce import gathered
+from snnk_peft.solvers.ridge import GramAccumulator
 from snnk_peft.stamps import stamp_tensors
 
 KINDS = ("classes", "labels", "numbers")

@@ -27,8 +27,7 @@ SETTINGS = (bool, float, int, str)
 class Term(Protocol):
     """What makes the logarithms; `AttentionTerm`."""
 
-    def logarithms(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
-        """See `AttentionTerm.logarithms`."""
+    def logarithms(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None: ...
 
 
 class _Empty:

@@ -195,7 +195,6 @@ class LowRankLinear(LowRank):
         return nn.functional.linear(hidden, self.U, self.bias).to(x.dtype)
 
     def macs(self) -> tuple[int, int]:
-        """See `LowRank.macs`."""
         return self.U.numel() + self.V.numel(), self.in_features * self.out_features
 
     @torch.no_grad()

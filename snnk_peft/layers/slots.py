@@ -14,7 +14,7 @@ hold the new parameters; the original stays where it is. The slots themselves st
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,20 +67,16 @@ class FoldPlace(Protocol):
     """
 
     @property
-    def path(self) -> str:
-        """See above."""
+    def path(self) -> str: ...
 
     @property
-    def module(self) -> nn.Module:
-        """See above."""
+    def module(self) -> nn.Module: ...
 
     @property
-    def original(self) -> bool:
-        """See above."""
+    def original(self) -> bool: ...
 
     @property
-    def slots(self) -> Sequence[Slot]:
-        """See above."""
+    def slots(self) -> Sequence[Slot]: ...
 
     def at(self, path: str) -> FoldPlace:
         """Another module; LookupError if the model has none at this path."""
@@ -116,8 +112,7 @@ class FitPlace(Protocol):
     """
 
     @property
-    def original(self) -> nn.Module:
-        """See above."""
+    def original(self) -> nn.Module: ...
 
     def original_at(self, path: str) -> nn.Module:
         """The pretrained module at a path of the unpatched model."""
@@ -183,7 +178,7 @@ class Fitter:
         together: paths of further modules whose original stands in beside this one's, where the layer runs several
             times and the inputs of all runs are wanted before anything is fitted.
         reduces: whether `fit` sums its statistics over the processes of torch.distributed, each of which reads its own
-            share of the data (the `reduce` of the accumulators in calibration/). `calibrate` refuses a fitter that
+            share of the data (the `reduce` of the accumulators in solvers/). `calibrate` refuses a fitter that
             does not when there are several; what process 0 fitted then goes to all.
         remark: what the user of the fitted model should know, once `fit` is done; `calibrate` warns of it, once for
             all slots that say the same.
@@ -210,6 +205,14 @@ class Fitter:
     def fit(self, data: Tokens) -> Fit:
         """Fit, in place, without gradients; `data` is read `reads` times."""
         raise TypeError(f"{type(self).__name__} does not define fit()")
+
+    def fit_sizes(self, others: Sequence[Fitter], data: Tokens) -> list[float] | None:
+        """Fit this and others of the same place, which differ in size, from statistics that all of them share.
+
+        Returns:
+            Their errors on held-out rows, this one's first; None where each has statistics of its own.
+        """
+        return None
 
 
 class Slot(nn.Module):
@@ -255,6 +258,15 @@ class Slot(nn.Module):
             slots_at: the active slots at a path of the unpatched model.
         """
         return None
+
+    def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
+        """What is wrong with what the slot takes for granted about its model, for `check_family`.
+
+        Args:
+            root: the patched transformers model.
+            run: a forward pass in which no adapter acts, without gradients.
+        """
+        return iter(())
 
     def changes(self, path: str) -> tuple[str, ...]:
         """The modules that change together when this slot at `path` is folded, in the order of the report."""

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from snnk_peft.calibration.nystrom import nystrom_readout
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.folding import fold_linear
 from snnk_peft.functional.precision import as_a_linear
 from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.solvers.nystrom import nystrom_readout
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 

@@ -1,8 +1,8 @@
-"""A shallow low-rank ReLU network from samples of a full-rank one: (x, ReLU(Wx)), x ~ N(0, I), to UVᵀ of rank r.
+"""The weight of a ReLU layer from samples (x, ReLU(Wx)), x ~ N(0, I); `factorize` makes rank r of it.
 
-Algorithm 2 of "Efficiently learning low-rank networks" is init="kernel_projection" with recovery="gradient_descent":
-recover Ŵ, estimate the nonlinearity kernel K_ij = E[ReLU(w_i·x) ReLU(w_j·x)] by the samples, project Ŵ on the top r
-eigenvectors of K̂. The default compresses Ŵ by `factorize` instead, because what the paper proves does not hold:
+Algorithm 2 of "Efficiently learning low-rank networks" recovers Ŵ by gradient descent, estimates the nonlinearity
+kernel K_ij = E[ReLU(w_i·x) ReLU(w_j·x)] by the samples, and projects Ŵ on the top r eigenvectors of K̂. `factorize` is
+used instead, because what the paper proves does not hold:
 
 - Theorem 2.8 (it reaches the best rank-r risk up to any ε) rests on Theorem 2.10, which is false: the projection by the
   exact kernel does not minimise the ReLU risk. For W = [[1, 0], [−1, 0], [0, 1]] and r = 1 its risk is 1.0249, that of
@@ -21,67 +21,12 @@ Layout as in torch: W is (out, in), the transpose of the paper's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.low_rank.factorize import factorize
-from snnk_peft.low_rank.kernel_projection import kernel_projection
-from snnk_peft.low_rank.risk import risk
 
 RECOVERIES = ("least_squares", "gradient_descent")
-KERNEL_PROJECTION = "kernel_projection"
-
-
-@dataclass(frozen=True)
-class ShallowNetwork:
-    """What was learned.
-
-    Attributes:
-        weight: Ŵ (out, in), the recovered full-rank weight.
-        U: (out, rank).
-        V: (in, rank); the low-rank network is ReLU(UVᵀx).
-        residual: ‖ReLU(Ŵx) − y‖²/‖y‖² over the samples; 0 up to rounding where Ŵ was recovered.
-    """
-
-    weight: Tensor
-    U: Tensor
-    V: Tensor
-    residual: float
-
-    def relative_risk(self, weight: Tensor) -> float:
-        """E‖ReLU(UVᵀx) − ReLU(Wx)‖²/E‖ReLU(Wx)‖² for x ~ N(0, I), exactly.
-
-        Args:
-            weight: the true W (out, in).
-        """
-        return risk(weight, self.U, self.V, "relu", relative=True)
-
-
-def learn_shallow_network(
-    x: Tensor, y: Tensor, rank: int, *, init: str = "function", recovery: str = "least_squares"
-) -> ShallowNetwork:
-    """A rank-r ReLU network from noiseless samples of a full-rank one.
-
-    Args:
-        x: (n, in), from N(0, I) for `rank` columns that suit such inputs.
-        y: (n, out), ReLU(Wx) of an unknown W, without noise.
-        rank: r, 1 to min(out, in).
-        init: how Ŵ is compressed: an init of `factorize` for ReLU, or "kernel_projection", Algorithm 2 as printed.
-        recovery: see `recover_weight`.
-
-    Raises:
-        ConfigError: samples that do not fit together, a rank above full, too few samples, an unknown name.
-    """
-    weight = recover_weight(x, y, recovery=recovery)
-    residual = float((torch.relu(x @ weight.T) - y).square().sum() / y.square().sum().clamp_min(1e-300))
-    if init == KERNEL_PROJECTION:
-        factors = kernel_projection(weight, rank, "relu", kernel=y.T @ y / len(y))
-        return ShallowNetwork(weight, *factors, residual)
-    made = factorize(weight, rank, init, activation="relu")
-    return ShallowNetwork(weight, made.U, made.V, residual)
 
 
 def recover_weight(x: Tensor, y: Tensor, *, recovery: str = "least_squares", steps: int = 500) -> Tensor:

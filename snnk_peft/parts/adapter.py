@@ -25,7 +25,7 @@ from snnk_peft.layers.slots import Base, FoldPlace, Slot, check_passing, no_fold
 from snnk_peft.layers.snnk_linear import plain_linear
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
-from snnk_peft.parts.base import FeaturePart, Patch, PatchContext, resolve_layers
+from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, resolve_layers
 
 
 @PARTS.register("adapter")
@@ -60,7 +60,6 @@ class AdapterPart(FeaturePart):
     )
 
     def faults(self, part: str) -> list[str]:
-        """See `Part.faults`."""
         found = super().faults(part)
         if self.needs_layer:
             found.append(
@@ -78,6 +77,10 @@ class AdapterPart(FeaturePart):
                 "use init='random' or init='paper'"
             )
         return found
+
+    @classmethod
+    def probes(cls) -> dict[str, Part]:
+        return {place: cls(placement=place) for place in ("houlsby", "pfeiffer", "parallel", "query_value")}
 
     @property
     def uses_gate(self) -> bool:
@@ -97,11 +100,9 @@ class AdapterPart(FeaturePart):
         return self.init != "paper" if self.normalize is None else self.normalize
 
     def undrawn(self) -> AdapterPart:
-        """See `Part.undrawn`."""
         return dataclasses.replace(self, init="default", gate=None)
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`."""
         family = context.family
         layers = family.layer_paths(context.model)
         chosen, faults = resolve_layers(f"{context.where}.layers", self.layers, len(layers))
@@ -160,7 +161,7 @@ def _readout(
 
 def _after(context: PatchContext, part: AdapterPart, dim: int, site: str) -> Slot:
     stage = _stage(context, part, dim, site)
-    return After(SNNKAdapter(stage, _readout(context, part, stage, site)))
+    return Behind(SNNKAdapter(stage, _readout(context, part, stage, site)))
 
 
 def _query_value(context: PatchContext, part: AdapterPart, layer: str, site: str) -> list[Patch]:
@@ -197,7 +198,7 @@ def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.L
     ]
 
 
-class After(Slot):
+class Behind(Slot):
     """adapter(original(x)): the sequential placement."""
 
     alone = False
@@ -212,7 +213,6 @@ class After(Slot):
         return self.adapter(base(x, *args, **kwargs))
 
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout]:
-        """See `Slot.reads_out`."""
         return self.adapter.stage, self.adapter.readout
 
     def fold(self, place: FoldPlace) -> None:
@@ -231,7 +231,6 @@ class BesideLinear(Slot, SNNKAdapter):
         return SNNKAdapter.forward(self, x, base(x, *args, **kwargs))
 
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout]:
-        """See `Slot.reads_out`."""
         return self.stage, self.readout
 
     def fold(self, place: FoldPlace) -> None:
@@ -267,7 +266,6 @@ class BesideExpansion(Slot):
         return beside(base, self.stage, x, *args, **kwargs)
 
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout]:
-        """See `Slot.reads_out`."""
         return self.stage, next(
             slot.readout for slot in slots_at(self.behind[1]) if isinstance(slot, BesideContraction)
         )

@@ -6,9 +6,10 @@ the other side `plan`, which finds everything that does not fit a model, and cha
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,9 +35,13 @@ class Part(NamedOptions):
 
     Attributes:
         holds_head: whether it replaces what is inside the task head, which can then not be saved in full.
+        size_fields: options that tell its size, the first that is not None; none: all options do.
+        disables_exactly: whether `disable_adapter` gives the original's output back bit by bit.
     """
 
     holds_head: ClassVar[bool] = False
+    size_fields: ClassVar[tuple[str, ...]] = ()
+    disables_exactly: ClassVar[bool] = True
 
     def faults(self, part: str) -> list[str]:
         """Everything that is wrong with this part, each message starting with the field's path."""
@@ -63,6 +68,29 @@ class Part(NamedOptions):
         return None
 
     @classmethod
+    def candidates(cls, model: nn.Module, length: int) -> list[Part]:
+        """What `plan` tries of this kind where the caller names no parts: one part for each size, or none.
+
+        Args:
+            model: a transformers model of a known family.
+            length: tokens of a sequence.
+
+        Raises:
+            UnsupportedError: the model has nothing of the kind.
+        """
+        return []
+
+    @classmethod
+    def probes(cls) -> dict[str, Part]:
+        """What `check_family` puts into a model of this kind, by the names that it reports."""
+        return {}
+
+    def size_in_words(self) -> str:
+        """The number that the size of the part is told by, or else all options."""
+        known = (getattr(self, name) for name in self.size_fields)
+        return str(next((value for value in known if value is not None), dataclasses.asdict(self)))
+
+    @classmethod
     def taken_out(cls, model: nn.Module) -> None:
         """All slots of all parts were taken out of the model: undo what `Slot.placed` did to it as a whole."""
 
@@ -76,6 +104,7 @@ class FeaturePart(Part):
     """
 
     attends: ClassVar[bool] = False
+    size_fields: ClassVar[tuple[str, ...]] = ("num_features",)
 
     component: str = option("relu", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
     projection: str = option("orf", "the matrix W, a name of `PROJECTIONS`.", checked=False)
@@ -91,7 +120,6 @@ class FeaturePart(Part):
     projection_params: dict[str, Any] = option(dict, "keyword arguments of the projection.", checked=False)
 
     def faults(self, part: str) -> list[str]:
-        """See `Part.faults`."""
         found = super().faults(part) + self.feature_map_spec().faults(part)
         if self.of_attention and not self.attends:
             found.append(
@@ -120,7 +148,6 @@ class FeaturePart(Part):
         return self.projection in PROJECTIONS and PROJECTIONS[self.projection].of_attention
 
     def not_drawn(self) -> str | None:
-        """See `Part.not_drawn`."""
         return None if self.feature_map_spec().redrawable else f"projection is {self.projection!r}"
 
 
@@ -253,6 +280,11 @@ class PatchContext:
             weight, bias = wide_on_cpu(norm.weight), wide_on_cpu(norm.bias)  # type: ignore[arg-type]
         # A norm may switch a coordinate off; a floor keeps its reciprocal finite.
         return bias, weight.abs().clamp_min(1e-3 * weight.abs().max().clamp_min(1e-6))
+
+
+def shares_of(whole: int, shares: Sequence[float]) -> list[int]:
+    """Sizes that are these shares of a whole, at least 1 and less than all."""
+    return sorted({max(1, round(whole * share)) for share in shares} - {whole}) if whole else []
 
 
 def matches(path: str, pattern: str) -> bool:

@@ -34,7 +34,6 @@ class MeanPoolingPart(Part):
     """
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`."""
         family, model = context.family, context.model
         what = f"{context.where}: {type(model).__name__} (family {family.name!r})"
         layers = family.layer_paths(model)

@@ -41,7 +41,6 @@ class NormsPart(Part):
     targets: str = option("*", 'which of them, as a pattern of paths, "*" for anything: "*.layer.*" leaves embeddings.')
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`."""
         whole = {path: module for path, module in plain_modules(context.model) if is_norm(module)}
         norms = {path: norm for path, norm in whole.items() if matches(path, self.targets)}
         if not norms:

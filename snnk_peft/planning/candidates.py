@@ -15,52 +15,12 @@ from snnk_peft.bundling.bundle import folded_model
 from snnk_peft.config import SNNKConfig, part_name
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
-from snnk_peft.families.base import as_linear, module_at
-from snnk_peft.layers.heads import head_size
 from snnk_peft.layers.slots import Slot
-from snnk_peft.parts import Part
-from snnk_peft.parts.attention import AttentionPart
-from snnk_peft.parts.ffn import FFNPart
-from snnk_peft.parts.narrow_ffn import NarrowFFNPart
-from snnk_peft.parts.narrow_heads import NarrowHeadsPart
-from snnk_peft.parts.pooler import PoolerPart
+from snnk_peft.parts import PARTS, Part
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
-UNITS = (1 / 48, 1 / 24, 1 / 12, 1 / 6, 1 / 4)  # of the hidden units of an FFN
 Places = list[tuple["int | None", list[int]]]  # layer, the numbers of the templates that compete for one place in it
-KEPT = (1 / 4, 1 / 2, 3 / 4)  # of the hidden units of a gated FFN
-HEADS = (1 / 4, 1 / 2, 3 / 4)  # of the dimensions of a head
-ROWS = (32, 64, 128)  # of linear attention
-POOLER = (32, 64)
-
-
-def default_parts(model: nn.Module, length: int) -> list[list[Part]]:
-    """The candidates where the caller names none: the kinds of calibrated parts, each at several sizes.
-
-    Linear attention is offered where it can be cheaper than softmax, that is for sequences of at least four times as
-    many tokens as it has rows, and to encoders only.
-
-    Args:
-        model: a transformers model of a known family.
-        length: tokens of a sequence.
-    """
-    family = family_of(model)
-    layer = family.layer_paths(model)[0]
-    units = as_linear(module_at(model, f"{layer}.{family.ffn_in}", "the FFN expansion"))
-    dim = head_size(module_at(model, f"{layer}.{family.attention}", "the attention")) or 0
-    rows = [rows for rows in ROWS if 4 * rows <= length and not family.causal]
-    return [
-        [FFNPart(num_features=size) for size in _shares(getattr(units, "out_features", 0), UNITS)],
-        [NarrowFFNPart(keep=share) for share in KEPT if family.gated],
-        [NarrowHeadsPart(head_dim=size) for size in _shares(dim, HEADS)],
-        [AttentionPart(component="mixture", projection="centroids", num_features=size) for size in rows],
-        [PoolerPart(num_features=size) for size in POOLER],
-    ]
-
-
-def _shares(whole: int, shares: Sequence[float]) -> list[int]:
-    return sorted({max(1, round(whole * share)) for share in shares} - {whole}) if whole else []
 
 
 def shared_copy(model: nn.Module) -> Any:
@@ -124,7 +84,7 @@ class Template:
     @property
     def name(self) -> str:
         """Such as "ffn 64"."""
-        return f"{part_name(type(self.part))} {size_of(self.part)}"
+        return f"{part_name(type(self.part))} {self.part.size_in_words()}"
 
     def of_layers(self, chosen: Sequence[int | None]) -> Part:
         """The part in these layers alone."""
@@ -159,16 +119,23 @@ class Template:
 
 
 def default_templates(model: nn.Module, length: int, seed: int) -> list[Template]:
-    """Templates of `default_parts`, but for the kinds that the model cannot take.
+    """What all kinds of parts offer where the caller names none, but for the kinds that the model cannot take.
+
+    Args:
+        model: a transformers model.
+        length: tokens of a sequence.
+        seed: of the draws.
 
     Raises:
-        ConfigError: it can take none.
+        UnsupportedError: an unknown family.
+        ConfigError: the model can take none.
     """
+    family_of(model)
     found: list[Template] = []
     reasons: list[str] = []
-    for kind in default_parts(model, length):
+    for name in PARTS:
         try:
-            found += [Template(part, model, seed) for part in kind]
+            found += [Template(part, model, seed) for part in PARTS[name].candidates(model, length)]
         except (ConfigError, UnsupportedError) as error:
             reasons.append(str(error))
     if not found:
@@ -181,13 +148,6 @@ def default_templates(model: nn.Module, length: int, seed: int) -> list[Template
 
 def _slots(layer: SlotLayer) -> list[Slot]:
     return [cast(Slot, slot) for name in layer.snnk_slots for slot in layer.slots_of(name)]
-
-
-def size_of(part: Part) -> str:
-    """The number, or else all options, that the size of a part is told by."""
-    known = {name: getattr(part, name, None) for name in ("num_features", "head_dim", "rank", "keep", "rank_scale")}
-    found = [str(value) for value in known.values() if value is not None]
-    return found[0] if found else str(dataclasses.asdict(part))
 
 
 def places(templates: Sequence[Template]) -> Places:

@@ -22,6 +22,7 @@ from torch import nn
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import offloaded, place_of
 from snnk_peft.json_files import read_json
+from snnk_peft.whole_file import whole_file
 
 ROUNDS, MOST = 4, 16  # of timings, at least and at most
 WITHIN = 1.02  # times the least: the same
@@ -80,9 +81,8 @@ def macs(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> C
         inputs: its keyword arguments.
         paths: of its Transformer layers.
     """
-    from snnk_peft.cost.meter import (
-        Meter,
-    )  # takes torch's own counters in, which importing the package need not wait for
+    # Here, because it takes in torch's own counters, for which nobody who imports the package should wait.
+    from snnk_peft.cost.meter import Meter
 
     with Meter() as meter:
         return _by_layer(model, inputs, paths, lambda: meter.flops // 2)
@@ -222,10 +222,9 @@ class Timings:
 
     def _write(self) -> None:
         if self.path is not None:
-            partial = self.path.with_name(self.path.name + ".part")
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
-            os.replace(partial, self.path)
+            with whole_file(self.path) as temporary:
+                temporary.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from snnk_peft.calibration.error_meter import ErrorMeter
 from snnk_peft.errors import ConfigError
 from snnk_peft.planning.candidates import Template, replayed
 from snnk_peft.planning.fitting import Errors
 from snnk_peft.planning.sample import Sample
+from snnk_peft.solvers.error_meter import ErrorMeter
 
 
 class OutputError:

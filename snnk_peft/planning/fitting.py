@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from snnk_peft.calibration.ridge import DEFAULT_RIDGES
+from snnk_peft.calibrating.calibrate import fitter_of, slot_to_fit
 from snnk_peft.layers.slots import FitOptions, Fitter
 from snnk_peft.planning.candidates import Template
-from snnk_peft.planning.hidden_units import UnitChoice, fit_unit_choices
 from snnk_peft.planning.sample import Sample, listen
-from snnk_peft.tuner.calibrate import fitter_of, slot_to_fit
+from snnk_peft.solvers.ridge import DEFAULT_RIDGES
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 OPTIONS = FitOptions(landmarks="greedy", ridges=DEFAULT_RIDGES, refit=False)
@@ -48,12 +47,11 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
         here = [(number, key, layer) for number, key, where, layer in places if where == path]
         for number, key, _ in here:
             templates[number].activate(key)
-        together = [UnitChoice(templates[number].root, layer) for number, _, layer in here]
-        if len(here) > 1 and all(each.possible for each in together):
-            found = fit_unit_choices(together, calls[path])
-        else:
-            fitters = [fitter_of(templates[number].root, layer, OPTIONS) for number, _, layer in here]
-            found = [fitter.fit(_Again(fitter, calls[path])).error_after for fitter in fitters]
+        fitters = [fitter_of(templates[number].root, layer, OPTIONS) for number, _, layer in here]
+        first, *others = fitters
+        found = first.fit_sizes(others, _KeptCalls(first, calls[path])) if others else None
+        if found is None:
+            found = [fitter.fit(_KeptCalls(fitter, calls[path])).error_after for fitter in fitters]
         torch.clear_autocast_cache()  # the caller's autocast would judge copies of what was there before
         errors |= {(number, key): error for (number, key, _), error in zip(here, found, strict=True)}
         tick(len(here))
@@ -70,7 +68,7 @@ def _fitted(template: Template, key: int | None, layer: SlotLayer) -> bool:
     return found
 
 
-class _Again:
+class _KeptCalls:
     """Kept calls in the form that a fitter reads, as often as it likes."""
 
     def __init__(self, fitter: Fitter, calls: Any):

@@ -18,21 +18,21 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from snnk_peft.calibrating.batches import Batches, checked_one, model_inputs
+from snnk_peft.calibrating.finite import refuse_not_finite, refuse_overflow
+from snnk_peft.calibrating.padding import named_padding
 from snnk_peft.config import SNNKConfig, part_name
 from snnk_peft.errors import ConfigError
 from snnk_peft.parts import Part
-from snnk_peft.planning.candidates import Places, Template, default_templates, places, size_of
+from snnk_peft.planning.candidates import Places, Template, default_templates, places
 from snnk_peft.planning.choose import Offer, Point, apart, pareto
 from snnk_peft.planning.damage import measure_damage
 from snnk_peft.planning.fitting import Errors, fit_all
 from snnk_peft.planning.measure import OF, Measure
 from snnk_peft.planning.result import POINTS, Candidate, Plan
 from snnk_peft.planning.sample import PICTURE, Sample
-from snnk_peft.tuner.batches import Batches, checked_one, model_inputs
-from snnk_peft.tuner.finite import refuse_not_finite, refuse_overflow
 from snnk_peft.tuner.given_model import takes_model
 from snnk_peft.tuner.model import refuse_patched, refuse_prepared
-from snnk_peft.tuner.padding import named_padding
 
 ATTEMPTS = 4  # to find the budget in proportion
 AGAIN = 3  # times in all that what seems too dear is timed
@@ -155,7 +155,7 @@ def _planned(
         Candidate(
             key,
             part_name(type(templates[number].part)),
-            size_of(templates[number].part),
+            templates[number].part.size_in_words(),
             saved[number].get(key, 0.0),
             fit_errors.get((number, key)),
             output_errors[number, key],

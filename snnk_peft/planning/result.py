@@ -15,6 +15,7 @@ from snnk_peft.digests import DIGESTS, entry_faults, notes, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.json_files import read_json
 from snnk_peft.stamps import stamp_entries
+from snnk_peft.whole_file import whole_file
 
 FILE, PICTURE = "plan.json", "plan.png"
 POINTS = 200  # of the curve that are kept
@@ -96,13 +97,12 @@ class Plan:
         drawn = self._draw() if picture else None
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        partial = target / f"{FILE}.part"
-        partial.write_text(json.dumps(self.to_dict(), indent=2), encoding="utf-8")
-        stamp_entries(partial, ())
-        os.replace(partial, target / FILE)
+        with whole_file(target / FILE) as temporary:
+            temporary.write_text(json.dumps(self.to_dict(), indent=2), encoding="utf-8")
+            stamp_entries(temporary, ())
         if drawn is not None:
-            drawn.savefig(target / f"{PICTURE}.part", format="png", dpi=120)
-            os.replace(target / f"{PICTURE}.part", target / PICTURE)
+            with whole_file(target / PICTURE) as temporary:
+                drawn.savefig(temporary, format="png", dpi=120)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Plan:

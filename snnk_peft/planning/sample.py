@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.slots import Call
-from snnk_peft.tuner.batches import Batches, Survey, is_held_out, model_inputs
 
 HELD_OUT = 0.3
 PICTURE = 196  # tokens of a picture of the usual size

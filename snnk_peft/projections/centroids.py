@@ -1,4 +1,4 @@
-"""Rows and biases made from the queries and keys of an attention layer; `calibrate` does so (calibration/centroids.py).
+"""Rows and biases made from the queries and keys of an attention layer; `calibrate` does so (solvers/centroids.py).
 
 Rows of queries and of keys differ, and every head has its own: a part over this projection always has such maps. Until
 they are fitted the rows are a Gaussian draw, which stands for nothing; afterwards they can be learned.

@@ -60,13 +60,11 @@ class Free(Learned):
 
     @torch.no_grad()
     def absorb(self, factor: float) -> bool:
-        """See `Projection.absorb`."""
         self.weight.mul_(factor)
         return True
 
     @torch.no_grad()
     def take(self, rows: torch.Tensor) -> None:
-        """See `Projection.take`."""
         self.weight.copy_(rows)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:

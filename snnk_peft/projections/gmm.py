@@ -110,7 +110,6 @@ class Gmm(Learned):
         return torch.arange(self.num_features, device=device) % (2 * self.components) % self.components
 
     def gaussians(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Projection.gaussians`."""
         return self.shares(), self.mean, self.covariances()
 
     def squares(self, x: torch.Tensor) -> torch.Tensor:

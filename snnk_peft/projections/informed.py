@@ -1,4 +1,4 @@
-"""Rows made from the gradients of one labelled pass; `calibrate_adapters` does so (calibration/gradient_rows.py).
+"""Rows made from the gradients of one labelled pass; `calibrate_adapters` does so (solvers/gradient_rows.py).
 
 Fixed afterwards, as the rows of a random feature map are; for rows that are trained from there, use `free`. Until they
 are made they are a Gaussian draw.
@@ -35,5 +35,4 @@ class Informed(Projection):
 
     @torch.no_grad()
     def take(self, rows: torch.Tensor) -> None:
-        """See `Projection.take`."""
         self.weight.copy_(rows)

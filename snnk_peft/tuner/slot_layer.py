@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from snnk_peft.errors import ConfigError
@@ -150,6 +152,28 @@ class SlotLayer(nn.Module, BaseTunerLayer):
 def original_path(path: str) -> str:
     """The path of a module in the unpatched model, where modules around it may be wrapped by now."""
     return path.replace(".base_layer.", ".")
+
+
+def root_of(model: nn.Module) -> Any:
+    """The model inside PEFT's wrapper."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def is_saved_in_full(module: nn.Module) -> bool:
+    """Whether adapters have trained copies of the module (PEFT's modules_to_save)."""
+    return isinstance(module, ModulesToSaveWrapper)
+
+
+def is_of_an_adapter(module: nn.Module) -> bool:
+    """Whether an adapter of PEFT, of this or another method, is around the module."""
+    return isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+
+
+def saved_in_full(module: nn.Module) -> nn.Module:
+    """The copy in use of a module that adapters save in full, or its original; any other module itself."""
+    if not isinstance(module, ModulesToSaveWrapper):
+        return module
+    return module.original_module if module.disable_adapters else active_module(module)
 
 
 def active_module(module: nn.Module) -> nn.Module:

@@ -1,0 +1,1 @@
+"""What the calibrate verb does: batches are checked, passes are scheduled, parts are fitted, all or nothing."""

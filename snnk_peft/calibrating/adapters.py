@@ -1,0 +1,312 @@
+"""calibrate_adapters: rows of adapters from the gradients of one labelled pass, before training.
+
+Sixteen random directions of a few hundred hold a small part of what an adapter can lower the loss by; the loss's own
+gradient tells which hold most of it (solvers/gradient_rows.py). Nothing is trained: adapters are zero before and
+after, so all of them are looked at in the same forward and backward passes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from snnk_peft.calibrating.adapter_report import AdapterReport, AdapterSlotReport
+from snnk_peft.calibrating.all_or_nothing import all_or_nothing
+from snnk_peft.calibrating.as_tensors import LABELS
+from snnk_peft.calibrating.batches import Batch, Batches, Survey, evaluating, is_held_out, placed
+from snnk_peft.calibrating.finite import refuse_not_finite
+from snnk_peft.calibrating.padding import named_padding
+from snnk_peft.errors import ConfigError, NumericalError
+from snnk_peft.functional.at_hand import offloaded
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.readout import GatedReadout
+from snnk_peft.layers.slots import Slot, real_tokens
+from snnk_peft.solvers.gradient_rows import RIDGES, GradientMoments, gradient_rows
+from snnk_peft.solvers.reduce import process, processes, same_everywhere
+from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path, root_of
+
+ROOM = 1 << 28  # bytes of statistics at a time; more adapters than that take further passes
+TIE = 1e-6  # new rows must be better by this share: of rows that are as good, rounding would choose
+FP16_SCALE = 1024.0  # gradients of a loss in fp16 vanish otherwise
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """One place."""
+
+    path: str
+    stage: FeatureStage
+    readout: GatedReadout
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Lengths of its inputs and outputs."""
+        return self.stage.dim, self.readout.A.shape[0]
+
+    @property
+    def room(self) -> int:
+        """Bytes of its statistics."""
+        return 8 * GradientMoments.numbers(*self.shape)
+
+
+@takes_model
+def calibrate_adapters(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    held_out: float = 0.5,
+    ridges: Sequence[float] = RIDGES,
+    refit: bool = True,
+    progress: bool = True,
+) -> AdapterReport:
+    """Give untrained adapters the rows along which the loss has most to gain, from one labelled pass.
+
+    For adapters over the projections "free" (the rows are trained from there) and "informed" (they stay). The model
+    computes what it computed before. A fresh head should start at the labels' mean or shares, as recipes/finetune.py
+    does: else the gradients mostly tell that it does not.
+
+    All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was. With several processes
+    each gives its own share of the batches, as for `calibrate`.
+
+    Args:
+        model: a model from `get_snnk_model` with an adapter that has not been trained.
+        batches: model-input dicts with labels, of which the model makes a loss; as a list, a DataLoader or a function
+            that returns an iterator, always in the same order. Some hundred examples are enough, in a dozen batches.
+        held_out: fraction of the batches that chooses the regularisation and judges the rows.
+        ridges: candidates for the regularisation, as fractions of the mean square of an input.
+        refit: once it is chosen, make the rows from all batches.
+        progress: show a progress bar with an estimate.
+
+    Returns:
+        An AdapterReport; print it for a table.
+
+    Raises:
+        ConfigError: no adapter of the kind, a trained one, too few batches, batches without labels, bad arguments.
+        ValueError: a weight, the loss or a gradient is not finite; names the parameter or the batch.
+        NumericalError: no gradient arrives at an adapter.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from snnk_peft import AdapterPart, SNNKConfig, calibrate_adapters, get_snnk_model
+        >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> part = AdapterPart("gelu", "free", num_features=4, placement="query_value")
+        >>> model = get_snnk_model(BertForSequenceClassification(tiny), SNNKConfig(adapter=part))
+        >>> ids = torch.randint(0, 1000, (12, 8, 16))
+        >>> batches = [{"input_ids": each, "labels": (each[:, 0] > 500).long()} for each in ids]
+        >>> len(calibrate_adapters(model, batches, progress=False).slots)
+        4
+    """
+    start = time.perf_counter()
+    adapters, faults = _adapters(model)
+    if not 0 < held_out < 1:
+        faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
+    if not ridges or not all(ridge > 0 for ridge in ridges):
+        faults.append(f"ridges is {ridges!r}; expected numbers above 0, at least one")
+    if not faults:
+        survey = Survey(model, batches, held_out)
+        faults = survey.faults
+    if faults:
+        raise ConfigError(faults)
+    refuse_not_finite(model)
+    with all_or_nothing(model), named_padding(model, survey.padding), evaluating(model), torch.enable_grad():
+        slots = []
+        groups = _groups(adapters)
+        with tqdm(
+            total=len(groups) * survey.total, desc="rows", unit="batch", disable=not progress or process() > 0
+        ) as bar:
+            for group in groups:
+                moments = _one_pass(model, group, survey, held_out, bar)
+                slots += [_settle(adapter, found, ridges, refit) for adapter, found in zip(group, moments, strict=True)]
+    settings = {
+        "held_out": held_out,
+        "ridges": list(ridges),
+        "refit": refit,
+        "batches": survey.total,
+        "processes": processes(),
+    }
+    return AdapterReport(slots, time.perf_counter() - start, settings)
+
+
+def adapters_with_rows(model: nn.Module) -> bool:
+    """Whether there are active adapters over rows that can be made."""
+    return bool(_adapters(model)[0])
+
+
+def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str]]:
+    """The adapters whose rows can be made, and what is wrong."""
+    root = root_of(model)
+
+    def slots_at(path: str) -> list[Slot]:
+        return root.get_submodule(path).active_slots()
+
+    found, fixed, away = [], set(), []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, SlotLayer):
+            continue
+        for slot in layer.active_slots():
+            if (pair := slot.reads_out(slots_at)) is None:
+                continue
+            projection = pair[0].feature_map.projection
+            if not projection.takes_rows:
+                fixed.add(type(projection).__name__.lower())
+            elif offloaded(slot):
+                away.append(name)
+            else:
+                found.append(_Adapter(original_path(name.removeprefix("base_model.model.")), *pair))
+    faults = []
+    if away:
+        faults.append(
+            f"the adapters of {', '.join(away)} are offloaded to memory or disk, where new rows would not last; "
+            "calibrate before dispatching the model, or put the adapter on an offloaded base"
+        )
+    elif not found:
+        have = f"the adapter's projection is {', '.join(sorted(fixed))}" if fixed else "the model has no active adapter"
+        faults.append(
+            f"{have}, so there are no rows to make; expected a model from get_snnk_model with "
+            'AdapterPart(projection="free") for rows that are trained, or "informed" for rows that stay'
+        )
+    if trained := [adapter.path for adapter in found if bool(adapter.readout.matrix().any())]:
+        faults.append(
+            f"the adapters of {', '.join(trained)} have been trained, and new rows would change what the model "
+            "computes; calibrate before training"
+        )
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        faults.append("the model is sharded (FSDP2), so that no process has its weights; calibrate it before")
+    return found, faults
+
+
+def _groups(adapters: Sequence[_Adapter]) -> list[list[_Adapter]]:
+    """As many together as there is room for."""
+    groups: list[list[_Adapter]] = []
+    left = 0
+    for adapter in adapters:
+        if not groups or adapter.room > left:
+            groups.append([])
+            left = ROOM
+        groups[-1].append(adapter)
+        left -= adapter.room
+    return groups
+
+
+def _one_pass(
+    model: nn.Module, adapters: Sequence[_Adapter], survey: Survey, held_out: float, bar: Any
+) -> list[GradientMoments]:
+    """The statistics of some adapters."""
+    moments = [GradientMoments(*adapter.shape, adapter.readout.A.device) for adapter in adapters]
+    inputs: list[list[torch.Tensor]] = [[] for _ in adapters]
+    outputs: list[list[torch.Tensor]] = [[] for _ in adapters]
+    hooks = []
+    for number, adapter in enumerate(adapters):
+        hooks += [
+            adapter.stage.register_forward_pre_hook(_keeping(inputs[number], adapter.stage)),
+            adapter.readout.register_forward_hook(_differentiable(outputs[number])),
+        ]
+    try:
+        for index, batch in survey:
+            judges = is_held_out(index, held_out)
+            gradients = _gradients(model, index, batch, outputs)
+            mask = batch.get("attention_mask")
+            examples = len(next(value for value in batch.values() if isinstance(value, torch.Tensor)))
+            for sums, seen, wanted in zip(moments, inputs, gradients, strict=True):
+                for x, g in zip(seen, wanted, strict=True):
+                    real = None if mask is None else mask.to(x.device)
+                    sums.add(real_tokens(x, real), real_tokens(g, real) * examples, judges)
+                sums.examples[int(judges)] += examples
+            for kept in (*inputs, *outputs):
+                kept.clear()
+            bar.update()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for sums in moments:
+        sums.reduce()
+    return moments
+
+
+def _keeping(kept: list[torch.Tensor], stage: FeatureStage) -> Any:
+    """A hook that keeps what the rows see."""
+
+    def keep(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        with torch.no_grad():
+            kept.append(stage.seen(args[0].detach()))
+
+    return keep
+
+
+def _differentiable(kept: list[torch.Tensor]) -> Any:
+    """A hook that keeps an output, of which the loss can be differentiated even where nothing is trained."""
+
+    def keep(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        found = output if output.requires_grad else output.detach().requires_grad_()
+        kept.append(found)
+        return found
+
+    return keep
+
+
+def _gradients(
+    model: nn.Module, index: int, batch: Batch, outputs: Sequence[Sequence[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """The loss's gradient of each output that a forward pass leaves in `outputs`.
+
+    Raises:
+        ConfigError: the model makes no loss of the batch.
+        ValueError: loss or gradient is not finite.
+    """
+    words = [key for key in LABELS if key in batch and not isinstance(batch[key], torch.Tensor)]
+    if words:
+        raise ConfigError(
+            f"batch {index} holds {words[0]} as a {type(batch[words[0]]).__name__}, which are no numbers; expected a "
+            "tensor of class indices, or of numbers"
+        )
+    loss = getattr(model(**placed(model, batch)), "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            f"batch {index} holds {', '.join(batch)}, of which {type(root_of(model)).__name__} makes no loss; expected "
+            "labels as well: rows are chosen by the loss's gradient"
+        )
+    flat = [output for several in outputs for output in several]
+    scale = FP16_SCALE if any(output.dtype == torch.float16 for output in flat) else 1.0
+    found: Sequence[torch.Tensor | None] = [None] * len(flat)
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss.float() * scale, flat, allow_unused=True)
+    if not bool(torch.isfinite(loss)) or any(g is not None and not bool(torch.isfinite(g).all()) for g in found):
+        raise ValueError(
+            f"batch {index}: the loss is {loss.item():g}, and it or a gradient is not finite; expected finite numbers. "
+            "Look at this batch and its labels, or run the model in fp32 or bf16"
+        )
+    plain = iter([torch.zeros_like(o) if g is None else g.double() / scale for o, g in zip(flat, found, strict=True)])
+    return [[next(plain) for _ in several] for several in outputs]
+
+
+@torch.no_grad()
+def _settle(adapter: _Adapter, moments: GradientMoments, ridges: Sequence[float], refit: bool) -> AdapterSlotReport:
+    """Put the rows in, as long as those before: their products with the inputs have the same mean square."""
+    projection = adapter.stage.feature_map.projection
+    before = projection.materialize().detach().double()
+    try:
+        found = gradient_rows(moments, before, ridges, refit)
+    except NumericalError as error:
+        raise NumericalError(f"{adapter.path}: {error}") from error
+    taken = found.slope > max(found.slope_before, 0.0) * (1 + TIE)
+    if taken:
+        C = moments.moment
+        wanted, squares = (((rows @ C) * rows).sum(-1) for rows in (before, found.rows))
+        # Where the gradient has fewer directions than there are rows, the others stay as they are.
+        made = found.rows.any(1)
+        factors = (wanted.mean() / squares.where(made, 1.0)).sqrt()
+        rows = torch.where(made[:, None], found.rows * factors[:, None], before)
+        projection.take(rows)
+        mean = rows @ moments.mean
+        adapter.stage.recenter(mean, (((rows @ C) * rows).sum(-1) - mean.square()).clamp_min(0).sqrt())
+        same_everywhere(adapter.stage)
+    slopes = found.slope_before, found.slope, found.slope_of_all
+    return AdapterSlotReport(adapter.path, len(before), *slopes, taken, found.ridge, moments.tokens)

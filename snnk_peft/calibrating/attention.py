@@ -1,0 +1,257 @@
+"""fit_attention: learned linear attention starts at the softmax that it replaces, on the layer's own queries and keys.
+
+Function approximation at initialisation for linear attention (Definition 10.2 of "Efficiently learning low-rank
+networks"), with what the definition leaves open or gets wrong decided as follows. What is fitted are the parameters of
+the feature maps (and of the blend, if there are several fields), not new queries and keys: those of a pretrained model
+are known. Its Gaussian values V, drawn apart from Q and K, cannot come out of a layer, which makes both of the same
+tokens; so queries, keys and values are real ones here. Its squared error for such V has a closed form all the same,
+‖Â − A‖²_F of the attention weights: loss="weights".
+
+All layers are fitted at once: in each forward pass every layer computes softmax, which keeps the inputs of the next one
+what they were, and beside it the loss of its linear attention, whose gradient ends at the queries and keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from snnk_peft.calibrating.all_or_nothing import all_or_nothing
+from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
+from snnk_peft.calibrating.finite import refuse_not_finite
+from snnk_peft.calibrating.padding import named_padding
+from snnk_peft.calibrating.report import CalibrationReport, SlotReport
+from snnk_peft.errors import ConfigError, NumericalError
+from snnk_peft.families.base import unwrap
+from snnk_peft.functional.at_hand import offloaded
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.attention.observer import Observer
+from snnk_peft.parts.attention.slots import Attend
+from snnk_peft.solvers.reduce import processes
+from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.slot_layer import SlotLayer
+
+LOSSES = ("cross_entropy", "output", "weights")
+
+
+@takes_model
+def fit_attention(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    steps: int = 200,
+    learning_rate: float = 1e-2,
+    loss: str = "cross_entropy",
+    held_out: float = 0.2,
+    progress: bool = True,
+) -> CalibrationReport:
+    """Fit learned feature maps of linear attention to the softmax attention that they replace, without labels.
+
+    Layers that attend to a band keep their maps: what these do beyond the band, no softmax did. So do layers whose maps
+    have nothing to learn. Everything else of the model stays as it is. Call it before training, after `calibrate`.
+
+    All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was.
+
+    Args:
+        model: a model from `get_snnk_model` whose active adapter has an AttentionPart with a learned projection
+            ("free", "gmm" and so on), not yet wrapped by DDP or FSDP.
+        batches: model-input dicts, as for `calibrate`: a list, a DataLoader or a function that returns an iterator,
+            always in the same order. Labels are ignored. Read again and again until all steps are done.
+        steps: of Adam, one batch each; its learning rate falls linearly to zero.
+        learning_rate: of the first step.
+        loss: per query and head, "cross_entropy" of the attention weights (as Kullback-Leibler divergence; for positive
+            features), "output", the squared error of what the layer's heads give, or "weights", that of the weights.
+            The first and the last form them, O(L²) memory, for at most 2048 keys.
+        held_out: fraction of the batches that is not fitted, in (0, 1); the reported errors are theirs.
+        progress: show a progress bar with an estimate.
+
+    Returns:
+        A CalibrationReport with a row per layer; errors are squared errors of the heads' outputs relative to their
+        variance on held-out tokens, whatever the loss, and seconds the layer's share.
+
+    Raises:
+        ConfigError: nothing to fit, too few batches, bad arguments, several processes; all faults at once.
+        ValueError: weights hold NaN or infinity; names the parameter.
+        NumericalError: the loss is no longer finite.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from snnk_peft import AttentionPart, SNNKConfig, get_snnk_model
+        >>> from snnk_peft.calibrating.attention import fit_attention
+        >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+        >>> part = AttentionPart(component="softmax_pm", projection="free", num_features=8)
+        >>> model = get_snnk_model(BertForSequenceClassification(tiny), SNNKConfig(attention=part))
+        >>> batches = [{"input_ids": torch.randint(0, 1000, (8, 16))} for _ in range(5)]
+        >>> report = fit_attention(model, batches, steps=20, progress=False)
+        >>> report.slots[0].error_after < report.slots[0].error_before
+        True
+    """
+    observers = _observers(model, loss)
+    faults = _faults(model, observers, steps, learning_rate, loss, held_out)
+    if not faults:
+        survey = Survey(model, batches, held_out)
+        faults = survey.faults
+    if faults:
+        raise ConfigError(faults)
+    start = time.perf_counter()
+    refuse_not_finite(model)
+    with all_or_nothing(model), _observed(model, observers), named_padding(model, survey.padding):
+        before = _errors(model, observers, survey, held_out)
+        _descend(model, observers, survey, held_out, steps, learning_rate, progress)
+        fitted_tokens = [observer.tokens for observer in observers]
+        after = _errors(model, observers, survey, held_out)
+        tokens = [observer.tokens for observer in observers]
+    seconds = (time.perf_counter() - start) / len(observers)
+    slots = []
+    for observer, *counts, first, last in zip(observers, fitted_tokens, tokens, before, after, strict=True):
+        path, size = observer.path.removeprefix("base_model.model."), observer.kernel.maps()[0].projection.num_features
+        slots.append(SlotReport(path, size, counts[0], counts[1], None, first, last, seconds))
+    settings = {"steps": steps, "learning_rate": learning_rate, "loss": loss, "held_out": held_out}
+    return CalibrationReport(slots, {**settings, "batches": survey.total, "processes": 1})
+
+
+def learned_kernels(model: nn.Module) -> list[KernelAttention]:
+    """The active linear attention of a model that stands for softmax over all tokens and can learn."""
+    return [observer.kernel for observer in _observers(model, LOSSES[0])]
+
+
+def loss_of(model: nn.Module) -> str:
+    """The loss that the features of a model's linear attention allow: the divergence for positive ones."""
+    components = [one.component for kernel in learned_kernels(model) for one in kernel.maps()]
+    return "cross_entropy" if all(component.positive for component in components) else "output"
+
+
+def _observers(model: nn.Module, loss: str) -> list[Observer]:
+    """One per attention module whose active linear attention stands for softmax over all tokens and can learn."""
+    found = []
+    for path, layer in model.named_modules():
+        if not isinstance(layer, SlotLayer):
+            continue
+        kernels = [slot.kernel for slot in layer.active_slots() if isinstance(slot, Attend)]
+        module = unwrap(layer.base_layer)
+        if kernels and getattr(module, "sliding_window", None) is None and _learned(kernels[-1]):
+            found.append(Observer(path, module, kernels[-1], loss))
+    return found
+
+
+def _learned(kernel: KernelAttention) -> list[nn.Parameter]:
+    return [parameter for parameter in kernel.parameters() if parameter.requires_grad]
+
+
+def _faults(
+    model: nn.Module, observers: list[Observer], steps: object, learning_rate: object, loss: str, held_out: float
+) -> list[str]:
+    faults = []
+    if type(steps) is not int or steps < 1:
+        faults.append(f"steps is {steps!r}; expected an integer >= 1")
+    if not isinstance(learning_rate, (int, float)) or not 0 < learning_rate < math.inf:
+        faults.append(f"learning_rate is {learning_rate!r}; expected a number above 0")
+    if loss not in LOSSES:
+        faults.append(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}")
+    if not 0 < held_out < 1:
+        faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
+    if not observers:
+        faults.append(
+            "the model has no active linear attention over all tokens with something to learn; expected a model from "
+            "get_snnk_model with an AttentionPart whose projection is learned, such as AttentionPart(component="
+            "'softmax_pm', projection='free', separate_maps=True), with that adapter active and trainable"
+        )
+    components = [one.component for observer in observers for one in observer.kernel.maps()]
+    signed = sorted({type(component).__name__ for component in components if not component.positive})
+    if loss == "cross_entropy" and signed:
+        faults.append(
+            f"loss is 'cross_entropy' with {', '.join(signed)}, whose features can be negative, and so can attention "
+            "weights be; expected positive features. Use loss='output'"
+        )
+    if away := [observer.path for observer in observers if offloaded(observer.kernel)]:
+        faults.append(
+            f"the feature maps of {', '.join(away)} are offloaded to memory or disk, where a fit would not last; "
+            "expected them beside the model. Fit before dispatching the model"
+        )
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        faults.append("the model is sharded (FSDP2), so that no process has its weights; fit it before")
+    if processes() > 1:
+        faults.append(
+            f"there are {processes()} processes, each with its own share of the data, and the fit is not shared; "
+            "expected one. Fit in one process, save the adapter and load it in all"
+        )
+    return faults
+
+
+@contextlib.contextmanager
+def _observed(model: nn.Module, observers: list[Observer]) -> Iterator[None]:
+    """The observers in place of the kernels, and the model in eval mode."""
+    was_training = {module: module.training for module in model.modules()}
+    owners = [vars(observer.module)["snnk_owner"] for observer in observers]
+    model.eval()
+    try:
+        for observer in observers:
+            observer.module.snnk_owner = lambda observer=observer: observer  # type: ignore[assignment]
+        yield
+    finally:
+        for observer, owner in zip(observers, owners, strict=True):
+            observer.module.snnk_owner = owner
+            observer.clear()
+        for module, training in was_training.items():
+            module.training = training
+
+
+@torch.no_grad()
+def _errors(model: nn.Module, observers: list[Observer], batches: Survey, held_out: float) -> list[float]:
+    """Relative error of each layer's outputs on the held-out batches."""
+    for observer in observers:
+        observer.clear()
+        observer.fitting = False
+    for index, batch in batches:
+        if is_held_out(index, held_out):
+            model(**model_inputs(model, batch))
+    return [observer.error() for observer in observers]
+
+
+def _descend(
+    model: nn.Module,
+    observers: list[Observer],
+    batches: Survey,
+    held_out: float,
+    steps: int,
+    learning_rate: float,
+    progress: bool,
+) -> None:
+    """Adam on the loss of all layers together; each has parameters of its own, so each gets what it would get alone."""
+    parameters = list(dict.fromkeys(p for observer in observers for p in _learned(observer.kernel)))
+    before = [parameter.grad for parameter in parameters]
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    for observer in observers:
+        observer.clear()
+        observer.fitting = True
+    epochs = (batch for _ in itertools.count() for batch in batches)
+    feed = (batch for index, batch in epochs if not is_held_out(index, held_out))
+    try:
+        for step, batch in enumerate(itertools.islice(tqdm(feed, "fit_attention", steps, disable=not progress), steps)):
+            with torch.no_grad():
+                model(**model_inputs(model, batch))
+            loss = torch.stack([torch.stack(observer.losses).mean() for observer in observers]).sum()
+            if not loss.isfinite():
+                worst = [observer.path for observer in observers if not torch.stack(observer.losses).isfinite().all()]
+                raise NumericalError(
+                    f"the loss of {', '.join(worst)} is {loss.item()} at step {step} of {steps}; expected a finite "
+                    f"number. Use a learning_rate below {learning_rate}, or look for NaN in the inputs"
+                )
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * (1 - step / steps)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            for observer in observers:
+                observer.losses.clear()
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient

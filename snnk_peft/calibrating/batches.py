@@ -1,0 +1,230 @@
+"""The batches of `calibrate` and `fit_attention`: looked at once before anything runs, then read again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.calibrating.as_tensors import FLOATS, LABELS, as_tensors
+from snnk_peft.calibrating.held_out import HeldOutRows
+from snnk_peft.calibrating.input_check import GIVES, Batch, InputCheck
+from snnk_peft.calibrating.padding import masked_tokens
+from snnk_peft.errors import ConfigError, NumericalWarning
+from snnk_peft.functional.at_hand import place_of
+from snnk_peft.repeats import rows
+from snnk_peft.solvers.reduce import gathered, global_index, process
+
+Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
+
+
+def read(batches: Batches) -> Iterator[Any]:
+    """The batches once more, as they are given."""
+    return iter(batches() if callable(batches) else batches)
+
+
+def refuse_no_batches(batches: Any) -> None:
+    """ConfigError for what does not hold batches: a single one, a text, nothing."""
+    expected = f"expected a list of dicts of model inputs, such as a tokenizer {GIVES}, or a DataLoader"
+    if isinstance(batches, Mapping):
+        inside = ", ".join(map(str, batches))
+        single = any(hasattr(value, "column_names") for value in batches.values())  # splits of a data set
+        raise ConfigError(
+            f"batches is a {type(batches).__name__} ({inside}); {expected}. "
+            + ("Give one of its splits" if single else "Give a batch alone as [batch]")
+        )
+    readable = callable(batches) or hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, (str, bytes)) or not readable:
+        shown = f"the text {batches[:30]!r}" if isinstance(batches, str) else f"a {type(batches).__name__}"
+        raise ConfigError(f"batches is {shown}; {expected}")
+
+
+def checked(model: nn.Module, batches: Iterable[Any], targets: str | None = None) -> Iterator[Batch]:
+    """Batches that are read once, as tensors, each of them looked at before a model runs on it.
+
+    Args:
+        model: what they are for.
+        batches: as for `Survey`, or an iterator.
+        targets: name of the labels.
+
+    Raises:
+        ConfigError: what is wrong with the first batch that cannot be used; no targets in it.
+    """
+    refuse_no_batches(batches)
+    empty = True
+    for index, given in enumerate(read(batches)):
+        check = InputCheck(model)
+        batch = check.look(index, given, targets=targets)
+        faults = check.faults()
+        if batch is not None and targets is not None and targets not in batch:
+            faults = [f"batch {index} has no {targets!r}; found {', '.join(sorted(map(str, batch)))}", *faults]
+        if faults:
+            raise ConfigError(faults)
+        assert batch is not None
+        empty = False
+        yield batch
+    if empty and hasattr(batches, "__next__"):
+        raise ConfigError(
+            f"batches is a {type(batches).__name__} that gives nothing: it was read before. Expected a fresh one, or a "
+            "list, which can be read again"
+        )
+
+
+def checked_one(model: nn.Module, batch: Any, name: str) -> dict[str, Any]:
+    """One batch as tensors, on the device of the model, labels included.
+
+    Args:
+        model: what it is for.
+        batch: model inputs.
+        name: of the argument.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    check = InputCheck(model)
+    found = check.look(None, batch, name)
+    if faults := check.faults():
+        raise ConfigError(faults)
+    assert found is not None
+    return placed(model, found)
+
+
+def is_held_out(index: int, fraction: float) -> bool:
+    """Spread the held-out batches evenly: whenever the running count of index·fraction passes a half.
+
+    Counted over all processes, which take turns: the choice does not depend on how many there are.
+    """
+    index = global_index(index)
+    return int((index + 1) * fraction + 0.5) > int(index * fraction + 0.5)
+
+
+class Survey:
+    """What one look at all batches tells; iterate over it to read them again, as often as wanted.
+
+    Everything that can be known about them before the model runs is checked here, and whether later reads give the
+    same is checked then. With several processes each looks at its own share, and all of them find the same faults.
+
+    Args:
+        model: what they are for.
+        batches: dicts of model inputs, in a list, a DataLoader or a function that returns an iterator.
+        held_out: fraction that is not fitted.
+
+    Attributes:
+        total: number of batches of this process.
+        faults: messages about all that is wrong with them.
+        padding: tokens that stand where a mask leaves them out.
+
+    Raises:
+        ConfigError: an iterator, which can be read only once.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches, held_out: float):
+        refuse_no_batches(batches)
+        if not callable(batches) and iter(batches) is batches:
+            raise ConfigError(
+                f"batches is a {type(batches).__name__}, which can be read only once; expected a list, a DataLoader, "
+                "or a function that returns a fresh iterator"
+            )
+        self.batches = batches
+        self._first_rows: list[bytes | None] = []
+        self._warned = False
+        check, known = InputCheck(model), HeldOutRows()
+        self.padding: set[int] = set()
+        for index, given in enumerate(read(batches)):
+            if (batch := check.look(index, given)) is None:
+                break  # nothing that could be counted
+            self.padding |= masked_tokens(batch)
+            found = list(rows(batch))
+            known.add(found, is_held_out(index, held_out))
+            self._first_rows.append(found[0] if found else None)
+        self.total = len(self._first_rows)
+        self.faults = self._faults(check.faults(), held_out)
+        if not self.faults:
+            known.warn_if_repeated()
+
+    def _faults(self, found: list[str], held_out: float) -> list[str]:
+        """Of all processes."""
+        fitted = sum(not is_held_out(index, held_out) for index in range(self.total))
+        shares = gathered((self.total, fitted, found))
+        total, fitted = (sum(column) for column in list(zip(*shares, strict=True))[:2])
+        several = len(shares) > 1
+        faults = [f"process {n}: {text}" if several else text for n, share in enumerate(shares) for text in share[2]]
+        if faults:
+            return faults
+        if empty := [number for number, share in enumerate(shares) if share[0] == 0]:
+            who = f" in processes {empty} of {len(shares)}" if several else ""
+            return [
+                f"batches is empty{who}; expected dicts of model inputs, at least two and better a few dozen, such as "
+                "a DataLoader of tokenized sentences of the kind that the model will see"
+            ]
+        if fitted in (0, total):
+            return [
+                f"batches holds {total}, of which held_out={held_out} leaves {fitted} to fit; expected at least one to "
+                "fit and one to hold out. Give more, or smaller batches"
+            ]
+        return []
+
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+        """(index, batch) once more.
+
+        Raises:
+            ConfigError: there are fewer or more than at first.
+        """
+        index = -1
+        for index, given in enumerate(read(self.batches)):
+            if index == self.total:
+                raise ConfigError(self._other(f"more than {self.total}"))
+            batch = as_tensors(given)[0]
+            self._compare(index, batch)
+            yield index, batch
+        if index + 1 < self.total:
+            raise ConfigError(self._other(str(index + 1)))
+
+    def _other(self, count: str) -> str:
+        here = f" of process {process()}" if process() else ""
+        return (
+            f"batches{here} gave {self.total} when first read, and {count} when read again; expected the same each "
+            "time. A function has to return a fresh iterator in every call, an object has to begin anew in __iter__"
+        )
+
+    def _compare(self, index: int, batch: Batch) -> None:
+        first = self._first_rows[index]
+        if not self._warned and first is not None and first != next(rows(batch), None):
+            self._warned = True
+            warnings.warn(
+                f"batch {index} is not what it was when batches was first read: other texts are held out than before, "
+                "so the reported errors are partly those of fitted ones. Use a DataLoader with shuffle=False, and no "
+                "random changes of the data",
+                NumericalWarning,
+                stacklevel=6,
+            )
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules in eval mode, and back to what they were."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+
+
+def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """What a batch gives the model: no labels, on its device, pictures and sounds as precise as it is."""
+    return {key: value for key, value in placed(model, batch).items() if key not in LABELS}
+
+
+def placed(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """A batch on the device of the model, pictures and sounds as precise as it is."""
+    device, dtype = place_of(model), getattr(model, "dtype", None)
+    return {
+        key: value.to(device, dtype if key in FLOATS else None) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }

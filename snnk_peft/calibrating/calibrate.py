@@ -1,0 +1,281 @@
+"""calibrate: fit every slot that can be fitted to what it stands in for, on real activations.
+
+The schedule of passes and nothing else: front to back, as often as each slot's fitter (`Slot.fitter`, in parts/) reads
+the batches. Inputs come from the stack as fitted so far, so a later layer repairs what an earlier one got wrong.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from snnk_peft.calibrating.adapter_report import AdapterReport
+from snnk_peft.calibrating.adapters import adapters_with_rows, calibrate_adapters
+from snnk_peft.calibrating.all_or_nothing import all_or_nothing
+from snnk_peft.calibrating.attention import fit_attention, learned_kernels, loss_of
+from snnk_peft.calibrating.batches import Batches, Survey
+from snnk_peft.calibrating.finite import refuse_not_finite
+from snnk_peft.calibrating.padding import named_padding
+from snnk_peft.calibrating.report import CalibrationReport, SlotReport, warn_of_few_tokens, warn_of_poor_attention
+from snnk_peft.calibrating.slot_inputs import SlotInputs, execution_order
+from snnk_peft.calibrating.stored_inputs import StoredInputs
+from snnk_peft.errors import ConfigError, NumericalError
+from snnk_peft.families.base import unwrap
+from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
+from snnk_peft.functional.at_hand import offloaded
+from snnk_peft.layers.slots import FitOptions, Fitter, Slot
+from snnk_peft.solvers.landmarks import RULES
+from snnk_peft.solvers.reduce import process, processes, same_everywhere
+from snnk_peft.solvers.ridge import DEFAULT_RIDGES
+from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.slot_layer import SlotLayer, active_module, original_path, root_of
+
+HELD_OUT = 0.2
+
+
+@takes_model
+def calibrate(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    landmarks: str = "greedy",
+    held_out: float | None = None,
+    ridges: Sequence[float] | None = None,
+    refit: bool = True,
+    steps: int = 0,
+    progress: bool = True,
+) -> CalibrationReport | AdapterReport:
+    """Fit the replaced FFN blocks, pooler, attention, heads and low-rank layers of a patched model to the originals.
+
+    All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was.
+
+    Adapters, and linear attention over other rows than `centroids`, hold nothing that stands for a module's output. In
+    a model that has nothing else they are what is fitted: learned maps of attention with `steps`, as `fit_attention`
+    says, or the rows of adapters from labelled batches, as `calibrate_adapters` says. Beside parts that do stand in for
+    a module they stay as they are, and what is fitted sees their effect in its inputs; these two functions fit them.
+
+    With several processes (torch.distributed is initialised) each gives its own share of the batches:
+    `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
+    same bits in every process. Shares may differ in size; each needs one batch at least. Calibrate before DDP or FSDP.
+
+    Args:
+        model: a model from `get_snnk_model` whose active adapter replaces something.
+        batches: model-input dicts on any device, as a list, a DataLoader or a function that returns an iterator; read
+            once per slot (some low-rank layers: twice), always in the same order. Labels are for rows of adapters
+            alone. A few hundred to a few thousand sentences of the kind the model will see are enough.
+        landmarks: how landmark projections choose their rows: "greedy" or "importance" (see solvers/landmarks).
+        held_out: fraction of the batches that chooses the regularisation and is not fitted, in (0, 1). None: 0.2; for
+            rows of adapters 0.5.
+        ridges: candidates for the regularisation, as fractions of the mean feature variance; None: `DEFAULT_RIDGES` of
+            solvers/ridge.py, and for rows of adapters `RIDGES` of solvers/gradient_rows.py.
+        refit: once the regularisation is chosen, fit to all batches, the held-out ones included. The reported error is
+            the held-out one from before.
+        steps: of Adam behind the closed form of an attention part over `centroids`, per layer: the first half on the
+            divergence of the weights from softmax, the second on the error of the output. 200 take a few seconds a
+            layer. And behind that of FFN and pooler, where rows are the layer's (`landmark`) or learned: they move to
+            lower the error behind the contraction, on a sample of 16,384 tokens; what does not lower it on held-out
+            tokens is not taken. 200 take one to three seconds a layer. A narrower FFN moves all of its matrices in
+            the same way. 0 for the closed form alone.
+        progress: show a progress bar with an estimate.
+
+    Returns:
+        A CalibrationReport, or an AdapterReport of rows of adapters; print it for a table.
+
+    Raises:
+        ConfigError: nothing to calibrate, too few batches, an iterator that can be read only once or gives other
+            batches when read again, padding without a mask, token ids beyond the vocabulary, bad arguments; all that
+            can be known before anything runs, at once.
+        ValueError: weights or activations hold NaN or infinity; names the parameter, or slot and batch.
+
+    Warns:
+        NumericalWarning: fewer tokens than determine a slot, with the number needed; held-out texts that are also
+            fitted; batches that come in another order than before.
+        UserWarning: attention whose error stays above a quarter; a far field fitted to short sequences.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from snnk_peft import FFNPart, SNNKConfig, calibrate, get_snnk_model
+        >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> config = SNNKConfig(ffn=FFNPart(num_features=16, layers="top-1"))
+        >>> model = get_snnk_model(BertForSequenceClassification(tiny), config)
+        >>> batches = [{"input_ids": torch.randint(0, 1000, (8, 16))} for _ in range(5)]
+        >>> report = calibrate(model, batches, progress=False)
+        >>> report.slots[0].error_after < report.slots[0].error_before
+        True
+    """
+    slots = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}
+    slots = {name: layer for name, layer in slots.items() if slot_to_fit(layer) is not None}
+    if not slots and steps and learned_kernels(model):
+        share = HELD_OUT if held_out is None else held_out
+        return fit_attention(model, batches, steps=steps, loss=loss_of(model), held_out=share, progress=progress)
+    if not slots and adapters_with_rows(model):
+        given = {"held_out": held_out, "ridges": ridges}
+        given = {name: value for name, value in given.items() if value is not None}
+        return calibrate_adapters(model, batches, refit=refit, progress=progress, **given)  # type: ignore[arg-type]
+    held_out = HELD_OUT if held_out is None else held_out
+    ridges = DEFAULT_RIDGES if ridges is None else ridges
+    faults = []
+    if landmarks not in RULES:
+        faults.append(f"landmarks is {landmarks!r}; expected one of {', '.join(RULES)}")
+    if not 0 < held_out < 1:
+        faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
+    if type(steps) is not int or steps < 0:
+        faults.append(f"steps is {steps!r}; expected an integer >= 0")
+    options = FitOptions(landmarks, ridges, refit, steps)
+    if not slots:
+        faults.append(
+            "the model has no active part that can be calibrated; expected a model from get_snnk_model with ffn=, "
+            "pooler=, low_rank=, attention over projection 'centroids' or a part such as NarrowHeadsPart, with that "
+            "adapter active; or linear attention over a learned projection with steps=200, or adapters over 'free' or "
+            "'informed'"
+        )
+    if away := [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]:
+        faults.append(
+            f"the readouts of {', '.join(away)} are offloaded to memory or disk, where a fit would not last; expected "
+            "them beside the model. Calibrate before dispatching the model, or put the adapter on an offloaded base"
+        )
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        faults.append("the model is sharded (FSDP2), so that no process has its weights; calibrate it before")
+    if not faults:
+        survey = Survey(model, batches, held_out)
+        faults = survey.faults
+    if faults:
+        raise ConfigError(faults)
+    refuse_not_finite(model)
+    with all_or_nothing(model), named_padding(model, survey.padding):
+        reports, remarks = _fit_all(model, slots, survey, held_out, options, progress)
+        settings = {
+            "landmarks": landmarks,
+            "held_out": held_out,
+            "ridges": list(ridges),
+            "refit": refit,
+            "steps": steps,
+            "batches": survey.total,
+            "processes": processes(),
+        }
+        warn_of_few_tokens(reports)
+        warn_of_poor_attention(reports)
+        for remark in remarks:
+            warnings.warn(remark, UserWarning, stacklevel=3)
+        for layer in slots.values():
+            if (slot := slot_to_fit(layer)) is not None:
+                slot.after_fit()
+        return CalibrationReport(reports, settings)
+
+
+def _fit_all(
+    model: nn.Module,
+    slots: Mapping[str, SlotLayer],
+    survey: Survey,
+    held_out: float,
+    options: FitOptions,
+    progress: bool,
+) -> tuple[list[SlotReport], list[str]]:
+    """Fit the slots one after the other, in the order in which the model runs them; and what is to be said of it."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        fitters = {name: fitter_of(model, layer, options) for name, layer in slots.items()}
+        order = execution_order(model, slots, survey)
+        fitters = {name: fitters[name] for name in order}
+        if processes() > 1 and (alone := [name for name in order if not fitters[name].reduces]):
+            kinds = sorted({type(fitters[name]).__name__ for name in alone})
+            raise ConfigError(
+                f"{', '.join(kinds)} (of {', '.join(alone)}) reads one process's share of the data only, and there are "
+                f"{processes()}; expected a Fitter with reduces = True. Calibrate in one process and load the result"
+            )
+        passes = sum(fitter.reads for fitter in fitters.values())
+        quiet = not progress or process() > 0
+        with (
+            StoredInputs(root_of(model)) as stored,
+            tqdm(total=passes * survey.total, desc="calibrate", unit="batch", disable=quiet) as bar,
+        ):
+            reports = []
+            for name, runs in order.items():
+                start = partial(stored.one_pass, model, name.removeprefix("base_model.model."), slots[name], runs)
+                data = SlotInputs(model, slots[name], fitters[name], runs, survey, held_out, bar, start)
+                reports.append(_fit_slot(name, slots[name], fitters[name], data))
+                same_everywhere(slots[name].snnk_slots)
+                torch.clear_autocast_cache()  # the caller's autocast would go on with copies of what was there before
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+    said = [fitter.remark for fitter in fitters.values() if fitter.remark is not None]
+    return reports, list(dict.fromkeys(said))
+
+
+@dataclass(frozen=True)
+class _FitPlace:
+    """A `FitPlace`: one slotted module of a model."""
+
+    root: nn.Module
+    original: nn.Module
+
+    def original_at(self, path: str) -> nn.Module:
+        """The pretrained module at a path of the unpatched model."""
+        return unwrap(self.root.get_submodule(path))
+
+    def active_at(self, path: str) -> nn.Module:
+        """The module in use there."""
+        return active_module(self.root.get_submodule(path))
+
+
+def slot_to_fit(layer: SlotLayer) -> Slot | None:
+    """The active slot of a layer that can be fitted, or None."""
+    return next((slot for slot in layer.active_slots() if type(slot).fitter is not Slot.fitter), None)
+
+
+def fitter_of(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter:
+    """How the slot of a layer that can be fitted is fitted in `model`."""
+    slot = slot_to_fit(layer)
+    assert slot is not None
+    found = slot.fitter(_FitPlace(root_of(model), unwrap(layer.base_layer)), options)
+    assert found is not None
+    return found
+
+
+@torch.no_grad()
+def _fit_slot(name: str, layer: SlotLayer, fitter: Fitter, data: SlotInputs) -> SlotReport:
+    start, path = time.perf_counter(), original_path(name.removeprefix("base_model.model."))
+    try:
+        fit = fitter.fit(data)
+    except (ValueError, NumericalError) as error:
+        if type(error) not in (ValueError, ConfigError, NumericalError):
+            raise
+        where = path if data.at is None else f"{path}, batch {data.at}"
+        raise type(error)(f"{where}{f' of process {process()}' if processes() > 1 else ''}: {error}") from error
+    return SlotReport(
+        path,
+        fit.size,
+        fit.tokens,
+        fit.held_out_tokens,
+        fit.ridge,
+        fit.error_before,
+        fit.error_after,
+        time.perf_counter() - start,
+        fit.divergence_before,
+        fit.divergence_after,
+        fit.unknowns,
+        _settings(layer),
+        fit.longest,
+    )
+
+
+def _settings(layer: SlotLayer) -> dict[str, Any]:
+    """Of the feature maps of the slot that was fitted, which are alike."""
+    slot = slot_to_fit(layer)
+    assert slot is not None
+    found = next((module for module in slot.modules() if isinstance(module, FeatureMap)), None)
+    if found is None:
+        return {}
+    spec = FeatureMapSpec.of(found).as_dict()
+    return {key: spec[key] for key in ("component", "projection", "component_params", "projection_params")}

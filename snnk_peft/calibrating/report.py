@@ -1,0 +1,165 @@
+"""What `calibrate` reports: per slot, how well the stand-in fits on held-out tokens before and after, and the cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snnk_peft.calibrating.picture import draw
+from snnk_peft.errors import ConfigError, NumericalWarning
+from snnk_peft.whole_file import whole_file
+
+SHOWN = 4  # slots that a warning names
+POOR = 0.25  # error of an attention from which models were found to suffer: 3 to 5 points, or all that they knew
+
+
+@dataclass(frozen=True)
+class SlotReport:
+    """What calibration did to one slot.
+
+    Args:
+        path: the replaced module.
+        num_features: rows of W, or whatever number tells the size of the part.
+        tokens: tokens (or examples, for a pooler) fitted while choosing the regularisation.
+        held_out_tokens: tokens that chose it and that the errors are measured on; fitted as well after `refit`.
+        ridge: the chosen regularisation, as a fraction of the mean feature variance; None where there is none.
+        error_before: squared error of the slot as it was, relative to the target's variance, on held-out tokens.
+        error_after: the same after fitting. 1 means no better than the mean.
+        seconds: wall time, forward passes included.
+        divergence_before: of an attention, the Kullback-Leibler divergence of its weights from softmax in nats, the
+            mean over held-out queries and heads; None for other slots.
+        divergence_after: the same after fitting.
+        needed_tokens: fewer fitted tokens than this do not determine what is fitted; None where that is not known.
+        settings: component and projection of its feature maps with their parameters; empty without feature maps.
+        longest: of an attention, tokens of the longest text it was fitted to; None for other slots.
+    """
+
+    path: str
+    num_features: int
+    tokens: int
+    held_out_tokens: int
+    ridge: float | None
+    error_before: float
+    error_after: float
+    seconds: float
+    divergence_before: float | None = None
+    divergence_after: float | None = None
+    needed_tokens: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    longest: int | None = None
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What `calibrate` did, slot by slot, front to back.
+
+    Args:
+        slots: one entry per slot.
+        settings: the arguments that decided it, and the number of batches and of processes.
+    """
+
+    slots: list[SlotReport] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time in total."""
+        return sum(slot.seconds for slot in self.slots)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a metrics.json."""
+        return {"seconds": self.seconds, "settings": dict(self.settings), "slots": [asdict(s) for s in self.slots]}
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write calibration.json, the data of `to_dict`, and calibration.png, its picture; older ones are replaced.
+
+        An error that is not finite is null in JSON.
+
+        Args:
+            folder: where to; it is made if there is none.
+
+        Raises:
+            ImportError: matplotlib is not installed; nothing is written.
+            ConfigError: the folder cannot be written to.
+        """
+        target = Path(folder)
+        text = json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+        files = {target / "calibration.json": text.encode(), target / "calibration.png": draw(self.slots)}
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            for path, content in files.items():
+                with whole_file(path) as temporary:
+                    temporary.write_bytes(content)
+        except OSError as error:
+            raise ConfigError(f"{target} cannot be written to: {error}; give another folder") from error
+
+    def __str__(self) -> str:
+        diverging = any(slot.divergence_after is not None for slot in self.slots)
+        width = max([len(slot.path) for slot in self.slots], default=4)
+        title = f"{'slot':<{width}}  features   tokens  error before -> after (held out)"
+        lines = [f"{title}{'   KL before -> after' if diverging else ''}   ridge  seconds"]
+        for s in self.slots:
+            line = f"{s.path:<{width}}  {s.num_features:>8}  {s.tokens:>7}  {s.error_before:>12.4f} -> "
+            line += f"{s.error_after:<15.4f}{f'  {_pair(s)}' if diverging else ''}"
+            lines.append(f"{line}  {'-' if s.ridge is None else f'{s.ridge:.0e}':>7}  {s.seconds:>7.1f}")
+        if fitted := {s.longest for s in self.slots if s.longest is not None}:
+            lines.append(
+                f"Attention was fitted to texts of at most {min(fitted)} tokens. Behind so many, a decoder's tokens "
+                "see near keys alone (without a near field, longer texts are refused)"
+            )
+        return "\n".join(lines)
+
+
+def warn_of_few_tokens(slots: Sequence[SlotReport]) -> None:
+    """NumericalWarning about the slots that were fitted to fewer tokens than determine them, with the number needed."""
+    few = [slot for slot in slots if slot.needed_tokens is not None and slot.tokens < slot.needed_tokens]
+    if few:
+        named = [f"{s.path} ({s.tokens} fitted, {s.needed_tokens} needed)" for s in few[:SHOWN]]
+        more = f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
+        # Least squares of p unknowns on n tokens adds p/(n − p − 1) to the error: as much as there is at 2p, a ninth at
+        # 10p. MiniLM's FFN blocks did no better: twice the error at p, a tenth more at 10p.
+        most = max(10 * (slot.needed_tokens or 0) for slot in few)
+        warnings.warn(
+            f"too few tokens for {', '.join(named)}{more}: fewer than there are numbers to fit per output, so that "
+            "many fits are equally good and the regularisation alone decides among them. Give more or longer texts: "
+            f"with {most} tokens, ten times as many as numbers, about a tenth of the error is due to their number. Or "
+            "use fewer features",
+            NumericalWarning,
+            stacklevel=3,
+        )
+
+
+def warn_of_poor_attention(slots: Sequence[SlotReport]) -> None:
+    """UserWarning about attention that its feature maps cannot stand in for, with the way out."""
+    poor = [slot for slot in slots if slot.divergence_after is not None and not slot.error_after <= POOR]
+    if poor:
+        named = [f"{slot.path} ({slot.error_after:.2f})" for slot in poor[:SHOWN]]
+        more = f" and {len(poor) - SHOWN} more" if len(poor) > SHOWN else ""
+        warnings.warn(
+            f"attention is lost: the error is more than {POOR} of the variance in {', '.join(named)}{more}. Heads that "
+            "look for the same word elsewhere, as models of sentence pairs have them, need a feature for every word. "
+            "Leave these layers as they are (layers= names the others), or give more features or steps",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _pair(slot: SlotReport) -> str:
+    if slot.divergence_before is None or slot.divergence_after is None:
+        return f"{'-':>18}"
+    return f"{slot.divergence_before:>9.4f} -> {slot.divergence_after:<7.4f}"[:20]
+
+
+def _finite(data: Any) -> Any:
+    """Plain data with null for numbers that JSON does not know."""
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

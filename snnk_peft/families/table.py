@@ -1,0 +1,295 @@
+"""Every architecture of the package, one entry each: a layout, and the fields in which an architecture differs from it.
+
+A user's own architecture needs no entry: `register_family` takes it from anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from snnk_peft.families import register_family
+from snnk_peft.families.base import ModelFamily
+from snnk_peft.families.layouts import BERT, CLIP, DINO, LLAMA, ROBERTA, VIT
+
+
+def add(name: str, layout: ModelFamily, **differences: Any) -> None:
+    """Register an architecture that differs from a layout in these fields."""
+    register_family(dataclasses.replace(layout, name=name, **differences))
+
+
+# --- encoders of texts ------------------------------------------------------------------------------------------------
+
+# Pooler = dense + tanh on [CLS], then dropout and the classifier.
+add("bert", BERT)
+
+# The "pooler" is classifier.dense, followed by torch.tanh called inline.
+add("roberta", ROBERTA)
+add("camembert", ROBERTA)
+add("xlm-roberta", ROBERTA)
+
+# ESM-2, for proteins: BERT's modules in pre-norm order. The FFN calls GELU inline, so it cannot be replaced.
+add("esm", ROBERTA, key=None, activation=None, ffn_norm=None, last_norm=None)
+
+# A bias per pair of positions, so attention stays softmax; the head is RoBERTa's.
+add(
+    "mpnet",
+    ROBERTA,
+    attention="attention.attn",
+    query="attention.attn.q",
+    value="attention.attn.v",
+    key=None,
+    attention_out="attention.attn.o",
+    attention_adapter="attention.dropout",
+    ffn_norm="attention.LayerNorm",
+)
+
+# The head is dense + GELU module + out_proj on [CLS].
+add(
+    "electra",
+    BERT,
+    pooler="classifier.dense",
+    pooler_activation="classifier.activation",
+    head_output="classifier.out_proj",
+    classifier_of_pooler="classifier.out_proj",
+)
+
+# DeBERTa-v2 and v3: disentangled attention, which stays softmax; the pooler calls its GELU inline. The query projection
+# also projects the relative positions; an adapter beside it acts on both.
+add(
+    "deberta-v2",
+    BERT,
+    query="attention.self.query_proj",
+    value="attention.self.value_proj",
+    key=None,
+    pooler="pooler.dense",
+    pooler_activation=None,
+    classifier_of_pooler=None,
+)
+
+# One set of weights runs in all layers of a group. One entry of "layers" is one set: `layers="all"` is every group
+# (most checkpoints have one), and what is put into it acts in each of its runs. The FFN's dropout is never called.
+register_family(
+    ModelFamily(
+        name="albert",
+        layers="{base}.encoder.albert_layer_groups.*.albert_layers",
+        attention="attention",
+        query="attention.query",
+        value="attention.value",
+        key="attention.key",
+        attention_out="attention.dense",
+        attention_adapter="attention.output_dropout",
+        ffn_in="ffn",
+        activation="activation",
+        ffn_out="ffn_output",
+        ffn_adapter="ffn_output",
+        ffn_norm="attention.LayerNorm",
+        last_norm="full_layer_layer_norm",
+        pooler="{base}.pooler",
+        pooler_activation="{base}.pooler_activation",
+        classifier="classifier",
+        classifier_of_pooler="classifier",
+    )
+)
+
+# The "pooler" is pre_classifier, followed by an inline ReLU.
+register_family(
+    ModelFamily(
+        name="distilbert",
+        layers="{base}.transformer.layer",
+        attention="attention",
+        query="attention.q_lin",
+        value="attention.v_lin",
+        key="attention.k_lin",
+        attention_out="attention.out_lin",
+        attention_adapter="attention.out_lin",
+        ffn_in="ffn.lin1",
+        activation="ffn.activation",
+        ffn_out="ffn.lin2",
+        ffn_adapter="ffn.dropout",
+        ffn_norm="sa_layer_norm",
+        last_norm="output_layer_norm",
+        pooler="pre_classifier",
+        classifier="classifier",
+    )
+)
+
+# Pre-norm, rotary positions. Two layers of three attend to a band of neighbours only and are left as they are by
+# `layers="all"`; the FFN is gated (GeGLU); the "pooler" is head.dense, with a LayerNorm behind it.
+register_family(
+    ModelFamily(
+        name="modernbert",
+        layers="{base}.layers",
+        attention="attn",
+        attention_adapter="attn.out_drop",
+        ffn_in="mlp.Wi",
+        activation="mlp.act",
+        ffn_out="mlp.Wo",
+        ffn_adapter="mlp.Wo",
+        ffn_norm="mlp_norm",
+        pooler="head.dense",
+        pooler_activation="head.act",
+        classifier="classifier",
+        gated=True,
+    )
+)
+
+# --- decoders ---------------------------------------------------------------------------------------------------------
+
+# Rotary positions, grouped-query attention, gated FFN (SwiGLU).
+add("llama", LLAMA)
+
+# Checkpoints with a sliding window keep it where attention stays softmax.
+add("mistral", LLAMA)
+
+# The FFN is gated by GELU, norms scale by one plus their weight.
+add("gemma", LLAMA)
+
+# Biases in the projections of the attention; Qwen3 norms queries and keys per head.
+add("qwen2", LLAMA)
+add("qwen3", LLAMA)
+
+# The norms stand behind attention and FFN, and adapters behind the norms.
+add(
+    "olmo2",
+    LLAMA,
+    attention_adapter="post_attention_layernorm",
+    ffn_adapter="post_feedforward_layernorm",
+)
+
+# One matrix for query, key and value and one for both expansions; dropout before each sum.
+add(
+    "phi3",
+    LLAMA,
+    query=None,
+    value=None,
+    attention_adapter="resid_attn_dropout",
+    ffn_in="mlp.gate_up_proj",
+    ffn_up=None,
+    activation="mlp.activation_fn",
+    ffn_adapter="resid_mlp_dropout",
+)
+
+# Matrices are Conv1D; query, key and value are one.
+register_family(
+    ModelFamily(
+        name="gpt2",
+        layers="{base}.h",
+        attention="attn",
+        attention_adapter="attn.resid_dropout",
+        ffn_in="mlp.c_fc",
+        activation="mlp.act",
+        ffn_out="mlp.c_proj",
+        ffn_adapter="mlp.dropout",
+        ffn_norm="ln_2",
+        classifier="score",
+        causal=True,
+    )
+)
+
+# Pythia: one matrix for query, key and value; attention and FFN may stand side by side.
+register_family(
+    ModelFamily(
+        name="gpt_neox",
+        layers="{base}.layers",
+        attention="attention",
+        attention_adapter="post_attention_dropout",
+        ffn_in="mlp.dense_h_to_4h",
+        activation="mlp.act",
+        ffn_out="mlp.dense_4h_to_h",
+        ffn_adapter="post_mlp_dropout",
+        ffn_norm="post_attention_layernorm",
+        classifier="score",
+        causal=True,
+    )
+)
+
+# The FFN is two Linears in the layer itself. The 350m model norms after the sums: refused.
+register_family(
+    ModelFamily(
+        name="opt",
+        layers="{base}.decoder.layers",
+        attention="self_attn",
+        query="self_attn.q_proj",
+        value="self_attn.v_proj",
+        key="self_attn.k_proj",
+        attention_out="self_attn.out_proj",
+        attention_adapter="self_attn.out_proj",
+        ffn_in="fc1",
+        activation="activation_fn",
+        ffn_out="fc2",
+        ffn_adapter="fc2",
+        ffn_norm="final_layer_norm",
+        classifier="score",
+        causal=True,
+        expects={"do_layer_norm_before": True},
+    )
+)
+
+# --- encoders of images and sound -------------------------------------------------------------------------------------
+
+# Image classifiers have no pooler and get a new one; the bare encoder has one.
+add("vit", VIT)
+add("vit_msn", VIT, pooler=None, pooler_activation=None)
+
+# A distilled model has a second head, on the distillation token.
+add("deit", VIT, pooled_heads=("classifier", "cls_classifier", "distillation_classifier"))
+
+# A learned scale inside the layer, no dense layer in the pooler. Attention stays softmax where the config asks for a
+# bias per pair of positions, as published ones do.
+add("beit", VIT, last_norm="{base}.pooler.layernorm", pooler=None, pooler_activation=None)
+
+# The giant model's gated FFN is refused.
+add("dinov2", DINO)
+add("dinov2_with_registers", DINO)
+
+# BERT's modules in the order of ViT; attention is computed inside the module and stays softmax.
+add(
+    "data2vec-vision",
+    BERT,
+    attention="attention.attention",
+    query="attention.attention.query",
+    value="attention.attention.value",
+    key=None,
+    attention_out="attention.output.dense",
+    ffn_norm="layernorm_after",
+    last_norm="{base}.pooler.layernorm",
+    pooler=None,
+    pooler_activation=None,
+    pooled_heads=("classifier",),
+    classifier_of_pooler=None,
+)
+
+# The towers of CLIP and SigLIP, bare or with their projection; CLIP's text encoder is causal, SigLIP's is not.
+add("clip_vision_model", CLIP)
+add("clip_text_model", CLIP, causal=True)
+add("siglip_vision_model", CLIP)
+add("siglip_text_model", CLIP)
+
+# Image classification by the image encoder alone. A model of both towers is refused; patch one of them.
+for name in ("clip", "siglip"):
+    add(
+        name,
+        CLIP,
+        layers="vision_model.encoder.layers",
+        classifier="classifier",
+        pooled_heads=("classifier",),
+        sizes="vision_config",
+        excludes="text_model",
+    )
+
+# The encoder, bare or with the head for audio classification; models with the decoder are refused.
+add(
+    "whisper",
+    CLIP,
+    layers="{base}.layers",
+    ffn_in="fc1",
+    activation="activation_fn",
+    ffn_out="fc2",
+    ffn_adapter="fc2",
+    ffn_norm="final_layer_norm",
+    classifier="classifier",
+    encoder="encoder",
+    excludes="decoder",
+    attention_backend=True,
+)

@@ -1,0 +1,207 @@
+"""How attention over `centroids` is fitted by `calibrate`, and the projection behind the heads that is fitted with it.
+
+One pass over the data: of the queries, keys and values of a layer as many sequences are kept, chosen at random, as
+`TOKENS` allows. Everything else is computed from these (solvers/centroids.py), so memory does not depend on the
+number of tokens. What comes in is what the layers converted so far give; the target is the original attention on that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.families.base import as_linear
+from snnk_peft.functional.at_hand import at_hand, offloaded
+from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.slots import (
+    Call,
+    Fit,
+    FitOptions,
+    FitPlace,
+    Fitter,
+    Tokens,
+)
+from snnk_peft.parts.attention.readout import ReadHeads
+from snnk_peft.parts.attention.recording import Recorder, Sample
+from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.projections.centroids import Centroids
+from snnk_peft.solvers.centroids import (
+    CentroidMaps,
+    Scores,
+    centroids,
+    descend,
+    divergence,
+    key_moments,
+    output_error,
+    sharpest,
+)
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.reduce import same_everywhere
+from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
+
+TOKENS = 32_768  # kept of the fitted ones; of the held-out ones a quarter
+QUERIES = 6_000  # per key head, for the clusters
+TRIED = 6  # batches that choose τ
+MOST = 128  # queries of a sequence when weights are formed
+
+
+class AttentionFitter(Fitter):
+    """Fits the maps of one attention to its softmax, and then the projection behind the heads to what is left.
+
+    Args:
+        kernel: the linear attention, one term over `centroids`.
+        readout: what takes the place of that projection, or None where it stays.
+        readout_path: where, in the model.
+        place: where the attention stands.
+        options: of `calibrate`.
+    """
+
+    calls = True
+
+    def __init__(
+        self,
+        kernel: KernelAttention,
+        readout: ReadHeads | None,
+        readout_path: str | None,
+        place: FitPlace,
+        options: FitOptions,
+    ):
+        self.kernel, self.readout, self.options = kernel, readout, options
+        self.module: Any = place.original
+        self.longest = 0  # tokens of a text
+        kernel.fitted_length = None  # of an earlier fit
+        if any(offloaded(each) for each in (kernel, readout) if each is not None):
+            raise ConfigError(
+                "the feature maps of an attention, or the projection behind its heads, are offloaded to memory or "
+                "disk, where a fit would not last; expected them beside the model. Calibrate before dispatching it"
+            )
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        if readout_path is not None:
+            found = as_linear(place.original_at(readout_path))
+            assert isinstance(found, nn.Linear)
+            with at_hand(found):
+                self.weight = wide(found.weight.detach())
+                self.bias = None if found.bias is None else wide(found.bias.detach())
+
+    def fit(self, data: Tokens) -> Fit:
+        first = self.kernel.maps()[0].projection
+        generator = site_generator(first.seed, f"{first.site}.fit")  # the same in every fit
+        train, test = self._record(data, generator)
+        with full_precision(first.weight):  # logarithms of weights, whatever precision the model runs in
+            return self._fit(train, test, generator)
+
+    def _fit(self, train: Sample, test: Sample, generator: torch.Generator) -> Fit:
+        before = ErrorMeter(self.weight)
+        for recorded in test:
+            before.update(recorded.softmax(), recorded.linear(self.kernel))
+        diverging = self._divergence(test)
+        self._take(self._maps(train, generator))
+        self.kernel.fitted_length = self.longest
+        after, ridge = ErrorMeter(self.weight), None
+        if self.readout is None:
+            for recorded in test:
+                after.update(recorded.softmax(), recorded.linear(self.kernel))
+        else:
+            after, ridge = self._read(train, test)
+        for each in (self.kernel, self.readout):
+            if each is not None:
+                same_everywhere(each)
+        size = unknowns = self.kernel.maps()[0].num_features  # as many centres as queries are the queries
+        if self.readout is not None:
+            unknowns = max(unknowns, self.readout.linear.in_features + 1)
+        errors = before.value(), after.value()
+        counts = train.tokens, before.count
+        return Fit(size, *counts, ridge, *errors, diverging, self._divergence(test), unknowns, self.longest)
+
+    def _divergence(self, sample: Sample) -> float:
+        """Of the weights from those of softmax, the mean over queries and heads."""
+        pairs = cast(AttentionTerm, self.kernel.terms[0]).pairs()
+        projections = [[cast(Centroids, feature_map.projection) for feature_map in pair] for pair in pairs]
+        rows = [torch.stack([head[side].weight for head in projections]).float() for side in (0, 1)]
+        biases = [torch.stack([cast(torch.Tensor, head[side].bias) for head in projections]).float() for side in (0, 1)]
+        maps = CentroidMaps(rows[0], biases[0], rows[1], biases[1])
+        first = projections[0][0]
+        generator = site_generator(first.seed, f"{first.site}.divergence")  # the same queries before and after
+        found = [(divergence(maps, recorded.scores().some(MOST, generator)).mean(), recorded) for recorded in sample]
+        queries = [int(recorded.counted.sum()) for _, recorded in found]
+        return sum(float(each) * count for (each, _), count in zip(found, queries, strict=True)) / max(sum(queries), 1)
+
+    def _record(self, data: Tokens, generator: torch.Generator) -> tuple[Sample, Sample]:
+        """What is kept of the fitted and of the held-out calls."""
+        train, test = Sample(TOKENS, generator), Sample(TOKENS // 4, generator)
+        owner = vars(self.module)["snnk_owner"]
+        for is_test, calls in data:
+            recorder = Recorder()
+            self.module.snnk_owner = lambda recorder=recorder: recorder
+            try:
+                for call in calls:
+                    self._run(call)
+            finally:
+                self.module.snnk_owner = owner
+            for recorded in recorder.calls:
+                if not (torch.isfinite(recorded.q).all() and torch.isfinite(recorded.k).all()):
+                    raise ValueError(
+                        "queries or keys hold NaN or infinity; expected finite numbers. Run the model in fp32 or bf16"
+                    )
+                self.longest = max(self.longest, int(recorded.counted.sum(-1).max()))
+                (test if is_test else train).add(recorded)
+        return train, test
+
+    def _run(self, call: Call) -> None:
+        # A cache would be filled by every call.
+        self.module(*call.args, **{key: None if key == "past_key_values" else v for key, v in call.kwargs.items()})
+
+    def _maps(self, train: Sample, generator: torch.Generator) -> CentroidMaps:
+        scores = [recorded.scores() for recorded in train]
+        mean, covariance = key_moments(scores)
+        queries = torch.cat([each.q.permute(1, 0, 3, 2, 4)[:, each.counted].flatten(1, 2) for each in scores], 1)
+        chosen = torch.randperm(queries.shape[1], generator=generator)[:QUERIES].to(queries.device)
+        rows = self.kernel.maps()[0].num_features
+        maps = centroids(queries[:, chosen], mean, covariance, rows, generator)
+        every = max(1, len(scores) // TRIED)
+        maps = sharpest(maps, [each.some(MOST, generator) for each in scores[::every]])
+
+        def some() -> Scores:
+            return scores[int(torch.randint(len(scores), (), generator=generator))].some(MOST, generator)
+
+        steps = self.options.steps
+        maps = descend(maps, lambda tried: divergence(tried, some()).sum(), steps - steps // 2)
+        return descend(maps, lambda tried: output_error(tried, some(), self.weight), steps // 2)
+
+    @torch.no_grad()
+    def _take(self, maps: CentroidMaps) -> None:
+        """Put them into the feature maps, one pair per key head."""
+        for head, pair in enumerate(cast(AttentionTerm, self.kernel.terms[0]).pairs()):
+            for feature_map, rows, bias in zip(pair, maps[::2], maps[1::2], strict=True):
+                projection = cast(Centroids, feature_map.projection)
+                projection.weight.copy_(rows[head])
+                cast(torch.Tensor, projection.bias).copy_(bias[head])
+
+    def _read(self, train: Sample, test: Sample) -> tuple[ErrorMeter, float]:
+        """Refit the projection: ridge regression of what is missing, so that a large ridge leaves the old one."""
+        assert self.readout is not None
+        assert self.weight is not None
+        found = [GramAccumulator(self.weight.shape[1], len(self.weight)) for _ in range(2)]
+        for moments, sample in zip(found, (train, test), strict=True):
+            for recorded in sample:
+                given = recorded.linear(self.kernel)
+                moments.update(given, (recorded.softmax() - given) @ self.weight.T)
+        fit = fit_ridge(found[0], found[1], self.options.ridges)
+        step, offset = fit.weight, fit.bias
+        if self.options.refit:
+            found[0].merge(found[1])
+            step, offset, _ = found[0].solve(fit.ridge * found[0].ridge_scale)
+        weight = self.weight.double() + step
+        bias = offset if self.bias is None or offset is None else self.bias.double() + offset
+        self.readout.take(weight, bias)
+        after, measured = ErrorMeter(), (self.weight + fit.weight.to(self.weight)).T
+        for recorded in test:
+            estimate = recorded.linear(self.kernel) @ measured
+            after.update(recorded.softmax() @ self.weight.T, estimate if fit.bias is None else estimate + fit.bias)
+        return after, fit.ridge

@@ -1,0 +1,242 @@
+"""The attention function "snnk_peft" of transformers' AttentionInterface, and the mask function that goes with it.
+
+A model that is switched to it calls this function in every layer. Layers that hold a KernelAttention use it; all
+others, and all of them while adapters are disabled, compute softmax attention as before. The mask function keeps what
+linear attention can honour of a mask: one number per key, which says that it counts, or to which document of a packed
+row it belongs. Softmax layers get their own mask, built from it here.
+
+Masks speak of all tokens from the first to the last query, in every cache. Keys beyond are slots of a static cache that
+nothing was written to yet; where keys are fewer, a layer with a sliding window has dropped the first ones.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import output_capturing
+
+from snnk_peft.errors import UnsupportedError
+from snnk_peft.functional.blocks import takes_blocks
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.attention.bands import band_width, refuse_narrow_band
+from snnk_peft.parts.attention.documents import NUMBERS, attend_per_document, packed_documents, refuse_restarts
+from snnk_peft.parts.attention.mask_functions import read_mask_function
+from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_attention
+
+__all__ = ["NAME", "kernel_attention_forward", "padding_mask", "pairwise_mask"]
+
+# A bundle's code file holds this module too, and must not exchange the functions that the package registered.
+NAME = "snnk_peft" if __name__.startswith("snnk_peft.") else __name__
+CACHE_LAYER = "snnk_cache_layer"  # attribute of keys: the cache layer that they went through (cache.py)
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """What a mask says of single keys, or None where all count.
+
+    Returns:
+        (batch, tokens) of bool, True for tokens that count; or of int32, the numbers of packed documents. The tokens
+        are all from the first to the last query.
+
+    Raises:
+        UnsupportedError: a mask of another shape or pattern, which linear attention cannot honour.
+    """
+    # Only what is causal can be packed; masks that are not come with a permission to skip them.
+    bidirectional = mask_function is None or "allow_is_bidirectional_skip" in kwargs
+    alike = kv_length == q_length and kv_offset == 0
+    alone = attention_mask is None and kv_length == q_length
+    pattern = read_mask_function(mask_function, may_be_packed=alone and not bidirectional)
+    if pattern.documents is not None:
+        return pattern.documents.expand(batch_size, -1).to(NUMBERS).contiguous()
+    end = kv_offset + kv_length
+    if pattern.causal and kv_length != q_length:  # reading the offset of a static cache waits for the accelerator
+        end = min(end, int(q_offset) + q_length)
+    if attention_mask is None:
+        if end == kv_length and kv_offset == 0:
+            return None
+        return torch.ones(batch_size, end, dtype=torch.bool, device=device)
+    if attention_mask.dim() != 2:
+        raise UnsupportedError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; linear attention needs a padding mask (batch, "
+            "keys), True or 1 where a key counts. A mask per pair of tokens needs softmax attention"
+        )
+    mask = attention_mask[:, :end].bool()
+    if mask.shape[1] < end:  # keys that the mask does not speak of count
+        mask = nn.functional.pad(mask, (0, end - mask.shape[1]), value=True)
+    # Looking costs nothing on a CPU, masking does; an accelerator would have to wait, a graph would keep the answer.
+    return None if bidirectional and alike and takes_blocks(mask) and bool(mask.all()) else mask
+
+
+def kernel_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a layer calls: q (B, H, L, d), k and v (B, G, N, d) -> (B, L, H, D), and (B, H, L, N) weights if asked for.
+
+    Attention dropout (on weights that are never formed) does not exist for linear attention and is ignored there.
+
+    Args:
+        module: the attention module; says whether it is causal and which KernelAttention is in use.
+        query: queries.
+        key: keys; from a RecurrentCache they are those of the new tokens, and carry the layer of the cache.
+        value: values.
+        attention_mask: from `padding_mask`, or None.
+        dropout: for softmax layers.
+        scaling: factor on q·k.
+        is_causal: overrides what the module says.
+        **kwargs: `output_attentions` asks for the weights; `sliding_window` restricts a softmax layer to a band;
+            `cu_seq_lens_q` and `cu_seq_lens_k` say where packed documents end.
+
+    Raises:
+        UnsupportedError: a mask, a band or a bias that linear attention cannot honour, or weights of too long an input.
+    """
+    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
+    if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.dtype not in (torch.bool, NUMBERS)):
+        raise UnsupportedError(
+            f"{type(module).__name__} received an attention mask of shape {tuple(attention_mask.shape)} and "
+            f"{attention_mask.dtype}; expected the padding mask (batch, keys) of bool. Masks and biases per pair of "
+            "tokens need softmax attention"
+        )
+    refuse_biases(module, kwargs)
+    weights_wanted = wants_weights(kwargs)
+    kernel = active_kernel(module)
+    recurrent = getattr(key, CACHE_LAYER, None)
+    seen = key.shape[2] if recurrent is None else recurrent.get_seq_length()
+    seen = seen if attention_mask is None else attention_mask.shape[1]
+    window = band_width(module, kwargs, seen)
+    documents = packed_documents(attention_mask, query, key, kwargs)
+    if kernel is not None:
+        refuse_narrow_band(module, kernel.near_field, window, seen)
+        if causal and attention_mask is None and documents is None:
+            refuse_restarts(kwargs.get("position_ids"))
+        if causal and documents is None and isinstance(kernel, KernelAttention):  # what listens has softmax
+            kernel.check_length(seen, attention_mask)
+    if documents is not None and (weights_wanted or recurrent is not None):
+        raise UnsupportedError(
+            "attention weights (output_attentions=True) and a RecurrentCache speak of one document per row, and these "
+            "rows are packed (position_ids restart, or cu_seq_lens_q is given). Give one document per row, padded, or "
+            "leave output_attentions and past_key_values out"
+        )
+    if recurrent is not None:  # the keys come from a RecurrentCache, which holds sums over those before them
+        if weights_wanted:
+            raise UnsupportedError(
+                "attention weights were asked for (output_attentions=True) while generating with a RecurrentCache, "
+                "which keeps no keys that they could belong to; pass "
+                "past_key_values=transformers.DynamicCache(config=model.config), or leave output_attentions out"
+            )
+        out = recurrent.attend(kernel, query, key, value, attention_mask, causal=causal, scaling=scaling)
+        return out.transpose(1, 2).contiguous(), None
+    attend: Any
+    if kernel is None:
+        attend = partial(softmax_attention, module, dropout=dropout, scaling=scaling, causal=causal, window=window)
+    else:
+        attend = partial(kernel_attention, kernel, scaling=scaling, causal=causal)
+    if documents is not None:
+        return attend_per_document(lambda *tensors: attend(*tensors)[0], documents, query, key, value), None
+    key, value, mask = fitted_to_mask(key, value, attention_mask, all_needed=kernel is not None)
+    return attend(query, key, value, mask, weights_wanted=weights_wanted)
+
+
+def kernel_attention(
+    kernel: KernelAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float | None,
+    causal: bool,
+    weights_wanted: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(B, L, H, D), and the weights (B, H, L, N) or None; the arguments are those of `softmax_attention`."""
+    out = kernel(query, key, value, mask, causal=causal, scaling=scaling)
+    weights = kernel.weights(query, key, mask, causal=causal, scaling=scaling) if weights_wanted else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def fitted_to_mask(
+    key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, all_needed: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys, values and mask of the same tokens, of which the last are the queries.
+
+    Args:
+        key: (B, G, N, d), with the slots of a static cache that nothing was written to yet, or without the tokens that
+            a layer with a sliding window has dropped.
+        value: (B, G, N, D).
+        mask: (B, tokens) from `padding_mask`, or None for N tokens.
+        all_needed: whether no key may be missing.
+
+    Raises:
+        UnsupportedError: one is.
+    """
+    if mask is None or mask.shape[1] == key.shape[2]:
+        return key, value, mask
+    tokens, slots = mask.shape[1], key.shape[2]
+    if slots > tokens:
+        return key[:, :, :tokens], value[:, :, :tokens], mask
+    if all_needed:
+        raise UnsupportedError(
+            f"the cache keeps {slots} of {tokens} keys, as in layers with a sliding window, and this layer has linear "
+            "attention, which sees all of them. Pass past_key_values=RecurrentCache(model), or a "
+            "transformers.DynamicCache() made without a config, which keeps all keys"
+        )
+    return key, value, mask[:, tokens - slots :]
+
+
+def active_kernel(module: nn.Module) -> KernelAttention | None:
+    """The KernelAttention in use for an attention module, or None for softmax."""
+    bundled = getattr(module, "snnk_kernel", None)
+    if bundled is not None:
+        return bundled
+    owner = getattr(module, "snnk_owner", None)
+    return None if owner is None else owner()
+
+
+def is_linear(implementation: str | None) -> bool:
+    """Whether an attention implementation is this one, or the same in a bundle's code file."""
+    function = AttentionInterface().get(implementation)
+    return getattr(function, "__name__", None) == kernel_attention_forward.__name__
+
+
+def wants_weights(options: dict[str, Any]) -> bool:
+    """Whether the caller asked for attention weights.
+
+    Some models keep `output_attentions` from their attention functions (GPT-2), or find it in their config. What
+    transformers is about to collect tells in all cases.
+    """
+    collected = output_capturing._active_collector.get()
+    return bool(options.get("output_attentions")) or "attentions" in (collected or ())
+
+
+def refuse_biases(module: nn.Module, options: dict[str, Any]) -> None:
+    """UnsupportedError if the model adds something to q·k, or to the sum of the weights."""
+    given = [name for name in ("position_bias", "softcap", "s_aux") if options.get(name) is not None]
+    if given:
+        raise UnsupportedError(
+            f"{type(module).__name__} passes {', '.join(given)} to its attention function; linear attention needs "
+            "weights that depend on query and key alone. Leave `attention` out for this model"
+        )
+
+
+AttentionInterface.register(NAME, kernel_attention_forward)
+AttentionMaskInterface.register(NAME, padding_mask)

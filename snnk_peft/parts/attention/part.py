@@ -1,0 +1,315 @@
+"""Attention: softmax becomes linear attention, in all layers or some.
+
+Layers that attend to a band of neighbours only (ModernBERT's local layers, sliding windows) are linear in length
+already. "all", "top-K" and "bottom-K" therefore count the layers that attend to everything, and local ones stay as they
+are. A list of ints may name a local layer, with `near_field`: an exact band and, beyond it, linear attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import nn
+
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import family_of
+from snnk_peft.families.base import module_at
+from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.slots import Slot
+from snnk_peft.options import documented, option
+from snnk_peft.parts import PARTS
+from snnk_peft.parts.attention.cache import release_recurrent_cache
+from snnk_peft.parts.attention.near_field import near_field_faults
+from snnk_peft.parts.attention.readout import HeadsReader
+from snnk_peft.parts.attention.slots import Attend, FittedAttend
+from snnk_peft.parts.attention.supported import check_attention
+from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, resolve_layers
+from snnk_peft.projections import PROJECTIONS
+from snnk_peft.registry import did_you_mean
+
+DEFAULT_ROWS = 64  # of linear attention, where nothing is said
+
+# What the entries of `AttentionPart.sum_of` may say.
+TERM_FIELDS = ["component", "projection", "num_features", "component_params", "projection_params"]
+TERM_FIELDS += ["per_head", "separate_maps"]
+
+
+@PARTS.register("attention")
+@documented
+@dataclass
+class AttentionPart(FeaturePart):
+    """Softmax attention becomes linear attention over feature maps: Φ(q)·Φ(k) instead of e^{q·k} (Spectraformer).
+
+    Cost and memory grow linearly with the length of the input. `disable_adapter` gives softmax back.
+
+    Example:
+        >>> part = AttentionPart(projection="gmm", sum_of=[{"component": "elu", "num_features": 16}])
+        >>> [(term.component, term.projection, term.num_features) for term in part.terms()]
+        [('posrf', 'gmm', None), ('elu', 'gmm', 16)]
+    """
+
+    attends: ClassVar[bool] = True
+    disables_exactly: ClassVar[bool] = False  # softmax comes from another function then
+
+    component: str = option("posrf", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
+    num_features: int | None = option(  # type: ignore[assignment]
+        None,
+        'rows of W. None: 64, or the number nearest to it that the projection can have (for "identity", the classical '
+        'linear attention with component "elu", the dimension of a head).',
+        checked=False,
+    )
+    per_head: bool = option(
+        False, 'a matrix W for every key head instead of one per layer; projection "centroids" always has that.'
+    )
+    separate_maps: bool = option(
+        False,
+        "queries and keys have a matrix each. Both start as the same draw, hence at the kernel of a shared one, and "
+        'learn apart: for learned projections only. "centroids" always has them.',
+    )
+    refit_output: bool = option(
+        True,
+        'let `calibrate` fit the projection behind the heads as well; for projection "centroids", others leave it as '
+        "it is. It is then part of the adapter.",
+    )
+    near_field: int | None = option(
+        None,
+        "width of an exact softmax band around the diagonal, or None for none. Costs near_field products per token.",
+        low=1,
+        high=1 << 20,
+    )
+    near_field_normalisation: str = option(
+        "blend",
+        '"blend": the results of band and feature maps are added up with learned weights (FMMformer). "joint": the '
+        "exponentials of near keys and the products of features of far ones, each key once, are divided by the sum of "
+        "both: softmax itself, for a band as wide as the input is long. For positive features that estimate softmax, "
+        'and what `calibrate` fits ("mixture" over "centroids", then with maps and a factor for every query head).',
+        choices=("blend", "joint"),
+    )
+    sinks: int = option(
+        0,
+        'how many of the first tokens are exact too, for models that lean on them; with "joint".',
+        low=0,
+        high=1 << 20,
+    )
+    fitted_length: int | None = option(
+        None,
+        "tokens of the longest text that `calibrate` fitted the far field to, which it writes here: behind so many, a "
+        "decoder's far keys do not count, since what the fit makes of them is wrong. None: not fitted, or not known.",
+        low=1,
+        high=1 << 30,
+    )
+    sum_of: list[dict[str, Any]] = option(
+        list,
+        "further feature maps (the lecture's rank-r attention): attention is Σ_r w_r · att_r over this part's own map "
+        "and one for each entry, w_r > 0 learned per head, equal at the start. An entry is a dict of any of component, "
+        "projection, num_features, component_params, projection_params, per_head and separate_maps; what it leaves out "
+        "is as in this part; naming a component puts its params back to the defaults, naming a projection its params "
+        "and num_features. Every entry costs as much as an attention of its own, and has its own draw.",
+        checked=False,
+    )
+
+    def faults(self, part: str) -> list[str]:
+        given = self if self.num_features is not None else dataclasses.replace(self, num_features=DEFAULT_ROWS)
+        found = super(AttentionPart, given).faults(part)
+        if self.needs_layer:
+            found.append(
+                f"{part}.projection is {self.projection!r}; attention replaces no pretrained weight to take rows from"
+            )
+        found += self._separation_faults(part) + self._fit_faults(part) + near_field_faults(self, part)
+        if not isinstance(self.sum_of, (list, tuple)):
+            return [*found, f"{part}.sum_of is {self.sum_of!r}; expected a list of dicts, one for each further map"]
+        wrong = self._sum_faults(part)
+        if not wrong:
+            wrong = [f for i, term in enumerate(self.terms()[1:]) for f in term.faults(f"{part}.sum_of[{i}]")]
+        return found + wrong
+
+    def _separation_faults(self, part: str) -> list[str]:
+        if not self.separate_maps or self.projection not in PROJECTIONS or PROJECTIONS[self.projection].trainable:
+            return []
+        learned = ", ".join(name for name in PROJECTIONS if PROJECTIONS[name].trainable)
+        return [
+            f"{part}.separate_maps is True with projection {self.projection!r}, which is not learned: two copies of a "
+            "draw would stay equal, and two independent draws estimate no kernel; use separate_maps=False or one of "
+            f"the learned projections, {learned}"
+        ]
+
+    @property
+    def fitted(self) -> bool:
+        """Whether `calibrate` makes the rows, from the layer's queries and keys."""
+        return self.component == "mixture" and self.of_attention
+
+    def _fit_faults(self, part: str) -> list[str]:
+        """`calibrate` fits one map to softmax, and nothing beside it."""
+        entries = [entry for entry in self.further if isinstance(entry, Mapping)]
+        named = [entry for entry in entries if entry.get("projection") == self.projection or "projection" not in entry]
+        blended = self.near_field is not None and not self.joint
+        if not self.of_attention or not (blended or named):
+            return []
+        beside = "near_field" if blended else "sum_of"
+        joint = ", join them (near_field_normalisation='joint')" if blended else ""
+        return [
+            f"{part}.{beside} is given with projection {self.projection!r}, which `calibrate` fits to all of softmax, "
+            f"as if nothing stood beside it; expected that map alone. Leave it out{joint}, or learn the rows: "
+            "projection='free'"
+        ]
+
+    @property
+    def further(self) -> Sequence[Any]:
+        """The entries of `sum_of`; none where it is no list, which is a fault of its own."""
+        return self.sum_of if isinstance(self.sum_of, (list, tuple)) else ()
+
+    @property
+    def joint(self) -> bool:
+        """Whether near and far keys share one normalisation."""
+        return self.near_field_normalisation == "joint"
+
+    def _sum_faults(self, part: str) -> list[str]:
+        found = []
+        for i, entry in enumerate(self.sum_of):
+            if not isinstance(entry, Mapping):
+                found.append(f"{part}.sum_of[{i}] is {entry!r}; expected a dict such as {{'component': 'elu'}}")
+                continue
+            found += [
+                f"{part}.sum_of[{i}].{did_you_mean('field', k, TERM_FIELDS)}" for k in entry if k not in TERM_FIELDS
+            ]
+        return found
+
+    @classmethod
+    def candidates(cls, model: nn.Module, length: int) -> list[Part]:
+        """See `Part.candidates`; where it can be cheaper than softmax: in encoders, for few rows per token."""
+        rows = [] if family_of(model).causal else [rows for rows in (32, 64, 128) if 4 * rows <= length]
+        return [cls(component="mixture", projection="centroids", num_features=number) for number in rows]
+
+    @classmethod
+    def probes(cls) -> dict[str, Part]:
+        return {"attention": cls(projection="free", num_features=16)}
+
+    def terms(self) -> list[AttentionPart]:
+        """One part per feature map of the sum: this one, then those of `sum_of` with what they leave out filled in."""
+        alone: dict[str, Any] = {"near_field": None, "near_field_normalisation": "blend", "sinks": 0}
+        own = dataclasses.replace(self, sum_of=[], layers="all", **alone)
+        result = [own]
+        for entry in self.sum_of:
+            other: dict[str, Any] = {"component_params": {}} if "component" in entry else {}
+            if "projection" in entry:
+                other |= {"projection_params": {}, "num_features": None}
+            result.append(dataclasses.replace(own, **{**other, **entry}))
+        return result
+
+    def check_model(self, model: nn.Module) -> None:
+        check_attention(model)
+
+    def plan(self, context: PatchContext) -> list[Patch]:
+        """See `Part.plan`; UnsupportedError for a model whose attention cannot be exchanged."""
+        model, family = context.model, context.family
+        paths = [f"{layer}.{family.attention}" for layer in family.layer_paths(model)]
+        chosen = choose_layers(
+            self, [_window(module_at(model, path, "the attention")) for path in paths], context.where
+        )
+        config = family.config_of(model)
+        heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        patches = []
+        for index in chosen:
+            readout = self._readout(context, index) if self.fitted and self.refit_output else None
+            build = partial(_attend, context, self, index, (dim, heads, key_heads), readout)
+            patches.append(Patch(paths[index], build))
+            if readout is not None:
+                patches.append(Patch(readout.path, readout.slot, replaces=True))
+        return patches
+
+    def _readout(self, context: PatchContext, index: int) -> HeadsReader:
+        """The projection behind the heads of a layer."""
+        family = context.family
+        if family.attention_out is None:
+            raise UnsupportedError(
+                f"{context.where}.refit_output is True; family {family.name!r} does not say which Linear reads the "
+                "heads (attention_out). Use refit_output=False"
+            )
+        path = f"{family.layer_paths(context.model)[index]}.{family.attention_out}"
+        return HeadsReader(path, context.linear(path, "the projection behind the heads"))
+
+    @classmethod
+    def taken_out(cls, model: Any) -> None:
+        """See `Part.taken_out`: the model has its own attention again."""
+        before = getattr(model, "snnk_attention_before", None)
+        if before is None:
+            return
+        model.set_attn_implementation(before)
+        del model.snnk_attention_before
+        release_recurrent_cache(model)
+        for module in model.modules():
+            vars(module).pop("snnk_owner", None)
+
+
+def _attend(
+    context: PatchContext, part: AttentionPart, index: int, sizes: tuple[int, int, int], readout: HeadsReader | None
+) -> Slot:
+    dim, heads, key_heads = sizes
+    terms = []
+    for number, own in enumerate(part.terms()):
+        site = f"layer.{index}.attention" + (f".term.{number}" if number else "")
+        separate = heads if own.of_attention and part.joint else key_heads
+        names = [f"{site}.{head}" for head in range(separate)] if own.per_head or own.of_attention else [site]
+        sized = dataclasses.replace(own, num_features=_rows(own, dim))
+        # Keys of their own start as the same draw, and what is redrawn stays the same for both: same site names.
+        queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
+        terms.append(AttentionTerm(queries, keys if own.separate_maps or own.of_attention else None))
+    near = {"near_field": part.near_field, "joint": part.joint, "sinks": part.sinks}
+    kernel = KernelAttention(terms, heads, fitted_length=part.fitted_length, **near)  # type: ignore[arg-type]
+    return FittedAttend(kernel, readout, part) if part.fitted else Attend(kernel)
+
+
+def _rows(part: AttentionPart, dim: int) -> int:
+    """num_features; where nothing is said, the number nearest to the usual one that the projection can have."""
+    if part.num_features is not None:
+        return part.num_features
+    return PROJECTIONS[part.projection].nearest_size(dim, DEFAULT_ROWS, **part.projection_params)
+
+
+def _window(attention: nn.Module) -> int | None:
+    """Width of the band that an attention module is restricted to, the diagonal included; None for all tokens."""
+    return getattr(attention, "sliding_window", None)
+
+
+def choose_layers(part: AttentionPart, windows: list[int | None], where: str = "attention") -> list[int]:
+    """Indices of the layers that `part` exchanges.
+
+    Args:
+        part: says which.
+        windows: per layer of the model, the width of its band, or None if it attends to everything.
+        where: what the part is called in messages.
+
+    Raises:
+        ConfigError: layers that do not exist, or a local layer named without `near_field`.
+        UnsupportedError: every layer is local.
+    """
+    everywhere = [index for index, window in enumerate(windows) if window is None]
+    if isinstance(part.layers, str):
+        if not everywhere:
+            raise UnsupportedError(
+                f"all {len(windows)} layers attend to a band of {windows[0]} tokens only, which is linear in length "
+                "already; name layers as a list of ints, with near_field, to let them see beyond their band"
+            )
+        chosen, faults = resolve_layers(f"{where}.layers", part.layers, len(everywhere))
+        if faults and len(everywhere) < len(windows):
+            faults = [f"{faults[0]} that attend to all tokens (the others, local ones, are not counted)"]
+        chosen = [everywhere[index] for index in chosen]
+    else:
+        chosen, faults = resolve_layers(f"{where}.layers", part.layers, len(windows))
+        faults += [
+            f"{where}.layers names layer {index}, which attends to a band of {windows[index]} tokens on each side "
+            f"only, itself included: that is linear in length already. Leave it out, or set near_field="
+            f"{windows[index]} to keep the band and add linear attention beyond it"
+            for index in chosen
+            if windows[index] is not None and part.near_field is None
+        ]
+    if faults:
+        raise ConfigError(faults)
+    return chosen

@@ -1,0 +1,101 @@
+"""The slots of linear attention: an attention module asks them for its kernel, and `calibrate` for its fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from snnk_peft.errors import UnsupportedError
+from snnk_peft.families.base import unwrap
+from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.slots import FitOptions, FitPlace, Fitter, FoldPlace, Slot
+from snnk_peft.parts.attention.cache import use_recurrent_cache
+from snnk_peft.parts.attention.fit import AttentionFitter
+from snnk_peft.parts.attention.interface import NAME as ATTENTION
+from snnk_peft.parts.attention.joint_fit import JointFitter
+from snnk_peft.parts.attention.readout import HeadsReader
+
+
+class Attend(Slot):
+    """Says which linear attention an attention module uses; parts/attention/interface.py asks for it.
+
+    Args:
+        kernel: the linear attention.
+    """
+
+    def __init__(self, kernel: KernelAttention):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, base: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The original's signature: the module itself calls the attention function."""
+        return base(*args, **kwargs)
+
+    def placed(self, layer: Any, model: Any) -> None:
+        """The module asks for its kernel; softmax layers stay softmax layers."""
+        unwrap(layer.base_layer).snnk_owner = ActiveKernel(layer)  # type: ignore[assignment]
+        if model.config._attn_implementation != ATTENTION:
+            model.snnk_attention_before = model.config._attn_implementation
+            model.set_attn_implementation(ATTENTION)
+        if model.config._attn_implementation != ATTENTION:
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps its attention implementation "
+                f"{model.config._attn_implementation!r} and would ignore an AttentionPart"
+            )
+        use_recurrent_cache(model)
+
+    def fold(self, place: FoldPlace) -> None:
+        """Linear attention has no smaller form: its feature maps move into the attention module."""
+        kept = "softmax attention" if self.kernel.near_field is None else "softmax attention over all tokens"
+        terms = " + ".join(_in_words(cast(AttentionTerm, term)) for term in self.kernel.terms)
+        if self.kernel.joint is not None:
+            terms += f" beyond {self.kernel.near_field} neighbours and {self.kernel.joint.sinks} sinks"
+        place.add("snnk_kernel", self.kernel, kept, f"linear attention, {terms}")
+
+
+class FittedAttend(Attend):
+    """The same over rows that `calibrate` makes.
+
+    Args:
+        kernel: the linear attention.
+        readout: takes the place of the projection behind the heads, or None.
+        part: of the config that is saved.
+    """
+
+    def __init__(self, kernel: KernelAttention, readout: HeadsReader | None, part: Any):
+        super().__init__(kernel)
+        self.readout, self.part = readout, part
+
+    def after_fit(self) -> None:
+        self.part.fitted_length = self.kernel.fitted_length
+
+    def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
+        """The rows in closed form, and steps from there if asked for; then the projection behind the heads."""
+        kind = AttentionFitter if self.kernel.joint is None else JointFitter
+        if self.readout is None:
+            return kind(self.kernel, None, None, place, options)
+        return kind(self.kernel, self.readout.slot(), self.readout.path, place, options)
+
+
+def _in_words(term: AttentionTerm) -> str:
+    features = FeatureStage(term.pairs()[0][0]).in_words()
+    apart = "" if term.key_maps is None else ", queries and keys apart"
+    return f"{features}{' per head' if len(term.feature_maps) > 1 else ''}{apart}"
+
+
+class ActiveKernel:
+    """Tells the attention function which linear attention a module uses; no module itself, so nothing is saved twice.
+
+    Args:
+        layer: the SlotLayer around the attention module.
+    """
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def __call__(self) -> KernelAttention | None:
+        """The kernel of the last active adapter that has one here, or None for softmax."""
+        kernels = [slot.kernel for slot in self.layer.active_slots() if isinstance(slot, Attend)]
+        return kernels[-1] if kernels else None

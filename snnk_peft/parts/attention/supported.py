@@ -1,0 +1,68 @@
+"""Whether linear attention can stand in for the attention of a model, by what the model says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from snnk_peft.errors import UnsupportedError
+from snnk_peft.families import FAMILIES
+
+# What a module or parameter is called where attention adds something to q·k, or to the sum of the weights.
+ADDED_TO_WEIGHTS = {
+    "relative_attention_bias": "a bias per pair of positions",
+    "relative_position_bias": "a bias per pair of positions",
+    "relative_position_bias_table": "a bias per pair of positions",
+    "continuous_position_bias_mlp": "a bias per pair of positions",
+    "rel_embeddings": "a bias per pair of positions",
+    "sinks": "attention sinks, a term in the denominator that belongs to no key",
+}
+
+
+def check_attention(model: nn.Module) -> None:
+    """Whether linear attention can stand in for this model's attention, by what the model says about itself.
+
+    Raises:
+        UnsupportedError: it cannot; every reason, and what to do.
+    """
+    reasons = list(_reasons(model))
+    if reasons:
+        raise UnsupportedError(
+            f"AttentionPart: {type(model).__name__} cannot take linear attention, because it {', and '.join(reasons)}. "
+            "Linear attention needs weights that depend on query and key alone, called through transformers' "
+            "AttentionInterface, as most families of snnk_peft have them; leave `attention` out for this model"
+        )
+
+
+def _reasons(model: nn.Module) -> Iterator[str]:
+    config: Any = getattr(model, "config", None)
+    names = [path.rpartition(".")[2] for path, _ in [*model.named_modules(), *model.named_parameters()]]
+    found = {what: name for name, what in reversed(ADDED_TO_WEIGHTS.items()) if name in names}
+    yield from (f"has {what} ({name!r})" for what, name in found.items())
+    if any(
+        hasattr(module, "build_alibi_tensor") or hasattr(module, "build_mpt_alibi_tensor") for module in model.modules()
+    ):
+        yield "uses ALiBi, a bias per pair of positions"
+    elif getattr(config, "alibi", False):
+        yield "uses ALiBi, a bias per pair of positions (config.alibi)"
+    kind = getattr(config, "position_embedding_type", None)
+    if isinstance(kind, str) and kind.startswith("relative"):
+        yield f"adds relative positions to q·k (config.position_embedding_type is {kind!r})"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        yield f"caps q·k softly (config.attn_logit_softcapping is {config.attn_logit_softcapping})"
+    # An encoder taken out of its model keeps the config that speaks of a decoder.
+    decodes = getattr(config, "is_encoder_decoder", False) and "decoder" in names
+    if decodes or getattr(config, "add_cross_attention", False):
+        yield "attends from a decoder to an encoder (cross attention)"
+    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
+        yield "does not call its attention through AttentionInterface, so it would ignore the exchange"
+    elif not (getattr(model, "_supports_attention_backend", False) or _declared(config)):
+        yield "declares that it supports no attention functions from outside (_supports_attention_backend is False)"
+
+
+def _declared(config: Any) -> bool:
+    """Whether the family says for the model that it calls attention functions from outside."""
+    model_type = str(getattr(config, "model_type", ""))
+    return model_type in FAMILIES and FAMILIES[model_type].attention_backend

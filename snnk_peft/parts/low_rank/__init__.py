@@ -1,0 +1,1 @@
+"""Products of two thin layers instead of one."""

@@ -1,0 +1,187 @@
+"""The slot of the low-rank part: what it computes, how it is fitted to real inputs, and what it folds to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from snnk_peft.families.base import as_linear
+from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.functional.nonlinearity import nonlinearity
+from snnk_peft.functional.relative_error import relative_error
+from snnk_peft.layers.low_rank import LowRankConv, LowRankLinear
+from snnk_peft.layers.slots import (
+    Base,
+    Fit,
+    FitOptions,
+    FitPlace,
+    Fitter,
+    FoldPlace,
+    Slot,
+    Tokens,
+    no_folded_form,
+    real_tokens,
+)
+from snnk_peft.low_rank import InputMoments, factorize
+from snnk_peft.low_rank.rearranged import rearranged_factors
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.landmarks import SecondMoments
+from snnk_peft.solvers.low_rank_fit import principal_factors
+
+Activation = str | Callable[[Tensor], Tensor]
+Solution = tuple[Tensor, Tensor, Tensor | None]  # U, V, bias; fp64
+FLOOR = 1e-6  # of the mean variance
+
+
+class LowRankSlot(Slot):
+    """U (Vᵀ x) + b instead of the original.
+
+    Args:
+        layer: the factors.
+        activation: what follows the module, a name or an elementwise function; fitting asks.
+    """
+
+    replaces = True
+
+    def __init__(self, layer: LowRankLinear | LowRankConv, activation: Activation = "identity"):
+        super().__init__()
+        self.layer, self.activation = layer, activation
+
+    def forward(self, base: Base, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """As the original."""
+        return self.layer(x)
+
+    def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
+        """The best factors for the moments of the inputs."""
+        return LowRankFitter(self.layer, place.original, self.activation, options)
+
+    def fold(self, place: FoldPlace) -> None:
+        """Two plain modules where they are cheaper, else one; one where an adapter is multiplied into it."""
+        if not place.original:
+            raise no_folded_form(place, self)
+        # What goes behind any module (a sequential adapter) may stand here several times; the others want a matrix.
+        if any(slot.alone for slot in place.slots if slot is not self):
+            place.put(self.layer.dense())
+            place.remark(f"{place.path}: its factors are multiplied out, because an adapter is added to the product")
+        else:
+            place.put(self.layer.fold())
+
+
+class LowRankFitter(Fitter):
+    """Factors and bias for the real inputs, of which mean and covariance are kept; a convolution's are its patches.
+
+    The best linear layer for these moments is a closed form, except for kernels in k × 1 and 1 × k. If an activation
+    follows, the best one behind it for Gaussian inputs of these moments is tried as well, and held-out inputs decide.
+
+    Args:
+        layer: what is fitted.
+        original: the dense module.
+        activation: what follows it, a name or an elementwise function.
+        options: of `calibrate`; `refit` alone has a meaning here.
+    """
+
+    reduces = True
+
+    def __init__(
+        self, layer: LowRankLinear | LowRankConv, original: nn.Module, activation: Activation, options: FitOptions
+    ):
+        self.layer, self.activation, self.options = layer, activation, options
+        dense: Any = as_linear(original)
+        with at_hand(dense):
+            self.weight = dense.weight.detach().flatten(1).double()
+            self.bias = None if dense.bias is None else dense.bias.detach().double()
+        self.whole = len(layer.U) == len(self.weight)  # rows of U Vᵀ are outputs, and not parts of them
+        self.reads = 1 if activation == "identity" else 2
+
+    def rows(self, x: Tensor, mask: Any) -> Tensor:
+        """(n, columns)."""
+        return self.layer.patches(x) if isinstance(self.layer, LowRankConv) else real_tokens(x, mask)
+
+    def fit(self, data: Tokens) -> Fit:
+        train, test = (SecondMoments(self.weight.shape[1]) for _ in range(2))
+        present = self._present()
+        meters = [ErrorMeter()]
+        for is_test, rows in data:
+            (test if is_test else train).update(rows)
+            if is_test and self.reads == 2:
+                self._measure(meters, [present], rows)
+        train.reduce()
+        test.reduce()
+        tokens, held_out, solve = train.count, test.count, self._linear
+        found = solve(train)
+        if self.reads == 1:
+            before, after = self._error(present, test), self._error(found, test)
+        else:
+            ways = [self._linear, self._behind_activation]
+            candidates = [found, self._behind_activation(train)]
+            meters += [ErrorMeter() for _ in candidates]
+            for is_test, rows in data:
+                if is_test:
+                    self._measure(meters[1:], candidates, rows)
+            for meter in meters:
+                meter.reduce()
+            before, *errors = (meter.value() for meter in meters)
+            after = min(errors)
+            found, solve = candidates[errors.index(after)], ways[errors.index(after)]
+        if self.options.refit:
+            train.merge(test)
+            found = solve(train)
+        self.layer.set_factors(*found)
+        # Fewer inputs do not span the leading directions of the output.
+        return Fit(self.layer.rank, tokens, held_out, None, before, after, unknowns=self.layer.rank + 1)
+
+    def _present(self) -> Solution:
+        layer = self.layer
+        bias = None if layer.bias is None else layer.bias.detach().double()
+        return layer.U.detach().double(), layer.V.detach().double(), bias
+
+    def _linear(self, moments: SecondMoments) -> Solution:
+        """The least squared error before the activation."""
+        covariance, mean = moments.covariance(), moments.mean
+        weight = self.weight.to(covariance.device)
+        moment = covariance if self.bias is not None else covariance + torch.outer(mean, mean)
+        if not self.whole:
+            return self._rearranged(moments, "identity")
+        U, V = principal_factors(weight, moment, self.layer.rank)
+        bias = None if self.bias is None else self.bias.to(mean) + (weight - U @ V.T) @ mean
+        return U, V, bias
+
+    def _rearranged(self, moments: SecondMoments, activation: Activation) -> Solution:
+        inputs, start = InputMoments(moments.mean, moments.covariance()), self._present()[:2]
+        weight, product = self.weight.to(moments.mean.device), self.layer.product
+        return rearranged_factors(weight, start, product, activation=activation, bias=self.bias, inputs=inputs)
+
+    def _behind_activation(self, moments: SecondMoments) -> Solution:
+        """The least squared error behind the activation for Gaussian inputs of these moments."""
+        if not self.whole:
+            return self._rearranged(moments, self.activation)
+        covariance = moments.covariance()
+        # Directions that hardly occur count a little, so that factors stay small in them.
+        covariance = covariance + covariance.diagonal().mean() * FLOOR * torch.eye(len(covariance)).to(covariance)
+        inputs, weight = InputMoments(moments.mean, covariance), self.weight.to(covariance.device)
+        bias = None if self.bias is None else self.bias.to(weight)
+        found = factorize(weight, self.layer.rank, "data", activation=self.activation, bias=bias, inputs=inputs)
+        return found.U, found.V, found.bias
+
+    def _measure(self, meters: list[ErrorMeter], solutions: list[Solution], rows: Tensor) -> None:
+        """Errors behind the activation."""
+        f, rows = nonlinearity(self.activation).function, rows.to(self.weight)
+        wanted = f(nn.functional.linear(rows, self.weight, self.bias))
+        for meter, (U, V, bias) in zip(meters, solutions, strict=True):
+            meter.update(wanted, f(nn.functional.linear(rows, self.layer.product(U, V), bias)))
+
+    def _error(self, solution: Solution, moments: SecondMoments) -> float:
+        """Squared error relative to the variance of the target, before any activation."""
+        U, V, bias = solution
+        covariance, mean = moments.covariance(), moments.mean
+        weight = self.weight.to(covariance.device)
+        difference = self.layer.product(U.to(mean), V.to(mean)) - weight
+        offset = difference @ mean
+        if self.bias is not None and bias is not None:
+            offset = offset + bias.to(mean) - self.bias.to(mean)
+        error = ((difference @ covariance) * difference).sum() + offset.square().sum()
+        spread, centre = ((weight @ covariance) * weight).sum(), weight @ mean
+        return relative_error(float(error), float(spread), float(spread + centre.square().sum()))

@@ -1,0 +1,1 @@
+"""Attention heads and FFN blocks that become narrower."""

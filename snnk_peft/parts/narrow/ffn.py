@@ -1,0 +1,341 @@
+"""FFN blocks of fewer hidden units, gated ones (SwiGLU, GeGLU) as well: some stay, the contraction is repaired.
+
+W₂ (f(W x) ⊙ V x) + b      becomes      A (f(W_S x) ⊙ V_S x) + a        (without V x in a plain FFN)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import ClassVar, cast
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import family_of
+from snnk_peft.families.base import module_at
+from snnk_peft.functional.at_hand import offloaded
+from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, FoldPlace, Slot, Tokens
+from snnk_peft.options import MOST, documented, option
+from snnk_peft.parts import PARTS
+from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
+from snnk_peft.parts.narrow.linear import NarrowLinear, OneMatrix
+from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.solvers.block_descent import descend_block
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.hidden_units import RULES, narrow_units
+from snnk_peft.solvers.landmarks import SecondMoments
+from snnk_peft.solvers.reduce import same_everywhere
+from snnk_peft.solvers.token_sample import TokenSample
+
+TOKENS = 16_384  # of a sample of inputs; of held-out ones a quarter
+ROWS = 1024  # that are looked at together
+
+
+@PARTS.register("narrow_ffn")
+@documented
+@dataclass
+class NarrowFFNPart(Part):
+    """FFN blocks become narrower: some hidden units stay as they are, the contraction stands in for the others.
+
+    For plain FFNs and for gated ones. `calibrate` chooses the units and repairs the contraction in closed form, from
+    the second moment of what the units really give; without it the units with the largest weights stay. All matrices
+    are trained. Bundled, they are plain narrower Linears.
+    """
+
+    keep: float = option(0.75, "share of the hidden units that stay, 0 < keep < 1.", above=0, below=1)
+    num_features: int | None = option(None, "how many hidden units stay, >= 1; None follows `keep`.", low=1, high=MOST)
+    rule: str = option(
+        "greedy",
+        'which units `calibrate` keeps: "greedy" (takes out, one after the other, the unit without which the repaired '
+        'output errs least) or "leverage" (largest ridge leverage scores, blind to the contraction).',
+        choices=RULES,
+    )
+    layers: str | list[int] = option(
+        "all",
+        'which Transformer layers: "all", "top-K" (the last K), "bottom-K", or a list of indices from 0.',
+        checked=False,
+    )
+
+    def faults(self, part: str) -> list[str]:
+        return super().faults(part) + layers_faults(f"{part}.layers", self.layers)
+
+    size_fields: ClassVar[tuple[str, ...]] = ("num_features", "keep")
+
+    @classmethod
+    def candidates(cls, model: nn.Module, length: int) -> list[Part]:
+        """See `Part.candidates`; of plain FFNs, which `FFNPart` makes cheaper, none."""
+        return [cls(keep=share) for share in (1 / 4, 1 / 2, 3 / 4)] if family_of(model).gated else []
+
+    @classmethod
+    def probes(cls) -> dict[str, Part]:
+        return {"narrow_ffn": cls()}
+
+    def plan(self, context: PatchContext) -> list[Patch]:
+        """See `Part.plan`.
+
+        Raises:
+            ConfigError: no fewer units than there are, layers that the model does not have.
+            UnsupportedError: an activation that is no module, matrices that do not fit together.
+        """
+        layers = context.family.layer_paths(context.model)
+        chosen, faults = resolve_layers(f"{context.where}.layers", self.layers, len(layers))
+        blocks = [_Block(context, self, layers[index]) for index in chosen]
+        if self.num_features is not None:
+            faults += [
+                f"{context.where}.num_features is {self.num_features}; layer {index} has {block.units} hidden units; "
+                "expected fewer"
+                for index, block in zip(chosen, blocks, strict=True)
+                if block.units <= self.num_features
+            ]
+        if faults:
+            raise ConfigError(faults)
+        return [patch for block in blocks for patch in block.patches()]
+
+
+class _Block:
+    """The FFN of one layer: where its Linears are, and its slots, made when they are asked for."""
+
+    def __init__(self, context: PatchContext, part: NarrowFFNPart, layer: str):
+        family, model = context.family, context.model
+        what = f"{context.where} (narrow_ffn)"
+        if family.activation is None:
+            raise UnsupportedError(
+                f"{what}: the FFN of {type(model).__name__} (family {family.name!r}) calls its activation as a "
+                "function, so that what its hidden units give cannot be computed; expected a module. Leave this part "
+                "out for this model"
+            )
+        module_at(model, f"{layer}.{family.activation}", f"{what}: the activation")
+        self.activation = f"{layer}.{family.activation}"
+        names = [name for name in (family.ffn_in, family.ffn_up, family.ffn_out) if name is not None]
+        self.paths = tuple(f"{layer}.{name}" for name in names)
+        self.sources = tuple(context.linear(path, what) for path in self.paths)
+        *expansions, contraction = self.sources
+        self.units = contraction.in_features
+        self.halves = 2 if family.gated and family.ffn_up is None else 1  # expansions in one matrix
+        self.kept = part.num_features or max(1, round(part.keep * self.units))
+        self.rule, self.filled = part.rule, context.filled
+        if wrong := [each.out_features for each in expansions if each.out_features != self.halves * self.units]:
+            raise UnsupportedError(
+                f"{what}: {self.paths[0]!r} of {type(model).__name__} gives {wrong[0]} numbers and {self.paths[-1]!r} "
+                f"reads {self.units}; expected {self.halves * self.units}. A gated FFN is activation(a) * b, where two "
+                "Linears (ffn_in, ffn_up) or one (ffn_in) make a and b; describe it with ModelFamily and "
+                "register_family"
+            )
+
+    def patches(self) -> list[Patch]:
+        """The Linears, which are replaced."""
+        return [Patch(path, partial(self._slot, i), replaces=True) for i, path in enumerate(self.paths)]
+
+    def _slot(self, index: int) -> Slot:
+        return self._slots[index]
+
+    @cached_property
+    def _slots(self) -> tuple[NarrowUnits, ...]:
+        *expansions, contraction = self.sources
+        slots: list[NarrowUnits] = []
+        for source in expansions:
+            kind = NarrowUnits if slots else FirstUnits
+            slots.append(kind(source.in_features, self.halves * self.kept, source.bias is not None))
+        slots.append(NarrowUnits(self.kept, contraction.out_features, contraction.bias is not None))
+        block = NarrowBlock(self.paths, self.activation, tuple(slots), self.halves, self.rule)
+        cast(FirstUnits, slots[0]).block = block
+        if not (self.filled or slots[0].linear.weight.is_meta):
+            matrices = [OneMatrix(source) for source in self.sources]
+            if not any(matrix.weight.is_meta for matrix in matrices):
+                block.start(matrices)
+        return block.slots
+
+
+class NarrowUnits(NarrowLinear):
+    """One Linear of a narrower FFN."""
+
+    lets_pass = True
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x (..., in) -> (..., out)."""
+        return self.product(x)
+
+    def fold(self, place: FoldPlace) -> None:
+        """A narrower Linear."""
+        place.put(self.folded())
+
+
+class FirstUnits(NarrowUnits):
+    """The first Linear, where `calibrate` fits all of them.
+
+    Attributes:
+        block: the whole FFN, this slot among it.
+    """
+
+    block: NarrowBlock
+
+    def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
+        """Second moments of the hidden units."""
+        return UnitsFitter(self.block, place, options)
+
+    def changes(self, path: str) -> tuple[str, ...]:
+        """All Linears of the block."""
+        return self.block.paths
+
+    def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
+        """See `Slot.check`: does the contraction read what `NarrowBlock.hidden` makes?"""
+        block, given = self.block, {}
+        *expansions, contraction = (root.get_submodule(path) for path in block.paths)
+        hooks = [
+            each.register_forward_pre_hook(lambda module, args: given.update({module: args[0]}))
+            for each in (expansions[0], contraction)
+        ]
+        run()
+        for hook in hooks:
+            hook.remove()
+        found = block.hidden(expansions, root.get_submodule(block.activation), given[expansions[0]])
+        units = given[contraction].reshape(found.shape)
+        if not torch.allclose(found, units, rtol=1e-3, atol=1e-3 * float(units.abs().max())):
+            yield f"{block.paths[-1]!r} reads something else than activation(a) or, gated, activation(a) * b"
+
+
+@dataclass(frozen=True)
+class NarrowBlock:
+    """The slots of one FFN.
+
+    Args:
+        paths: of the expansion, or both, and of the contraction.
+        activation: path of the activation behind the first.
+        slots: in the places of `paths`.
+        halves: how many expansions the first Linear holds.
+        rule: by which units are kept.
+    """
+
+    paths: tuple[str, ...]
+    activation: str
+    slots: tuple[NarrowUnits, ...]
+    halves: int
+    rule: str
+
+    @property
+    def size(self) -> int:
+        """Hidden units that stay."""
+        return self.slots[-1].linear.in_features
+
+    def start(self, sources: list[OneMatrix]) -> None:
+        """The units with the largest product of the norms of their rows and of their column of the contraction."""
+        *expansions, contraction = sources
+        importance = contraction.weight.norm(dim=0)
+        for each in expansions:
+            importance = importance * each.weight.norm(dim=1).view(self.halves, -1).prod(0)
+        kept = importance.topk(self.size).indices.sort().values
+        self.take(sources, kept, contraction.weight[:, kept], contraction.bias)
+
+    def hidden(self, expansions: Sequence[Base], activation: Base, x: torch.Tensor) -> torch.Tensor:
+        """f(W x), or f(W x) ⊙ V x where there are two expansions, of x (n, dim)."""
+        parts = [part for each in expansions for part in each(x).chunk(self.halves, -1)]
+        return activation(parts[0]) if len(parts) == 1 else activation(parts[0]) * parts[1]
+
+    def take(
+        self, sources: list[OneMatrix], kept: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """The rows of kept units, and this contraction."""
+        for slot, source in zip(self.slots[:-1], sources, strict=False):
+            units = len(source.weight) // self.halves
+            rows = torch.cat([kept + half * units for half in range(self.halves)])
+            slot.take(source.weight[rows], None if source.bias is None else source.bias[rows])
+        self.slots[-1].take(weight, bias)
+
+
+class UnitsFitter(Fitter):
+    """Chooses the units and repairs the contraction, from the moments of what all units give for the same inputs.
+
+    One pass; memory is the square of the number of units, and with `steps` a sample of the inputs, whatever the number
+    of tokens. With `steps`, gradient descent on the sample moves all matrices from there, as long as held-out tokens
+    say that this is better.
+
+    Args:
+        block: what is fitted.
+        place: where its first Linear stands.
+        options: of `calibrate`; `landmarks` is the part's `rule` here.
+    """
+
+    reduces = True
+
+    def __init__(self, block: NarrowBlock, place: FitPlace, options: FitOptions):
+        self.block, self.options, self.together = block, options, block.paths[1:]
+        if any(offloaded(slot) for slot in block.slots):
+            raise ConfigError(
+                f"the narrower matrices {', '.join(block.paths)} are offloaded to memory or disk, where a fit would "
+                "not last; expected them beside the model. Calibrate before dispatching the model"
+            )
+        self.modules = [place.original_at(path) for path in block.paths]
+        self.activation = place.original_at(block.activation)
+        self.narrow = [partial(slot, None) for slot in block.slots]
+
+    def fit(self, data: Tokens) -> Fit:
+        block, options, sources = self.block, self.options, [OneMatrix(module) for module in self.modules]
+        contraction, units = sources[-1], sources[-1].weight.shape[1]
+        train, test, before = SecondMoments(units), SecondMoments(units), ErrorMeter()
+        samples = [TokenSample(most, self._generator(f"sample{most}")) for most in (TOKENS, TOKENS // 4)]
+        for is_test, x in data:
+            hidden = self._hidden(self.modules, x)
+            (test if is_test else train).update(hidden)
+            if is_test:
+                before.update(self.modules[-1](hidden), self._output(self.narrow, x))
+            if options.steps:
+                samples[is_test].update(x)
+        for each in (train, test, before):
+            each.reduce()
+        fit = narrow_units(
+            train,
+            test,
+            contraction.weight,
+            block.size,
+            rule=block.rule,
+            ridges=options.ridges,
+            intercept=contraction.bias is not None,
+            refit=options.refit and not options.steps,  # held-out tokens are to tell whether steps help
+        )
+        bias = None if contraction.bias is None or fit.offset is None else contraction.bias + fit.offset.cpu()
+        block.take(sources, fit.kept.cpu(), fit.weight, bias)
+        error = self._descend(*(each.reduced() for each in samples)) if options.steps else None
+        for slot in block.slots:  # all but the first stand elsewhere than the slot that `calibrate` fits
+            same_everywhere(slot)
+        unknowns = block.size + (contraction.bias is not None)
+        error = fit.error if error is None else error
+        return Fit(block.size, train.count, before.count, fit.ridge, before.value(), error, unknowns=unknowns)
+
+    def _hidden(self, functions: Sequence[Base], x: torch.Tensor) -> torch.Tensor:
+        return self.block.hidden(functions[:-1], self.activation, x)
+
+    def _output(self, functions: Sequence[Base], x: torch.Tensor) -> torch.Tensor:
+        """What a block of these Linears gives."""
+        return functions[-1](self._hidden(functions, x))
+
+    def _generator(self, what: str) -> torch.Generator:
+        """The same in every fit and every process."""
+        return site_generator(0, f"{self.block.paths[0]}.{what}")
+
+    def _descend(self, fitted: torch.Tensor, held_out: torch.Tensor) -> float | None:
+        """Move all matrices; the error afterwards, or None if they stay as they were."""
+        own = [dict(slot.linear.named_parameters()) for slot in self.block.slots]
+
+        def output(tensors: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            rest = iter(tensors)
+            linears = [{name: next(rest) for name in each} for each in own]
+            return self._output([partial(nn.functional.linear, **each) for each in linears], x.float())
+
+        targets = torch.cat([self._output(self.modules, x) for x in fitted.split(ROWS)]).float()
+        tensors = [tensor for each in own for tensor in each.values()]
+        moved = descend_block(output, tensors, fitted, targets, self.options.steps, self._generator("steps"))
+        errors = []
+        for candidate in (tensors, moved):
+            meter = ErrorMeter()
+            for x in held_out.split(ROWS):
+                meter.update(self._output(self.modules, x), output(candidate, x))
+            errors.append(meter.value())
+        if not errors[1] < errors[0]:
+            return None
+        with torch.no_grad():
+            for tensor, better in zip(tensors, moved, strict=True):
+                tensor.copy_(better)
+        return errors[1]

@@ -1,0 +1,282 @@
+"""The slots of narrower heads: queries, keys, values and outputs of one attention block, how they fold and are fitted.
+
+The pretrained module goes on splitting what it gets into heads of d dimensions, so in a patched model every head of r
+dimensions is followed by d − r zeros, which change neither q·k nor the values. Folding leaves the zeros out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.at_hand import offloaded
+from snnk_peft.layers.slots import (
+    Base,
+    Call,
+    Fit,
+    FitOptions,
+    FitPlace,
+    Fitter,
+    FoldPlace,
+    Slot,
+    Tokens,
+    no_folded_form,
+)
+from snnk_peft.parts.narrow.linear import NarrowLinear, OneMatrix
+from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.heads import narrow_products, narrow_values
+from snnk_peft.solvers.reduce import same_everywhere, summed
+from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
+
+
+class NarrowProjection(NarrowLinear):
+    """Queries, keys or values of r dimensions per head, followed by zeros up to d.
+
+    Args:
+        in_features: length of the inputs.
+        heads: number of heads.
+        size: r.
+        dim: d.
+        bias: whether there is one.
+
+    Attributes:
+        original: while True, the original computes; for fitting.
+    """
+
+    original = False
+
+    def __init__(self, in_features: int, heads: int, size: int, dim: int, bias: bool):
+        super().__init__(in_features, heads * size, bias)
+        self.heads, self.zeros = heads, dim - size
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x (..., in) -> (..., heads·d)."""
+        if self.original:
+            return base(x)
+        return nn.functional.pad(self.product(x).unflatten(-1, (self.heads, -1)), (0, self.zeros)).flatten(-2)
+
+    def fold(self, place: FoldPlace) -> None:
+        """A narrower Linear."""
+        if any(slot is not self for slot in place.slots):
+            raise no_folded_form(place, self)
+        place.put(self.folded())
+
+
+class NarrowReader(NarrowLinear):
+    """What the heads give, from the first r of every d dimensions.
+
+    Args:
+        out_features: length of the outputs.
+        heads: number of heads.
+        size: r.
+
+    Attributes:
+        original: as in `NarrowProjection`.
+    """
+
+    original = False
+
+    def __init__(self, out_features: int, heads: int, size: int):
+        super().__init__(heads * size, out_features, True)
+        self.heads, self.size = heads, size
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x (..., heads·d) -> (..., out)."""
+        if self.original:
+            return base(x)
+        return self.product(x.unflatten(-1, (self.heads, -1))[..., : self.size].flatten(-2))
+
+    def fold(self, place: FoldPlace) -> None:
+        """A Linear of fewer inputs."""
+        place.put(self.folded())
+
+
+class NarrowHeads(Slot):
+    """An attention block whose heads are narrow: it acts through the slots of its four projections.
+
+    Args:
+        paths: of query, key, value and output projection.
+        sources: these Linears.
+        attention: path of the module that splits into heads.
+        heads: number of heads.
+        size: r, the dimension of a head from now on.
+
+    Attributes:
+        four: the slots of the projections, which belong to the places of these.
+    """
+
+    def __init__(self, paths: tuple[str, ...], sources: tuple[nn.Linear, ...], attention: str, heads: int, size: int):
+        super().__init__()
+        query, key, value, out = sources
+        dim = query.out_features // heads
+        # A bias of the keys adds the same to all logits of a query, which softmax does not see. One of the values is
+        # averaged with weights that add up to 1, and moves behind the output.
+        self.four: tuple[NarrowProjection | NarrowReader, ...] = (
+            NarrowProjection(query.in_features, heads, size, dim, query.bias is not None),
+            NarrowProjection(key.in_features, heads, size, dim, False),
+            NarrowProjection(value.in_features, heads, size, dim, False),
+            NarrowReader(out.out_features, heads, size),
+        )
+        self.paths, self.attention, self.heads, self.size = paths, attention, heads, size
+        if self.four[0].linear.weight.is_meta:
+            return  # sizes alone are wanted
+        matrices = [OneMatrix(linear) for linear in sources]
+        if not any(matrix.weight.is_meta for matrix in matrices):
+            self._start(*matrices)
+
+    def _start(self, query: OneMatrix, key: OneMatrix, value: OneMatrix, out: OneMatrix) -> None:
+        """The singular vectors of W_qᵀ W_k and W_o W_v, a bias of the queries counted as one more input."""
+        queries, keys, values = (each.by_head(self.heads) for each in (query, key, value))
+        readers = out.weight.unflatten(-1, (self.heads, -1)).permute(1, 2, 0)  # (heads, d, out)
+        if query.bias is not None:
+            queries = torch.cat((queries, query.bias.view(self.heads, -1, 1)), -1)
+        self.keep_products(query, key, *narrow_products(queries @ queries.mT, keys @ keys.mT, self.size))
+        kept, read = narrow_products(values @ values.mT, readers @ readers.mT, self.size)
+        self.keep_values(value, kept)
+        bias = 0.0 if out.bias is None else out.bias
+        self.four[3].take((read @ readers).flatten(0, 1).mT, bias + out.weight @ value.full_bias())
+
+    def keep_products(self, query: OneMatrix, key: OneMatrix, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Queries become P q and keys R k, with P and R (heads, r, d)."""
+        bias = None if query.bias is None else (left @ query.bias.view(self.heads, -1, 1).to(left)).flatten()
+        self.four[0].take((left @ query.by_head(self.heads).to(left)).flatten(0, 1), bias)
+        self.four[1].take((right @ key.by_head(self.heads).to(right)).flatten(0, 1))
+
+    def keep_values(self, value: OneMatrix, kept: torch.Tensor) -> None:
+        """Values become E v, with E (heads, r, d)."""
+        self.four[2].take((kept @ value.by_head(self.heads).to(kept)).flatten(0, 1))
+
+    def forward(self, base: Base, *args: Any, **kwargs: Any) -> Any:
+        """The original's signature: it is what is inside that differs."""
+        return base(*args, **kwargs)
+
+    def fold(self, place: FoldPlace) -> None:
+        """The attention module splits into heads of the new size."""
+        attention = place.at(self.attention)
+        if any(slot is not self for slot in attention.slots):
+            raise no_folded_form(attention, self)
+        attention.alter("heads", size=self.size)
+
+
+class FittedHeads(NarrowHeads):
+    """The same, fitted by `calibrate`."""
+
+    def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
+        """Second moments of what the block computes."""
+        return HeadsFitter(self, place, options)
+
+
+class HeadsFitter(Fitter):
+    """Queries and keys by their second moments; then values and outputs, on what is attended to from then on.
+
+    The target is what the original block adds for the same inputs. Keys count by how they vary within a sequence: what
+    all of them share adds the same to the logits of a query. Memory does not depend on the number of tokens.
+
+    Args:
+        slot: what is fitted.
+        place: where it stands.
+        options: of `calibrate`.
+    """
+
+    reads, calls, reduces = 2, True, True
+
+    def __init__(self, slot: FittedHeads, place: FitPlace, options: FitOptions):
+        self.slot, self.block, self.options, self.together = slot, place.original, options, slot.paths
+        if any(offloaded(each) for each in slot.four):
+            raise ConfigError(
+                f"the narrower projections {', '.join(slot.paths)} are offloaded to memory or disk, where a fit would "
+                "not last; expected them beside the model. Calibrate before dispatching the model"
+            )
+        self.sources = [OneMatrix(place.original_at(path)) for path in slot.paths]
+
+    def fit(self, data: Tokens) -> Fit:
+        slot, (query, key, value, _) = self.slot, self.sources
+        left, right, before = self._products(data)
+        slot.keep_products(query, key, *narrow_products(left, right, slot.size))
+        train, test = self._outputs(data)
+        kept, columns = self._keep(train)
+        fit, fitted = fit_ridge(train.mapped(columns), test.mapped(columns), self.options.ridges), train.count
+        weight, bias = fit.weight, fit.bias
+        if self.options.refit:
+            train.merge(test)
+            kept, columns = self._keep(train)
+            final = train.mapped(columns)
+            weight, bias, _ = final.solve(fit.ridge * final.ridge_scale)
+        slot.keep_values(value, kept)
+        assert bias is not None
+        # It was fitted to values with their bias.
+        slot.four[3].take(weight, bias + weight @ columns @ value.full_bias().to(weight))
+        for each in slot.four:  # they stand elsewhere than the slot that `calibrate` fits
+            same_everywhere(each)
+        unknowns = slot.heads * slot.size + 1
+        return Fit(slot.size, fitted, test.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)
+
+    def _keep(self, outputs: GramAccumulator) -> tuple[torch.Tensor, torch.Tensor]:
+        """The directions kept of each head, (heads, r, d), and as one matrix (heads·r, heads·d)."""
+        kept = narrow_values(*outputs.normal_equations(), self.slot.heads, self.slot.size)
+        return kept, torch.block_diag(*kept)
+
+    def _products(self, data: Tokens) -> tuple[torch.Tensor, torch.Tensor, ErrorMeter]:
+        """Second moments of queries and keys, both (heads, d, d), and the error of the slot as it is."""
+        heads = self.slot.heads
+        dim = len(self.sources[0].weight) // heads
+        left, right = torch.zeros(2, heads, dim, dim, dtype=torch.float64)
+        before = ErrorMeter()
+        for is_test, calls in data:
+            for call in calls:
+                (_, queries), (_, keys), _, (_, target) = self._run(call, originals=(0, 1, 2, 3))
+                if is_test:
+                    before.update(call.real(target), call.real(self._run(call)[3][1]))
+                    continue
+                real = real_places(keys, call.mask)
+                mean = (keys * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
+                keys = (keys - mean) * real
+                for total, vectors in ((left, queries.double() * real), (right, keys)):
+                    rows = vectors.flatten(0, 1).unflatten(-1, (heads, dim))
+                    total += torch.einsum("nhd,nhe->hde", rows, rows).to(total)
+        before.reduce()
+        return summed(left), summed(right), before
+
+    def _outputs(self, data: Tokens) -> tuple[GramAccumulator, GramAccumulator]:
+        """Moments of what the heads give with all of their values, and of the target; of fitted and held-out tokens."""
+        width, out = len(self.sources[2].weight), len(self.sources[3].weight)
+        train, test = GramAccumulator(width, out), GramAccumulator(width, out)
+        for is_test, calls in data:
+            for call in calls:
+                target = self._run(call, originals=(0, 1, 2, 3))[3][1]
+                given = self._run(call, originals=(2,))[3][0]
+                (test if is_test else train).update(call.real(given), call.real(target))
+        train.reduce()
+        test.reduce()
+        return train, test
+
+    def _run(self, call: Call, originals: tuple[int, ...] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Input and output of the four projections in one call of the block, some of them the original ones."""
+        seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        hooks = []
+        for number, slot in enumerate(self.slot.four):
+            slot.original = number in originals
+            hooks.append(slot.register_forward_hook(partial(_note, seen, number)))
+        try:
+            # A cache would be filled by every call.
+            self.block(*call.args, **{key: None if key == "past_key_values" else v for key, v in call.kwargs.items()})
+        finally:
+            for slot, hook in zip(self.slot.four, hooks, strict=True):
+                slot.original = False
+                hook.remove()
+        return [seen[number] for number in range(4)]
+
+
+def _note(seen: dict[int, Any], number: int, slot: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+    seen[number] = args[1], output
+
+
+def real_places(x: torch.Tensor, mask: Any) -> torch.Tensor:
+    """(batch, tokens, 1), 1 at the real tokens of x (batch, tokens, dim), 0 at padding; 1 without such a mask."""
+    if isinstance(mask, torch.Tensor) and mask.shape == x.shape[:2]:
+        return mask.to(x.device, torch.float64).unsqueeze(-1)
+    return torch.ones(*x.shape[:2], 1, dtype=torch.float64, device=x.device)

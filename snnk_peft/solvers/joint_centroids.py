@@ -1,0 +1,237 @@
+"""Far keys by m typical queries in closed form, on the scale of e^{q·k}, so that they join an exact near field.
+
+As in centroids.py, queries and keys hold √(scaling) each, and per query head
+
+    weight of a far key k for q  =  g(q) Σ_r softmax_r((u·u_r − ‖u_r‖²/2) / τ) · e^{c_r·k},     g(q) = e^{w·q + c}
+
+but for keys that are far for some query alone, and without the b_r that even out the centres: e^{c_r·k} is what
+softmax would take for the query c_r. Weights of far keys among each other are then right, their sum is not: a query
+differs from its centre in directions in which keys hardly vary, and e^{q·k̄} is exponential in that. log g is a ridge
+regression on q of what is missing to the logarithm of the sum, weighted by how much that moves the far keys' share of
+softmax. τ is the one of `TEMPERATURES` with the least divergence from softmax; steps of Adam go on from there.
+
+Shapes: H query heads; q (B, H, L, d), k (B, H, N, d), v (B, H, N, D), out (B, H, L, D), near and far (B, 1, L, N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snnk_peft.solvers.centroids import ABSENT, LEAST, Scores, centroids, key_moments
+
+TEMPERATURES = (0.03, 0.06, 0.12, 0.25, 0.5, 1.0)
+RIDGE = 1e-2  # on w, as a fraction of the mean of its curvature
+
+
+class JointMaps(NamedTuple):
+    """Features of queries and keys of every query head, and the factor of their products.
+
+    Attributes:
+        query_rows: (H, m, d).
+        query_bias: (H, m).
+        key_rows: (H, m, d).
+        factor: w and c, (H, d + 1).
+    """
+
+    query_rows: Tensor
+    query_bias: Tensor
+    key_rows: Tensor
+    factor: Tensor
+
+    def sharpened(self, tau: float) -> JointMaps:
+        """The same with the softmax over centres divided by τ."""
+        return self._replace(query_rows=self.query_rows / tau, query_bias=self.query_bias / tau)
+
+
+class NearScores(NamedTuple):
+    """Queries and keys of one batch, each times √(scaling), keys repeated for the query heads of their group.
+
+    Attributes:
+        q: (B, H, L, d).
+        k: (B, H, N, d).
+        v: (B, H, N, D).
+        out: softmax attention, (B, H, L, D).
+        far: bool, (B, 1, L, N), True where a query sees a key that is not near.
+        near: likewise, of near ones.
+        counted: bool, (B, L), False at padding.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    far: Tensor
+    near: Tensor
+    counted: Tensor
+
+    @classmethod
+    def of(cls, scores: Scores, width: int, sinks: int) -> NearScores:
+        """From those of all keys.
+
+        Args:
+            scores: with as many keys as queries.
+            width: of the band.
+            sinks: how many of the first keys that count are near for all.
+        """
+        q, length = scores.q.flatten(1, 2), scores.q.shape[-2]
+        k, v = (each.repeat_interleave(scores.q.shape[2], 1) for each in (scores.k, scores.v))
+        positions = torch.arange(length, device=q.device)
+        pairs = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device)
+        if scores.pairs is not None:
+            pairs = scores.pairs[:, :, 0]
+        exists = pairs.any(-2) & scores.counted.unsqueeze(1)
+        first = exists & (exists.long().cumsum(-1) <= sinks)
+        near = ((positions[:, None] - positions).abs() < width) | first.unsqueeze(-2)
+        shape = (len(q), 1, length, length)
+        far, near = (pairs & ~near).expand(shape), (pairs & near).expand(shape)
+        return cls(q, k, v, scores.out.flatten(1, 2), far, near, scores.counted)
+
+    def some(self, most: int, generator: torch.Generator) -> NearScores:
+        """With at most so many queries of each sequence: the weights of all would take the square of its length."""
+        if self.q.shape[-2] <= most:
+            return self
+        chosen = torch.randperm(self.q.shape[-2], generator=generator)[:most].sort().values.to(self.q.device)
+        q, out, far, near = (each[:, :, chosen] for each in (self.q, self.out, self.far, self.near))
+        return self._replace(q=q, out=out, far=far, near=near, counted=self.counted[:, chosen])
+
+    @property
+    def affected(self) -> Tensor:
+        """(B, L), which queries count and see a far key."""
+        return self.counted & self.far[:, 0].any(-1)
+
+
+class Exact(NamedTuple):
+    """Softmax of a batch.
+
+    Attributes:
+        logs: q·k, (B, H, L, N), ABSENT where a key is not seen.
+        weights: their softmax.
+    """
+
+    logs: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, scores: NearScores) -> Exact:
+        """All that does not depend on the maps."""
+        logs = exact_logarithms(scores)
+        return cls(logs, logs.softmax(-1))
+
+
+def exact_logarithms(scores: NearScores) -> Tensor:
+    """q·k, (B, H, L, N), ABSENT where a key is not seen."""
+    return (scores.q @ scores.k.mT).masked_fill(~(scores.near | scores.far), ABSENT)
+
+
+def joint_centroids(batches: Sequence[NearScores], rows: int, queries: int, generator: torch.Generator) -> JointMaps:
+    """The maps for τ = 1 and g = 1, in fp32.
+
+    Args:
+        batches: of the layer, at least one of which has a query with a far key.
+        rows: m.
+        queries: at most so many of a head are clustered.
+        generator: chooses them.
+    """
+    far = [each for each in batches if bool(each.affected.any())]
+    # One "group" per query head: what `key_moments` takes for a key that counts is one that is far for some query.
+    given = [Scores(s.q.unsqueeze(2), s.k, s.v, s.out.unsqueeze(2), s.far.unsqueeze(1), s.counted) for s in far]
+    mean, covariance = key_moments(given)
+    found = torch.cat([each.q.transpose(0, 1)[:, each.affected] for each in far], 1)
+    chosen = torch.randperm(found.shape[1], generator=generator)[:queries].to(found.device)
+    maps = centroids(found[:, chosen], mean, covariance, rows, generator)
+    factor = maps.query_rows.new_zeros(len(mean), mean.shape[-1] + 1)
+    return JointMaps(maps.query_rows, maps.query_bias, maps.key_rows, factor)
+
+
+def far_logarithms(maps: JointMaps, scores: NearScores) -> Tensor:
+    """log Σ_r φ_r(q) e^{c_r·k} without g, (B, H, L, N); of all pairs, whoever sees whom."""
+    phi = (scores.q @ maps.query_rows.mT + maps.query_bias.unsqueeze(-2)).log_softmax(-1)
+    psi = scores.k @ maps.key_rows.mT
+    top = psi.detach().amax(-2, keepdim=True)
+    logs = phi + top
+    most = logs.detach().amax(-1, keepdim=True)
+    return ((logs - most).exp() @ (psi - top).exp().mT).clamp_min(LEAST).log() + most
+
+
+def joint_logarithms(maps: JointMaps, scores: NearScores, exact: Tensor, far: Tensor) -> Tensor:
+    """Logarithms of all weights, normalised: the exact ones of near keys, and those of the maps of far keys."""
+    factor = scores.q @ maps.factor[:, :-1, None] + maps.factor[:, None, -1:]
+    return torch.where(scores.far, far + factor, exact).log_softmax(-1)
+
+
+def joint_divergence(maps: JointMaps, scores: NearScores) -> Tensor:
+    """Kullback-Leibler divergence of the weights from those of softmax, the mean over queries with far keys: (H,)."""
+    return _divergence(maps, scores, Exact.of(scores), far_logarithms(maps, scores))
+
+
+def joint_output_error(maps: JointMaps, scores: NearScores, readout: Tensor | None) -> Tensor:
+    """Squared error of what the heads give, by the variance of what softmax gives; a number.
+
+    Args:
+        maps: of the far field.
+        scores: what attends to what.
+        readout: W_o (out, H·D), which reads all heads; errors are then those of its output. None: of the heads'.
+    """
+    logs = joint_logarithms(maps, scores, exact_logarithms(scores), far_logarithms(maps, scores))
+    missing = scores.out - logs.exp() @ scores.v
+    wanted, missing = (each.transpose(1, 2)[scores.counted].flatten(1) for each in (scores.out, missing))
+    if readout is not None:
+        wanted, missing = wanted @ readout.mT, missing @ readout.mT
+    return missing.square().sum() / (wanted - wanted.mean(0)).square().sum().clamp_min(LEAST)
+
+
+def _divergence(maps: JointMaps, scores: NearScores, exact: Exact, far: Tensor) -> Tensor:
+    logs = joint_logarithms(maps, scores, exact.logs, far)
+    rows = (exact.weights * (exact.weights.clamp_min(LEAST).log() - logs)).sum(-1)
+    affected = scores.affected.unsqueeze(1).to(logs.dtype)
+    return (rows * affected).sum((0, 2)) / affected.sum().clamp_min(1)
+
+
+def fitted_factor(q: Tensor, missing: Tensor, share: Tensor) -> Tensor:
+    """w and c (H, d + 1) with w·q + c near what is missing.
+
+    Args:
+        q: (H, n, d).
+        missing: logarithm of the far keys' sum less that of its estimate, (H, n).
+        share: of the far keys in softmax, (H, n).
+    """
+    x = torch.cat((q, torch.ones_like(q[..., :1])), -1).double()
+    weighted = x * (share * (1 - share) + 1e-4).unsqueeze(-1)  # the derivative of the share, and never nothing at all
+    curvature = weighted.mT @ x
+    ridge = RIDGE * curvature.diagonal(dim1=-2, dim2=-1)[:, :-1].mean(-1, keepdim=True)
+    ridge = torch.cat((ridge.expand(-1, q.shape[-1]), torch.zeros_like(ridge)), -1)
+    return torch.linalg.solve(curvature + torch.diag_embed(ridge), weighted.mT @ missing.double().unsqueeze(-1))[
+        ..., 0
+    ].float()
+
+
+def best_joint(maps: JointMaps, batches: Sequence[NearScores]) -> JointMaps:
+    """The maps with τ of each head out of `TEMPERATURES`, and g for that τ."""
+    batches = [each for each in batches if bool(each.affected.any())]
+    exact = [Exact.of(each) for each in batches]
+
+    def rows(values: Sequence[Tensor]) -> Tensor:
+        """(B, H, L, ...) of all batches as (H, n, ...), of the queries with far keys."""
+        return torch.cat([v.transpose(0, 1)[:, s.affected] for v, s in zip(values, batches, strict=True)], 1)
+
+    def far_sums(logs: Sequence[Tensor]) -> Tensor:
+        """Logarithms of the far keys' sums."""
+        return rows([each.masked_fill(~s.far, ABSENT).logsumexp(-1) for each, s in zip(logs, batches, strict=True)])
+
+    share = rows([(e.weights * s.far).sum(-1) for e, s in zip(exact, batches, strict=True)])
+    q, total = rows([s.q for s in batches]), far_sums([e.logs for e in exact])
+    tried, found = [], []
+    for tau in TEMPERATURES:
+        sharp = maps.sharpened(tau)
+        far = [far_logarithms(sharp, each) for each in batches]
+        sharp = sharp._replace(factor=fitted_factor(q, total - far_sums(far), share))
+        apart = [_divergence(sharp, *each) for each in zip(batches, exact, far, strict=True)]
+        tried.append(sharp)
+        found.append(torch.stack(apart).mean(0))
+    best = torch.stack(found).argmin(0)
+    heads = torch.arange(len(best), device=best.device)
+    return JointMaps(*(torch.stack(values)[best, heads] for values in zip(*tried, strict=True)))

@@ -1,0 +1,182 @@
+"""Landmarks in closed form: which hidden units of a layer to keep, and the readout that stands in for the others.
+
+A landmark feature is a hidden unit of the layer being replaced, so the covariance C of all hidden units (l, l) holds
+everything: for kept units S the best readout is A = C[:, S] (C[S, S] + λ)⁻¹, its error seen behind the contraction W₂
+is tr W₂ (C − A C[S, :] − …) W₂ᵀ, and choosing S is column subset selection on C. One pass over the data, memory l²,
+independent of the number of tokens and of how many come at once.
+
+Two rules for S:
+- "importance": largest (output standard deviation × ‖W₂ column‖), each unit on its own merit.
+- "greedy" (default): the unit that removes most of the remaining error behind W₂, one after the other (a pivoted
+  Cholesky factorisation weighted by W₂). It does not pick two units that say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.solvers.reduce import pooled_mean, summed
+from snnk_peft.solvers.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
+
+RULES = ("greedy", "importance")
+ROWS = 512  # vectors that are widened to fp64 together
+BLOCKS = 8  # of columns: a product with itself is symmetric, and blocks below its diagonal are not computed
+
+
+class SecondMoments:
+    """Mean and covariance of vectors, accumulated in fp64 over any number of batches.
+
+    Args:
+        dim: length of the vectors.
+
+    Attributes:
+        count: number of vectors so far.
+        mean: (dim,).
+        scatter: (dim, dim), the sum of (x − mean)(x − mean)ᵀ.
+    """
+
+    def __init__(self, dim: int):
+        self.count = 0
+        self.mean = torch.zeros(dim, dtype=torch.float64)
+        self.scatter = torch.zeros(dim, dim, dtype=torch.float64)
+
+    @torch.no_grad()
+    def update(self, vectors: Tensor) -> None:
+        """Add (n, dim) vectors.
+
+        Raises:
+            ValueError: an entry is NaN or infinite; the moments are left unchanged.
+        """
+        if not torch.isfinite(vectors).all():
+            raise ValueError(
+                "hidden activations hold NaN or infinity; expected finite numbers. Run the model in fp32 or bf16"
+            )
+        if len(vectors) == 0:
+            return
+        self.mean, self.scatter = (each.to(vectors.device) for each in (self.mean, self.scatter))
+        width = -(-len(self.mean) // BLOCKS)
+        blocks = [(start, start + width) for start in range(0, len(self.mean), width)]
+        for rows in vectors.split(ROWS):
+            rows = rows.double()
+            mean = rows.mean(0)
+            rows = rows - mean
+            for start, end in blocks:
+                self.scatter[start:end, start:].addmm_(rows[:, start:end].T, rows[:, start:])
+            self._shift(len(rows), mean)
+        for start, end in blocks:
+            self.scatter[start:end, :start] = self.scatter[:start, start:end].T
+
+    def merge(self, other: SecondMoments) -> None:
+        """Add the vectors of another accumulator of the same length."""
+        if other.count:
+            self.mean, self.scatter = self.mean.to(other.mean), self.scatter.to(other.scatter) + other.scatter
+            self._shift(other.count, other.mean)
+
+    def reduce(self) -> None:
+        """Add the vectors of all other processes; every process calls this, also one without any."""
+        total, mean = pooled_mean(self.count, self.mean)
+        step = self.mean - mean
+        self.scatter = summed(self.scatter.addr(step, step, alpha=self.count))
+        self.count, self.mean = total, mean
+
+    def _shift(self, count: int, mean: Tensor) -> None:
+        """Count vectors of this mean whose own scatter was added."""
+        total = self.count + count
+        step = mean - self.mean
+        self.scatter.addr_(step, step, alpha=self.count * count / total)
+        self.mean = self.mean + step * (count / total)
+        self.count = total
+
+    def covariance(self) -> Tensor:
+        """(dim, dim)."""
+        if self.count == 0:
+            raise ValueError("no vectors were accumulated; give at least one batch with an unmasked token")
+        return self.scatter / self.count
+
+
+def choose_landmarks(
+    moments: SecondMoments, output_weight: Tensor, count: int, *, rule: str = "greedy", given: int = 0
+) -> Tensor:
+    """Indices of the hidden units to keep, (count,), ascending.
+
+    Args:
+        moments: of the hidden units (l,), followed by `given` inputs that the readout has in any case.
+        output_weight: W₂ (o, l), the contraction behind the units.
+        count: how many to keep, <= l.
+        rule: "greedy" or "importance", see the module's docstring.
+        given: number of trailing coordinates of `moments` that are always available to the readout.
+
+    Raises:
+        ConfigError: unknown rule, or more units than there are.
+    """
+    units = len(moments.mean) - given
+    if rule not in RULES:
+        raise ConfigError(f"landmark rule is {rule!r}; expected one of {', '.join(RULES)}")
+    if not 1 <= count <= units:
+        raise ConfigError(f"number of landmarks is {count}; the layer has {units} hidden units")
+    scatter = moments.scatter  # the covariance but for a factor, which changes no choice, without a copy
+    weight = output_weight.to(scatter)
+    if rule == "importance":
+        spread = scatter.diagonal()[:units].clamp_min(0).sqrt()
+        return (spread * weight.norm(dim=0)).topk(count).indices.sort().values
+    start = scatter[:units, :units]
+    if given:
+        cross = scatter[:units, units:]
+        start = start - cross @ torch.linalg.pinv(scatter[units:, units:], hermitian=True) @ cross.T
+    # The residual covariance after k choices is start − L Lᵀ; only its diagonal and W₂ times it are kept up to date.
+    factor = start.new_zeros(units, count)
+    variance = start.diagonal().clone()
+    seen = weight @ start  # column j is what unit j says about the output
+    floor = 1e-10 * variance.max()
+    open_units = torch.ones(units, dtype=torch.bool, device=start.device)
+    for step in range(count):
+        gain = torch.where(open_units & (variance > floor), seen.square().sum(0) / variance.clamp_min(floor), -1.0)
+        # Units without any variance left are as good as each other: any open one will do.
+        best = int(gain.argmax()) if gain.max() > 0 else int(open_units.nonzero()[0])
+        open_units[best] = False
+        if variance[best] > floor:
+            scale = variance[best].rsqrt()
+            column = (start[:, best] - factor[:, :step] @ factor[best, :step]) * scale
+            seen.addr_(seen[:, best] * scale, column, alpha=-1.0)
+            factor[:, step] = column
+            variance -= column.square()
+    return (~open_units).nonzero().squeeze(1)
+
+
+def fit_landmarks(
+    train: SecondMoments,
+    held_out: SecondMoments,
+    landmarks: Tensor,
+    output_weight: Tensor,
+    *,
+    given: int = 0,
+    ridges: Sequence[float] = DEFAULT_RIDGES,
+    refit: bool = False,
+) -> RidgeFit:
+    """The readout from the kept units to all units, its ridge chosen on held-out tokens.
+
+    Args:
+        train: moments of hidden units (l,) and `given` trailing inputs, of the tokens to fit.
+        held_out: the same for other tokens.
+        landmarks: indices of the kept units, (m,).
+        output_weight: W₂ (o, l); errors are measured behind it.
+        given: number of trailing coordinates that are features too.
+        ridges: candidates, as fractions of the mean variance of the features.
+        refit: once the ridge is chosen, fit to all tokens, the held-out ones included; the error stays the one that
+            was measured before.
+
+    Returns:
+        RidgeFit with weight (l, m + given) and bias (l,); the error is relative to the variance of W₂ h.
+    """
+    units = len(train.mean) - given
+    inputs = torch.arange(units, units + given, device=landmarks.device)
+    features = torch.cat((landmarks, inputs))
+    fitted, other = (
+        GramAccumulator.from_moments(each.count, each.mean, each.scatter, features, units, output_weight)
+        for each in (train, held_out)
+    )
+    return fit_ridge(fitted, other, ridges, refit=refit)

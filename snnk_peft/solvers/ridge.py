@@ -1,0 +1,214 @@
+"""Streaming ridge regression: the readout A minimising Σ_t ‖y_t − A φ_t − a‖² + λ‖A‖² over tokens t.
+
+Only the moments of (φ, y) are kept (solvers/moments.py), so memory is O(m² + m l) whatever the number of tokens,
+and any number of λ share one eigendecomposition. With S = Σ (φ−φ̄)(φ−φ̄)ᵀ and C = Σ (y−ȳ)(φ−φ̄)ᵀ,
+
+    A = C (S + λI)^{-1},     a = ȳ − A φ̄
+
+(without intercept, the uncentred moments). λ = 0 gives least squares, of minimum norm where S is singular. The same
+moments taken on other tokens score any readout without touching a token again:
+Σ‖W₂(y − Aφ − a)‖² = Σ‖W₂(y−ȳ)‖² − 2 tr(W₂ A Cᵀ W₂ᵀ) + tr(W₂ A S Aᵀ W₂ᵀ) + n‖W₂(ȳ − Aφ̄ − a)‖².
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.relative_error import relative_error
+from snnk_peft.solvers.moments import Moments
+
+DEFAULT_RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+
+
+class Readout(NamedTuple):
+    """A linear map on features and how well it does.
+
+    Attributes:
+        weight: A (l, m).
+        bias: a (l,) or None.
+        relative_error: squared error divided by the variance of the targets (0 perfect, 1 no better than the mean).
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    relative_error: float
+
+
+class RidgeFit(NamedTuple):
+    """A readout whose regularisation was chosen on held-out tokens.
+
+    Attributes:
+        weight: A (l, m).
+        bias: a (l,) or None.
+        ridge: the chosen λ as a fraction of the mean diagonal of S.
+        error: relative error on the held-out tokens.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    ridge: float
+    error: float
+
+
+def solve_symmetric(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
+    """X = cross (gram + ridge·I)^{-1}, or cross gram^+ (the pseudo-inverse) where that matrix is singular.
+
+    Args:
+        gram: (m, m) symmetric positive semi-definite.
+        cross: (l, m).
+        ridge: >= 0, in units of gram's entries.
+
+    Returns:
+        (l, m), of minimum norm if the system is singular.
+    """
+    shifted = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    factor, failed = torch.linalg.cholesky_ex(shifted)
+    pivots = factor.diagonal()
+    rounding = len(gram) * torch.finfo(gram.dtype).eps
+    # A pivot at rounding level means that a direction is determined by noise alone: Cholesky would amplify it.
+    if not failed and bool((pivots.square() > 10 * rounding * shifted.diagonal()).all()):
+        return torch.cholesky_solve(cross.T, factor).T
+    values, vectors = torch.linalg.eigh(gram)
+    return _spectral_solve(values, vectors, cross @ vectors, ridge)
+
+
+def _spectral_solve(values: Tensor, vectors: Tensor, rotated: Tensor, ridge: float) -> Tensor:
+    """The solution from gram = V diag(values) Vᵀ and rotated = cross V; directions at rounding level get 0."""
+    cutoff = len(values) * torch.finfo(values.dtype).eps * values[-1].clamp_min(0)
+    kept = values > cutoff
+    inverse = torch.where(kept, 1 / torch.where(kept, values + ridge, 1.0), 0.0)
+    return (rotated * inverse) @ vectors.T
+
+
+class GramAccumulator(Moments):
+    """Collects the moments of features and targets over any number of batches, then solves for readouts.
+
+    Args:
+        feature_dim: m, length of a feature vector.
+        out_dim: l, length of a target vector.
+        intercept: fit a bias as well.
+        dtype: of the moments; float64 unless the device has none.
+        output_weight: W₂ (o, l), optional. Errors are then measured behind this matrix: of W₂(Aφ + a) against W₂ y,
+            which is what a network sees if y feeds a Linear. Needed only on the accumulator that measures.
+
+    Attributes:
+        count: number of tokens so far.
+
+    Example:
+        >>> gram = GramAccumulator(2, 1)
+        >>> gram.update(torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), torch.tensor([[3.0], [2.0], [4.0]]))
+        >>> gram.solve(ridge=0.0).weight.round(decimals=6)
+        tensor([[1., 2.]], dtype=torch.float64)
+    """
+
+    def _readout(self, weight: Tensor) -> Readout:
+        bias = self._target_mean - weight @ self._feature_mean if self.intercept else None
+        return Readout(weight, bias, self.held_out_error(weight, bias))
+
+    def solve(self, ridge: float = 0.0) -> Readout:
+        """The readout for one ridge; `relative_error` is on the accumulated tokens themselves.
+
+        Args:
+            ridge: λ >= 0, absolute (scikit-learn's `alpha`). 0 gives least squares, of minimum norm if singular.
+
+        Returns:
+            Readout with weight (l, m) and bias (l,) (None without intercept), in the accumulator's dtype.
+        """
+        _check_ridges([ridge])
+        gram, cross = self.normal_equations()
+        return self._readout(solve_symmetric(gram, cross, ridge))
+
+    def eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (m,), ascending, and eigenvectors (m, m) of the Gram matrix; m³ operations."""
+        values, vectors = torch.linalg.eigh(self.normal_equations()[0])
+        return values, vectors
+
+    def solve_path(self, ridges: Iterable[float], eigen: tuple[Tensor, Tensor] | None = None) -> list[Readout]:
+        """`solve` for several absolute ridges at the price of one eigendecomposition.
+
+        Args:
+            ridges: absolute.
+            eigen: what `eigen` returned, if it is known.
+        """
+        ridges = list(ridges)
+        _check_ridges(ridges)
+        values, vectors = self.eigen() if eigen is None else eigen
+        rotated = self.normal_equations()[1] @ vectors
+        return [self._readout(_spectral_solve(values, vectors, rotated, ridge)) for ridge in ridges]
+
+    def held_out_error(self, weight: Tensor, bias: Tensor | None = None) -> float:
+        """Relative error of a readout on the tokens of this accumulator.
+
+        Args:
+            weight: A (l, m).
+            bias: a (l,) or None.
+
+        Returns:
+            Σ‖W₂(y − Aφ − a)‖² / Σ‖W₂(y − ȳ)‖², with W₂ the `output_weight` (identity if none). Of constant targets,
+            relative to Σ‖W₂ y‖² (functional/relative_error.py).
+        """
+        residual, spread = float(self.residuals(weight, bias).sum()), float(self._spread.sum())
+        mean = (
+            self._target_mean if self.output_weight is None else self.output_weight.to(self._gram) @ self._target_mean
+        )
+        return relative_error(residual, spread, spread + self.count * float(mean.square().sum()))
+
+    def residuals(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Σ (W₂(y − Aφ − a))² of each output over the tokens of this accumulator, (o,); arguments as above."""
+        self._require_tokens()
+        weight = weight.to(self._gram)
+        offset = self._target_mean - weight @ self._feature_mean - (0 if bias is None else bias.to(self._gram))
+        cross = self._cross
+        if self.output_weight is not None:
+            output_weight = self.output_weight.to(self._gram)
+            weight, offset, cross = output_weight @ weight, output_weight @ offset, output_weight @ cross
+        explained = (weight * (2 * cross - weight @ self._gram)).sum(1)
+        # A perfect fit lands on either side of zero.
+        return (self._spread - explained + self.count * offset.square()).clamp_min(0)
+
+
+def _check_ridges(ridges: Sequence[float]) -> None:
+    if not ridges or not all(math.isfinite(ridge) and ridge >= 0 for ridge in ridges):
+        raise ConfigError(f"ridges are {list(ridges)}; expected at least one finite number >= 0")
+
+
+def fit_ridge(
+    train: GramAccumulator,
+    held_out: GramAccumulator,
+    ridges: Sequence[float] = DEFAULT_RIDGES,
+    *,
+    refit: bool = False,
+) -> RidgeFit:
+    """Fit on one accumulator, choose the ridge on another.
+
+    Args:
+        train: moments of the tokens to fit.
+        held_out: moments of other tokens; its `output_weight`, if any, decides which error is minimised.
+        ridges: candidates, as fractions of the mean diagonal of the training Gram matrix (so that they mean the same
+            for any number of tokens and any feature scale). A list of one is allowed and is then merely scored.
+        refit: once the ridge is chosen, fit to all tokens, the held-out ones included, which `train` then holds; the
+            error stays the one that was measured before.
+
+    Returns:
+        RidgeFit; of equal errors, the larger ridge wins.
+    """
+    ordered = sorted(ridges, reverse=True)
+    _check_ridges(ordered)
+    scale = train.ridge_scale
+    best: RidgeFit | None = None
+    for ridge, readout in zip(ordered, train.solve_path([ridge * scale for ridge in ordered]), strict=True):
+        error = held_out.held_out_error(readout.weight, readout.bias)
+        if best is None or error < best.error:
+            best = RidgeFit(readout.weight, readout.bias, ridge, error)
+    assert best is not None
+    if refit:
+        train.merge(held_out)
+        final = train.solve(best.ridge * train.ridge_scale)
+        best = best._replace(weight=final.weight, bias=final.bias)
+    return best
