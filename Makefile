@@ -44,7 +44,7 @@ benchmarks: $(VENV)/.dev
 	set -e; for program in $(BENCHMARKS); do $(BIN)/python $$program $(ARGS); done
 
 experiments: $(VENV)/.dev
-	$(BIN)/python recipes/run_experiments.py $(ARGS)
+	$(BIN)/python recipes/papers/run_experiments.py $(ARGS)
 
 # Needs a build of torch for the GPU, PyPI's on Linux. Otherwise the environment can be any: make gpu VENV=path/to/it
 gpu: $(VENV)/.dev

@@ -1,4 +1,4 @@
-"""recipes/train_copy.py, sweep_fmm.py and table_fmm.py: the copy task, its score, who learns it, and the page."""
+"""train_copy.py, sweep_fmm.py and table_fmm.py: the copy task, its score, who learns it, and the page."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -25,20 +25,19 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_fmm
-import table_fmm
-import train_copy
-import train_lra
-from _lib import sweep
-from _lib.config import load_config
-from _lib.copies import SPLITS, Copies, copy_scores
-from _lib.evaluation import Alone
 from accelerate.state import AcceleratorState
+from lib.config import load_config
+from lib.evaluation import Alone
+from papers import sweep_fmm, table_fmm
+from papers.lib import sweep
+from papers.lib.copies import SPLITS, Copies, copy_scores
+from papers.lib.sweep import settings_file
+from papers.programs import train_copy, train_lra
 
 from snnk_peft.tasks.base_text import IGNORED
 from tests.stored_runs import put_run, stored
 
-CONFIG = RECIPES / "configs/copy/copy.yaml"
+CONFIG = RECIPES / "papers/configs/copy/copy.yaml"
 KINDS = {"train_copy.py": train_copy.TrainCopy, "train_lra.py": train_lra.LongRange}
 
 
@@ -203,7 +202,7 @@ def test_every_method_has_the_near_field_and_the_rank_of_its_name() -> None:
     for task in sweep_fmm.TASKS.values():
         found = {}
         for name, settings in task.methods.items():
-            config = load_config(KINDS[task.program].settings, RECIPES / "configs" / task.config, settings)
+            config = load_config(KINDS[task.program].settings, settings_file(task.config), settings)
             attention = copy.deepcopy(config.method.attention)
             found[name] = table_fmm.fields({"config": {"method": {"attention": attention}}})
             if name != "softmax":

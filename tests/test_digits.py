@@ -22,10 +22,10 @@ datasets = pytest.importorskip("sklearn.datasets", reason="pip install snnk-peft
 sys.path.append(str(RECIPES))
 finetune, sweep_vision, table_vision = recipe("finetune"), recipe("sweep_vision"), recipe("table_vision")
 
-from _lib.config import load_config  # noqa: E402
-from _lib.models import build_model, parameter_counts  # noqa: E402
-from _lib.settings import FinetuneConfig, MethodSection  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
+from lib.config import load_config  # noqa: E402
+from lib.models import build_model, parameter_counts  # noqa: E402
+from lib.settings import FinetuneConfig, MethodSection  # noqa: E402
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil  # noqa: E402
 
 from snnk_peft.errors import ConfigError  # noqa: E402
@@ -170,8 +170,8 @@ def test_the_page_shows_what_is_stored(tmp_path: Path, root: Path) -> None:
 
 def test_the_committed_page_is_that_of_the_committed_reports(root: Path) -> None:
     folder = root / "model_cards/vision"
-    table = table_vision.read_reports(folder, "recipes/sweep_vision.py")
-    assert (folder / "README.md").read_text() == table_vision.render(table), "run recipes/table_vision.py"
+    table = table_vision.read_reports(folder, "recipes/papers/sweep_vision.py")
+    assert (folder / "README.md").read_text() == table_vision.render(table), "run recipes/papers/table_vision.py"
     assert all(row.keys() <= sweep_vision.METHODS.keys() for row in table.values())
     assert (
         torch.tensor([report["score"] for row in table.values() for cell in row.values() for report in cell])

@@ -1,4 +1,4 @@
-"""recipes/sweep_draws.py and its page: models of several seeds, each scored on fresh draws of its features."""
+"""recipes/papers/sweep_draws.py and its page: models of several seeds, each scored on fresh draws of its features."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -20,12 +20,12 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_draws
-import table_draws
-from _lib import sweep
-from _lib.config import load_config
-from _lib.lra_settings import LongRangeConfig
 from accelerate.state import AcceleratorState
+from lib.config import load_config
+from papers import sweep_draws, table_draws
+from papers.lib import sweep
+from papers.lib.lra_settings import LongRangeConfig
+from papers.lib.sweep import settings_file
 from recipe_world import recipe
 
 from tests.stored_runs import stored
@@ -39,7 +39,7 @@ SMALL += ["train.steps=2", "train.eval_every=2"]
 def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Programs run in this process, without the seconds that imports take; their names, in order."""
     names: list[str] = []
-    programs = {name: recipe(name) for name in ("train_lra", "evaluate")}
+    programs = {name: recipe(name) for name in ("train_lra", "score")}
 
     def in_this_process(command: list[str]) -> tuple[int, None]:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -55,7 +55,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_settings_are_those_of_the_recipe() -> None:
     for name, task in sweep_draws.TASKS.items():
         for method, settings in task.methods.items():
-            config = load_config(LongRangeConfig, RECIPES / "configs" / task.config, settings)
+            config = load_config(LongRangeConfig, settings_file(task.config), settings)
             assert (config.task, config.method.label().replace("-", "_")) == (name, method)
 
 
@@ -63,7 +63,7 @@ def test_from_runs_to_the_page(tmp_path: Path, called: list[str], capsys: pytest
     out, page = tmp_path / "runs", tmp_path / "page"
     given = [*SMALL, "--out", str(out), "--methods", "trigrf_gmm"]
     assert sweep_draws.main([*given, "--seeds", "0", "1", "--draws", "3"]) == 0
-    assert called == ["train_lra", "evaluate"] * 2
+    assert called == ["train_lra", "score"] * 2
     assert table_draws.main(["--runs", str(out), "--out", str(page)]) == 0
     reports = [stored(page)["sparsity_50", "trigrf_gmm", seed] for seed in (0, 1)]
     for seed, report in enumerate(reports):
@@ -84,10 +84,10 @@ def test_from_runs_to_the_page(tmp_path: Path, called: list[str], capsys: pytest
     assert sweep_draws.main([*given, "--seeds", "0", "1", "--draws", "3"]) == 0
     assert called == []
     assert sweep_draws.main([*given, "--draws", "2"]) == 0
-    assert called == ["evaluate"]
+    assert called == ["score"]
     elsewhere = [*SMALL, "--out", str(tmp_path / "others"), "--methods", "trigrf_gmm", "--stored", str(page)]
     assert sweep_draws.main(elsewhere) == 0
-    assert called == ["evaluate"]
+    assert called == ["score"]
     capsys.readouterr()
     assert table_draws.main(["--runs", str(out), "--out", str(page)]) == 0
     assert "**The runs differ (" in (page / "README.md").read_text()
@@ -104,7 +104,7 @@ def test_a_run_without_its_draws_is_not_on_the_page(tmp_path: Path, monkeypatch:
         assert ("start the same command again" in said.out) == (code == 143)
         assert ("failed: draws of" in said.err) == (code == 1)
         assert table_draws.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 2
-        assert "run recipes/sweep_draws.py first" in capsys.readouterr().err
+        assert "run recipes/papers/sweep_draws.py first" in capsys.readouterr().err
     monkeypatch.setattr(sweep_draws, "execute", score)
     assert sweep_draws.main(given) == 0
     assert table_draws.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 0

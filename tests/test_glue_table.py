@@ -14,11 +14,8 @@ for package in ("datasets", "matplotlib", "rich", "yaml"):
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-import sweep_glue
-import table_glue
-import table_results
-import tune_glue
-from _lib.tables import rates
+from lib.tables import rates
+from papers import sweep_glue, table_glue, table_results, tune_glue
 
 from tests.stored_runs import put_run
 
@@ -95,5 +92,5 @@ def test_every_method_is_tuned_with_equal_effort() -> None:
 
 
 def test_every_method_of_the_sweep_has_a_name() -> None:
-    other_program = {"adapters_seq_bn", "adapters_double_seq_bn"}  # recipes/peers/adapters_glue.py
+    other_program = {"adapters_seq_bn", "adapters_double_seq_bn"}  # recipes/papers/peers/adapters_glue.py
     assert table_glue.NAMES.keys() == sweep_glue.METHODS.keys() | other_program

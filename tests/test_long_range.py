@@ -35,17 +35,16 @@ from tests.stored_runs import drop_run
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_lra
-import table_lra
-import train_lra
-import write_listops as write_listops_recipe
-from _lib import checkpoint as checkpoints
-from _lib.config import load_config
-from _lib.lra_model import build_classifier
-from _lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, LongRangeTrain
-from _lib.sequences import SequenceExamples
-from _lib.settings import RunOutput
 from accelerate.state import AcceleratorState
+from lib import checkpoint as checkpoints
+from lib.config import load_config
+from lib.settings import RunOutput
+from papers import sweep_lra, table_lra
+from papers.lib.lra_model import build_classifier
+from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, LongRangeTrain
+from papers.lib.sequences import SequenceExamples
+from papers.programs import train_lra
+from papers.programs import write_listops as write_listops_recipe
 
 EASY = {"min_length": 4, "max_length": 24, "max_depth": 3, "max_args": 4}
 
@@ -377,7 +376,7 @@ def settings(data: Path, out: Path, *changes: str) -> list[str]:
 
 def spawn(arguments: list[str]) -> FreshProcess:
     environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent)}
-    return start_python([str(RECIPES / "train_lra.py"), *arguments], env=environment)
+    return start_python([str(RECIPES / "papers/programs/train_lra.py"), *arguments], env=environment)
 
 
 def wait_for_checkpoint(run: Path, process: FreshProcess) -> None:
@@ -492,10 +491,12 @@ def test_settings_are_strict(tmp_path: Path) -> None:
         load_config(LongRangeConfig, {"task": "listops", "method": {"attention": "softmx"}, "output": {"dir": "x"}})
 
 
-@pytest.mark.parametrize("file", sorted((RECIPES / "configs/lra").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted((RECIPES / "papers/configs/lra").glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_published_configurations_are_valid_and_open_with_their_command(file: Path) -> None:
     config = load_config(LongRangeConfig, file)
-    assert file.read_text().startswith(f"# python recipes/train_lra.py recipes/configs/lra/{file.name}")
+    assert file.read_text().startswith(
+        f"# python recipes/papers/programs/train_lra.py recipes/papers/configs/lra/{file.name}"
+    )
     assert config.output.dir.startswith(f"runs/lra/{file.stem}/")
     if file.stem.startswith("sparsity"):  # Learning the Transformer Kernel, appendix E.2
         model = config.model

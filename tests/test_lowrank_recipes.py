@@ -1,4 +1,4 @@
-"""recipes/train_lowrank.py and what belongs to it: the CIFAR ResNets, the converter, the sweep and its page.
+"""train_lowrank.py and what belongs to it: the CIFAR ResNets, the converter, the sweep and its page.
 
 Oracles: published accuracies and parameter counts, formulas by hand, a run that was never interrupted.
 """
@@ -33,18 +33,16 @@ from torch.nn import functional
 
 sys.path.append(str(RECIPES))
 
-import convert_efficientnet_lite
-import sweep_lowrank
-import table_lowrank
-import train_lowrank
-from _lib import training
-from _lib.checkpoint import list_checkpoints
-from _lib.cifar_resnet import Block, CifarResNet, load_cifar_resnet
-from _lib.config import load_config
-from _lib.efficientnet_lite import STAGES, Convolution, EfficientNetLite, load_efficientnet_lite
-from _lib.loop import train_step
-from _lib.lowrank_model import image_processor, low_rank_model, make_optimizer
-from _lib.lowrank_settings import LowRankConfig, LowRankMethod, LowRankModel
+from lib import training
+from lib.checkpoint import list_checkpoints
+from lib.config import load_config
+from lib.loop import train_step
+from papers import sweep_lowrank, table_lowrank
+from papers.lib.cifar_resnet import Block, CifarResNet, load_cifar_resnet
+from papers.lib.efficientnet_lite import STAGES, Convolution, EfficientNetLite, load_efficientnet_lite
+from papers.lib.lowrank_model import image_processor, low_rank_model, make_optimizer
+from papers.lib.lowrank_settings import LowRankConfig, LowRankMethod, LowRankModel
+from papers.programs import convert_efficientnet_lite, train_lowrank
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
@@ -221,7 +219,7 @@ def test_wrong_settings_are_named(
 
 
 def test_the_methods_of_the_sweep_are_all_different_and_valid() -> None:
-    file, found = RECIPES / "configs/lowrank/cifar10_resnet20.yaml", []
+    file, found = RECIPES / "papers/configs/lowrank/cifar10_resnet20.yaml", []
     for changes in sweep_lowrank.METHODS.values():
         found.append(load_config(LowRankConfig, file, changes).method.label())
     assert len({*found}) == len(found) == 2 * 2 * 4 + 1
@@ -310,7 +308,9 @@ def test_the_package_becomes_safetensors(tmp_path: Path, capsys: pytest.CaptureF
     again = load_efficientnet_lite(out / "model.safetensors")
     assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
     (out / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"cannot be read .*; expected what recipes/convert_efficientnet_lite.py"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read .*; expected what recipes/papers/programs/convert_efficientnet_lite.py"
+    ):
         load_efficientnet_lite(out / "model.safetensors")
 
 

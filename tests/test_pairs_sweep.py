@@ -1,4 +1,4 @@
-"""recipes/sweep_pairs.py: all pairs of the paper at equal processor time, on short whole expressions."""
+"""recipes/papers/sweep_pairs.py: all pairs of the paper at equal processor time, on short whole expressions."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -16,11 +16,10 @@ for package in ("matplotlib", "rich"):
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-import sweep_pairs
-import table_lra
-from _lib import printed_pairs, short_listops
-from _lib.verdicts import DIRECTION, FAILS, HOLDS, Measured, NotMeasuredError, Store
-from claims import lecture, spectraformer
+from papers import sweep_pairs, table_lra
+from papers.claims import lecture, spectraformer
+from papers.lib import printed_pairs, short_listops
+from papers.lib.verdicts import DIRECTION, FAILS, HOLDS, Measured, NotMeasuredError, Store
 from scipy.stats import spearmanr
 
 from snnk_peft.tasks.listops import write_listops

@@ -1,4 +1,4 @@
-"""The peer performer-pytorch in recipes/train_lra.py: against its formula, against softmax, and as a run."""
+"""The peer performer-pytorch in train_lra.py: against its formula, against softmax, and as a run."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -23,12 +23,12 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_lra
-import train_lra
-from _lib.config import load_config
-from _lib.lra_model import LongRangeClassifier, build_classifier
-from _lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, PerformerSection
 from accelerate.state import AcceleratorState
+from lib.config import load_config
+from papers import sweep_lra
+from papers.lib.lra_model import LongRangeClassifier, build_classifier
+from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, PerformerSection
+from papers.programs import train_lra
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS

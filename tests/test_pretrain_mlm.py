@@ -23,19 +23,18 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import finetune_kernel
-import pretrain_mlm
-import sweep_kernels
-import table_kernels
-from _lib import sweep, training
-from _lib.checkpoint import list_checkpoints
-from _lib.config import load_config
-from _lib.masked_model import build_masked, with_attention
-from _lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tokenizer
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from fresh_process import run_python
 from glue_files import sentences, write_task
+from lib import training
+from lib.checkpoint import list_checkpoints
+from lib.config import load_config
+from papers import sweep_kernels, table_kernels
+from papers.lib import sweep
+from papers.lib.masked_model import build_masked, with_attention
+from papers.lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tokenizer
+from papers.programs import finetune_kernel, pretrain_mlm
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification
 
@@ -43,7 +42,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_text import IGNORED
 from tests.stored_runs import drop_run, stored
 
-CONFIG = str(RECIPES / "configs/pretrain_mlm.yaml")
+CONFIG = str(RECIPES / "papers/configs/pretrain_mlm.yaml")
 SIZES = ["model.dim=24", "model.hidden_dim=32", "model.heads=2", "model.layers=2", "data.vocabulary=100"]
 SMALL = [*SIZES, "data.max_length=16", "data.positions=64", "train.max_cpu_minutes=null", "train.warmup_steps=5"]
 SAYINGS = ("still waters run deep", "time will surely tell", "practice makes perfect people", "birds fly south early")
@@ -121,7 +120,7 @@ def test_a_vocabulary_does_not_depend_on_the_process(texts: Path) -> None:
     """The trainer of `tokenizers` alone numbers characters, and breaks ties, differently in every process."""
     code = (
         f"import sys; sys.path.append({str(RECIPES)!r})\n"
-        "from _lib.masked_text import train_tokenizer\n"
+        "from papers.lib.masked_text import train_tokenizer\n"
         "text = ['the quick brown fox jumps over the lazy dog while sphinxes of black quartz judge my vow'] * 3\n"
         "print(sorted(train_tokenizer(text, 90, 64).get_vocab().items()))"
     )
@@ -275,7 +274,7 @@ def test_the_learned_kernel_arrives_and_goes_on_learning(texts: Path, tmp_path: 
     assert seen >= learned | drawn
 
     arguments = [
-        str(RECIPES / "configs/kernels/rte.yaml"),
+        str(RECIPES / "papers/configs/kernels/rte.yaml"),
         *(f"data.dir={texts / 'glue'}", f"model.name_or_path={before / 'model'}", f"output.dir={tmp_path / 'after'}"),
         *("train.epochs=1", "train.batch_size=8", "data.max_length=32", "train.learning_rate=1e-2"),
     ]
@@ -326,7 +325,7 @@ def test_softmax_needs_no_attention_folder(texts: Path, tmp_path: Path) -> None:
 
 
 def test_other_methods_than_full_are_refused(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [str(RECIPES / "configs/kernels/rte.yaml"), "method.name=linear_probe"]
+    given = [str(RECIPES / "papers/configs/kernels/rte.yaml"), "method.name=linear_probe"]
     assert finetune_kernel.main(given) == 2
     assert "method.name is linear_probe; expected full" in capsys.readouterr().err
 
@@ -344,7 +343,7 @@ def test_from_runs_to_the_page(
         (data / f"wikitext/wiki.{split}.tokens").write_text((texts / f"wiki.{split}.tokens").read_text())
 
     def in_this_process(command: list[str]) -> tuple[int, None]:
-        """What `_lib.sweep.execute` starts, without the seconds that imports take."""
+        """What `papers.lib.sweep.execute` starts, without the seconds that imports take."""
         recipe = {"pretrain_mlm.py": pretrain_mlm, "finetune_kernel.py": finetune_kernel}[Path(command[1]).name]
         code = recipe.main(command[2:])
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -25,7 +25,7 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 from glue_files import write_task
-from recipe_world import recipe, write_settings, write_world
+from recipe_world import program_file, recipe, write_settings, write_world
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from snnk_peft.errors import ConfigError
@@ -36,15 +36,16 @@ sys.path.append(str(RECIPES))
 
 import closed_form
 import finetune
-from _lib import checkpoint as checkpoints
-from _lib import modality, sweep, training
-from _lib.files import temporary_name, write_text
-from _lib.guard import guarded
-from _lib.loop import train_step
-from _lib.models import check_length, positions, resolve_model
 from accelerate.state import AcceleratorState
+from lib import checkpoint as checkpoints
+from lib import modality, training
+from lib.files import temporary_name, write_text
+from lib.guard import guarded
+from lib.loop import train_step
+from lib.models import check_length, positions, resolve_model
+from papers.lib import sweep
 
-bundle, evaluate, write_listops = recipe("bundle"), recipe("evaluate"), recipe("write_listops")
+bundle, evaluate, write_listops = recipe("bundle"), recipe("score"), recipe("write_listops")
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +110,7 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "sklearn", "accelerate")
 @pytest.mark.parametrize(
     "name",
     [
-        *("finetune", "train_lra", "tiny_llama", "closed_form", "evaluate", "convert"),
+        *("finetune", "train_lra", "tiny_llama", "closed_form", "score", "convert"),
         *(
             "bundle",
             "export",
@@ -134,7 +135,7 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "sklearn", "accelerate")
 )
 def test_help_answers_before_the_large_libraries_are_loaded(name: str) -> None:
     # -X importtime names every module that is loaded, on standard error.
-    command = [sys.executable, "-X", "importtime", str(RECIPES / f"{name}.py"), "--help"]
+    command = [sys.executable, "-X", "importtime", str(program_file(name)), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "usage:" in done.stdout
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}

@@ -41,23 +41,22 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
 import finetune
-import sweep_glue
-import table_glue
-from _lib import checkpoint as checkpoints
-from _lib import training
-from _lib.config import describe, load_config
-from _lib.data import Examples, epoch_plan, share, steps_per_epoch
-from _lib.evaluation import DivergedError, held_back_rows
-from _lib.loop import FiniteWatch, make_optimizer, train_step
-from _lib.models import dropout_settings, load_pretrained
-from _lib.schedule import learning_rate
-from _lib.settings import FinetuneConfig, TrainSection
-from _lib.sweep import Run, time_left
-from _lib.task_settings import RECIPE_OF
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from lib import checkpoint as checkpoints
+from lib import training
+from lib.config import describe, load_config
+from lib.data import Examples, epoch_plan, share, steps_per_epoch
+from lib.evaluation import DivergedError, held_back_rows
+from lib.loop import FiniteWatch, make_optimizer, train_step
+from lib.models import dropout_settings, load_pretrained
+from lib.schedule import learning_rate
+from lib.settings import FinetuneConfig, TrainSection
+from lib.task_settings import RECIPE_OF
+from papers import sweep_glue, table_glue
+from papers.lib.sweep import Run, time_left
 
-evaluate, bundle = recipe("evaluate"), recipe("bundle")
+evaluate, bundle = recipe("score"), recipe("bundle")
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +178,7 @@ def test_the_faults_of_a_part_and_of_the_task_are_reported(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"method\.adapter\.num_features is 0"):
         load_config(FinetuneConfig, None, ["task=rte", "output.dir=x", "method.adapter={num_features: 0}"])
     with pytest.raises(
-        ConfigError, match=r"is listops, whose examples are of modality sequence: use recipes/train_lra"
+        ConfigError, match=r"is listops, whose examples are of modality sequence: use recipes/papers/programs/train_lra"
     ):
         load_config(FinetuneConfig, None, ["task=listops", "output.dir=x", "method.name=full"])
     assert {TASKS[name].modality for name in TASKS} <= RECIPE_OF.keys()
@@ -794,7 +793,7 @@ def test_a_run_and_its_adapter_give_the_same_bundle(
 
 
 def test_the_recipes_do_not_hide_the_evaluate_package() -> None:
-    code = f"import sys; sys.path.insert(0, {str(RECIPES)!r}); import _lib, evaluate; print(evaluate.Metric.__name__)"
+    code = f"import sys; sys.path.insert(0, {str(RECIPES)!r}); import lib, evaluate; print(evaluate.Metric.__name__)"
     done = run_python(["-c", code])
     assert done.stdout == "Metric\n", done.stderr
 

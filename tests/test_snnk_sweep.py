@@ -1,4 +1,4 @@
-"""recipes/sweep_snnk.py and table_snnk.py: every experiment and method runs, and the page says what the runs found."""
+"""papers/sweep_snnk.py and table_snnk.py: every experiment and method runs, and the page says what the runs found."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -17,14 +17,12 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import fit_picture
-import fit_potential
-import sweep_snnk
-import table_snnk
-import train_mlp
-from _lib.config import load_config
 from column_files import write_columns
 from fresh_process import run_python
+from lib.config import load_config
+from papers import sweep_snnk, table_snnk
+from papers.lib.sweep import settings_file
+from papers.programs import fit_picture, fit_potential, train_mlp
 from PIL import Image
 
 from tests.stored_runs import stored
@@ -41,7 +39,7 @@ def test_settings_of_every_method_are_those_of_its_recipe() -> None:
         labels = set()
         for settings in task.methods.values():
             kind = KINDS[task.program]
-            config = load_config(kind.settings, RECIPES / "configs" / task.config, settings)
+            config = load_config(kind.settings, settings_file(task.config), settings)
             labels.add(
                 (kind(config).method, config.model.hidden if hasattr(config.model, "hidden") else None, *settings)
             )
@@ -52,7 +50,7 @@ def test_settings_of_every_method_are_those_of_its_recipe() -> None:
 def test_from_runs_to_the_page(tmp_path: Path) -> None:
     write_columns(tmp_path / "data/hepmass", "hepmass")
     out, page = tmp_path / "runs", tmp_path / "page"
-    program, given = str(RECIPES / "sweep_snnk.py"), ["--out", str(out), "--data", str(tmp_path / "data")]
+    program, given = str(RECIPES / "papers/sweep_snnk.py"), ["--out", str(out), "--data", str(tmp_path / "data")]
     few = ["train.epochs=1", "train.device=cpu"]
     first = run_python([program, *few, *given, "--methods", "dense", "--tasks", "hepmass", "mnist"])
     assert first.returncode == 0, first.stderr[-3000:]
@@ -88,7 +86,7 @@ def test_the_first_photograph_is_fitted_and_named(tmp_path: Path, capsys: pytest
             assert "n01_1.JPEG" in str(sweep_snnk.files(task, asked))
     out, page, small = tmp_path / "runs", tmp_path / "page", ["data.size=16", "train.steps=2", "model.width=8"]
     given = ["--data", str(data), "--out", str(out), "--tasks", task, "--methods", "low_rank", "--seeds", "0"]
-    done = run_python([str(RECIPES / "sweep_snnk.py"), *small, "train.device=cpu", *given])
+    done = run_python([str(RECIPES / "papers/sweep_snnk.py"), *small, "train.device=cpu", *given])
     assert done.returncode == 0, done.stderr[-3000:]
     assert table_snnk.main(["--runs", str(out), "--out", str(page)]) == 0
     assert "a photograph\n\nc.JPG, 16 pixels on each side.\n" in (page / "README.md").read_text()

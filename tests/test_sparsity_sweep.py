@@ -1,4 +1,4 @@
-"""Sums over pairs: tasks of other lengths, the end of a run at a score, recipes/sweep_sparsity.py and its page."""
+"""Sums over pairs: tasks of other lengths, the end of a run at a score, papers/sweep_sparsity.py and its page."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -20,18 +20,18 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_sparsity
-import table_sparsity
-import train_lra
-from _lib import sweep
-from _lib.config import load_config
-from _lib.lra_settings import LongRangeConfig
 from accelerate.state import AcceleratorState
+from lib.config import load_config
+from papers import sweep_sparsity, table_sparsity
+from papers.lib import sweep
+from papers.lib.lra_settings import LongRangeConfig
+from papers.lib.sweep import settings_file
+from papers.programs import train_lra
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
 
-CONFIG = str(RECIPES / "configs/lra/sparsity_50.yaml")
+CONFIG = str(RECIPES / "papers/configs/lra/sparsity_50.yaml")
 SMALL = ["model.dim=8", "model.heads=2", "model.layers=1", "model.hidden_dim=8", "train.batch_size=6"]
 SMALL += [f"data.max_{split}_samples=18" for split in ("train", "validation", "test")]
 
@@ -92,7 +92,7 @@ def test_a_run_ends_at_its_score(tmp_path: Path) -> None:
 def test_settings_of_every_method_are_those_of_the_recipe() -> None:
     for name, task in sweep_sparsity.TASKS.items():
         configs = {
-            method: load_config(LongRangeConfig, RECIPES / "configs" / task.config, settings)
+            method: load_config(LongRangeConfig, settings_file(task.config), settings)
             for method, settings in task.methods.items()
         }
         assert {config.task for config in configs.values()} == {name}
@@ -103,7 +103,7 @@ def test_settings_of_every_method_are_those_of_the_recipe() -> None:
 
 def test_from_runs_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_this_process(command: list[str]) -> tuple[int, None]:
-        """What `_lib.sweep.execute` starts, without the seconds that imports take."""
+        """What `papers.lib.sweep.execute` starts, without the seconds that imports take."""
         AcceleratorState._reset_state(reset_partial_state=True)
         return train_lra.main(command[2:]), None
 

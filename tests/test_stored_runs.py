@@ -20,9 +20,9 @@ for package in ("matplotlib", "rich", "yaml"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_fmm
-from _lib import tables
-from _lib.tables import collect, read_reports, read_runs
+from lib import tables
+from lib.tables import collect, read_reports, read_runs
+from papers import sweep_fmm
 
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python
@@ -44,7 +44,7 @@ def finish(runs: Path, task: str, method: str, seed: int, report: dict[str, Any]
 
 
 def render(runs: Path, study: Path, write: Any = collect) -> int:
-    """What every recipes/table_*.py does, without a page."""
+    """What every recipes/papers/table_*.py does, without a page."""
     return tables.main("", "study", write, ["--runs", str(runs), "--out", str(study)])
 
 
@@ -132,7 +132,7 @@ def test_a_killed_writer_leaves_the_old_lines(tmp_path: Path) -> None:
     before = file.read_bytes()
     finish(runs, "task", "one", 1, {"score": 2})
     code = (
-        f"import os, signal, sys; sys.path.append({str(RECIPES)!r}); from _lib import tables; "
+        f"import os, signal, sys; sys.path.append({str(RECIPES)!r}); from lib import tables; "
         "os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL); "
         f"tables.main('', 'study', tables.collect, ['--runs', {str(runs)!r}, '--out', {str(study)!r}])"
     )

@@ -1,4 +1,4 @@
-"""The whole model trained with SNNK layers in it; recipes/sweep_uptraining.py and its page.
+"""The whole model trained with SNNK layers in it; recipes/papers/sweep_uptraining.py and its page.
 
 Oracles: numbers counted by hand, gradients, the weights of the pretrained model, the bundle itself.
 """
@@ -30,11 +30,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 sys.path.append(str(RECIPES))
 
 import finetune
-import sweep_uptraining
-import table_uptraining
-from _lib.config import load_config
-from _lib.models import build_model, train_in_use
-from _lib.settings import FinetuneConfig, MethodSection
+from lib.config import load_config
+from lib.models import build_model, train_in_use
+from lib.settings import FinetuneConfig, MethodSection
+from papers import sweep_uptraining, table_uptraining
 
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.cost import estimate_cost
@@ -84,7 +83,7 @@ def test_what_is_in_use_is_trained_and_nothing_else() -> None:
 @pytest.mark.parametrize("name", sweep_uptraining.METHODS)
 def test_every_method_trains_as_many_numbers_as_it_says(name: str) -> None:
     settings = sweep_uptraining.METHODS[name]
-    method = load_config(FinetuneConfig, RECIPES / "configs/uptraining/mrpc.yaml", settings).method
+    method = load_config(FinetuneConfig, RECIPES / "papers/configs/uptraining/mrpc.yaml", settings).method
     base = tiny()
     full, width = numbers(base), WIDTH
     model = build_model(base, method, seed=0, calibration=None)
@@ -128,7 +127,7 @@ def test_a_run_leaves_the_whole_model_as_a_bundle_and_says_what_it_costs(tmp_pat
     world, out = write_world(tmp_path), tmp_path / "run"
     given = [f"data.dir={world / 'glue'}", f"model.name_or_path={world / 'bert'}", f"output.dir={out}"]
     changes = ["method.ffn.layers=top-2", "train.batch_size=8", "train.learning_rate=0.01", "train.device=cpu"]
-    assert finetune.main([str(RECIPES / "configs/uptraining/rte.yaml"), *given, *changes]) == 0
+    assert finetune.main([str(RECIPES / "papers/configs/uptraining/rte.yaml"), *given, *changes]) == 0
     assert (out / "bundle").is_dir()
     assert not (out / "adapter").exists()
     report = json.loads((out / "metrics.json").read_text())
@@ -212,7 +211,11 @@ def test_from_runs_to_the_page(tmp_path: Path) -> None:
     world, out = write_world(tmp_path), tmp_path / "runs"
     write_task(world / "glue", "mrpc", n_train=24, n_dev=8)
     command = [
-        *(str(RECIPES / "sweep_uptraining.py"), f"data.dir={world / 'glue'}", f"model.name_or_path={world / 'bert'}"),
+        *(
+            str(RECIPES / "papers/sweep_uptraining.py"),
+            f"data.dir={world / 'glue'}",
+            f"model.name_or_path={world / 'bert'}",
+        ),
         *("train.device=cpu", "output.tensorboard=false", "--out", str(out), "--tasks", "mrpc"),
         *("--methods", "top1_m8_fitted"),
     ]

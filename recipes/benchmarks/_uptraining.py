@@ -9,7 +9,7 @@ from typing import Any
 
 import _bench  # noqa: F401 - puts recipes/ on the path
 import torch
-from _lib.distillation import logit_loss
+from lib.distillation import logit_loss
 from torch import Tensor
 from tqdm.auto import tqdm
 

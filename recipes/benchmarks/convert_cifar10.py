@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from _bench import parser
 from _conversion import compare_conversions, of_ffn
-from _lib.images import ImageExamples
+from lib.images import ImageExamples
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification, logging
 

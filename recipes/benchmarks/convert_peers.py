@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import torch
 from _bench import alternate, parser, ratio, report, show
-from _lib.files import replacing
-from _lib.plots import pyplot
 from _peers import fisher_pruning, modegpt, uptraining
 from _peers.blocks import Batch, Cost, model_inputs
+from lib.files import replacing
+from lib.plots import pyplot
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
 

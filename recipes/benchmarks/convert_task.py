@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from _bench import RESULTS, parser
 from _conversion import Conversion, add_conversions, compare_conversions
-from _lib.evaluation import Alone, evaluation_splits, predict
-from _lib.modality import modality_of
-from _lib.settings import DataSection
-from _lib.teacher import load_teacher
-from _lib.texts import batches_by_length, drawn
 from convert_sst2 import conversions, timed_inputs
+from lib.evaluation import Alone, evaluation_splits, predict
+from lib.modality import modality_of
+from lib.settings import DataSection
+from lib.teacher import load_teacher
+from lib.texts import batches_by_length, drawn
 from torch import nn
 from transformers import logging
 

@@ -3,7 +3,7 @@
     python recipes/benchmarks/head_beside_lora.py --data path/to/glue
     python recipes/benchmarks/head_beside_lora.py --data path/to/glue --tasks rte --seeds 0 1 2
 
-Of each task and seed: recipes/finetune.py as recipes/sweep_glue.py runs LoRA, then recipes/fit_head.py on as many
+Of each task and seed: recipes/finetune.py as papers/sweep_glue.py runs LoRA, then recipes/fit_head.py on as many
 examples. LoRA's seconds are those of its training steps; those of a head are of one pass over the examples and one fit,
 once for an eighth of the examples, a quarter, ... Runs go to RUNS/<task>/<method>/seed<k>: what is finished is not run
 again, what was stopped goes on.
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from _bench import parser, report
-from _lib.files import read_json
-from _lib.sweep import RECIPES, Run, Sweep, sweep
-from sweep_glue import METHODS, RECIPE, chosen_rates
+from lib.files import read_json
+from papers.lib.sweep import RECIPES, Run, Sweep, sweep
+from papers.sweep_glue import METHODS, RECIPE, chosen_rates
 
 LORA, HEAD = "lora_r8", "head"
 MEAN = "mean"

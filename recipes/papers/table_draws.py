@@ -1,0 +1,117 @@
+"""Render the page of fresh draws of learned mixtures from the reports of sweep_draws.py, which are kept.
+
+    python recipes/papers/table_draws.py                                     (runs/draws -> model_cards/draws)
+    python recipes/papers/table_draws.py --runs path/to/sweep --out path/to/folder
+
+Stores RUNS/<task>/<method>/seed<k>/metrics.json, with evaluation.json in it as `evaluation`, as lines of OUT.jsonl,
+then writes OUT/README.md and OUT/draws.png from all lines. Without runs, the page is rendered from the stored lines
+alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lib import tables
+from lib.tables import Table, collect, grid, mean_in_words, read_reports
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line; 0 done, 2 nothing to render."""
+    return tables.main(__doc__, "draws", write, argv)
+
+
+def write(runs: Path, out: Path) -> None:
+    """Store the reports, then render page and figure."""
+    from lib.files import write_text
+    from lib.plots import scatter_panels
+
+    copied = collect(runs, out, beside="evaluation")
+    table = read_reports(out, "recipes/papers/sweep_draws.py")
+    write_text(out / "README.md", render(table))
+    points = {
+        task: {name: [point for report in cell for point in voted(report)] for name, cell in row.items()}
+        for task, row in table.items()
+    }
+    labels = ("accuracy of one draw", "accuracy of the majority")
+    scatter_panels(points, out / "draws.png", "one fresh draw, and what most draws of a model say", labels)
+    print(f"{copied} new or changed reports; wrote {out / 'README.md'} and draws.png")
+
+
+def figures(report: dict[str, Any]) -> dict[str, Any]:
+    """What its draws came to (`lib/variance.py`), on the only split that is scored."""
+    (found,) = report["evaluation"]["draws"]["splits"].values()
+    return dict(found)
+
+
+def voted(report: dict[str, Any]) -> list[tuple[float, float]]:
+    """(accuracy of a draw, accuracy of the vote of all), for every draw."""
+    return [(score, figures(report)["voting_accuracy"]) for score in report["evaluation"]["draws"]["scores"]]
+
+
+def render(table: Table) -> str:
+    """The page: a table per task."""
+    lines = [
+        "# Fresh draws of learned mixtures",
+        "",
+        "Rendered by `papers/table_draws.py` from the `.jsonl` beside this folder, which `papers/sweep_draws.py`",
+        "wrote; every line holds settings and environment of its run. Models that add up pairs (sparsity_50: half of",
+        "them count) with attention over features of a mixture. Training drew them anew every 100 steps, so that no",
+        "draw was learned by heart; fresh draws of the same mixture were then scored. Mean ± standard error over",
+        "models (their number), in percent:",
+        "",
+        "- saved draw: the accuracy of the model as it is saved;",
+        "- one draw: the mean accuracy of a fresh draw, and the standard deviation among draws of a model;",
+        "- majority: the accuracy of what most draws of a model say (VA), and its ratio to that of one draw (AGV, no",
+        "  percent);",
+        "- against the majority: the share of draws that do not say what most of them do (PI / n).",
+    ]
+    for task in sorted(table):
+        rows = [[name, *cells(cell)] for name, cell in sorted(table[task].items())]
+        header = ["attention", "saved draw", "one draw", "among draws", "majority", "AGV", "against the majority"]
+        lines += ["", f"## {task}", "", about(table[task]), "", *grid([*header, "training, CPU s"], rows)]
+    lines += ["", "![accuracy of one draw and of all](draws.png)", ""]
+    return "\n".join(lines)
+
+
+def cells(cell: list[dict[str, Any]]) -> list[str]:
+    """Of the models of one method."""
+    drawn = [figures(report) for report in cell]
+
+    def percent(values: list[float]) -> str:
+        return mean_in_words([100 * value for value in values])
+
+    # None where no draw of a model is ever right.
+    gains = [each["voting_gain"] for each in drawn if each["voting_gain"] is not None]
+    return [
+        f"{percent([report['evaluation']['score'] for report in cell])} ({len(cell)})",
+        percent([each["accuracy"] for each in drawn]),
+        percent([report["evaluation"]["draws"]["score_std"] for report in cell]),
+        percent([each["voting_accuracy"] for each in drawn]),
+        mean_in_words(gains, ".2f") if gains else "–",
+        percent([each["pi_share"] for each in drawn]),
+        f"{statistics.mean(report['train_cpu_seconds'] for report in cell):,.0f}",
+    ]
+
+
+def about(row: dict[str, list[dict[str, Any]]]) -> str:
+    """The settings that all runs of a task share, or a warning."""
+    found = sorted(
+        {
+            f"{report['longest_sequence']} pairs, at most {report['config']['train']['steps']:,} steps of "
+            f"{report['config']['train']['batch_size']}, {report['evaluation']['draws']['number']} draws, "
+            f"{sum(report['evaluation']['examples'].values()):,} sequences"
+            for cell in row.values()
+            for report in cell
+        }
+    )
+    return found[0] + "." if len(found) == 1 else f"**The runs differ ({' / '.join(found)}): compare with care.**"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

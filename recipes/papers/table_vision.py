@@ -1,0 +1,114 @@
+"""Render the page of image tasks from the runs' metrics.json files, and keep these as lines.
+
+    python recipes/papers/table_vision.py                                  (runs/vision -> model_cards/vision)
+    python recipes/papers/table_vision.py --runs path/to/sweep --out path/to/folder
+
+Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and a figure per task,
+OUT/<task>.png, from all lines. Without runs, the page is rendered from the stored lines alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lib import tables
+from lib.tables import Table, collect, grid, read_reports, spread
+
+# What the figures of a task do not say about the runs that are stored.
+NOTES = {
+    "cifar10": (
+        "",
+        "The pictures are JPEG copies (quality 75, 25,000 to train on), so these are no results on CIFAR-10: compare",
+        "the methods. `scratch` is `configs/cifar10/scratch.yaml`; from its model, classifier included, the others",
+        "start, and adapt it to a part of the pictures that it has seen. `ffn_256` replaces all feed-forward blocks by",
+        "256 features, fits them to the originals and trains on; `recipes/benchmarks/convert_cifar10.py` converts",
+        "without training. The machine did other work besides: take no seconds from this table.",
+    )
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line; 0 done, 2 nothing to render."""
+    return tables.main(__doc__, "vision", write, argv)
+
+
+def write(runs: Path, out: Path) -> None:
+    """Store the reports, then render page and figures."""
+    from lib.files import write_text
+    from lib.plots import score_points
+
+    copied = collect(runs, out)
+    table = read_reports(out, "recipes/papers/sweep_vision.py")
+    write_text(out / "README.md", render(table))
+    for task, row in table.items():
+        points = {name: (cell[0]["trainable_parameters"], *spread(cell, "score")) for name, cell in row.items()}
+        score_points(points, out / f"{task}.png", task, "test accuracy")
+    print(
+        f"{copied} new or changed reports; wrote {out / 'README.md'} and {', '.join(f'{task}.png' for task in table)}"
+    )
+
+
+def render(table: Table) -> str:
+    """The Markdown page: a section per task."""
+    lines = [
+        "# Image tasks",
+        "",
+        "Rendered by `papers/table_vision.py` from the `.jsonl` beside this folder; every line holds the settings and",
+        "the environment of its run. Accuracy on the test pictures in percent, after the last epoch unless `evaluated`",
+        "says otherwise: mean ± standard deviation (number of seeds), then every seed.",
+    ]
+    for task, row in table.items():
+        lines += ["", *section(task, row)]
+    return "\n".join([*lines, ""])
+
+
+def section(task: str, row: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Of one task, the best method first."""
+    methods = sorted(row, key=lambda method: -spread(row[method], "score")[0])
+    reports = [report for method in methods for report in row[method]]
+    examples = reports[0]["examples"]
+    models = ", ".join(sorted({f"`{report['config']['model']['name_or_path']}`" for report in reports}))
+    devices = ", ".join(sorted({f"{r['device']} ({r['environment']['torch_threads']} threads)" for r in reports}))
+    return [
+        f"## {task}",
+        "",
+        f"Model {models}; {examples['test']:,} pictures to test: one of these is {100 / examples['test']:.2f} points.",
+        *NOTES.get(task, ()),
+        "",
+        *grid(
+            [
+                *("method", "accuracy", "seeds", "trained", "outside the classifier"),
+                *("pictures", "epochs", "evaluated", "s per epoch"),
+            ],
+            [cells(method, row[method]) for method in methods],
+        ),
+        "",
+        f"Seconds per epoch of training, of the quickest seed, on {devices}.",
+        "",
+        f"![accuracy against trained parameters]({task}.png)",
+    ]
+
+
+def cells(method: str, reports: list[dict[str, Any]]) -> list[str]:
+    """A row of the table."""
+    mean, deviation = spread(reports, "score")
+    train = reports[0]["config"]["train"]
+    return [
+        method,
+        f"{100 * mean:.1f}" + (f" ± {100 * deviation:.1f} ({len(reports)})" if len(reports) > 1 else ""),
+        ", ".join(f"{100 * report['score']:.1f}" for report in reports),
+        f"{reports[0]['trainable_parameters']:,}",
+        f"{reports[0]['trainable_parameters_without_classifier']:,}",
+        f"{reports[0]['examples']['train']:,}",
+        str(train["epochs"]),
+        f"at {train['eval_every']}" if train["eval_every"] == "end" else f"best {train['eval_every']}",
+        f"{min(report['seconds_per_epoch'] for report in reports):.1f}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
