@@ -33,7 +33,8 @@ import adapters_glue
 from finetune import Finetuning
 from lib.config import load_config
 from lib.settings import FinetuneConfig
-from papers import sweep_glue, table_glue
+from papers import study
+from papers.lib.study import load
 
 SMALL = ["train.epochs=1", "train.save_every_steps=null", "train.choose_share=0.2"]
 
@@ -53,17 +54,29 @@ def command(folder: Path) -> list[str]:
 
 def row_of(folder: Path) -> str:
     """The run's line in the table of scores."""
-    table_glue.main(["--runs", str(folder / "runs"), "--rates", str(folder / "rates"), "--out", str(folder / "cards")])
+    study.main(
+        [
+            "page",
+            "glue",
+            "--runs",
+            str(folder / "runs"),
+            "--rates",
+            str(folder / "rates"),
+            "--out",
+            str(folder / "cards"),
+        ]
+    )
     page = (folder / "cards/README.md").read_text()
     return next(line for line in page.splitlines() if line.startswith("| adapters_seq_bn |"))
 
 
-@pytest.mark.parametrize("task", sweep_glue.TASKS)
+@pytest.mark.parametrize("task", load("glue").tasks)
 def test_data_and_optimisation_are_those_of_the_sweep(task: str) -> None:
     file = str(RECIPES / f"configs/glue/{task}_adapter.yaml")
     given, *overrides = adapters_glue.arguments([file, "data.dir=x"])
     mine = load_config(adapters_glue.AdaptersConfig, given, overrides)
-    lora = [*sweep_glue.RECIPE, *sweep_glue.METHODS["lora_r8"], "data.dir=x"]
+    known = load("glue").tasks[task].methods["lora_r8"]
+    lora = [*(each for each in known if not each.startswith("train.learning_rate=")), "data.dir=x"]
     theirs = load_config(FinetuneConfig, file, lora)
     for section in ("model", "data", "train", "augment"):
         assert dataclasses.asdict(getattr(mine, section)) == dataclasses.asdict(getattr(theirs, section))

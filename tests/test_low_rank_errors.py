@@ -31,7 +31,7 @@ sys.path.append(str(RECIPES))
 from lib import training
 from lib.config import load_config
 from lib.loop import train_step
-from papers import table_lowrank
+from papers import study
 from papers.lib.cifar_resnet import CifarResNet
 from papers.lib.lowrank_model import init_errors, low_rank_model, rebuilt_errors
 from papers.lib.lowrank_settings import LowRankConfig, LowRankMethod
@@ -202,7 +202,7 @@ def test_from_stored_runs_to_errors_and_the_page(tmp_path: Path) -> None:
     assert (out / "error.png").stat().st_size > 10_000
 
     page = ["--runs", str(tmp_path / "none"), "--out", str(runs), "--errors", str(out / "metrics.json")]
-    assert table_lowrank.main(page) == 0
+    assert study.main(["page", "lowrank", *page]) == 0
     lines = (runs / "README.md").read_text().splitlines()
     # ws_nkp minus spectral, weight decay: 5, 6, 4; Student's t of two degrees of freedom is 4.30.
     assert "| ws_nkp above spectral | +5.0 ± 0.6 (3) | holds |" in lines
@@ -212,7 +212,9 @@ def test_from_stored_runs_to_errors_and_the_page(tmp_path: Path) -> None:
     assert any(line.startswith(f"- all runs: {found['all runs']['value']:+.2f} (") for line in lines)
     assert (runs / "cifar10_error.png").stat().st_size > 10_000
     # Without errors, the page is there and has no such section.
-    assert table_lowrank.main([*page[:-1], str(tmp_path / "nothing.json")]) == 0
+    assert study.main(["page", "lowrank", *page[:-1], str(tmp_path / "nothing.json")]) == 0
     assert "| ws_nkp | 0.250 |" in (runs / "README.md").read_text()  # that of the report itself
-    with pytest.raises(SystemExit, match=r"no reports in .*nowhere.jsonl .*; run recipes/papers/sweep_lowrank.py"):
+    with pytest.raises(
+        SystemExit, match=r"no reports in .*nowhere.jsonl .*; start: python recipes/papers/study.py run lowrank"
+    ):
         main(["--runs", str(tmp_path / "nowhere"), "--output", str(out)])

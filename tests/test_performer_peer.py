@@ -25,9 +25,9 @@ sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
 from lib.config import load_config
-from papers import sweep_lra
 from papers.lib.lra_model import LongRangeClassifier, build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, PerformerSection
+from papers.lib.study import load
 from papers.programs import train_lra
 
 from snnk_peft.errors import ConfigError
@@ -252,8 +252,8 @@ def test_without_the_library_the_run_says_what_to_install(
 
 def test_its_settings_are_strict_and_the_sweep_names_as_many_features_as_ours_has() -> None:
     base = {"task": "listops", "output": {"dir": "x"}}
-    config = load_config(LongRangeConfig, base, sweep_lra.METHODS["performer_pytorch"])
-    ours = load_config(LongRangeConfig, base, sweep_lra.METHODS["posrf_orf"])
+    config = load_config(LongRangeConfig, base, load("lra").tasks["listops"].methods["performer_pytorch"])
+    ours = load_config(LongRangeConfig, base, load("lra").tasks["listops"].methods["posrf_orf"])
     assert config.method.performer.nb_features == ours.method.snnk_config(0).attention.num_features
     assert config.method.label() == "performer_pytorch"
     assert config.method.snnk_config(0) is None

@@ -30,10 +30,12 @@ from glue_files import sentences, write_task
 from lib import training
 from lib.checkpoint import list_checkpoints
 from lib.config import load_config
-from papers import sweep_kernels, table_kernels
+from papers import study
 from papers.lib import sweep
 from papers.lib.masked_model import build_masked, with_attention
 from papers.lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tokenizer
+from papers.lib.study import load
+from papers.pages import kernels as kernels_page
 from papers.programs import finetune_kernel, pretrain_mlm
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification
@@ -354,12 +356,12 @@ def test_from_runs_to_the_page(
     asked = [*SMALL, "train.steps=2", "train.eval_every=2", "finetune.data.max_length=32"]
     asked += ["--data", str(data), "--text", "wikitext", "--out", str(out), "--tasks", "rte", "--seeds", "0", "1"]
     asked += ["--methods", "softmax", "posrf_generative"]
-    assert sweep_kernels.main(asked) == 0
+    assert study.main(["run", "kernels", *asked]) == 0
     capsys.readouterr()
-    assert sweep_kernels.main(asked) == 0
+    assert study.main(["run", "kernels", *asked]) == 0
     again = capsys.readouterr().out
     assert again.count("1 runs, 1 finished") == again.count("2 runs, 2 finished") == 2
-    assert table_kernels.main(["--runs", str(out), "--out", str(page)]) == 0
+    assert study.main(["page", "kernels", "--runs", str(out), "--out", str(page)]) == 0
     text = (page / "README.md").read_text()
     assert str(tmp_path) not in text
     reports = [stored(page)["rte", "posrf_generative", seed] for seed in (0, 1)]
@@ -370,14 +372,14 @@ def test_from_runs_to_the_page(
     before = stored(page)["pretraining", "posrf_generative", 0]
     assert f"| posrf_generative | {100 * before['masked_accuracy']:.1f} (1) | " in text
     assert f"| {before['loss']:.3f} | {before['loss_without_context']:.3f} | 2 |" in text
-    assert table_kernels.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
+    assert study.main(["page", "kernels", "--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
     assert (page / "README.md").read_text() == text
     # What the page holds is not run again; one report less, and its pretraining is, for the model that it starts from.
     elsewhere = ["--out", str(tmp_path / "elsewhere"), "--stored", str(page)]
-    assert sweep_kernels.main([*asked, *elsewhere]) == 0
+    assert study.main(["run", "kernels", *asked, *elsewhere]) == 0
     assert not list((tmp_path / "elsewhere").glob("*/*/*"))
     drop_run(page, "rte", "softmax", 1)
-    assert sweep_kernels.main([*asked, *elsewhere]) == 0
+    assert study.main(["run", "kernels", *asked, *elsewhere]) == 0
     ran = {"/".join(file.parts[-4:-1]) for file in (tmp_path / "elsewhere").glob("*/*/*/metrics.json")}
     assert ran == {"pretraining/softmax/seed0", "rte/softmax/seed1"}
 
@@ -388,24 +390,24 @@ def test_the_papers_figures_are_rows_of_their_own() -> None:
     report |= {"examples": {"train": 5}, "processor_seconds_per_epoch": 2.0}  # type: ignore[dict-item]
     table: Any = {
         task: {"softmax": [report | {"metrics": dict.fromkeys(names, 0.25)}]}
-        for task, names in table_kernels.METRICS.items()
+        for task, names in kernels_page.METRICS.items()
     }
-    text = table_kernels.render(table)
+    text = kernels_page.render(table)
     assert "| softmax | 25.0 / 25.0 (1) | 25.0 (1) | 25.0 (1) | 25.0 / 25.0 (1) |" in text
     assert "| *the paper's GMM-PRF* | *71/82* | *59* | *21* | – |" in text
-    assert text.count("| *the paper's ") == len(table_kernels.PAPER)
+    assert text.count("| *the paper's ") == len(kernels_page.PAPER)
 
 
 def test_every_method_is_a_setting_of_the_recipe() -> None:
     labels = {
         pretrain_mlm.PretrainMasked(load_config(pretrain_mlm.MaskedConfig, CONFIG, given)).method
-        for given in sweep_kernels.METHODS.values()
+        for given in load("kernels").tasks["pretraining"].methods.values()
     }
     assert labels == {"softmax", "posrf-gmm", "posrf-fastfood_learned", "posrf-generative", "posrf-orf"}
 
 
 def test_a_sweep_says_which_folder_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        sweep_kernels.main(["--data", str(tmp_path), "--text", "imdb"])
+        study.main(["run", "kernels", "--data", str(tmp_path), "--text", "imdb"])
     assert stop.value.code == 2
     assert "has no folder glue and none imdb" in capsys.readouterr().err

@@ -53,7 +53,7 @@ from lib.models import dropout_settings, load_pretrained
 from lib.schedule import learning_rate
 from lib.settings import FinetuneConfig, TrainSection
 from lib.task_settings import RECIPE_OF
-from papers import sweep_glue, table_glue
+from papers import study
 from papers.lib.sweep import Run, time_left
 
 evaluate, bundle = recipe("score"), recipe("bundle")
@@ -823,7 +823,7 @@ def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
         file.write_text(json.dumps(report(score, 100 if task == "rte" else 200, seed)))
     arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]
     arguments += ["--rates", str(tmp_path / "rates")]
-    assert table_glue.main(arguments) == 0
+    assert study.main(["page", "glue", *arguments]) == 0
     page = (tmp_path / "cards/README.md").read_text()
     assert "| snnk_relu16 | 65.0 | 85.0 | 75.0 | 74,498 |" in page
     assert "| lora_r8 | 62.0 ± 2.0 (2) | – | – | 74,498 |" in page
@@ -833,9 +833,9 @@ def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
     assert ("rte", "lora_r8", 1) in stored(tmp_path / "cards")
     assert (tmp_path / "cards/scores.png").read_bytes().startswith(b"\x89PNG")
     # The stored files alone give the same page.
-    assert table_glue.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
+    assert study.main(["page", "glue", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
     assert (tmp_path / "cards/README.md").read_text() == page
-    assert table_glue.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
+    assert study.main(["page", "glue", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
 
 
 def test_the_time_left_is_estimated_from_like_runs() -> None:
@@ -856,14 +856,14 @@ def test_a_sweep_runs_skips_and_resumes(
         *("output.tensorboard=false", "output.save_model=false"),
         *("--out", str(tmp_path), "--tasks", "rte", "--methods", "lora_r8", "pooler_cos", "--seeds", "0"),
     ]
-    assert sweep_glue.main(arguments) == 0
+    assert study.main(["run", "glue", *arguments]) == 0
     assert "0 runs left" in capfd.readouterr().out
     reports = {file.parts[-3]: json.loads(file.read_text()) for file in tmp_path.glob("*/*/*/metrics.json")}
     assert reports["pooler_cos"]["config"]["method"]["pooler"] == {"component": "cos"}
     assert reports["pooler_cos"]["config"]["method"]["adapter"] is None
     assert reports["lora_r8"]["method"] == "lora"
     (tmp_path / "rte/lora_r8/seed0/metrics.json").unlink()  # as if it had been killed near its end
-    assert sweep_glue.main(arguments) == 0
+    assert study.main(["run", "glue", *arguments]) == 0
     output = capfd.readouterr().out
     assert "2 runs, 1 finished" in output
     assert "rte/lora_r8/seed0 (resumed)" in output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
@@ -20,6 +19,7 @@ sys.path.append(str(RECIPES))
 
 import yaml  # noqa: E402
 from papers import run_experiments  # noqa: E402
+from papers.lib.study import load  # noqa: E402
 
 from tests.stored_runs import put_run, stored  # noqa: E402
 
@@ -78,16 +78,9 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
         ["attention.py", "--output", str(results / "benchmarks/results/attention/begun.json")],
         ["lowrank_init.py", "--resume", "--output", str(results / "benchmarks/results/lowrank_init/begun.json")],
     ]
-    assert [Path(words[0]).name for words in called[6:]] == [
-        "sweep_snnk.py",
-        "sweep_glue.py",
-        "sweep_uptraining.py",
-        "sweep_fmm.py",
-        "sweep_kernels.py",
-        "sweep_sparsity.py",
-        "sweep_draws.py",
-        "sweep_pairs.py",
-        "sweep_lra.py",
+    studies = ["snnk", "glue", "uptraining", "fmm", "kernels", "sparsity", "draws", "spectraformer", "lra"]
+    assert [[Path(words[0]).name, *words[1:3]] for words in called[6:]] == [
+        ["study.py", "run", name] for name in studies
     ]
     # Nobody needed any.
     assert [round(words[-1], 1) for words in called] == pytest.approx(
@@ -100,7 +93,9 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
     for several in (called[6], called[10], called[13]):
         assert several[several.index("--data") + 1] == str(tmp_path / "data")
         assert not any(str(word).startswith("data.dir=") for word in several)
-    assert [Path(words[0]).name for words in rendered] == [f"table_{name}.py" for name in (*PAGES, "papers")]
+    pages = [["study.py", "page", name] for name in studies]
+    assert [[Path(words[0]).name, *words[1:3]] for words in rendered[:-1]] == pages
+    assert Path(rendered[-1][0]).name == "table_papers.py"
     assert rendered[-1][1:] == ["--write", "--root", str(tmp_path / "mine")]
     # The README's table is of the repository's own pages.
     monkeypatch.setattr(run_experiments, "ROOT", tmp_path)
@@ -199,19 +194,6 @@ def test_what_reads_runs_is_measured_again_when_there_are_more(tmp_path: Path, m
     assert called() == [["low_rank_errors", "--runs", f"{reports}.jsonl", "--output", str(results / "low_rank_errors")]]
 
 
-PAGES = (
-    "snnk",
-    "glue",
-    "uptraining",
-    "fmm",
-    "kernels",
-    "sparsity",
-    "draws",
-    "lra",
-    "lra",
-)  # those of the pairs and those of the long runs
-
-
 @pytest.mark.parametrize("code", [143, -15])
 def test_what_was_stopped_has_not_failed(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """By its own word, or while it was still starting."""
@@ -245,7 +227,7 @@ def test_further_runs_have_the_settings_of_the_stored_ones(name: str) -> None:
     """Otherwise a page would mix runs that cannot be compared."""
     step = run_experiments.STEPS[name]
     task = {"kernels": "pretraining"}.get(name, step.options[1] if "--tasks" in step.options else None)
-    runs = {run: report for run, report in stored(CARDS / step.folder).items() if task in (None, run[0])}
+    runs = {run: report for run, report in stored(CARDS / step.study).items() if task in (None, run[0])}
     assert runs
     assert [each for run, report in runs.items() for each in differing(run, report, step.settings)] == []
 
@@ -253,10 +235,10 @@ def test_further_runs_have_the_settings_of_the_stored_ones(name: str) -> None:
 @pytest.mark.parametrize("name", ["snnk", "pairs", "fmm", "sparsity", "draws"])
 def test_stored_runs_are_those_of_their_sweep(name: str) -> None:
     step = run_experiments.STEPS[name]
-    tasks = importlib.import_module(f"papers.{step.sweep.removesuffix('.py')}").TASKS
+    tasks = load(step.study).tasks
     found = [
         (run, report, tasks[run[0]].methods[run[1]])
-        for run, report in stored(CARDS / step.folder).items()
+        for run, report in stored(CARDS / step.study).items()
         if run[0] in tasks and run[1] in tasks[run[0]].methods
     ]
     assert found

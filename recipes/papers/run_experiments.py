@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.tables import read_runs
+from papers.lib.reports import read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
@@ -38,18 +38,14 @@ class Step(NamedTuple):
     """A sweep and its page.
 
     Args:
-        sweep: program in recipes/.
-        table: program in recipes/.
-        folder: below runs and model_cards.
+        study: its name, also below runs and model_cards.
         data: folder below `--data` that it cannot do without, given as data.dir; None if there is none.
         settings: of every run, before the options of the sweep.
         options: of the sweep.
         takes_data: it looks for several folders itself and is given `--data` as it is, where there is one.
     """
 
-    sweep: str
-    table: str
-    folder: str
+    study: str
     data: str | None = None
     settings: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -92,7 +88,7 @@ REVIEWS += ("train.batch_size=16", "train.eval_every=200", "model.attention_drop
 REVIEWS += ("data.max_validation_samples=500", "data.max_test_samples=4000")
 LONG = ("softmax", "posrf_orf", "posrf_mm", "saderf_orf", "posrf_fastfood_learned")
 SMALL_PICTURES = ("train.epochs=8", "train.batch_size=50", "data.max_train_samples=2500", "data.max_eval_samples=2000")
-# A part of the grid, one or two minutes a run: all of it is `sweep_uptraining.py`.
+# A part of the grid, one or two minutes a run: all of it is the study.
 UPTRAINING = ("train.epochs=2", "data.max_train_samples=2000")
 UPTRAINED = (
     *("--tasks", "mrpc", "--methods", "full", *(f"top{k}_m8_{start}" for k in (3, 6) for start in ("paper", "fitted"))),
@@ -104,16 +100,16 @@ KERNELS += ("finetune.data.max_length=64", "finetune.data.max_train_samples=2000
 # The paper's mixtures, over positive and trigonometric features, and what does not learn.
 SPARSITY = ("--tasks", "sparsity_10", "sparsity_90", "--methods", "softmax", "posrf_orf", "posrf_gmm", "trigrf_gmm")
 STEPS = {
-    "snnk": Step("sweep_snnk.py", "table_snnk.py", "snnk", takes_data=True),
-    "glue": Step("sweep_glue.py", "table_glue.py", "glue", "glue"),
-    "uptraining": Step("sweep_uptraining.py", "table_uptraining.py", "uptraining", "glue", UPTRAINING, UPTRAINED),
-    "lowrank": Step("sweep_lowrank.py", "table_lowrank.py", "lowrank", "cifar10", SMALL_PICTURES),
-    "fmm": Step("sweep_fmm.py", "table_fmm.py", "fmm"),
-    "kernels": Step("sweep_kernels.py", "table_kernels.py", "kernels", "glue", KERNELS, takes_data=True),
-    "sparsity": Step("sweep_sparsity.py", "table_sparsity.py", "sparsity", options=SPARSITY),
-    "draws": Step("sweep_draws.py", "table_draws.py", "draws"),
-    "pairs": Step("sweep_pairs.py", "table_lra.py", "spectraformer", takes_data=True),
-    "text": Step("sweep_lra.py", "table_lra.py", "lra", "imdb", REVIEWS, ("--tasks", "text", "--methods", *LONG)),
+    "snnk": Step("snnk", takes_data=True),
+    "glue": Step("glue", "glue"),
+    "uptraining": Step("uptraining", "glue", UPTRAINING, UPTRAINED),
+    "lowrank": Step("lowrank", "cifar10", SMALL_PICTURES),
+    "fmm": Step("fmm"),
+    "kernels": Step("kernels", "glue", KERNELS, takes_data=True),
+    "sparsity": Step("sparsity", options=SPARSITY),
+    "draws": Step("draws"),
+    "pairs": Step("spectraformer", takes_data=True),
+    "text": Step("lra", "imdb", REVIEWS, ("--tasks", "text", "--methods", *LONG)),
 }
 PROGRAMS = {
     "pointwise": Program("papers/programs/pointwise.py"),
@@ -192,9 +188,10 @@ def every(arguments: argparse.Namespace) -> int:
         if code not in (0, nothing):
             failed.append(f"{program} (exit code {code})")
 
-    for table, folder in dict.fromkeys((step.table, step.folder) for step in steps.values()):
+    for study in (step.study for step in steps.values()):
         # 2: no run has finished yet, which it said.
-        rendered(table, "--runs", str(arguments.runs / folder), "--out", str(cards / folder), nothing=2)
+        places = ("--runs", str(arguments.runs / study), "--out", str(cards / study))
+        rendered("study.py", "page", study, *places, nothing=2)
     for name, program in BEHIND.items():
         if name in arguments.only and (words := measuring(name, program, arguments)):
             rendered(program.file.removeprefix("papers/"), *words[2:])
@@ -260,12 +257,22 @@ def command(step: Step, arguments: argparse.Namespace) -> list[str]:
     given = [*step.settings, *arguments.set]
     if step.data is not None and not step.takes_data:
         given.append(f"data.dir={arguments.data / step.data}")
-    stored = arguments.into / "model_cards" / f"{step.folder}.jsonl"
-    options = ["--out", str(arguments.runs / step.folder), "--stored", str(stored)]
+    stored = arguments.into / "model_cards" / f"{step.study}.jsonl"
+    options = ["--out", str(arguments.runs / step.study), "--stored", str(stored)]
     if step.takes_data and arguments.data is not None:
         options += ["--data", str(arguments.data)]
     seeds = [str(seed) for seed in arguments.seeds]
-    return [sys.executable, str(RECIPES / "papers" / step.sweep), *given, *options, *step.options, "--seeds", *seeds]
+    return [
+        sys.executable,
+        str(RECIPES / "papers/study.py"),
+        "run",
+        step.study,
+        *given,
+        *options,
+        *step.options,
+        "--seeds",
+        *seeds,
+    ]
 
 
 def timed(words: Sequence[str], seconds: float) -> int:

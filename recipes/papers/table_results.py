@@ -17,9 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.tables import grid, read_reports, spread
+from lib.tables import grid, spread
 
-from papers.table_glue import NAMES, on_plateau, rank, read_table
+from papers.lib.reports import read_reports
+from papers.pages.glue import NAMES, in_order, on_plateau, rank
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = (("4x512", "512"), ("1x2048", "2,048"))  # shapes of convert_sst2.py
@@ -122,8 +123,8 @@ def render(root: Path) -> str:
         ["training step beside LoRA's (time, memory), MiniLM, 32 × 128 tokens", step["metrics"], STEP],
         ["the same, a Llama of 4 layers × 512", step["llama"], STEP],
         ["SNNK adapters, ViT-S/16, 8 pictures of 224 × 224", vision, "`benchmarks/vision_step.py`"],
-        ["GLUE dev average, MiniLM", glue(root), "`table_glue.py`"],
-        ["the same on a GPU", glue(root, "glue_gpu"), "`table_glue.py --out model_cards/glue_gpu`"],
+        ["GLUE dev average, MiniLM", glue(root), "`study.py page glue`"],
+        ["the same on a GPU", glue(root, "glue_gpu"), "`study.py page glue --out model_cards/glue_gpu`"],
         [
             "heads in closed form beside LoRA, MiniLM",
             heads_beside_lora(benchmark("head_beside_lora")),
@@ -136,7 +137,7 @@ def render(root: Path) -> str:
         exported(benchmark("export_latency")["rows"]),
         [heads, faster, "`benchmarks/attention.py`"],
         ["a token behind 8,192 others, two-layer Llama", token, "`benchmarks/attention.py`"],
-        ["Long Range Arena, test accuracy after 15 CPU minutes each", long_range(root), "`table_lra.py`"],
+        ["Long Range Arena, test accuracy after 15 CPU minutes each", long_range(root), "`study.py page lra`"],
         *low_rank(benchmark("lowrank_init"), benchmark("lowrank_speed"), benchmark("lowrank_compress")),
     ]
     return "\n".join(grid(["what", "result", "measured by recipes/"], rows)).replace("---:", "---")
@@ -217,7 +218,7 @@ def glue(root: Path, page: str = "glue") -> str:
         root: of the repository.
         page: folder of the reports in model_cards.
     """
-    table = read_table(root / "model_cards" / page)
+    table = in_order(read_reports(root / "model_cards" / page, "glue"))
     methods = sorted({method for row in table.values() for method in row}, key=rank)
     common = list(table)
     parts = []
@@ -255,7 +256,7 @@ def long_range(root: Path) -> str:
     from snnk_peft.errors import ConfigError
 
     parts = []
-    for task, row in sorted(read_reports(root / "model_cards/lra", "recipes/papers/sweep_lra.py").items()):
+    for task, row in sorted(read_reports(root / "model_cards/lra", "lra").items()):
         scores = {name: 100 * spread(cell, "accuracy")[0] for name, cell in row.items()}
         if not scores.keys() > {"softmax"}:
             continue
@@ -264,7 +265,7 @@ def long_range(root: Path) -> str:
         parts.append(f"{task}: softmax {softmax:.1f}, best of {len(scores)} linear ones ({best}) {scores[best]:.1f}")
     if not parts:
         raise ConfigError(
-            "model_cards/lra has no task with softmax and a linear attention; run recipes/papers/sweep_lra.py"
+            "model_cards/lra has no task with softmax and a linear attention; python recipes/papers/study.py run lra"
         )
     return "; ".join(parts)
 

@@ -6,10 +6,11 @@ import contextlib
 import statistics
 from collections.abc import Callable
 
-from lib.tables import by_model, mean_and_error
+from lib.tables import mean_and_error
 
 from papers.claims.lecture import memory
 from papers.claims.spectraformer import EXPRESSIONS, LONGER, LRA, REVIEWS, on_pages
+from papers.lib.reports import by_model
 from papers.lib.verdicts import (
     DIRECTION,
     FAILS,
@@ -62,7 +63,7 @@ def beside_softmax(store: Store) -> Measured:
 
 def _steps(store: Store, method: str, level: float = 0.9) -> dict[str, dict[int, int]]:
     """task -> seed -> steps to that accuracy, all steps where a run never had it."""
-    from papers.table_sparsity import steps_to
+    from papers.pages.sparsity import steps_to
 
     found = {}
     for task in ("sparsity_10", "sparsity_90"):
@@ -155,7 +156,7 @@ CLAIMS = [
         beside_softmax,
         "3 layers, 300 wide, IMDb, 10 CPU minutes; 2,000 examples of MRPC, RTE, CoLA, STS-B",
         "model_cards/kernels",
-        "papers/sweep_kernels.py --data DATA",
+        "papers/study.py run kernels --data DATA",
     ),
     Claim(
         "Fig. 4",
@@ -182,7 +183,7 @@ CLAIMS = [
         voting,
         "sums over 50 pairs, 10 draws of a model",
         "model_cards/draws",
-        "papers/sweep_draws.py",
+        "papers/study.py run draws",
     ),
     Claim(
         "Fig. 6",
@@ -191,7 +192,7 @@ CLAIMS = [
         positive_with_sparsity,
         "100 pairs, steps to 90 % right",
         "model_cards/sparsity",
-        "papers/sweep_sparsity.py",
+        "papers/study.py run sparsity",
     ),
     Claim(
         "Fig. 6",
@@ -200,6 +201,6 @@ CLAIMS = [
         trigonometric_with_sparsity,
         "100 pairs, steps to 90 % right",
         "model_cards/sparsity",
-        "papers/sweep_sparsity.py",
+        "papers/study.py run sparsity",
     ),
 ]

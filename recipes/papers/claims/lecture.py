@@ -82,7 +82,7 @@ def fourier(store: Store) -> Measured:
     return Measured(ours, HOLDS if abs(found / theory - 1) < 0.25 else FAILS)
 
 
-FMM, SWEEP, BENCH = "model_cards/fmm", "papers/sweep_fmm.py", "recipes/benchmarks/results/attention"
+FMM, SWEEP, BENCH = "model_cards/fmm", "papers/study.py run fmm", "recipes/benchmarks/results/attention"
 CLAIMS = [
     Claim(
         "Linear attention",

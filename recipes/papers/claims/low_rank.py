@@ -11,10 +11,10 @@ TASK = "cifar10"
 
 
 def compared(start: str, least: float) -> Callable[[Store], Measured]:
-    """The measurement of a claim that table_lowrank.py compares, by how its name there begins."""
+    """The measurement of a claim that pages/lowrank.py compares, by how its name there begins."""
 
     def measure(store: Store) -> Measured:
-        from papers.table_lowrank import comparisons
+        from papers.pages.lowrank import comparisons
 
         row = {name: list(store.reports("lowrank", TASK, name).values()) for name in store.methods("lowrank", TASK)}
         for claim, values in comparisons(row):
@@ -59,7 +59,7 @@ def optimised(store: Store) -> Measured:
     return Measured(ours, HOLDS if better == len(risks) else DIRECTION if 2 * better > len(risks) else FAILS)
 
 
-SWEEP, PAGE = "papers/sweep_lowrank.py data.dir=DATA/cifar10", "model_cards/lowrank"
+SWEEP, PAGE = "papers/study.py run lowrank data.dir=DATA/cifar10", "model_cards/lowrank"
 SCALE = "ResNet-20, CIFAR-10, 2,500 images, 8 epochs, rank scales .05 and .1"
 INIT = "recipes/benchmarks/results/lowrank_init"
 CLAIMS = [

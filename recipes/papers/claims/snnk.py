@@ -134,7 +134,7 @@ def bottlenecks(store: Store) -> Measured:
 
 def poolers(store: Store, better: str, worse: str, least: float) -> Measured:
     """F1 on MRPC of one pooler above another; not testable while both hardly beat the same answer to all."""
-    from papers.table_uptraining import CONSTANT
+    from papers.pages.uptraining import CONSTANT
 
     found = gain(store.differences("uptraining", "mrpc", better, worse, "metrics.f1", 100).values(), least)
     means = [
@@ -207,7 +207,7 @@ def pictures(store: Store) -> Measured:
     return beside(store, "vision", [(task, task, "snnk_relu8", "lora_r4") for task in ("cifar10", "digits")])
 
 
-SNNK, UPTRAINING = "papers/sweep_snnk.py --data DATA", "papers/sweep_uptraining.py data.dir=DATA/glue"
+SNNK, UPTRAINING = "papers/study.py run snnk --data DATA", "papers/study.py run uptraining data.dir=DATA/glue"
 COUNTS = "recipes/papers/programs/results/parameter_tables"
 CLAIMS = [
     Claim(
@@ -280,7 +280,7 @@ CLAIMS = [
         beside_lora("snnk_relu16"),
         "MiniLM-L6, the same tasks; on a GPU ([glue_gpu](../model_cards/glue_gpu/)) other seeds too",
         "model_cards/glue",
-        "papers/sweep_glue.py data.dir=DATA/glue",
+        "papers/study.py run glue data.dir=DATA/glue",
     ),
     Claim(
         "not in the paper",
@@ -289,7 +289,7 @@ CLAIMS = [
         beside_lora("rows6_fitted_head"),
         "MiniLM-L6, the same tasks; on a GPU ([glue_gpu](../model_cards/glue_gpu/)) other seeds too",
         "model_cards/glue",
-        "papers/sweep_glue.py data.dir=DATA/glue",
+        "papers/study.py run glue data.dir=DATA/glue",
     ),
     Claim(
         "Table 1",
@@ -361,6 +361,6 @@ CLAIMS = [
         pictures,
         "small ViTs",
         "model_cards/vision",
-        "papers/sweep_vision.py",
+        "papers/study.py run vision",
     ),
 ]

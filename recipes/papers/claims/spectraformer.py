@@ -192,7 +192,10 @@ def estimates(store: Store) -> Measured:
     return Measured(ours, HOLDS if worse == 0 else FAILS if worse == len(drawn) else DIRECTION)
 
 
-LRA, BENCH = "papers/sweep_pairs.py --data DATA", "benchmarks/attention.py --sections pairs; gpu.py --steps pairs"
+LRA, BENCH = (
+    "papers/study.py run spectraformer --data DATA",
+    "benchmarks/attention.py --sections pairs; gpu.py --steps pairs",
+)
 FORMED = "softmax, weights formed"  # of benchmarks/attention.py
 STEP = "training step of two texts of 4,000 characters; on the GPU 32"
 EXPRESSIONS = "expressions of 50 to 250 tokens, half a CPU minute a run"

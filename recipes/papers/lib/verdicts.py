@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lib.tables import Run, mean_and_error, read_runs
+from lib.tables import mean_and_error
+
+from papers.lib.reports import Run, read_runs
 
 HOLDS, DIRECTION, FAILS, UNTESTED = "holds", "holds in direction", "does not hold", "not testable here"
 VERDICTS = (HOLDS, DIRECTION, FAILS, UNTESTED)

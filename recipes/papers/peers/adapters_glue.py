@@ -1,4 +1,4 @@
-"""Train bottleneck adapters of AdapterHub's library `adapters` on a GLUE task, by the very recipe of sweep_glue.py.
+"""Train bottleneck adapters of AdapterHub's library `adapters` on a GLUE task, by the very recipe of the study glue.
 
     python -m venv adapters-env
     adapters-env/bin/pip install -r recipes/papers/peers/adapters-requirements.txt
@@ -18,9 +18,9 @@ classifier's 770 it is 58,442 and 60,746 that are trained. Ours has 66,050, LoRA
 
 Everything but the adapters is that of recipes/finetune.py: data, held-back rows, schedule, optimizer, loop,
 checkpoints, `--resume`, metrics.json. Where transformers is older than this package needs, modules of the package are
-imported without its `__init__`, and only those that work with it. papers/table_glue.py shows the runs as further
+imported without its `__init__`, and only those that work with it. The page of glue shows the runs as further
 rows; environment.json has the versions, metrics.json that of adapters. The rate is that of the settings file
-(train.learning_rate): recipes/papers/tune_glue.py has not looked for a better one.
+(train.learning_rate): the study glue_rates has not looked for a better one.
 """
 
 # Imports follow the paths and the package that they need.
@@ -62,7 +62,7 @@ from lib.config import option
 from lib.experiment import Data, Finished
 from lib.launch import launch
 from lib.settings import FinetuneConfig
-from papers.sweep_glue import RECIPE
+from papers.lib.study import entries
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +138,11 @@ class AdapterHub(Finetuning):
 def arguments(given: list[str]) -> list[str]:
     """The command line with the recipe of the sweep in front of its settings, which may replace it."""
     file = next((place for place, text in enumerate(given) if not text.startswith("-")), None)
-    return given if file is None else [given[file], *RECIPE, f"method.name={BESIDE}", *given[:file], *given[file + 1 :]]
+    return (
+        given
+        if file is None
+        else [given[file], *entries("glue")["settings"], f"method.name={BESIDE}", *given[:file], *given[file + 1 :]]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

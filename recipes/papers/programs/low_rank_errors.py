@@ -2,7 +2,7 @@
 
 python recipes/papers/programs/low_rank_errors.py
 
-Takes the finished runs of papers/sweep_lowrank.py (model_cards/lowrank.jsonl) and builds each one's start again from
+Takes the finished runs of the study lowrank (model_cards/lowrank.jsonl) and builds each one's start again from
 its settings: dense network, seed, initialisation and rank scale decide it, so nothing is trained. The error of a start
 is E‖f(UVᵀx) − f(Wx)‖² / E‖f(Wx)‖² for x ~ N(0, I), exact, a mean over the layers; the paper plots the excess over the
 least possible one, for WS-NKP stopped early and late at one rank scale, three runs each. Writes metrics.json and
@@ -26,13 +26,13 @@ from lib.files import write_json
 from lib.lock import hold
 from lib.plots import scatter_panels
 from lib.run_folder import environment
-from lib.tables import read_reports
 from lib.terminal import show_table
 from rich.console import Console
 from rich.progress import track
 
 from papers.lib.lowrank_model import rebuilt_errors
 from papers.lib.lowrank_settings import LowRankConfig
+from papers.lib.reports import read_reports
 from papers.lib.start_errors import AXES, correlations_of, in_words, panels, row_of
 from snnk_peft.errors import ConfigError
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = options().parse_args(argv)
     hold(arguments.output)
     try:
-        table = read_reports(arguments.runs, "recipes/papers/sweep_lowrank.py and table_lowrank.py")
+        table = read_reports(arguments.runs, "lowrank")
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
     reports = [
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     ]
     if not reports:
         raise SystemExit(
-            f"error: {arguments.runs} holds dense networks alone; run recipes/papers/sweep_lowrank.py first"
+            f"error: {arguments.runs} holds dense networks alone; python recipes/papers/study.py run lowrank"
         )
     known: dict[str, float] = {}  # decay changes nothing at the start
     rows = []

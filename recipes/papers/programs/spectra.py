@@ -32,10 +32,11 @@ import torch
 from lib.guard import guarded
 from lib.plots import eigenvalue_panels
 from lib.run_folder import environment
-from lib.tables import by_model, grid
+from lib.tables import grid
 from lib.terminal import bar, show_table
 
 from papers.lib.measured_page import measured_page, page_options
+from papers.lib.reports import by_model
 from papers.lib.runs import load_folder
 from papers.lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, spectra
 from snnk_peft.errors import ConfigError

@@ -1,26 +1,16 @@
-"""Render the Long Range Arena table from the runs' metrics.json files, and keep these as lines.
-
-    python recipes/papers/table_lra.py                                  (runs/lra -> model_cards/lra)
-    python recipes/papers/table_lra.py --runs path/to/sweep --out path/to/folder
-
-Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and OUT/accuracy.png
-from all lines. Without runs, the page is rendered again from the stored lines alone.
-"""
+"""The page of the Long Range Arena, and of the pairs of Spectraformer on it."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from lib import tables
-from lib.tables import Table, collect, grid, mean_in_words, read_reports, spread, standard_error
+from lib.tables import grid, mean_in_words, spread, standard_error
 
 from papers.lib import printed_pairs
+from papers.lib.reports import Table
 
 # What a reader must know before comparing two numbers: settings that a table may mix.
 CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -43,22 +33,13 @@ CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 nothing to render."""
-    return tables.main(__doc__, "lra", write, argv)
-
-
-def write(runs: Path, out: Path) -> None:
-    """Store the reports, then render page and figure."""
-    from lib.files import write_text
+def page(table: Table, out: Path) -> tuple[str, list[str]]:
+    """The page, and the names of the figures that are drawn beside it."""
     from lib.plots import score_rows
 
-    copied = collect(runs, out)
-    table = read_reports(out, "recipes/papers/sweep_lra.py")
-    write_text(out / "README.md", render(table))
     bars = {task: {name: spread(cell, "accuracy") for name, cell in row.items()} for task, row in table.items()}
     score_rows(bars, out / "accuracy.png", "Long Range Arena", "test accuracy")
-    print(f"{copied} new or changed reports; wrote {out / 'README.md'} and accuracy.png")
+    return render(table), ["accuracy.png"]
 
 
 def render(table: Table) -> str:
@@ -66,7 +47,7 @@ def render(table: Table) -> str:
     lines = [
         "# Long Range Arena, trained from scratch",
         "",
-        "Rendered by `papers/table_lra.py` from the `.jsonl` beside this folder; every line holds the settings and",
+        "Rendered by `study.py page lra` from the `.jsonl` beside this folder; every line holds the settings and",
         "the environment of its run. Test accuracy in percent of the checkpoint that is best on validation data;",
         "mean ± standard error over seeds. Times and steps are those of training, without evaluations. Peak memory",
         "is that of the process (on a GPU: of its tensors): with the data loaded, before training → at the end. A",
@@ -181,7 +162,3 @@ def _row(name: str, cell: list[dict[str, Any]]) -> list[str]:
         f"{megabytes[0]:,.0f} → {megabytes[1]:,.0f}",
         f"{mean('total_parameters'):,.0f}",
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,23 +1,14 @@
-"""Render the page of the SNNK paper's smaller experiments from the runs' metrics.json files, which are kept beside it.
-
-    python recipes/papers/table_snnk.py                                  (runs/snnk -> model_cards/snnk)
-    python recipes/papers/table_snnk.py --runs path/to/sweep --out path/to/folder
-
-Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md from all lines.
-Without runs, the page is rendered from the stored lines alone.
-"""
+"""The page of the smaller experiments of the SNNK paper."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.tables import grid, mean_in_words, spread
 
-from lib import tables
-from lib.tables import Table, collect, grid, mean_in_words, read_reports, spread
+from papers.lib.reports import Table
 
 # Task -> what it is, what its score is, and by what the score is multiplied on the page.
 TITLES = {
@@ -32,18 +23,9 @@ TITLES = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 nothing to render."""
-    return tables.main(__doc__, "snnk", write, argv)
-
-
-def write(runs: Path, out: Path) -> None:
-    """Store the reports, then render the page."""
-    from lib.files import write_text
-
-    copied = collect(runs, out)
-    write_text(out / "README.md", render(read_reports(out, "recipes/papers/sweep_snnk.py")))
-    print(f"{copied} new or changed reports; wrote {out / 'README.md'}")
+def page(table: Table, out: Path) -> tuple[str, list[str]]:
+    """The page, and the names of the figures that are drawn beside it."""
+    return render(table), []
 
 
 def render(table: Table) -> str:
@@ -51,7 +33,7 @@ def render(table: Table) -> str:
     lines = [
         "# Experiments of *Scalable Neural Network Kernels* at our scale",
         "",
-        "Rendered by `papers/table_snnk.py` from the `.jsonl` beside this folder, which `papers/sweep_snnk.py`",
+        "Rendered by `study.py page snnk` from the `.jsonl` beside this folder, which `study.py run snnk`",
         "wrote; every line holds settings and environment of its run. Mean ± standard error (number of seeds).",
     ]
     for task, (title, unit, factor) in TITLES.items():
@@ -115,7 +97,3 @@ def extra(reports: list[dict[str, Any]], task: str) -> str:
     if kind(task) == "two_bodies":
         return f"{spread(reports, 'largest_relative_error_of_an_energy')[0]:.2%}"
     return counts(reports, "bundled_parameters")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,22 +1,13 @@
-"""Render the page of image tasks from the runs' metrics.json files, and keep these as lines.
-
-    python recipes/papers/table_vision.py                                  (runs/vision -> model_cards/vision)
-    python recipes/papers/table_vision.py --runs path/to/sweep --out path/to/folder
-
-Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and a figure per task,
-OUT/<task>.png, from all lines. Without runs, the page is rendered from the stored lines alone.
-"""
+"""The page of image tasks."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.tables import grid, spread
 
-from lib import tables
-from lib.tables import Table, collect, grid, read_reports, spread
+from papers.lib.reports import Table
 
 # What the figures of a task do not say about the runs that are stored.
 NOTES = {
@@ -31,25 +22,14 @@ NOTES = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 nothing to render."""
-    return tables.main(__doc__, "vision", write, argv)
-
-
-def write(runs: Path, out: Path) -> None:
-    """Store the reports, then render page and figures."""
-    from lib.files import write_text
+def page(table: Table, out: Path) -> tuple[str, list[str]]:
+    """The page, and the names of the figures that are drawn beside it."""
     from lib.plots import score_points
 
-    copied = collect(runs, out)
-    table = read_reports(out, "recipes/papers/sweep_vision.py")
-    write_text(out / "README.md", render(table))
     for task, row in table.items():
         points = {name: (cell[0]["trainable_parameters"], *spread(cell, "score")) for name, cell in row.items()}
         score_points(points, out / f"{task}.png", task, "test accuracy")
-    print(
-        f"{copied} new or changed reports; wrote {out / 'README.md'} and {', '.join(f'{task}.png' for task in table)}"
-    )
+    return render(table), [f"{task}.png" for task in table]
 
 
 def render(table: Table) -> str:
@@ -57,7 +37,7 @@ def render(table: Table) -> str:
     lines = [
         "# Image tasks",
         "",
-        "Rendered by `papers/table_vision.py` from the `.jsonl` beside this folder; every line holds the settings and",
+        "Rendered by `study.py page vision` from the `.jsonl` beside this folder; every line holds the settings and",
         "the environment of its run. Accuracy on the test pictures in percent, after the last epoch unless `evaluated`",
         "says otherwise: mean ± standard deviation (number of seeds), then every seed.",
     ]
@@ -108,7 +88,3 @@ def cells(method: str, reports: list[dict[str, Any]]) -> list[str]:
         f"at {train['eval_every']}" if train["eval_every"] == "end" else f"best {train['eval_every']}",
         f"{min(report['seconds_per_epoch'] for report in reports):.1f}",
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

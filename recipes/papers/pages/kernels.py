@@ -1,24 +1,14 @@
-"""Render the page of pretraining and fine-tuning with learned kernels from the runs' metrics.json files.
-
-    python recipes/papers/table_kernels.py                                  (runs/kernels -> model_cards/kernels)
-    python recipes/papers/table_kernels.py --runs path/to/sweep --out path/to/folder
-
-Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md from all lines.
-Without runs, the page is rendered from the stored lines alone.
-"""
+"""The page of pretraining and fine-tuning with learned kernels."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.tables import grid, mean_in_words, spread
 
-from lib import tables
-from lib.tables import Table, collect, grid, mean_in_words, read_reports, spread
-
-from papers.sweep_kernels import PRETRAINING
+from papers.lib.reports import Table
+from papers.lib.study import PRETRAINING
 
 # Task -> the metrics that the paper prints of it, as they are called here.
 METRICS = {"mrpc": ("accuracy", "f1"), "rte": ("accuracy",), "cola": ("matthews_correlation",)}
@@ -35,18 +25,9 @@ PAPER = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 nothing to render."""
-    return tables.main(__doc__, "kernels", write, argv)
-
-
-def write(runs: Path, out: Path) -> None:
-    """Store the reports, then render the page."""
-    from lib.files import write_text
-
-    copied = collect(runs, out)
-    write_text(out / "README.md", render(read_reports(out, "recipes/papers/sweep_kernels.py")))
-    print(f"{copied} new or changed reports; wrote {out / 'README.md'}")
+def page(table: Table, out: Path) -> tuple[str, list[str]]:
+    """The page, and the names of the figures that are drawn beside it."""
+    return render(table), []
 
 
 def render(table: Table) -> str:
@@ -56,7 +37,7 @@ def render(table: Table) -> str:
     lines = [
         "# *Learning the Transformer Kernel*, Table 3, at our scale",
         "",
-        "Rendered by `papers/table_kernels.py` from the `.jsonl` beside this folder, which `papers/sweep_kernels.py`",
+        "Rendered by `study.py page kernels` from the `.jsonl` beside this folder, which `study.py run kernels`",
         "wrote; every line holds settings and environment of its run. Mean ± standard error (number of seeds), in",
         "percent.",
     ]
@@ -150,7 +131,3 @@ def _settings(task: str, row: dict[str, list[dict[str, Any]]]) -> list[str]:
     }
     seconds = [report["processor_seconds_per_epoch"] for report in reports]
     return [f"- {task}: {' or '.join(sorted(found))}; {min(seconds):.0f} to {max(seconds):.0f} CPU seconds per epoch"]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,30 +1,22 @@
-"""Render the page of low-rank training from the runs' metrics.json files, and keep these as lines.
+"""The page of low-rank training.
 
-    python recipes/papers/table_lowrank.py                                  (runs/lowrank -> model_cards/lowrank)
-    python recipes/papers/table_lowrank.py --runs path/to/sweep --out path/to/folder
-
-Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and figures per task,
-OUT/<task>.png and OUT/<task>_error.png, from all lines. Without runs, the page is rendered from the stored lines alone.
-Errors of the starts are in the lines or, for older ones, in what low_rank_errors.py found; without
-either, the page has none.
+Errors of the starts are in the lines or, for older ones, in what programs/low_rank_errors.py found; without either, the
+page has none.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.tables import grid, mean_and_error, spread, standard_error
 
-from lib import tables
-from lib.tables import Table, collect, grid, mean_and_error, read_reports, spread, standard_error
-
+from papers.lib.reports import Table
 from papers.lib.verdicts import interval
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ERRORS = ROOT / "recipes/papers/programs/results/low_rank_errors/metrics.json"
 DENSE, WEIGHT, FROBENIUS = "dense", "weight decay", "Frobenius decay"
 Report = dict[str, Any]
@@ -32,23 +24,17 @@ Report = dict[str, Any]
 Cells = dict[str, dict[tuple[float, str], list[Report]]]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 nothing to render."""
-    return tables.main(__doc__, "lowrank", write, argv, {"errors": (ERRORS, "metrics.json of low_rank_errors.py")})
+FURTHER = {"errors": (ERRORS, "metrics.json of programs/low_rank_errors.py")}
 
 
-def write(runs: Path, out: Path, errors: Path = ERRORS) -> None:
-    """Store the reports, then render page and figures."""
-    from lib.files import write_text
+def page(table: Table, out: Path, errors: Path = ERRORS) -> tuple[str, list[str]]:
+    """The page, and the names of the figures that are drawn beside it."""
     from lib.plots import scatter_panels, score_panels
 
     from papers.lib.start_errors import AXES
     from papers.lib.start_errors import panels as error_panels
 
-    copied = collect(runs, out)
-    table = read_reports(out, "recipes/papers/sweep_lowrank.py")
     starts = {task: with_errors(row, errors) for task, row in table.items()}
-    write_text(out / "README.md", render(table, starts))
     for task, row in table.items():
         if starts[task]:
             title = f"{task}: error of the start against accuracy"
@@ -62,9 +48,7 @@ def write(runs: Path, out: Path, errors: Path = ERRORS) -> None:
         level = error(row[DENSE]) if DENSE in row else None
         panels = panels or {"": {}}  # the dense network alone
         score_panels(panels, out / f"{task}.png", f"{task}, trained from scratch", "rank scale", "test accuracy", level)
-    print(
-        f"{copied} new or changed reports; wrote {out / 'README.md'} and {', '.join(f'{task}.png' for task in table)}"
-    )
+    return render(table, starts), [f"{task}.png" for task in table]
 
 
 def with_errors(row: dict[str, list[Report]], file: Path) -> list[dict[str, Any]]:
@@ -120,7 +104,7 @@ def render(table: Table, starts: dict[str, list[dict[str, Any]]] | None = None) 
     lines = [
         "# Low-rank networks, trained from scratch",
         "",
-        "Rendered by `papers/table_lowrank.py` from the `.jsonl` beside this folder; every line has the settings",
+        "Rendered by `study.py page lowrank` from the `.jsonl` beside this folder; every line has the settings",
         "and the environment of its run. Accuracy on the test pictures in percent after the last epoch: mean ±",
         "standard error over seeds. `baseline` draws the factors; the other starts come from a dense network of random",
         "weights.",
@@ -295,7 +279,3 @@ def _cell(reports: list[Report]) -> str:
 
 def _parameters(cells: list[list[Report]]) -> str:
     return " / ".join(sorted({f"{report['total_parameters']:,}" for cell in cells for report in cell}))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

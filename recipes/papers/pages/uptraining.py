@@ -1,25 +1,15 @@
-"""Render the page of uptraining and poolers on GLUE from the runs' metrics.json files, and keep these as lines.
-
-    python recipes/papers/table_uptraining.py  (runs/uptraining -> model_cards/uptraining)
-    python recipes/papers/table_uptraining.py --runs path/to/sweep --out path/to/folder
-
-Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and OUT/layers.png
-from all lines. Without runs, the page is rendered from the stored lines alone. Only the SNNK paper's own figures, which
-are marked as such, and the sizes that follow from those of BERT-base are not measured here.
-"""
+"""The page of uptraining and poolers on GLUE."""
 
 from __future__ import annotations
 
 import re
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.tables import grid, mean_and_error
 
-from lib import tables
-from lib.tables import Table, collect, grid, mean_and_error, read_reports
+from papers.lib.reports import Table
 
 # Task -> the metric of the paper's tables.
 METRICS = {"rte": "accuracy", "mrpc": "f1", "stsb": "spearmanr", "cola": "matthews_correlation"}
@@ -43,23 +33,14 @@ UPTRAINED = re.compile(r"top(\d+)_(m\d+_\w+)")
 FULL = "full"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 nothing to render."""
-    return tables.main(__doc__, "uptraining", write, argv)
-
-
-def write(runs: Path, out: Path) -> None:
-    """Store the reports, then render page and figure."""
-    from lib.files import write_text
+def page(table: Table, out: Path) -> tuple[str, list[str]]:
+    """The page, and the names of the figures that are drawn beside it."""
     from lib.plots import score_panels
 
-    copied = collect(runs, out)
-    table = read_reports(out, "recipes/papers/sweep_uptraining.py")
-    write_text(out / "README.md", render(table))
     panels = {task: curves(task, row) for task, row in table.items()}
     labels = ("upper FFNs replaced", "score above that of full training, points")
     score_panels(panels, out / "layers.png", "Uptraining with SNNK layers, GLUE dev sets", *labels)
-    print(f"{copied} new or changed reports; wrote {out / 'README.md'} and layers.png")
+    return render(table), ["layers.png"]
 
 
 def percent(task: str, report: dict[str, Any]) -> float:
@@ -114,8 +95,8 @@ def render(table: Table) -> str:
     lines = [
         "# Uptraining and poolers of *Scalable Neural Network Kernels* at our scale",
         "",
-        "Rendered by `recipes/papers/table_uptraining.py` from the `.jsonl` beside this folder, which",
-        "`papers/sweep_uptraining.py` wrote and explains; every line holds settings and environment of its run.",
+        "Rendered by `study.py page uptraining` from the `.jsonl` beside this folder, which",
+        "`study.py run uptraining` wrote and explains; every line holds settings and environment of its run.",
         f"Model {models}, epochs: {epochs}, {devices}; examples trained and scored: {examples}.",
         f"The paper's metrics in percent: {names}; mean ± standard error (number of seeds).",
         "Sizes in thousands of numbers: those that are trained, and those that the bundle stores, drawn matrices among",
@@ -229,7 +210,3 @@ def _examples(table: Table, task: str) -> str:
     sizes = [report["examples"] for row in table[task].values() for report in row]
     most = max(sizes, key=lambda size: size["train"])
     return " / ".join(f"{count:,}" for count in most.values())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,27 +1,22 @@
-"""Render the table of dev scores from the runs' metrics.json files, and keep these as lines.
+"""The page of GLUE dev scores.
 
-    python recipes/papers/table_glue.py                                  (runs/glue -> model_cards/glue)
-    python recipes/papers/table_glue.py --runs path/to/sweep --out path/to/folder
-
-Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, the reports of papers/tune_glue.py likewise in
-OUT_rates.jsonl, then writes OUT/README.md and OUT/scores.png from all lines. Without runs, the table is rendered again
-from the stored lines alone.
+The reports of the study glue_rates are stored in OUT_rates.jsonl; the page shows the rates that were tried.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.tables import grid, spread
 
-from lib import tables
-from lib.tables import Rates, Table, collect, grid, read_reports, spread
+from papers.lib.rates import Rates
+from papers.lib.rates import rates as tried_rates
+from papers.lib.reports import Table, collect
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # What a model that gives every example the same answer scores on the official dev sets: the most frequent class
 # (RTE 146 of 277, MRPC 279 of 408 with its F1, SST-2 444 of 872), or a correlation of 0.
 CONSTANT = {"rte": 0.5271, "mrpc": 0.7480, "stsb": 0.0, "cola": 0.0, "sst2": 0.5092}
@@ -29,7 +24,7 @@ CONSTANT = {"rte": 0.5271, "mrpc": 0.7480, "stsb": 0.0, "cola": 0.0, "sst2": 0.5
 NEAR = 0.25
 # What the others are compared to.
 PEER = "lora_r8"
-# The methods of recipes/papers/sweep_glue.py and recipes/papers/peers, in words, in the order of the table.
+# The methods of the study glue and of recipes/papers/peers, in words, in the order of the table.
 NAMES = {
     "rows7_query_value_norms": "learned rows beside queries and values, and norms",
     "rows7_informed_norms": "learned rows that one labelled pass made, and norms",
@@ -60,31 +55,33 @@ NAMES = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 nothing to render."""
-    tuned = (ROOT / "runs/glue_rates", "folder of recipes/papers/tune_glue.py")
-    return tables.main(__doc__, "glue", write, argv, {"rates": tuned})
+FURTHER = {"rates": (ROOT / "runs/glue_rates", "folder of the study glue_rates")}
 
 
-def write(runs: Path, out: Path, rates: Path) -> None:
-    """Store the reports, then render page and figure."""
-    from lib.files import write_text
+def store(out: Path, rates: Path) -> None:
+    """Keep the reports of the learning rates that were tried."""
+    collect(rates, tuned(out))
+
+
+def tuned(out: Path) -> Path:
+    """The study of the rates whose page is this one."""
+    return Path(f"{out.resolve()}_rates")
+
+
+def page(table: Table, out: Path, rates: Path) -> tuple[str, list[str]]:
+    """The page, and the names of the figures that are drawn beside it."""
     from lib.plots import score_rows
 
-    tuned = Path(f"{out.resolve()}_rates")
-    copied = collect(runs, out) + collect(rates, tuned)
-    table = read_table(out)
-    write_text(out / "README.md", render(table, tables.rates(tuned)))
+    table = in_order(table)
     scores = {
         task: {method: spread(reports, "score") for method, reports in row.items()} for task, row in table.items()
     }
     score_rows(scores, out / "scores.png", "GLUE dev scores")
-    print(f"{copied} new or changed reports; wrote {out / 'README.md'} and scores.png")
+    return render(table, tried_rates(tuned(out))), ["scores.png"]
 
 
-def read_table(out: Path) -> Table:
-    """All stored reports, tasks and methods in a fixed order."""
-    table = read_reports(out, "recipes/papers/sweep_glue.py")
+def in_order(table: Table) -> Table:
+    """Tasks and methods in a fixed order."""
     tasks = sorted(table, key=lambda task: max(r["examples"]["train"] for rs in table[task].values() for r in rs))
     return {task: {method: table[task][method] for method in sorted(table[task], key=rank)} for task in tasks}
 
@@ -200,7 +197,7 @@ def render(table: Table, tried: Rates) -> str:
     lines = [
         f"# GLUE dev scores ({models})",
         "",
-        "Rendered by `papers/table_glue.py` from the `.jsonl` beside this folder; every line holds the settings",
+        "Rendered by `study.py page glue` from the `.jsonl` beside this folder; every line holds the settings",
         "and the environment of its run. Scores in percent: accuracy (RTE, SST-2), mean of accuracy and F1 (MRPC),",
         "mean of Pearson and Spearman (STS-B), Matthews (CoLA). The epoch is chosen on a tenth of the training rows,",
         "which is held back; the dev set is scored once. Mean ± standard error (number of seeds). The average is",
@@ -229,7 +226,7 @@ def render(table: Table, tried: Rates) -> str:
     if tried:
         tuned = sorted({task for scores in tried.values() for found in scores.values() for task in found})
         lines += [
-            f"Learning rates (`papers/tune_glue.py` on {' and '.join(tuned)}, a seed of its own; mean scores on",
+            f"Learning rates (`study.py run glue_rates` on {' and '.join(tuned)}, a seed of its own; mean scores on",
             "held-back training rows). Methods that are not listed have the rate of the settings files:",
             "",
             *grid(["method", "rate: score"], tuning(tried)),
@@ -240,7 +237,3 @@ def render(table: Table, tried: Rates) -> str:
 
 def _train(row: dict[str, list[dict[str, Any]]]) -> int:
     return max(report["examples"]["train"] for cell in row.values() for report in cell)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

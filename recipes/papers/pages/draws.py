@@ -1,46 +1,29 @@
-"""Render the page of fresh draws of learned mixtures from the reports of sweep_draws.py, which are kept.
-
-    python recipes/papers/table_draws.py                                     (runs/draws -> model_cards/draws)
-    python recipes/papers/table_draws.py --runs path/to/sweep --out path/to/folder
-
-Stores RUNS/<task>/<method>/seed<k>/metrics.json, with evaluation.json in it as `evaluation`, as lines of OUT.jsonl,
-then writes OUT/README.md and OUT/draws.png from all lines. Without runs, the page is rendered from the stored lines
-alone.
-"""
+"""The page of fresh draws of learned mixtures."""
 
 from __future__ import annotations
 
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.tables import grid, mean_in_words
 
-from lib import tables
-from lib.tables import Table, collect, grid, mean_in_words, read_reports
+from papers.lib.reports import Table
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 nothing to render."""
-    return tables.main(__doc__, "draws", write, argv)
+BESIDE = "evaluation"  # the second report of each run
 
 
-def write(runs: Path, out: Path) -> None:
-    """Store the reports, then render page and figure."""
-    from lib.files import write_text
+def page(table: Table, out: Path) -> tuple[str, list[str]]:
+    """The page, and the names of the figures that are drawn beside it."""
     from lib.plots import scatter_panels
 
-    copied = collect(runs, out, beside="evaluation")
-    table = read_reports(out, "recipes/papers/sweep_draws.py")
-    write_text(out / "README.md", render(table))
     points = {
         task: {name: [point for report in cell for point in voted(report)] for name, cell in row.items()}
         for task, row in table.items()
     }
     labels = ("accuracy of one draw", "accuracy of the majority")
     scatter_panels(points, out / "draws.png", "one fresh draw, and what most draws of a model say", labels)
-    print(f"{copied} new or changed reports; wrote {out / 'README.md'} and draws.png")
+    return render(table), ["draws.png"]
 
 
 def figures(report: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +42,7 @@ def render(table: Table) -> str:
     lines = [
         "# Fresh draws of learned mixtures",
         "",
-        "Rendered by `papers/table_draws.py` from the `.jsonl` beside this folder, which `papers/sweep_draws.py`",
+        "Rendered by `study.py page draws` from the `.jsonl` beside this folder, which `study.py run draws`",
         "wrote; every line holds settings and environment of its run. Models that add up pairs (sparsity_50: half of",
         "them count) with attention over features of a mixture. Training drew them anew every 100 steps, so that no",
         "draw was learned by heart; fresh draws of the same mixture were then scored. Mean ± standard error over",
@@ -111,7 +94,3 @@ def about(row: dict[str, list[dict[str, Any]]]) -> str:
         }
     )
     return found[0] + "." if len(found) == 1 else f"**The runs differ ({' / '.join(found)}): compare with care.**"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,42 +1,24 @@
-"""Render the page of FMMformer beside softmax and linear attention from the runs' metrics.json files.
-
-    python recipes/papers/table_fmm.py                                  (runs/fmm -> model_cards/fmm)
-    python recipes/papers/table_fmm.py --runs path/to/sweep --out path/to/folder
-
-Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and OUT/accuracy.png
-from all lines. Without runs, the page is rendered from the stored lines alone.
-"""
+"""The page of FMMformer beside softmax and linear attention."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.tables import grid, mean_in_words, spread, standard_error
 
-from lib import tables
-from lib.tables import Table, collect, grid, mean_in_words, read_reports, spread, standard_error
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 nothing to render."""
-    return tables.main(__doc__, "fmm", write, argv)
+from papers.lib.reports import Table
 
 
-def write(runs: Path, out: Path) -> None:
-    """Store the reports, then render page and figure."""
-    from lib.files import write_text
+def page(table: Table, out: Path) -> tuple[str, list[str]]:
+    """The page, and the names of the figures that are drawn beside it."""
     from lib.plots import score_rows
 
-    copied = collect(runs, out)
-    table = read_reports(out, "recipes/papers/sweep_fmm.py")
-    write_text(out / "README.md", render(table))
     bars = {
         task: {name: standard_error(cell, "accuracy") for name, cell in in_order(row)} for task, row in table.items()
     }
     score_rows(bars, out / "accuracy.png", "Softmax, linear attention and FMMformer", "test accuracy")
-    print(f"{copied} new or changed reports; wrote {out / 'README.md'} and accuracy.png")
+    return render(table), ["accuracy.png"]
 
 
 def fields(report: dict[str, Any]) -> tuple[int, int]:
@@ -57,7 +39,7 @@ def render(table: Table) -> str:
     lines = [
         "# FMMformer beside softmax and linear attention",
         "",
-        "Rendered by `papers/table_fmm.py` from the `.jsonl` beside this folder, which `papers/sweep_fmm.py` wrote;",
+        "Rendered by `study.py page fmm` from the `.jsonl` beside this folder, which `study.py run fmm` wrote;",
         "every line holds settings and environment of its run. Mean ± standard error over seeds. FMMformer (Nguyen et",
         "al. 2021) adds a near field, softmax over a band of so many tokens on each side that are seen, the token",
         "itself included, to `rank` linear attentions, with learned weights. Rank 1 is elu + 1 of queries and keys",
@@ -129,7 +111,3 @@ def line(name: str, cell: list[dict[str, Any]], copying: bool) -> list[str]:
         f"{before:,.0f} → {after:,.0f}",
         f"{spread(cell, 'total_parameters')[0]:,.0f}",
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,43 +1,25 @@
-"""Render the page of steps to an accuracy on sums over pairs from the runs' metrics.json files, which are kept.
-
-    python recipes/papers/table_sparsity.py                                  (runs/sparsity -> model_cards/sparsity)
-    python recipes/papers/table_sparsity.py --runs path/to/sweep --out path/to/folder
-
-Stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and OUT/accuracy.png
-from all lines. Without runs, the page is rendered from the stored lines alone.
-"""
+"""The page of how soon attention learns what counts."""
 
 from __future__ import annotations
 
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.tables import grid, mean_in_words, spread, standard_error
 
-from lib import tables
-from lib.tables import Table, collect, grid, mean_in_words, read_reports, spread, standard_error
+from papers.lib.reports import Table
 
 LEVELS = (0.5, 0.9, 0.99)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 nothing to render."""
-    return tables.main(__doc__, "sparsity", write, argv)
-
-
-def write(runs: Path, out: Path) -> None:
-    """Store the reports, then render page and figure."""
-    from lib.files import write_text
+def page(table: Table, out: Path) -> tuple[str, list[str]]:
+    """The page, and the names of the figures that are drawn beside it."""
     from lib.plots import score_panels
 
-    copied = collect(runs, out)
-    table = read_reports(out, "recipes/papers/sweep_sparsity.py")
-    write_text(out / "README.md", render(table))
     panels = {title(task): {name: curve(cell) for name, cell in row.items()} for task, row in table.items()}
     score_panels(panels, out / "accuracy.png", "sums over pairs", "optimizer steps", "validation accuracy")
-    print(f"{copied} new or changed reports; wrote {out / 'README.md'} and accuracy.png")
+    return render(table), ["accuracy.png"]
 
 
 def title(task: str) -> str:
@@ -71,8 +53,8 @@ def render(table: Table) -> str:
     lines = [
         "# How soon attention learns what counts",
         "",
-        "Rendered by `recipes/papers/table_sparsity.py` from the `.jsonl` beside this folder, which",
-        "`papers/sweep_sparsity.py` wrote; every line holds settings and environment of its run. Of pairs (v, a),",
+        "Rendered by `study.py page sparsity` from the `.jsonl` beside this folder, which",
+        "`study.py run sparsity` wrote; every line holds settings and environment of its run. Of pairs (v, a),",
         f"v = ±1 and a = 0 or 1, the sum Σ v·a is predicted, one of nine (chance is 11 %). {about(table)}",
         "Optimizer steps to an accuracy on validation sequences, mean ± standard error (number of seeds): the first",
         "evaluation that has it in the median with the one before and the one behind it. A run that never had it is",
@@ -127,7 +109,3 @@ def cost(cell: list[dict[str, Any]]) -> list[str]:
         f"{100 * spread(cell, 'accuracy')[0]:.1f}",
         f"{spread(cell, 'total_parameters')[0]:,.0f}",
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
