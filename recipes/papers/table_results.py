@@ -23,7 +23,7 @@ from papers.lib.reports import read_reports
 from papers.pages.glue import NAMES, in_order, on_plateau, rank
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = (("4x512", "512"), ("1x2048", "2,048"))  # shapes of convert_sst2.py
+LONG = (("4x512", "512"), ("1x2048", "2,048"))  # shapes of convert_models.py sst2
 TASKS = {"mrpc": "MRPC classifier", "stsb": "STS-B model", "imdb": "IMDb classifier"}
 STEP, STEP_RESULTS = "`benchmarks/adapter_step.py`", "recipes/benchmarks/results/adapter_step"
 STEPS = {
@@ -156,7 +156,7 @@ def other_tasks(root: Path, read: Callable[[Path], Any]) -> list[list[str]]:
         teacher, *rows = read(root / f"recipes/benchmarks/results/convert_task/{task}.json")["rows"]
         told = [f"{100 * row['score']:.1f} at {row['speed-up']:.2f} × ({row['model']})" for row in rows]
         result = f"score {100 * teacher['score']:.1f}; {', '.join(told)}"
-        found.append([f"{what} converted without labels", result, "`benchmarks/convert_task.py`"])
+        found.append([f"{what} converted without labels", result, "`benchmarks/convert_models.py task`"])
     return found
 
 
@@ -185,9 +185,9 @@ def language_model(attention: dict[str, Any], ffn: dict[str, Any]) -> list[list[
         [
             f"{name}, {converted['model']}",
             f"perplexity {'; '.join(told)}; after {converted['seconds of conversion']:.0f} s",
-            "`benchmarks/convert_llama.py`",
+            "`benchmarks/convert_models.py llama`",
         ],
-        [f"{name}, {narrow['model']}", smaller, "`benchmarks/convert_llama_ffn.py`"],
+        [f"{name}, {narrow['model']}", smaller, "`benchmarks/convert_models.py llama_ffn`"],
     ]
 
 
@@ -199,7 +199,7 @@ def peers(found: dict[str, Any]) -> list[str]:
         given = [f"{name} {'-' if value is None else f'{100 * value:.1f}'}" for name, value in scores]
         told.append(f"{line['speed-up']:.2f} ×: {', '.join(given)}")
     what = "SST-2 accuracy at equal latency, ways to make the classifier smaller (original "
-    return [f"{what}{100 * found['rows'][0]['accuracy']:.1f})", "; ".join(told), "`benchmarks/convert_peers.py`"]
+    return [f"{what}{100 * found['rows'][0]['accuracy']:.1f})", "; ".join(told), "`benchmarks/convert_models.py peers`"]
 
 
 def exported(rows: list[dict[str, Any]]) -> list[str]:

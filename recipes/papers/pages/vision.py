@@ -16,7 +16,8 @@ NOTES = {
         "The pictures are JPEG copies (quality 75, 25,000 to train on), so these are no results on CIFAR-10: compare",
         "the methods. `scratch` is `configs/cifar10/scratch.yaml`; from its model, classifier included, the others",
         "start, and adapt it to a part of the pictures that it has seen. `ffn_256` replaces all feed-forward blocks by",
-        "256 features, fits them to the originals and trains on; `recipes/benchmarks/convert_cifar10.py` converts",
+        "256 features, fits them to the originals and trains on; "
+        "`recipes/benchmarks/convert_models.py cifar10` converts",
         "without training. The machine did other work besides: take no seconds from this table.",
     )
 }

@@ -1,7 +1,7 @@
-"""Convert a fine-tuned BERT of any text task without labels, in the ways of convert_sst2.py: score, speed-up, seconds.
+"""Convert a fine-tuned BERT of any text task without labels, in the ways of `sst2`: score, speed-up, seconds.
 
-    python recipes/benchmarks/convert_task.py --task mrpc --model runs/mrpc_full/model --data path/to/glue
-    python recipes/benchmarks/convert_task.py --task imdb --model runs/imdb_full/model --data path/to/aclImdb \\
+    python recipes/benchmarks/convert_models.py task --task mrpc --model runs/mrpc_full/model --data path/to/glue
+    python recipes/benchmarks/convert_models.py task --task imdb --model runs/imdb_full/model --data path/to/aclImdb \\
         --max-length 512 --sentences 320 --batch-size 8 --score-at-most 1000 --shapes 4x512 32x64 1x2048
 
 The model is one of recipes/finetune.py with method.name=full. Calibration reads training examples without labels, drawn
@@ -12,27 +12,26 @@ results/convert_task/TASK.json.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
-from _bench import RESULTS, parser
-from _conversion import Conversion, add_conversions, compare_conversions
-from convert_sst2 import conversions, timed_inputs
+from _bench import RESULTS
 from lib.evaluation import Alone, evaluation_splits, predict
 from lib.modality import modality_of
 from lib.settings import DataSection
 from lib.teacher import load_teacher
 from lib.texts import batches_by_length, drawn
 from torch import nn
-from transformers import logging
 
+from _conversions.comparison import Conversion, add_conversions, compare_conversions
+from _conversions.sst2 import conversions, timed_inputs
 from snnk_peft.tasks import TASKS
 
 
-def main() -> None:
-    """Measure and write."""
-    options = parser(__doc__ or "", "convert_task")
+def add_options(options: argparse.ArgumentParser) -> None:
+    """What is converted, and with what."""
     options.add_argument("--task", required=True, choices=[n for n in TASKS.names() if TASKS[n].modality == "text"])
     options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned classifier")
     options.add_argument("--data", required=True, help="folder that holds the task's files")
@@ -42,10 +41,11 @@ def main() -> None:
     options.add_argument("--score-at-most", type=int, help="validation examples that are scored (default all)")
     add_conversions(options, seeds=1)
     options.set_defaults(output=None)
-    arguments = options.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and write."""
     arguments.output = arguments.output or RESULTS / "convert_task" / f"{arguments.task}.json"
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
     task: Any = TASKS[arguments.task]
     data, modality = DataSection(dir=arguments.data, max_length=arguments.max_length), modality_of(task)
@@ -80,7 +80,3 @@ def main() -> None:
         title=f"{arguments.task} conversion without labels",
         scored="score",
     )
-
-
-if __name__ == "__main__":
-    main()

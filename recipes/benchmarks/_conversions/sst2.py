@@ -1,6 +1,6 @@
 """Convert a fine-tuned BERT without labels, in all ways: accuracy, speed-up and seconds on SST-2.
 
-    python recipes/benchmarks/convert_sst2.py --model path/to/minilm-l6-sst2 --data path/to/glue
+    python recipes/benchmarks/convert_models.py sst2 --model path/to/minilm-l6-sst2 --data path/to/glue
 
 FFN blocks become landmark features, softmax becomes a mixture over centroids, in closed form or with some steps of Adam
 per layer behind it; or `plan` chooses. Calibration reads training sentences without labels. Most rows of SST-2 are
@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from _bench import parser
-from _conversion import Conversion, add_conversions, compare_conversions, of_ffn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from _conversions.comparison import Conversion, add_conversions, compare_conversions, of_ffn
 from snnk_peft import AttentionPart, FFNPart
 from snnk_peft.tasks import TASKS
 
@@ -116,18 +115,17 @@ def timed_inputs(shapes: list[str], vocabulary: int, positions: int) -> dict[str
     return found
 
 
-def main() -> None:
-    """Measure and write."""
-    options = parser(__doc__ or "", "convert_sst2")
+def add_options(options: argparse.ArgumentParser) -> None:
+    """What is converted, and with what."""
     options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned classifier")
     options.add_argument("--data", required=True, help="folder that holds SST-2/{train,dev}.tsv")
     options.add_argument("--sentences", type=int, help="unlabelled training sentences (default 2500, whole ones 1200)")
     add_conversions(options, seeds=3)
     options.add_argument("--landmarks", default="greedy", help="greedy or importance")
-    arguments = options.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and write."""
     teacher, tokenizer, unlabelled, sentences, labels = load(arguments.model, arguments.data)
     wanted = conversions(teacher.config.num_hidden_layers, arguments)
 
@@ -144,7 +142,3 @@ def main() -> None:
         title="SST-2 conversion without labels",
         landmarks=arguments.landmarks,
     )
-
-
-if __name__ == "__main__":
-    main()
