@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(words) > 1 and words[0] in verbs and words[1] in STUDIES:
         return verbs[words[0]](words[1], words[2:])
     told = "\n".join(f"  {name:15} {load(name).about.splitlines()[0]}" for name in STUDIES)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=SHAPE, epilog=f"studies:\n{told}")
+    parser = argparse.ArgumentParser("study.py", description=__doc__, formatter_class=SHAPE, epilog=f"studies:\n{told}")
     parser.add_argument("verb", choices=verbs, metavar="VERB", help="run or page")
     parser.add_argument("study", choices=STUDIES, metavar="STUDY", help=" ".join(STUDIES))
     parser.parse_known_args(words)
