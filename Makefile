@@ -19,8 +19,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 # These need trained models and data: run them by hand, with the options that they name.
-BY_HAND := %/convert_sst2.py %/convert_peers.py %/convert_llama.py %/convert_llama_ffn.py %/convert_cifar10.py \
-	%/convert_task.py %/export_latency.py %/lowrank_compress.py %/calibrate_memory.py \
+BY_HAND := %/convert_models.py %/export_latency.py %/lowrank_compress.py %/calibrate_memory.py \
 	%/head_beside_lora.py %/kernel_sizes.py %/attention_on_gpu.py
 BENCHMARKS := $(filter-out $(BY_HAND),$(wildcard recipes/benchmarks/[a-z]*.py))
 
@@ -44,7 +43,7 @@ benchmarks: $(VENV)/.dev
 	set -e; for program in $(BENCHMARKS); do $(BIN)/python $$program $(ARGS); done
 
 experiments: $(VENV)/.dev
-	$(BIN)/python recipes/run_experiments.py $(ARGS)
+	$(BIN)/python recipes/papers/run_experiments.py $(ARGS)
 
 # Needs a build of torch for the GPU, PyPI's on Linux. Otherwise the environment can be any: make gpu VENV=path/to/it
 gpu: $(VENV)/.dev

@@ -28,8 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="folder for the bundle (default: FOLDER/bundle of a run)")
     parser.add_argument("--overwrite", action="store_true", help="replace an older bundle")
     arguments = parser.parse_intermixed_args(argv)
-    from _lib.guard import guarded
-    from _lib.terminal import quiet
+    from lib.guard import guarded
+    from lib.terminal import quiet
 
     quiet()
 
@@ -47,13 +47,13 @@ def make_bundle(
     folder: Path, task: str | None, output: Path | None, overwrite: bool, overrides: Sequence[str] = ()
 ) -> tuple[Any, Path]:
     """Load, fold, save; returns the bundle and its folder."""
-    from _lib.config import load_config
-    from _lib.files import check_writable, write_folder, writing
-    from _lib.lock import alone
-    from _lib.models import load_trained
-    from _lib.results import load_run
-    from _lib.settings import EvaluateConfig, FinetuneConfig
-    from _lib.task_settings import find_task
+    from lib.config import load_config
+    from lib.files import check_writable, write_folder, writing
+    from lib.lock import alone
+    from lib.models import load_trained
+    from lib.results import load_run
+    from lib.settings import EvaluateConfig, FinetuneConfig
+    from lib.task_settings import find_task
 
     from snnk_peft import bundle
     from snnk_peft.errors import ConfigError

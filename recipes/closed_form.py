@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from _lib.config import option
-from _lib.experiment import Data, Finished
-from _lib.launch import launch
-from _lib.settings import FinetuneConfig, PoolingSection, RunOutput
 from finetune import Finetuning
+from lib.config import option
+from lib.experiment import Data, Finished
+from lib.launch import launch
+from lib.settings import FinetuneConfig, PoolingSection, RunOutput
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +59,8 @@ class ClosedForm(Finetuning):
     def data(self, accelerator: Any) -> Data:
         """The features of the task's rows under a frozen encoder."""
         import torch
-        from _lib.heads import Vectors
-        from _lib.models import load_pretrained
+        from lib.heads import Vectors
+        from lib.models import load_pretrained
 
         from snnk_peft import MeanPoolingPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
         from snnk_peft.bundling.closed_form import bundled_head, head_features
@@ -82,8 +82,8 @@ class ClosedForm(Finetuning):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The same head, not yet trained; the other is fitted here, where all processes are, each on its share."""
-        from _lib.heads import Head
-        from _lib.terminal import bar
+        from lib.heads import Head
+        from lib.terminal import bar
 
         from snnk_peft import fit_closed_form
 
@@ -127,7 +127,7 @@ class ClosedForm(Finetuning):
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
         """Both heads as a table."""
-        from _lib.tables import grid
+        from lib.tables import grid
 
         rows = [
             [f"{value:.4f}" if isinstance(value, float) else value for value in row.values()] for row in figures["rows"]

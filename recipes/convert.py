@@ -25,14 +25,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _lib.convert_settings import ConvertConfig
-from _lib.experiment import Data, Experiment, Finished, Schedule
-from _lib.launch import launch
+from lib.convert_settings import ConvertConfig
+from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.launch import launch
 
 if TYPE_CHECKING:
     import torch
-    from _lib.conversion import Conversion
-    from _lib.data import ExampleSet
+    from lib.conversion import Conversion
+    from lib.data import ExampleSet
 
 
 class Converting(Experiment[ConvertConfig]):
@@ -41,7 +41,7 @@ class Converting(Experiment[ConvertConfig]):
     settings, program, records = ConvertConfig, "convert.py", ("conversion.json",)
 
     def __init__(self, config: ConvertConfig):
-        from _lib.teacher import teacher_task
+        from lib.teacher import teacher_task
 
         from snnk_peft.tasks import TASKS
 
@@ -66,11 +66,11 @@ class Converting(Experiment[ConvertConfig]):
 
     def data(self, accelerator: Any) -> Data:
         """Examples to calibrate and to train with, and those on which original and conversion are compared."""
-        from _lib.evaluation import evaluation_splits
-        from _lib.modality import modality_of
-        from _lib.repeated import repeat_notes
-        from _lib.teacher import load_teacher
-        from _lib.texts import held_back, read_texts
+        from lib.evaluation import evaluation_splits
+        from lib.modality import modality_of
+        from lib.repeated import repeat_notes
+        from lib.teacher import load_teacher
+        from lib.texts import held_back, read_texts
 
         config, task, seed = self.config, self.task, self.config.train.seed
         self.modality = modality = modality_of(task)
@@ -104,7 +104,7 @@ class Converting(Experiment[ConvertConfig]):
 
     def _label(self, splits: Mapping[str, ExampleSet], accelerator: Any) -> None:
         """The labels of texts without any are what the original predicts."""
-        from _lib.evaluation import predict
+        from lib.evaluation import predict
 
         for part in splits.values():
             size, world = self.config.train.eval_batch_size, accelerator.num_processes
@@ -119,8 +119,8 @@ class Converting(Experiment[ConvertConfig]):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The patched model, fitted unless a checkpoint will fill it."""
-        from _lib.conversion import converted, restored, train_all
-        from _lib.distillation import Distilled
+        from lib.conversion import converted, restored, train_all
+        from lib.distillation import Distilled
 
         config = self.config
         if resumed:
@@ -137,7 +137,7 @@ class Converting(Experiment[ConvertConfig]):
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Whole epochs, if any; what the conversion scores without training is logged first."""
-        from _lib.schedule import learning_rate
+        from lib.schedule import learning_rate
 
         train = self.config.train
         total = train.epochs * per_epoch
@@ -168,11 +168,11 @@ class Converting(Experiment[ConvertConfig]):
 
     def report(self, done: Finished) -> dict[str, Any]:
         """bundle/, and original and conversion side by side: scores, agreement, speed, size."""
-        from _lib.conversion import RECORD, timed_inputs
-        from _lib.evaluation import Alone, predict
-        from _lib.files import read_json
-        from _lib.teacher import agreement
-        from _lib.timing import forward_seconds, ratio
+        from lib.conversion import RECORD, timed_inputs
+        from lib.evaluation import Alone, predict
+        from lib.files import read_json
+        from lib.teacher import agreement
+        from lib.timing import forward_seconds, ratio
 
         from snnk_peft import bundle
 
@@ -213,7 +213,7 @@ class Converting(Experiment[ConvertConfig]):
         """bundle/ with tokenizer or image processor and card."""
         import dataclasses
 
-        from _lib.files import write_folder
+        from lib.files import write_folder
 
         from snnk_peft.model_card import write_model_card
 
@@ -254,8 +254,8 @@ class Converting(Experiment[ConvertConfig]):
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
         """Both models as a table. Uploads bundle/, if that is asked for: all figures are written by now."""
-        from _lib.hub import push
-        from _lib.tables import grid
+        from lib.hub import push
+        from lib.tables import grid
 
         columns = list(figures["models"]["original"])
         rows = [
@@ -275,7 +275,7 @@ class Converting(Experiment[ConvertConfig]):
 
 
 def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
-    from _lib.texts import drawn
+    from lib.texts import drawn
 
     return drawn(count, count if limit is None else limit, seed)
 

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _lib.config import describe, load_config
-from _lib.settings import EvaluateConfig, FinetuneConfig
-from _lib.task_settings import find_task
+from lib.config import describe, load_config
+from lib.settings import EvaluateConfig, FinetuneConfig
+from lib.task_settings import find_task
 
 # What imports torch is imported in the functions, so that `--help` answers at once.
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--int8", action="store_true", help="eight-bit Linears (onnx)")
     parser.add_argument("--overwrite", action="store_true", help="replace an older file")
     arguments = parser.parse_intermixed_args(argv)
-    from _lib.guard import guarded
-    from _lib.terminal import quiet
+    from lib.guard import guarded
+    from lib.terminal import quiet
 
     quiet()
 
@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def export_folder(arguments: argparse.Namespace) -> int:
     """Load, export, score, write."""
-    from _lib.files import check_writable
-    from _lib.lock import alone
+    from lib.files import check_writable
+    from lib.lock import alone
 
     from snnk_peft.errors import ConfigError
 
@@ -76,9 +76,9 @@ def export_folder(arguments: argparse.Namespace) -> int:
 
 def export_to(target: Path, arguments: argparse.Namespace) -> int:
     """`export_folder`, with a file that nobody else writes."""
-    from _lib.files import read_json, write_json
-    from _lib.models import load_by_class
-    from _lib.run_folder import environment
+    from lib.files import read_json, write_json
+    from lib.models import load_by_class
+    from lib.run_folder import environment
 
     from snnk_peft import export
     from snnk_peft.errors import ConfigError
@@ -122,10 +122,10 @@ def export_to(target: Path, arguments: argparse.Namespace) -> int:
 
 def load_with_data(folder: Path, run: Any, task: Any, config: Any) -> tuple[Any, dict[str, Any]]:
     """The model and the examples of the task's dev set."""
-    from _lib.evaluation import evaluation_splits
-    from _lib.modality import modality_of
-    from _lib.models import load_trained
-    from _lib.results import load_run
+    from lib.evaluation import evaluation_splits
+    from lib.modality import modality_of
+    from lib.models import load_trained
+    from lib.results import load_run
 
     model, reader = load_trained(folder, task) if run is None else load_run(folder, run)
     modality = modality_of(task)
@@ -146,10 +146,10 @@ def some_batches(splits: dict[str, Any], size: int) -> list[dict[str, Any]]:
 
 def scores(model: Any, file: Path, task: Any, splits: dict[str, Any], size: int) -> dict[str, dict[str, float]]:
     """All metrics and the seconds of scoring, of the model and of the file; prints a table."""
-    from _lib.evaluation import score
-    from _lib.exported import ExportedFile
-    from _lib.terminal import show_table
     from accelerate import Accelerator
+    from lib.evaluation import score
+    from lib.exported import ExportedFile
+    from lib.terminal import show_table
 
     accelerator, found = Accelerator(cpu=True), {}
     for name, candidate in (("model", model.to("cpu")), (file.name, ExportedFile(file))):

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from _lib.experiment import Data, Experiment, Finished, Schedule
-from _lib.launch import launch
-from _lib.settings import FinetuneConfig
-from _lib.task_settings import completed, find_task, with_pooling
+from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.launch import launch
+from lib.settings import FinetuneConfig
+from lib.task_settings import completed, find_task, with_pooling
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +47,10 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     def data(self, accelerator: Any) -> Data:
         """The task's examples, as the model reads them."""
-        from _lib.evaluation import evaluation_splits, held_back_rows
-        from _lib.modality import modality_of
-        from _lib.models import resolve_model
-        from _lib.repeated import repeat_notes
+        from lib.evaluation import evaluation_splits, held_back_rows
+        from lib.modality import modality_of
+        from lib.models import resolve_model
+        from lib.repeated import repeat_notes
 
         config, task = self.config, self.task
         self.pretrained = resolve_model(config.model.name_or_path)
@@ -78,9 +78,9 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The pretrained model, prepared by the method; calibrated, if that is asked for."""
-        from _lib.data import calibration_batches
-        from _lib.models import build_model, dropout_settings, load_pretrained
-        from _lib.peers import head_with_bias, start_at_prior
+        from lib.data import calibration_batches
+        from lib.models import build_model, dropout_settings, load_pretrained
+        from lib.peers import head_with_bias, start_at_prior
 
         config, device = self.config, accelerator.device
         quiet = dropout_settings(self.pretrained, config.train.dropout)
@@ -111,7 +111,7 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Whole epochs; the warm-up is a part of all steps."""
-        from _lib.schedule import of_epochs
+        from lib.schedule import of_epochs
 
         return of_epochs(self.config.train, per_epoch)
 
@@ -136,13 +136,13 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     def cost(self) -> dict[str, dict[str, int]]:
         """See `cost_of`."""
-        from _lib.results import cost_of  # not above: peers with another transformers cannot import it
+        from lib.results import cost_of  # not above: peers with another transformers cannot import it
 
         return cost_of(self.config, self.pretrained)
 
     def save(self, done: Finished, metrics: Mapping[str, float]) -> None:
         """Write the trained model; `metrics` are for its card."""
-        from _lib.results import save_models
+        from lib.results import save_models
 
         save_models(done.model, self.reader, self.config, done.folder, metrics, done.data.sizes)
 

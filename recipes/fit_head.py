@@ -26,15 +26,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _lib.config import option
-from _lib.experiment import Data, Finished, Schedule
-from _lib.launch import launch
-from _lib.settings import FinetuneConfig, RunOutput, StepSettings
 from finetune import Finetuning
+from lib.config import option
+from lib.experiment import Data, Finished, Schedule
+from lib.launch import launch
+from lib.settings import FinetuneConfig, RunOutput, StepSettings
 
 if TYPE_CHECKING:
     import torch
-    from _lib.data import ExampleSet
+    from lib.data import ExampleSet
 
     from snnk_peft import ClosedFormHead
     from snnk_peft.heads.fitted import FittedHead
@@ -89,8 +89,8 @@ class FitHead(Finetuning):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """A bundle with the fitted head; of a run that was stopped, from what it had counted."""
-        from _lib.files import read_json
-        from _lib.models import load_pretrained
+        from lib.files import read_json
+        from lib.models import load_pretrained
 
         from snnk_peft import ClosedFormHead, HeadFeatures
 
@@ -139,7 +139,7 @@ class FitHead(Finetuning):
         self, head: ClosedFormHead, empty: Callable[[], ClosedFormHead], data: Data, accelerator: Any
     ) -> dict[str, Any]:
         """Count all examples, a share at a time, and fit after each; returns what is written about it."""
-        from _lib.terminal import bar
+        from lib.terminal import bar
 
         config = self.config
         size, rank, world = config.train.eval_batch_size, accelerator.process_index, accelerator.num_processes
@@ -165,7 +165,7 @@ class FitHead(Finetuning):
 
     def _honesty(self, head: ClosedFormHead, held: Mapping[str, Any], data: Data) -> dict[str, Any]:
         """Scores that the training examples foretell, and how far probabilities are from frequencies."""
-        from _lib.texts import drawn
+        from lib.texts import drawn
 
         from snnk_peft.heads.fitted import expected_calibration_error
 
@@ -193,7 +193,7 @@ class FitHead(Finetuning):
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
         """Of the bundle; before that, what was fitted is written, because `--resume` does not repeat it."""
-        from _lib.files import write_json, writing
+        from lib.files import write_json, writing
 
         if self.record is not None and accelerator.is_main_process:
             folder = Path(self.config.output.dir)
@@ -205,8 +205,8 @@ class FitHead(Finetuning):
 
     def report(self, done: Finished) -> dict[str, Any]:
         """bundle/, the plot, and what was found."""
-        from _lib.files import read_json, write_folder
-        from _lib.results import card_of
+        from lib.files import read_json, write_folder
+        from lib.results import card_of
 
         record = read_json(done.folder / RECORD)
         model, reader = done.model, self.reader
@@ -232,8 +232,8 @@ class FitHead(Finetuning):
 
     def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
         """Scores over seconds, ours and those of the runs beside it."""
-        from _lib.files import read_json
-        from _lib.plots import score_over_seconds
+        from lib.files import read_json
+        from lib.plots import score_over_seconds
 
         record = read_json(file.parent / RECORD)
         lines = {"head in closed form": [(point["seconds"], point["score"]) for point in record["points"]]}
@@ -244,7 +244,7 @@ class FitHead(Finetuning):
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
         """Points as a table."""
-        from _lib.tables import grid
+        from lib.tables import grid
 
         rows = [
             [f"{point['examples']:,}", f"{point['seconds']:.1f}", f"{point['score']:.4f}"]
@@ -271,7 +271,7 @@ def _fit(head: ClosedFormHead, all_counted: bool) -> FittedHead:
 
 def _shares(lengths: Sequence[int], points: int, seed: int, size: int) -> list[list[list[int]]]:
     """Batches of the first n/2^k examples in drawn order, then of the next as many, then of twice as many, ..."""
-    from _lib.texts import batches_by_length, drawn
+    from lib.texts import batches_by_length, drawn
 
     order = drawn(len(lengths), len(lengths), seed)
     ends = sorted({max(2, len(order) >> power) for power in range(points)})  # one example is no head
@@ -282,7 +282,7 @@ def _shares(lengths: Sequence[int], points: int, seed: int, size: int) -> list[l
 def _read(head: ClosedFormHead, examples: ExampleSet, size: int, title: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What the head reads of all examples, and their labels."""
     import torch
-    from _lib.terminal import bar
+    from lib.terminal import bar
 
     found = []
     for indices in bar(list(examples.by_length(size)), title):
@@ -295,7 +295,7 @@ def _read(head: ClosedFormHead, examples: ExampleSet, size: int, title: str) -> 
 
 def _evaluations(folder: Path, figures: Mapping[str, Any]) -> list[tuple[float, float]]:
     """(seconds of training, score) of a run of finetune.py; its last alone, where it held back rows for the others."""
-    from _lib.tracking import read_log
+    from lib.tracking import read_log
 
     if "score_held_back" in figures:
         return [(figures["train_seconds"], figures["score"])]

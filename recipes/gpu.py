@@ -139,7 +139,7 @@ def training_figures(name: str) -> Callable[[Plan], dict[str, Any]]:
     """Score, speed and memory of a run, which must have been where it was wanted."""
 
     def figures(plan: Plan) -> dict[str, Any]:
-        from _lib.files import read_json
+        from lib.files import read_json
 
         report = read_json(plan.output / name / "metrics.json")
         if not report["device"].startswith(plan.device):
@@ -175,7 +175,7 @@ def of_images(plan: Plan) -> list[str]:
 
 def prepare_text(plan: Plan) -> None:
     """Once for all steps that read it."""
-    from _lib.gpu_data import write_texts
+    from lib.gpu_data import write_texts
 
     folder = plan.output / "data/text"
     if not folder.exists():
@@ -185,7 +185,7 @@ def prepare_text(plan: Plan) -> None:
 
 def prepare_images(plan: Plan) -> None:
     """Pictures and the model."""
-    from _lib.gpu_data import write_pictures, write_vit
+    from lib.gpu_data import write_pictures, write_vit
 
     (plan.output / "data/images").mkdir(parents=True)
     write_pictures(plan.output / "data/images", plan.of(100, 2))
@@ -248,7 +248,7 @@ def file_figures(name: str, *keys: str) -> Callable[[Plan], dict[str, Any]]:
     """These entries of a JSON file that a benchmark wrote."""
 
     def figures(plan: Plan) -> dict[str, Any]:
-        from _lib.files import read_json
+        from lib.files import read_json
 
         report = read_json(plan.output / name)
         return {key: report[key] for key in keys}
@@ -284,7 +284,7 @@ def perform(name: str, plan: Plan, limit: float) -> dict[str, Any]:
         plan: what was asked for.
         limit: seconds that it may take.
     """
-    from _lib.files import FileError
+    from lib.files import FileError
 
     from snnk_peft.errors import ConfigError
 
@@ -418,9 +418,9 @@ def show(entries: Sequence[Mapping[str, Any]], title: str) -> None:
 def run(plan: Plan, names: Sequence[str], limit: float | None) -> int:
     """All steps; returns the exit code."""
     import torch
-    from _lib.files import write_json
-    from _lib.run_folder import environment
-    from _lib.terminal import quiet
+    from lib.files import write_json
+    from lib.run_folder import environment
+    from lib.terminal import quiet
 
     quiet()
     if plan.device == "cuda" and not torch.cuda.is_available():
@@ -452,9 +452,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("gpu"), help="folder of the results (gpu)")
     given = parser.parse_args(argv)
     os.environ.setdefault("SNNK_DEVICE_KERNELS", "all")  # of everything that is started here
-    from _lib.files import check_writable
-    from _lib.guard import guarded
-    from _lib.lock import alone
+    from lib.files import check_writable
+    from lib.guard import guarded
+    from lib.lock import alone
 
     plan = Plan(given.device, given.small, given.output.absolute())
 

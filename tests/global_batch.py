@@ -23,11 +23,11 @@ from tests.tiny_models import tiny
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib.convert_settings import UptrainSection
-from _lib.data import share
-from _lib.distillation import Distilled
-from _lib.loop import mean_loss, train_step
-from _lib.masked_model import MaskedLanguageModel
+from lib.convert_settings import UptrainSection
+from lib.data import share
+from lib.distillation import Distilled
+from lib.loop import mean_loss, train_step
+from papers.lib.masked_model import MaskedLanguageModel
 
 Tensors = dict[str, torch.Tensor]
 LENGTHS = (2, 3, 2, 3, 19, 18, 20, 17)  # so that words and examples are far from proportional

@@ -1,4 +1,4 @@
-"""A tiny BERT and sentences for the methods of `convert_peers.py`, and where its modules are."""
+"""A tiny BERT and sentences for the methods of `convert_models.py peers`, and where its modules are."""
 
 from __future__ import annotations
 

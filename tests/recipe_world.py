@@ -15,9 +15,15 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
+def program_file(name: str) -> Path:
+    """The file of a recipe, or of a program of the papers."""
+    places = (RECIPES, RECIPES / "papers", RECIPES / "papers/programs")
+    return next(file for place in places if (file := place / f"{name}.py").is_file())
+
+
 def recipe(name: str) -> ModuleType:
-    """A recipe by file name; `import evaluate` would be the package of Hugging Face."""
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
+    """A recipe, or a program of the papers, by name, imported anew."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", program_file(name))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

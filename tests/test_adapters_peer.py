@@ -1,4 +1,4 @@
-"""recipes/peers/adapters_glue.py: the recipe of the sweep, a report that the table reads, the library if there.
+"""recipes/papers/peers/adapters_glue.py: the recipe of the sweep, a report that the table reads, the library if there.
 
 The library wants another transformers. The test that uses it runs the interpreter that SNNK_ADAPTERS_PYTHON names, of
 an environment made as the program says.
@@ -27,14 +27,14 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 from accelerate.state import AcceleratorState
 from recipe_world import RECIPES, write_settings, write_world
 
-sys.path += [str(RECIPES), str(RECIPES / "peers")]
+sys.path += [str(RECIPES), str(RECIPES / "papers/peers")]
 
 import adapters_glue
-import sweep_glue
-import table_glue
-from _lib.config import load_config
-from _lib.settings import FinetuneConfig
 from finetune import Finetuning
+from lib.config import load_config
+from lib.settings import FinetuneConfig
+from papers import study
+from papers.lib.study import load
 
 SMALL = ["train.epochs=1", "train.save_every_steps=null", "train.choose_share=0.2"]
 
@@ -54,17 +54,29 @@ def command(folder: Path) -> list[str]:
 
 def row_of(folder: Path) -> str:
     """The run's line in the table of scores."""
-    table_glue.main(["--runs", str(folder / "runs"), "--rates", str(folder / "rates"), "--out", str(folder / "cards")])
+    study.main(
+        [
+            "page",
+            "glue",
+            "--runs",
+            str(folder / "runs"),
+            "--rates",
+            str(folder / "rates"),
+            "--out",
+            str(folder / "cards"),
+        ]
+    )
     page = (folder / "cards/README.md").read_text()
     return next(line for line in page.splitlines() if line.startswith("| adapters_seq_bn |"))
 
 
-@pytest.mark.parametrize("task", sweep_glue.TASKS)
+@pytest.mark.parametrize("task", load("glue").tasks)
 def test_data_and_optimisation_are_those_of_the_sweep(task: str) -> None:
     file = str(RECIPES / f"configs/glue/{task}_adapter.yaml")
     given, *overrides = adapters_glue.arguments([file, "data.dir=x"])
     mine = load_config(adapters_glue.AdaptersConfig, given, overrides)
-    lora = [*sweep_glue.RECIPE, *sweep_glue.METHODS["lora_r8"], "data.dir=x"]
+    known = load("glue").tasks[task].methods["lora_r8"]
+    lora = [*(each for each in known if not each.startswith("train.learning_rate=")), "data.dir=x"]
     theirs = load_config(FinetuneConfig, file, lora)
     for section in ("model", "data", "train", "augment"):
         assert dataclasses.asdict(getattr(mine, section)) == dataclasses.asdict(getattr(theirs, section))
@@ -102,7 +114,7 @@ def test_the_table_reads_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "adapters", types.ModuleType("adapters"))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.3.0" if name == "adapters" else version(name))
     monkeypatch.setattr(adapters_glue.AdapterHub, "model", Finetuning.model)
-    monkeypatch.setitem(sys.modules, "_lib.results", None)  # where transformers is older it cannot be imported
+    monkeypatch.setitem(sys.modules, "lib.results", None)  # where transformers is older it cannot be imported
     assert adapters_glue.main(command(tmp_path)) == 0
     report = json.loads((tmp_path / "runs/rte/adapters_seq_bn/seed0/metrics.json").read_text())
     assert report["method"] == "adapters_seq_bn"
@@ -119,7 +131,7 @@ def test_a_run_with_the_library(tmp_path: Path, name: str, places: int, rows: in
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     more = ["train.learning_rate=0.05", f"adapters.config={name}", f"adapters.reduction_factor={32 // rows}"]
     done = subprocess.run(
-        [python, str(RECIPES / "peers/adapters_glue.py"), *command(tmp_path), *more],
+        [python, str(RECIPES / "papers/peers/adapters_glue.py"), *command(tmp_path), *more],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""recipes/experiments/attention_estimates.py: errors of attention weights, by brute force on small queries and keys."""
+"""attention_estimates.py: errors of attention weights, by brute force on small queries and keys."""
 
 # The recipes' folder goes on sys.path before what is imported from it.
 # ruff: noqa: E402
@@ -21,8 +21,8 @@ for package in ("datasets", "matplotlib", "rich"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-from _lib.estimates_page import beats
 from glue_files import write_task
+from papers.lib.estimates_page import beats
 from recipe_world import write_world
 
 from snnk_peft import build_feature_map
@@ -31,7 +31,7 @@ from snnk_peft.layers.kernel_attention import KernelAttention
 
 @pytest.fixture(scope="module")
 def program() -> dict[str, Any]:
-    return runpy.run_path(str(RECIPES / "experiments/attention_estimates.py"))
+    return runpy.run_path(str(RECIPES / "papers/programs/attention_estimates.py"))
 
 
 def heads(program: dict[str, Any], size: float, length: int = 5, dim: int = 4) -> Any:

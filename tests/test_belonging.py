@@ -28,13 +28,13 @@ sys.path.append(str(RECIPES))
 
 import finetune
 import fit_head
-from _lib import training
-from _lib.checkpoint import list_checkpoints
-from _lib.files import sha256
-from _lib.loop import train_step
 from accelerate.state import AcceleratorState
+from lib import training
+from lib.checkpoint import list_checkpoints
+from lib.files import sha256
+from lib.loop import train_step
 
-evaluate, bundle = recipe("evaluate"), recipe("bundle")
+evaluate, bundle = recipe("score"), recipe("bundle")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Rows of numbers: the official layouts of UCI, and recipes/train_mlp.py."""
+"""Rows of numbers: the official layouts of UCI, and recipes/papers/programs/train_mlp.py."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -24,11 +24,11 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import train_mlp
-from _lib.column_rows import columns_of, standard
-from _lib.mlp import Perceptron, equal_rank
 from accelerate.state import AcceleratorState
 from column_files import write_columns
+from papers.lib.column_rows import columns_of, standard
+from papers.lib.mlp import Perceptron, equal_rank
+from papers.programs import train_mlp
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_pixels_are_columns() -> None:
 def test_every_kind_learns_and_bundles(kind: str, small: None, tmp_path: Path) -> None:
     """Classes that a line separates: all three learn them, from the files to the report."""
     write_columns(tmp_path / "data", "higgs", rows=1500)
-    config = str(RECIPES / "configs/mlp/higgs.yaml")
+    config = str(RECIPES / "papers/configs/mlp/higgs.yaml")
     given = ["model.width=64", "model.second=48", "train.epochs=8", "train.learning_rate=3e-3", f"method.kind={kind}"]
     assert train_mlp.main([config, f"data.dir={tmp_path / 'data'}", f"output.dir={tmp_path / 'run'}", *given]) == 0
     report = json.loads((tmp_path / "run/metrics.json").read_text())
@@ -183,7 +183,7 @@ def test_a_bundle_computes_the_same() -> None:
 
 
 def test_wrong_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(RECIPES / "configs/mlp/higgs.yaml")
+    config = str(RECIPES / "papers/configs/mlp/higgs.yaml")
     for given, message in (
         ("task=rte", "task"),
         ("method.snnk.component=rellu", "rellu"),

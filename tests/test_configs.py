@@ -1,4 +1,4 @@
-"""Every YAML of recipes/configs: read, and data, model and schedule built on a stand-in of the official layout.
+"""Every YAML of settings: read, and data, model and schedule built on a stand-in of the official layout.
 
 A file in a folder that `STAND_INS` does not know fails.
 """
@@ -43,21 +43,24 @@ sys.path.append(str(RECIPES))
 import closed_form
 import convert
 import finetune
-import finetune_kernel
 import fit_head
-import fit_picture
-import fit_potential
-import pretrain_mlm
-import train_copy
-import train_lowrank
-import train_lra
-import train_mlp
-from _lib.cifar_resnet import CifarResNet
-from _lib.config import load_config
-from _lib.data import steps_per_epoch
-from _lib.loop import mean_loss
+from lib.config import load_config
+from lib.data import steps_per_epoch
+from lib.loop import mean_loss
+from papers.lib.cifar_resnet import CifarResNet
+from papers.programs import (
+    finetune_kernel,
+    fit_picture,
+    fit_potential,
+    pretrain_mlm,
+    train_copy,
+    train_lowrank,
+    train_lra,
+    train_mlp,
+)
 
-CONFIGS = RECIPES / "configs"
+CONFIGS = [RECIPES / "configs", RECIPES / "papers/configs"]
+FILES = {file.relative_to(folder): file for folder in CONFIGS for file in sorted(folder.rglob("*.yaml"))}
 WNIDS = ("n01440764", "n01443537")
 
 
@@ -228,7 +231,7 @@ def low_rank(file: Path, models: Path, out: Path) -> list[str]:
     return given
 
 
-# Folder or file in recipes/configs -> the recipe, and what writes the data and names the settings that point there.
+# Folder or file of settings -> the recipe, and what writes the data and names the settings that point there.
 STAND_INS = {
     "glue": (finetune.Finetuning, glue),
     "uptraining": (finetune.Finetuning, uptraining),
@@ -260,15 +263,13 @@ def _fresh_accelerate_state() -> Iterator[None]:
 
 # The stand-ins are a few rows, some of them alike.
 @pytest.mark.filterwarnings("ignore:too few tokens for", "ignore:.* held-out rows are also among")
-@pytest.mark.parametrize(
-    "file", sorted(CONFIGS.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONFIGS).with_suffix(""))
-)
-def test_it_builds_data_model_and_schedule(file: Path, models: Path, tmp_path: Path) -> None:
-    name = file.relative_to(CONFIGS).parts[0]
-    assert name in STAND_INS, f"recipes/configs/{name} has no stand-in in this test"
-    kind, stand_in = STAND_INS[name]
+@pytest.mark.parametrize("name", FILES, ids=lambda name: str(name.with_suffix("")))
+def test_it_builds_data_model_and_schedule(name: Path, models: Path, tmp_path: Path) -> None:
+    file = FILES[name]
+    assert name.parts[0] in STAND_INS, f"{file} has no stand-in in this test"
+    kind, stand_in = STAND_INS[name.parts[0]]
     first = file.read_text().splitlines()[0]
-    assert first.startswith(f"# python recipes/{kind.program} recipes/configs/{file.relative_to(CONFIGS)}")
+    assert first.startswith(f"# python recipes/{kind.program} {file.relative_to(RECIPES.parent)}")
     experiment = kind(load_config(kind.settings, file, stand_in(file, models, tmp_path)))
     accelerator = Accelerator(cpu=True)
     data = experiment.data(accelerator)

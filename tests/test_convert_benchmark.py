@@ -1,4 +1,4 @@
-"""benchmarks/convert_sst2.py, convert_task.py: conversions of a random BERT in one run, on stand-in data."""
+"""benchmarks/convert_models.py, sst2 and task: conversions of a random BERT in one run, on stand-in data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_conversion_is_made_scored_and_timed(tmp_path: Path):
     given = ["--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--repetitions", "1", "--seeds", "2"]
     given += ["--sentences", "200", "--features", "4", "--steps", "2", "--units", "4", "6", "--budgets", "1.1x"]
     given += ["--shapes", "4x16", "2x40", "--of", "macs", "--output", str(output)]
-    done = run_python([str(BENCHMARKS / "convert_sst2.py"), *given])
+    done = run_python([str(BENCHMARKS / "convert_models.py"), "sst2", *given])
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
     names = ["1 of 2 FFNs, 4 features", "2 of 2 FFNs, 6 features"]
@@ -73,7 +73,7 @@ def test_any_text_task_is_scored_by_its_own_metric(tmp_path: Path):
         "--repetitions",
         "1",
     ]
-    done = run_python([str(BENCHMARKS / "convert_task.py"), *given, "--output", str(output)])
+    done = run_python([str(BENCHMARKS / "convert_models.py"), "task", *given, "--output", str(output)])
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text())["rows"]
     assert [row["model"] for row in rows] == ["teacher", "2 of 2 FFNs, 6 features"]

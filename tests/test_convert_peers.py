@@ -1,4 +1,4 @@
-"""`convert_peers.py`: activation-aware SVD, uptraining, and the program. The other methods: test_peer_methods.py."""
+"""`peers`: activation-aware SVD, uptraining, and the program. The other methods: test_peer_methods.py."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_benchmark(tmp_path):
     output = tmp_path / "metrics.json"
     given = ["--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--output", str(output)]
     done = run_python(
-        [str(BENCHMARKS / "convert_peers.py"), *given, "--quick", "--tokens", "8", "--shares", "0.9", "0.7"]
+        [str(BENCHMARKS / "convert_models.py"), "peers", *given, "--quick", "--tokens", "8", "--shares", "0.9", "0.7"]
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())
@@ -99,14 +99,14 @@ def test_the_benchmark(tmp_path):
     assert min(gone.values()) > 0
     assert [line["ours"] for line in found["at_equal_latency"]] == [rows[0]["accuracy"]]
     assert (tmp_path / "peers.png").stat().st_size > 1000
-    refused = run_python([str(BENCHMARKS / "convert_peers.py"), *given, "--methods", "uptrained"])
+    refused = run_python([str(BENCHMARKS / "convert_models.py"), "peers", *given, "--methods", "uptrained"])
     assert refused.returncode == 2
     assert "expected ours among --methods" in refused.stderr
 
 
 def test_accuracy_between_two_sizes(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    program = importlib.import_module("convert_peers")
+    program = importlib.import_module("_conversions.peers")
 
     def row(method, ms, accuracy):
         return {"method": method, "ms": ms, "accuracy": accuracy, "speed-up": 10 / ms}

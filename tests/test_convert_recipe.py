@@ -49,15 +49,15 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
 import convert
-from _lib import checkpoint as checkpoints
-from _lib.config import load_config
-from _lib.conversion import train_all
-from _lib.convert_settings import ConvertConfig, UptrainSection
-from _lib.distillation import Distilled, layer_loss, logit_loss
-from _lib.hub import push
-from _lib.teacher import agreement, load_teacher, teacher_task
-from _lib.texts import batches_by_length
 from accelerate.state import AcceleratorState
+from lib import checkpoint as checkpoints
+from lib.config import load_config
+from lib.conversion import train_all
+from lib.convert_settings import ConvertConfig, UptrainSection
+from lib.distillation import Distilled, layer_loss, logit_loss
+from lib.hub import push
+from lib.teacher import agreement, load_teacher, teacher_task
+from lib.texts import batches_by_length
 from safetensors.torch import load_file
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -1,4 +1,4 @@
-"""recipes/train_copy.py, sweep_fmm.py and table_fmm.py: the copy task, its score, who learns it, and the page."""
+"""train_copy.py and the study fmm: the copy task, its score, who learns it, and the page."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -25,20 +25,21 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_fmm
-import table_fmm
-import train_copy
-import train_lra
-from _lib import sweep
-from _lib.config import load_config
-from _lib.copies import SPLITS, Copies, copy_scores
-from _lib.evaluation import Alone
 from accelerate.state import AcceleratorState
+from lib.config import load_config
+from lib.evaluation import Alone
+from papers import study
+from papers.lib import sweep
+from papers.lib.copies import SPLITS, Copies, copy_scores
+from papers.lib.study import load
+from papers.lib.study_data import data_settings
+from papers.pages import fmm as fmm_page
+from papers.programs import train_copy, train_lra
 
 from snnk_peft.tasks.base_text import IGNORED
 from tests.stored_runs import put_run, stored
 
-CONFIG = RECIPES / "configs/copy/copy.yaml"
+CONFIG = RECIPES / "papers/configs/copy/copy.yaml"
 KINDS = {"train_copy.py": train_copy.TrainCopy, "train_lra.py": train_lra.LongRange}
 
 
@@ -146,10 +147,13 @@ def test_the_answer_stands_at_the_distance_that_is_told() -> None:
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", sweep_fmm.METHODS)
+METHODS = load("fmm").tasks["copy_128"].methods
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_no_method_sees_what_comes_later(method: str) -> None:
     # Rows of the further maps are as many as a head is wide here.
-    _, data, model = built([text.replace("num_features: 32", "num_features: 16") for text in sweep_fmm.METHODS[method]])
+    _, data, model = built([text.replace("num_features: 32", "num_features: 16") for text in METHODS[method]])
     ids = data.train.batch(range(4))["input_ids"]
     later = ids.clone()
     later[:, 11:] = later[:, 11:] % 10 + 1
@@ -159,9 +163,9 @@ def test_no_method_sees_what_comes_later(method: str) -> None:
     assert (first[:, 11:] - second[:, 11:]).abs().amax(-1).min() > 1e-6
 
 
-@pytest.mark.parametrize("method", sweep_fmm.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_all_of_it_is_trained(method: str) -> None:
-    _, data, model = built([text.replace("num_features: 32", "num_features: 16") for text in sweep_fmm.METHODS[method]])
+    _, data, model = built([text.replace("num_features: 32", "num_features: 16") for text in METHODS[method]])
     model.train()(**data.train.batch(range(8))).loss.backward()
     still = [name for name, value in model.named_parameters() if value.grad is None or not value.grad.any()]
     assert not still
@@ -200,12 +204,12 @@ def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[
 
 
 def test_every_method_has_the_near_field_and_the_rank_of_its_name() -> None:
-    for task in sweep_fmm.TASKS.values():
+    for task in load("fmm").tasks.values():
         found = {}
         for name, settings in task.methods.items():
-            config = load_config(KINDS[task.program].settings, RECIPES / "configs" / task.config, settings)
+            config = load_config(KINDS[task.program.name].settings, task.config, settings)
             attention = copy.deepcopy(config.method.attention)
-            found[name] = table_fmm.fields({"config": {"method": {"attention": attention}}})
+            found[name] = fmm_page.fields({"config": {"method": {"attention": attention}}})
             if name != "softmax":
                 # Maps that are alike would be one map: only the first has no draw of its own.
                 terms = config.method.snnk_config(0).attention.terms()
@@ -231,11 +235,11 @@ def test_from_runs_to_the_page(
     few = ["train.steps=2", "train.eval_every=2", "train.warmup_steps=1", "train.batch_size=2", "train.device=cpu"]
     few += ["data.validation_examples=4", "data.test_examples=6", "data.length=32"]
     asked = [*few, "--out", str(out), "--tasks", "copy_128", "--methods", "fmm_16_2", "softmax", "--seeds", "0", "1"]
-    assert sweep_fmm.main(asked) == 0
+    assert study.main(["run", "fmm", *asked]) == 0
     capsys.readouterr()
-    assert sweep_fmm.main(asked) == 0
-    assert capsys.readouterr().out.count("2 runs, 2 finished") == 2  # started again, nothing is run
-    assert table_fmm.main(["--runs", str(out), "--out", str(page)]) == 0
+    assert study.main(["run", "fmm", *asked]) == 0
+    assert capsys.readouterr().out.count("4 runs, 4 finished") == 1  # started again, nothing is run
+    assert study.main(["page", "fmm", "--runs", str(out), "--out", str(page)]) == 0
     text = (page / "README.md").read_text()
     reports = [stored(page)["copy_128", "fmm_16_2", seed] for seed in (0, 1)]
     shares = [100 * report["accuracy"] for report in reports]
@@ -249,7 +253,7 @@ def test_from_runs_to_the_page(
     assert (page / "accuracy.png").stat().st_size > 10_000
     # Reports that must not be compared are told apart.
     put_run(page, "copy_128", "softmax", 0, {**reports[0], "steps": 7})
-    assert table_fmm.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
+    assert study.main(["page", "fmm", "--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
     assert "**The runs differ in their steps (2 / 7)" in (page / "README.md").read_text()
 
 
@@ -259,15 +263,15 @@ def test_short_expressions_are_written_once_and_belong_to_listops(
     import snnk_peft.tasks.listops as listops
 
     monkeypatch.setattr(listops, "SIZES", {"test": 3, "validation": 4, "train": 20})
-    given = SimpleNamespace(out=tmp_path / "runs")
-    assert sweep_fmm.files("copy_256", given) == []
-    assert not given.out.exists()
-    assert sweep_fmm.files("listops", given) == [f"data.dir={tmp_path / 'runs/listops_files'}"]
+    wanted, out = {name: task.data for name, task in load("fmm").tasks.items()}, tmp_path / "runs"
+    assert data_settings("copy_256", wanted["copy_256"], None, out) == []
+    assert not out.exists()
+    assert data_settings("listops", wanted["listops"], None, out) == [f"data.dir={tmp_path / 'runs/listops_files'}"]
     read = listops.read_file(tmp_path / "runs/listops_files/basic_train.tsv")
     assert len(read.tokens[0]) == 20
     assert all(50 <= len(tokens) <= 250 for tokens in read.tokens[0])
     monkeypatch.setattr(listops, "write_listops", None)  # called again, it would fail
-    sweep_fmm.files("listops", given)
+    data_settings("listops", wanted["listops"], None, out)
 
 
 def test_the_page_tells_the_processor_time_of_listops() -> None:
@@ -278,11 +282,11 @@ def test_the_page_tells_the_processor_time_of_listops() -> None:
             "config": config
         }
 
-    text = table_fmm.render({"listops": {"softmax": [report(5, 0.25), report(5, 0.35), report(5, 0.30)]}})
+    text = fmm_page.render({"listops": {"softmax": [report(5, 0.25), report(5, 0.35), report(5, 0.30)]}})
     error = 100 * 0.05 / math.sqrt(3)
     assert f"| softmax | all | full | 3 | 30.0 ± {error:.1f} | 10 | 0.5 | 500 → 600 | 1,234 |" in text
     assert "equal processor time (CPU minutes of training: 5)" in text
-    text = table_fmm.render({"listops": {"softmax": [report(5, 0.3)], "other": [report(6, 0.3)]}})
+    text = fmm_page.render({"listops": {"softmax": [report(5, 0.3)], "other": [report(6, 0.3)]}})
     assert "**The runs differ in their CPU minutes (5 / 6): compare with care**" in text
 
 

@@ -23,8 +23,8 @@ from snnk_peft import export
 sys.path.append(str(RECIPES))
 
 import finetune
-from _lib.config import load_config
-from _lib.settings import FinetuneConfig
+from lib.config import load_config
+from lib.settings import FinetuneConfig
 
 FILES = [*sorted((RECIPES / "configs/glue").glob("*.yaml")), RECIPES / "configs/table.yaml"]
 LIMIT = 300_000  # bytes of the adapter alone

@@ -20,12 +20,16 @@ pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
 datasets = pytest.importorskip("sklearn.datasets", reason="pip install snnk-peft[recipes]")
 
 sys.path.append(str(RECIPES))
-finetune, sweep_vision, table_vision = recipe("finetune"), recipe("sweep_vision"), recipe("table_vision")
+finetune = recipe("finetune")
 
-from _lib.config import load_config  # noqa: E402
-from _lib.models import build_model, parameter_counts  # noqa: E402
-from _lib.settings import FinetuneConfig, MethodSection  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
+from lib.config import load_config  # noqa: E402
+from lib.models import build_model, parameter_counts  # noqa: E402
+from lib.settings import FinetuneConfig, MethodSection  # noqa: E402
+from papers import study  # noqa: E402
+from papers.lib.reports import read_reports  # noqa: E402
+from papers.lib.study import load  # noqa: E402
+from papers.pages import vision as vision_page  # noqa: E402
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil  # noqa: E402
 
 from snnk_peft.errors import ConfigError  # noqa: E402
@@ -123,7 +127,7 @@ def test_a_new_pooler_is_not_counted_as_classifier(scratch: Path) -> None:
 
 
 def test_real_weights_are_adapted(tmp_path: Path, shared_dir: Path) -> None:
-    """The lines that sweep_vision.py tells, on a ViT that was trained on MNIST."""
+    """The lines that the study vision tells, on a ViT that was trained on MNIST."""
     encoder, folder = shared_dir / "weights/vit_mnist", tmp_path / "vit"
     if not encoder.is_dir():
         pytest.skip(f"no weights in {encoder}")
@@ -157,7 +161,7 @@ def test_the_page_shows_what_is_stored(tmp_path: Path, root: Path) -> None:
                 "config": {"model": {"name_or_path": "vit"}, "train": {"epochs": 3, "eval_every": "end"}},
                 "environment": {"torch_threads": 1},
             }))  # fmt: skip
-    assert table_vision.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    assert study.main(["page", "vision", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     lines = (tmp_path / "out/README.md").read_text().splitlines()
     rows = [line for line in lines if line.startswith(("| full", "| lora"))]
     assert rows == [
@@ -165,14 +169,14 @@ def test_the_page_shows_what_is_stored(tmp_path: Path, root: Path) -> None:
         "| lora_r4 | 85.0 ± 7.1 (2) | 80.0, 90.0 | 7 | 5 | 10 | 3 | at end | 1.0 |",
     ]
     assert (tmp_path / "out/digits.png").stat().st_size > 1000
-    assert table_vision.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
+    assert study.main(["page", "vision", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
 
 
 def test_the_committed_page_is_that_of_the_committed_reports(root: Path) -> None:
     folder = root / "model_cards/vision"
-    table = table_vision.read_reports(folder, "recipes/sweep_vision.py")
-    assert (folder / "README.md").read_text() == table_vision.render(table), "run recipes/table_vision.py"
-    assert all(row.keys() <= sweep_vision.METHODS.keys() for row in table.values())
+    table = read_reports(folder, "vision")
+    assert (folder / "README.md").read_text() == vision_page.render(table), "run study.py page vision"
+    assert all(row.keys() <= load("vision").tasks["digits"].methods.keys() for row in table.values())
     assert (
         torch.tensor([report["score"] for row in table.values() for cell in row.values() for report in cell])
         .isfinite()

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = str(ROOT / "recipes/finetune.py")
 sys.path.append(str(ROOT / "recipes"))
 
-from _lib.checkpoint import list_checkpoints, verify
-from _lib.processes import launcher_faults
+from lib.checkpoint import list_checkpoints, verify
+from lib.processes import launcher_faults
 
 # The environment that `accelerate launch` makes of recipes/accelerate/fsdp2.yaml; see the test of that file.
 FSDP2 = {
@@ -281,7 +281,7 @@ def test_a_profile_for_gpus_says_what_to_do_where_there_are_none(world: Path, tm
     assert "add train.device=cpu" in done.stderr
     assert not (tmp_path / "run").exists()
     done = run_python(
-        [str(ROOT / "recipes/evaluate.py"), str(world / "bert"), "--task", "rte", f"data.dir={world / 'glue'}"],
+        [str(ROOT / "recipes/score.py"), str(world / "bert"), "--task", "rte", f"data.dir={world / 'glue'}"],
         env=environment(ACCELERATE_MIXED_PRECISION="no", ACCELERATE_USE_CPU="False"),
     )
     assert done.returncode == 2

@@ -161,9 +161,11 @@ def test_readme_tables_are_the_generated_ones(root):
 
 def test_readme_results_are_the_measured_ones(root, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(root / "recipes"))
-    table_results = importlib.import_module("table_results")
+    table_results = importlib.import_module("papers.table_results")
     text = (root / "README.md").read_text()
-    assert table_results.replaced(text, table_results.render(root)) == text, "run recipes/table_results.py --write"
+    assert table_results.replaced(text, table_results.render(root)) == text, (
+        "run recipes/papers/table_results.py --write"
+    )
     assert "benchmarks/attention.py" in table_results.render(root)
     other = text.replace("× faster at 4,096 tokens", "× slower at 4,096 tokens")
     assert table_results.replaced(other, table_results.render(root)) == text

@@ -1,4 +1,4 @@
-"""recipes/sweep_draws.py and its page: models of several seeds, each scored on fresh draws of its features."""
+"""The study draws and its page: models of several seeds, each scored on fresh draws of its features."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -20,12 +20,13 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_draws
-import table_draws
-from _lib import sweep
-from _lib.config import load_config
-from _lib.lra_settings import LongRangeConfig
 from accelerate.state import AcceleratorState
+from lib.config import load_config
+from papers import study
+from papers.lib import sweep
+from papers.lib.lra_settings import LongRangeConfig
+from papers.lib.study import load
+from papers.pages import draws as draws_page
 from recipe_world import recipe
 
 from tests.stored_runs import stored
@@ -39,32 +40,31 @@ SMALL += ["train.steps=2", "train.eval_every=2"]
 def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Programs run in this process, without the seconds that imports take; their names, in order."""
     names: list[str] = []
-    programs = {name: recipe(name) for name in ("train_lra", "evaluate")}
+    programs = {name: recipe(name) for name in ("train_lra", "score")}
 
     def in_this_process(command: list[str]) -> tuple[int, None]:
         AcceleratorState._reset_state(reset_partial_state=True)
         names.append(Path(command[1]).stem)
         return programs[names[-1]].main(command[2:]), None
 
-    for module in (sweep, sweep_draws):
-        monkeypatch.setattr(module, "execute", in_this_process)
+    monkeypatch.setattr(sweep, "execute", in_this_process)
     yield names
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_settings_are_those_of_the_recipe() -> None:
-    for name, task in sweep_draws.TASKS.items():
+    for name, task in load("draws").tasks.items():
         for method, settings in task.methods.items():
-            config = load_config(LongRangeConfig, RECIPES / "configs" / task.config, settings)
+            config = load_config(LongRangeConfig, task.config, settings)
             assert (config.task, config.method.label().replace("-", "_")) == (name, method)
 
 
 def test_from_runs_to_the_page(tmp_path: Path, called: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     out, page = tmp_path / "runs", tmp_path / "page"
     given = [*SMALL, "--out", str(out), "--methods", "trigrf_gmm"]
-    assert sweep_draws.main([*given, "--seeds", "0", "1", "--draws", "3"]) == 0
-    assert called == ["train_lra", "evaluate"] * 2
-    assert table_draws.main(["--runs", str(out), "--out", str(page)]) == 0
+    assert study.main(["run", "draws", *given, "--seeds", "0", "1", "--draws", "3"]) == 0
+    assert called == ["train_lra", "score"] * 2
+    assert study.main(["page", "draws", "--runs", str(out), "--out", str(page)]) == 0
     reports = [stored(page)["sparsity_50", "trigrf_gmm", seed] for seed in (0, 1)]
     for seed, report in enumerate(reports):
         run = out / f"sparsity_50/trigrf_gmm/seed{seed}"
@@ -81,33 +81,35 @@ def test_from_runs_to_the_page(tmp_path: Path, called: list[str], capsys: pytest
 
     # Finished ones are left, another number of draws is scored without training, a stored report is enough.
     called.clear()
-    assert sweep_draws.main([*given, "--seeds", "0", "1", "--draws", "3"]) == 0
+    assert study.main(["run", "draws", *given, "--seeds", "0", "1", "--draws", "3"]) == 0
     assert called == []
-    assert sweep_draws.main([*given, "--draws", "2"]) == 0
-    assert called == ["evaluate"]
+    assert study.main(["run", "draws", *given, "--draws", "2"]) == 0
+    assert called == ["score"]
     elsewhere = [*SMALL, "--out", str(tmp_path / "others"), "--methods", "trigrf_gmm", "--stored", str(page)]
-    assert sweep_draws.main(elsewhere) == 0
-    assert called == ["evaluate"]
+    assert study.main(["run", "draws", *elsewhere]) == 0
+    assert called == ["score"]
     capsys.readouterr()
-    assert table_draws.main(["--runs", str(out), "--out", str(page)]) == 0
+    assert study.main(["page", "draws", "--runs", str(out), "--out", str(page)]) == 0
     assert "**The runs differ (" in (page / "README.md").read_text()
 
 
 def test_a_run_without_its_draws_is_not_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Scoring was stopped, or failed: the sweep says so, and goes on with it when it is called again."""
-    score = sweep_draws.execute
+    execute = sweep.execute
     given = [*SMALL, "--out", str(tmp_path / "runs"), "--methods", "posrf_gmm", "--draws", "2"]
     for answer, code in (((-15, 15), 143), ((143, None), 143), ((1, None), 1)):
-        monkeypatch.setattr(sweep_draws, "execute", lambda command, answer=answer: answer)
-        assert sweep_draws.main(given) == code
+        monkeypatch.setattr(
+            sweep, "execute", lambda command, answer=answer: answer if "score.py" in command[1] else execute(command)
+        )
+        assert study.main(["run", "draws", *given]) == code
         said = capsys.readouterr()
         assert ("start the same command again" in said.out) == (code == 143)
-        assert ("failed: draws of" in said.err) == (code == 1)
-        assert table_draws.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 2
-        assert "run recipes/sweep_draws.py first" in capsys.readouterr().err
-    monkeypatch.setattr(sweep_draws, "execute", score)
-    assert sweep_draws.main(given) == 0
-    assert table_draws.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 0
+        assert ("failed: sparsity_50/posrf_gmm/seed0" in said.err) == (code == 1)
+        assert study.main(["page", "draws", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 2
+        assert "recipes/papers/study.py run draws" in capsys.readouterr().err
+    monkeypatch.setattr(sweep, "execute", execute)
+    assert study.main(["run", "draws", *given]) == 0
+    assert study.main(["page", "draws", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_run_without_its_draws_is_not_on_the_page(tmp_path: Path, monkeypatch:
 )
 def test_faults(given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        sweep_draws.main([*given, "--out", str(tmp_path / "runs")])
+        study.main(["run", "draws", *given, "--out", str(tmp_path / "runs")])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
@@ -139,7 +141,7 @@ def report(scores: list[float], vote: float, against: float, gain: float | None)
 
 def test_figures_are_over_models() -> None:
     cell = [report([0.5, 0.7], 0.9, 0.25, 1.5), report([0.2, 0.4], 0.6, 0.35, 2.0)]
-    shown = table_draws.cells(cell)
+    shown = draws_page.cells(cell)
     assert shown == [
         "90.0 ± 0.0 (2)",
         "45.0 ± 15.0",
@@ -150,5 +152,5 @@ def test_figures_are_over_models() -> None:
         "90",
     ]
     never_right = report([0.0, 0.0], 0.0, 0.5, None)
-    assert table_draws.cells([never_right])[4] == "–"
-    assert table_draws.voted(cell[0]) == [(0.5, 0.9), (0.7, 0.9)]
+    assert draws_page.cells([never_right])[4] == "–"
+    assert draws_page.voted(cell[0]) == [(0.5, 0.9), (0.7, 0.9)]

@@ -30,20 +30,20 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
 import finetune
-import tiny_llama
-import train_lra
-from _lib import lra_model, training
-from _lib.checkpoint import list_checkpoints
-from _lib.config import option
-from _lib.data import ExampleSet
-from _lib.experiment import Data, Experiment, Finished, Schedule
-from _lib.launch import launch
-from _lib.loop import train_step
-from _lib.processes import prepare, unwrapped
-from _lib.schedule import learning_rate
-from _lib.settings import StepSettings
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from lib import training
+from lib.checkpoint import list_checkpoints
+from lib.config import option
+from lib.data import ExampleSet
+from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.launch import launch
+from lib.loop import train_step
+from lib.processes import prepare, unwrapped
+from lib.schedule import learning_rate
+from lib.settings import StepSettings
+from papers.lib import lra_model
+from papers.programs import tiny_llama, train_lra
 from recipe_world import write_world
 from transformers import LlamaConfig
 
@@ -219,7 +219,13 @@ def test_a_stopped_language_model_continues_to_the_same_weights(
         patched.setattr(training, "train_step", stopping)
         assert tiny_llama.main([*given, "--output", "run"]) == 143
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert command[1:] == [os.path.relpath(RECIPES / "tiny_llama.py"), *given, "--output", "run", "--resume"]
+    assert command[1:] == [
+        os.path.relpath(RECIPES / "papers/programs/tiny_llama.py"),
+        *given,
+        "--output",
+        "run",
+        "--resume",
+    ]
     assert tiny_llama.main([*given, "--output", "run", "--seed", "1", "--resume"]) == 2
     assert "train.seed was 0 and is now 1" in capsys.readouterr().err
     assert tiny_llama.main(command[2:]) == 0

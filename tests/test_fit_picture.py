@@ -1,4 +1,4 @@
-"""recipes/fit_picture.py: a picture as a function of its coordinates, by sines and by SNNK layers."""
+"""recipes/papers/programs/fit_picture.py: a picture as a function of its coordinates, by sines and by SNNK layers."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -21,16 +21,16 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import fit_picture
-from _lib.picture_rows import PictureRows, read_picture
-from _lib.sine_network import Sine, SineNetwork, derivatives, low_rank, stand_in
 from accelerate.state import AcceleratorState
+from papers.lib.picture_rows import PictureRows, read_picture
+from papers.lib.sine_network import Sine, SineNetwork, derivatives, low_rank, stand_in
+from papers.programs import fit_picture
 from PIL import Image
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.snnk_linear import SNNKLinear
 
-CONFIG = str(RECIPES / "configs/pictures/siren.yaml")
+CONFIG = str(RECIPES / "papers/configs/pictures/siren.yaml")
 SMALL = ["data.size=16", "model.width=48", "train.steps=60", "train.eval_every=20", "train.learning_rate=2e-3"]
 
 

@@ -1,4 +1,4 @@
-"""recipes/fit_potential.py: the potential of two particles from their wave function, and the energies in it."""
+"""fit_potential.py: the potential of two particles from their wave function, and the energies in it."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -19,12 +19,12 @@ for package in ("accelerate", "matplotlib", "rich", "yaml"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import fit_potential
-from _lib.sine_network import PotentialNetwork, SineNetwork
-from _lib.two_bodies import LocalEnergies, TwoBodies, energies_in, states_in
 from accelerate.state import AcceleratorState
+from papers.lib.sine_network import PotentialNetwork, SineNetwork
+from papers.lib.two_bodies import LocalEnergies, TwoBodies, energies_in, states_in
+from papers.programs import fit_potential
 
-CONFIG = str(RECIPES / "configs/potential/two_bodies.yaml")
+CONFIG = str(RECIPES / "papers/configs/potential/two_bodies.yaml")
 SMALL = ["model.width=48", "train.steps=400", "train.eval_every=200", "train.learning_rate=3e-3", "data.points=1024"]
 
 

@@ -25,12 +25,12 @@ from recipe_world import recipe, write_settings, write_world
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-from _lib import run as runs
-from _lib import training
-from _lib.checkpoint import list_checkpoints, verify
 from accelerate.state import AcceleratorState
+from lib import run as runs
+from lib import training
+from lib.checkpoint import list_checkpoints, verify
 
-bundle, evaluate, export = recipe("bundle"), recipe("evaluate"), recipe("export")
+bundle, evaluate, export = recipe("bundle"), recipe("score"), recipe("export")
 write_listops = recipe("write_listops")
 SMALL = {"train_copy": ["data.length=8", "data.train_examples=40", "train.steps=4", "train.eval_every=2"]}
 SMALL["train_copy"] += ["model.dim=8", "model.heads=1", "model.layers=1", "data.validation_examples=4"]
@@ -74,7 +74,7 @@ def arguments(program: str, world: Path) -> list[str]:
     given = [f"model.name_or_path={world / 'bert'}", "task=rte", f"data.dir={world / 'glue'}", "data.max_length=32"]
     if program == "fit_head":
         return [str(RECIPES / "configs/head.yaml"), *given, "output.dir=run", "method.points=1"]
-    return [str(RECIPES / "configs/copy/copy.yaml"), "output.dir=run", *SMALL[program]]
+    return [str(RECIPES / "papers/configs/copy/copy.yaml"), "output.dir=run", *SMALL[program]]
 
 
 def before(target: Any, name: str, happens: Switch, patched: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,12 @@ def straight(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     def done(program: str) -> Path:
         with pytest.MonkeyPatch.context() as patched:
             patched.chdir(folder)
-            assert importlib.import_module(program).main([*arguments(program, world), f"output.dir={program}"]) == 0
+            assert (
+                importlib.import_module(WHERE.get(program, program)).main(
+                    [*arguments(program, world), f"output.dir={program}"]
+                )
+                == 0
+            )
         AcceleratorState._reset_state(reset_partial_state=True)
         return folder / program
 
@@ -117,6 +122,7 @@ MOMENTS = {
 }
 
 
+WHERE = {"train_copy": "papers.programs.train_copy"}
 CASES = [*(("finetune", moment) for moment in MOMENTS), ("fit_head", "checkpoint"), ("fit_head", "report")]
 CASES += [("fit_head", "curve"), ("train_copy", "checkpoint"), ("train_copy", "metrics")]
 
@@ -132,7 +138,7 @@ def test_it_is_told_with_the_path_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module, given = importlib.import_module(program), arguments(program, world)
+    module, given = importlib.import_module(WHERE.get(program, program)), arguments(program, world)
     with monkeypatch.context() as patched:
         if (place := MOMENTS[moment]) is None:
             full(True)

@@ -65,8 +65,8 @@ def test_two_processes_take_the_step_of_one(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_mean_over_parts_is_not_taken_in_parts() -> None:
     """The spread of the local energy: refused for batches of a step here, and for several processes."""
-    import fit_potential
-    from _lib.config import load_config
+    from lib.config import load_config
+    from papers.programs import fit_potential
 
     with pytest.raises(ConfigError, match=r"train\.gradient_accumulation is 2; expected 1.*Set train\.batch_size"):
         load_config(fit_potential.PotentialConfig, None, ["output.dir=x", "train.gradient_accumulation=2"])

@@ -14,11 +14,11 @@ for package in ("datasets", "matplotlib", "rich", "yaml"):
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-import sweep_glue
-import table_glue
-import table_results
-import tune_glue
-from _lib.tables import rates
+from papers import table_results
+from papers.lib.rates import chosen_rates, rates
+from papers.lib.reports import read_reports
+from papers.lib.study import load
+from papers.pages import glue as glue_page
 
 from tests.stored_runs import put_run
 
@@ -40,7 +40,7 @@ def store(root: Path, scores: dict[tuple[str, str], list[float]]) -> None:
 
 def test_every_seed_is_listed_and_plateaus_are_marked(tmp_path: Path) -> None:
     store(tmp_path, {("stsb", "lora_r8"): [0.8, 0.07, -0.03, 0.4], ("cola", "lora_r8"): [0.0], ("stsb", "mine"): [0.5]})
-    page = table_glue.render(table_glue.read_table(tmp_path / "model_cards/glue"), {})
+    page = glue_page.render(glue_page.in_order(read_reports(tmp_path / "model_cards/glue", "glue")), {})
     lines = page.split("Every seed.")[1].splitlines()
     assert any(line.startswith("| method |") for line in lines)
     # The best CoLA run is no better than a constant answer, and has stayed there like any other.
@@ -63,7 +63,7 @@ def test_the_readme_names_every_method_that_ran(tmp_path: Path) -> None:
 def test_differences_are_between_runs_of_one_seed(tmp_path: Path) -> None:
     store(tmp_path, {("stsb", "lora_r8"): [0.8, 0.6], ("stsb", "full"): [0.9, 0.75, 0.1], ("stsb", "ia3"): [0.7]})
     store(tmp_path, {("cola", "lora_r8"): [0.2], ("cola", "full"): [0.1]})
-    rows = table_glue.differences(table_glue.read_table(tmp_path / "model_cards/glue"))
+    rows = glue_page.differences(glue_page.in_order(read_reports(tmp_path / "model_cards/glue", "glue")))
     assert rows == [["ia3", "–", "-10.0", "–"], ["full", "-10.0", "+12.5 ± 2.5 (2)", "+1.2"]]
 
 
@@ -73,9 +73,9 @@ def test_the_rate_is_that_of_the_best_mean_over_all_tasks(tmp_path: Path) -> Non
     for method, values in scores.items():
         for task, value in zip(("mrpc", "cola"), values, strict=False):
             put_run(tmp_path / "tuned", task, method, 100, {"score_held_back": value, "score": 1 - value})
-    assert sweep_glue.chosen_rates(tmp_path / "tuned") == {"lora_r8": 0.002, "full": 5e-05}
-    assert sweep_glue.chosen_rates(tmp_path / "none") == {}
-    assert table_glue.tuning(rates(tmp_path / "tuned")) == [
+    assert chosen_rates(tmp_path / "tuned") == {"lora_r8": 0.002, "full": 5e-05}
+    assert chosen_rates(tmp_path / "none") == {}
+    assert glue_page.tuning(rates(tmp_path / "tuned")) == [
         ["lora_r8", "0.001: 40.0, **0.002: 50.0**"],
         ["full", "**5e-05: 5.0**"],
     ]
@@ -83,17 +83,16 @@ def test_the_rate_is_that_of_the_best_mean_over_all_tasks(tmp_path: Path) -> Non
 
 def test_every_method_is_tuned_with_equal_effort() -> None:
     """As many rates for each, and nothing else differs from the runs of the table."""
-    points = tune_glue.points()
-    assert len(points) == 3 * len(sweep_glue.METHODS)
-    for name, settings in points.items():
+    runs, tried = load("glue").tasks["cola"], load("glue_rates").tasks["cola"]
+    assert (runs.program, runs.config) == (tried.program, tried.config)
+    assert len(tried.methods) == 3 * len(runs.methods)
+    for name, settings in tried.methods.items():
         method, _, rate = name.rpartition("@")
-        assert settings == [
-            *sweep_glue.RECIPE,
-            *sweep_glue.METHODS[method],
-            f"train.learning_rate={float(rate):g}",
-        ]
+        same = [each for each in runs.methods[method] if not each.startswith("train.learning_rate=")]
+        assert settings == [*same, f"train.learning_rate={float(rate):g}"]
+        assert len(runs.methods[method]) - len(same) in (0, 1)
 
 
 def test_every_method_of_the_sweep_has_a_name() -> None:
-    other_program = {"adapters_seq_bn", "adapters_double_seq_bn"}  # recipes/peers/adapters_glue.py
-    assert table_glue.NAMES.keys() == sweep_glue.METHODS.keys() | other_program
+    other_program = {"adapters_seq_bn", "adapters_double_seq_bn"}  # recipes/papers/peers/adapters_glue.py
+    assert glue_page.NAMES.keys() == load("glue").tasks["cola"].methods.keys() | other_program

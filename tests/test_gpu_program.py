@@ -16,7 +16,7 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
 import gpu  # noqa: E402
-from _lib.gpu_data import write_pictures  # noqa: E402
+from lib.gpu_data import write_pictures  # noqa: E402
 
 ON_CPU = ["--device", "cpu", "--small", "--output"]
 

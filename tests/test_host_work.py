@@ -22,7 +22,7 @@ def _launches_that_do_nothing(monkeypatch):
     from snnk_peft.functional.device_kernels import cuda_exponential
 
     monkeypatch.syspath_prepend("recipes")
-    from _lib.kernel_launches import watched
+    from lib.kernel_launches import watched
 
     before = dict(DEVICE_KERNELS)
     cuda_exponential.register("cpu")

@@ -24,16 +24,16 @@ Image = pytest.importorskip("PIL.Image", reason="pip install snnk-peft[recipes]"
 pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
 
 sys.path.append(str(RECIPES))
-finetune, evaluate = recipe("finetune"), recipe("evaluate")
+finetune, evaluate = recipe("finetune"), recipe("score")
 
-from _lib import training  # noqa: E402
-from _lib.augmentation import Augmentation, crop_box  # noqa: E402
-from _lib.checkpoint import list_checkpoints  # noqa: E402
-from _lib.config import load_config  # noqa: E402
-from _lib.images import ImageExamples, input_size  # noqa: E402
-from _lib.loop import train_step  # noqa: E402
-from _lib.settings import AugmentSection, FinetuneConfig  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
+from lib import training  # noqa: E402
+from lib.augmentation import Augmentation, crop_box  # noqa: E402
+from lib.checkpoint import list_checkpoints  # noqa: E402
+from lib.config import load_config  # noqa: E402
+from lib.images import ImageExamples, input_size  # noqa: E402
+from lib.loop import train_step  # noqa: E402
+from lib.settings import AugmentSection, FinetuneConfig  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification  # noqa: E402
 from transformers import ViTImageProcessorPil as Processor  # noqa: E402
@@ -279,8 +279,8 @@ def test_training_takes_the_next_picture_for_one_that_cannot_be_read(
 
 
 def test_evaluation_leaves_unreadable_pictures_out_of_the_count(damaged: Path) -> None:
-    from _lib.evaluation import predict
     from accelerate import Accelerator
+    from lib.evaluation import predict
 
     rows = TASKS["cifar10"].load(damaged, splits=["test"])["test"]
     made = ImageExamples(rows, processor(), 3, 10, max_unreadable=1)
@@ -380,7 +380,7 @@ def test_from_scratch_nothing_of_the_folder_is_taken_but_its_configuration(
 
 def test_a_subset_for_evaluation_has_all_classes(pictures: Path) -> None:
     """Files stand in the order of their classes."""
-    from _lib.evaluation import evaluation_splits
+    from lib.evaluation import evaluation_splits
 
     rows = evaluation_splits(TASKS["cifar10"], TASKS["cifar10"].load(pictures), 6)
     assert rows["test"]["label"].tolist() == [0, 0, 3, 3, 9, 9]

@@ -148,6 +148,22 @@ def test_no_file_imports_itself_by_way_of_others(root):
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"c"}}) == {"b", "c"}
 
 
+def papers_named(source: str) -> set[str]:
+    """What a file imports of recipes/papers, also inside functions and for types only."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    found |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return {name for name in found if "papers" in name.split(".")}
+
+
+def test_the_library_of_the_recipes_knows_no_paper(root):
+    files = sorted((root / "recipes/lib").rglob("*.py"))
+    assert len(files) > 40
+    assert not [f"{file}: {names}" for file in files if (names := papers_named(file.read_text(encoding="utf-8")))]
+    for text in ("from papers.lib.sweep import Run", "def f():\n    from papers import claims", "import papers.lib"):
+        assert papers_named(text)
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [

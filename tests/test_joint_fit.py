@@ -292,7 +292,7 @@ def test_the_benchmark(tmp_path: Path):
     }
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     words += ["--lengths", "32", "48", "--behind", "16", "64", "--autocast"]
-    done = run_python([str(recipes / "benchmarks" / "convert_llama.py"), *words])
+    done = run_python([str(recipes / "benchmarks" / "convert_models.py"), "llama", *words])
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
     near = "window 6, 2 sinks"

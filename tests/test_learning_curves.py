@@ -15,7 +15,7 @@ for package in ("accelerate", "matplotlib", "rich", "yaml"):
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib import plots
+from lib import plots
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_a_single_point_is_marked(drawn: list[Any], tmp_path: Path) -> None:
 def test_the_curves_of_the_language_model_reach_the_last_step(
     steps: int, drawn: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import tiny_llama
     from accelerate.state import AcceleratorState
+    from papers.programs import tiny_llama
     from transformers import LlamaConfig
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -488,7 +488,7 @@ def test_an_adapter_folder_is_no_base_model(folders, adapter, monkeypatch):
         get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4)))
     pytest.importorskip("accelerate")
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    from _lib.models import load_pretrained
+    from lib.models import load_pretrained
 
     from snnk_peft.tasks import TASKS
 
@@ -522,8 +522,8 @@ def test_stamping_twice_changes_nothing(adapter):
 def test_leftovers_of_killed_processes_go_and_those_of_live_ones_stay(tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    from _lib import files
-    from _lib.run_folder import claim_folder
+    from lib import files
+    from lib.run_folder import claim_folder
 
     host, dead = files.socket.gethostname(), 2**22 + 1  # no process has a number above 2²²
     gone = [f".adapter.{dead}@{host}.tmp", f"checkpoints/.step-0000003.{dead}@{host}.tmp"]

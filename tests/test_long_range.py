@@ -35,17 +35,18 @@ from tests.stored_runs import drop_run
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_lra
-import table_lra
-import train_lra
-import write_listops as write_listops_recipe
-from _lib import checkpoint as checkpoints
-from _lib.config import load_config
-from _lib.lra_model import build_classifier
-from _lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, LongRangeTrain
-from _lib.sequences import SequenceExamples
-from _lib.settings import RunOutput
 from accelerate.state import AcceleratorState
+from lib import checkpoint as checkpoints
+from lib.config import load_config
+from lib.settings import RunOutput
+from papers import study
+from papers.lib.lra_model import build_classifier
+from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, LongRangeTrain
+from papers.lib.sequences import SequenceExamples
+from papers.lib.study import load
+from papers.pages import lra as lra_page
+from papers.programs import train_lra
+from papers.programs import write_listops as write_listops_recipe
 
 EASY = {"min_length": 4, "max_length": 24, "max_depth": 3, "max_args": 4}
 
@@ -377,7 +378,7 @@ def settings(data: Path, out: Path, *changes: str) -> list[str]:
 
 def spawn(arguments: list[str]) -> FreshProcess:
     environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent)}
-    return start_python([str(RECIPES / "train_lra.py"), *arguments], env=environment)
+    return start_python([str(RECIPES / "papers/programs/train_lra.py"), *arguments], env=environment)
 
 
 def wait_for_checkpoint(run: Path, process: FreshProcess) -> None:
@@ -492,10 +493,12 @@ def test_settings_are_strict(tmp_path: Path) -> None:
         load_config(LongRangeConfig, {"task": "listops", "method": {"attention": "softmx"}, "output": {"dir": "x"}})
 
 
-@pytest.mark.parametrize("file", sorted((RECIPES / "configs/lra").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted((RECIPES / "papers/configs/lra").glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_published_configurations_are_valid_and_open_with_their_command(file: Path) -> None:
     config = load_config(LongRangeConfig, file)
-    assert file.read_text().startswith(f"# python recipes/train_lra.py recipes/configs/lra/{file.name}")
+    assert file.read_text().startswith(
+        f"# python recipes/papers/programs/train_lra.py recipes/papers/configs/lra/{file.name}"
+    )
     assert config.output.dir.startswith(f"runs/lra/{file.stem}/")
     if file.stem.startswith("sparsity"):  # Learning the Transformer Kernel, appendix E.2
         model = config.model
@@ -508,7 +511,7 @@ def test_the_published_configurations_are_valid_and_open_with_their_command(file
 
 
 def test_the_methods_of_the_sweep_are_valid() -> None:
-    for changes in sweep_lra.METHODS.values():
+    for changes in load("lra").tasks["listops"].methods.values():
         load_config(LongRangeConfig, {"task": "listops", "output": {"dir": "x"}}, changes)
 
 
@@ -540,10 +543,10 @@ def test_a_sweep_runs_skips_and_feeds_the_table(
         *(f"data.dir={easy}", "data.max_length=24", "model.dim=16", "train.steps=4", "train.eval_every=2"),
         *("--out", str(tmp_path / "runs"), "--methods", "posrf_orf"),
     ]
-    assert sweep_lra.main(arguments) == 0
-    assert sweep_lra.main(arguments) == 0
+    assert study.main(["run", "lra", *arguments]) == 0
+    assert study.main(["run", "lra", *arguments]) == 0
     assert capfd.readouterr().out.count("1 runs, 1 finished; 0 runs left") == 1
-    assert table_lra.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
+    assert study.main(["page", "lra", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
     page = (tmp_path / "cards/README.md").read_text()
     assert "| posrf_orf | 1 |" in page
     assert "computed on CPU;" in page
@@ -578,7 +581,7 @@ def test_the_table_says_what_its_numbers_are_worth(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(report(method, seed, accuracy, learning_rate=rate)))
     arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]
-    assert table_lra.main(arguments) == 0
+    assert study.main(["page", "lra", *arguments]) == 0
     page = (tmp_path / "cards/README.md").read_text()
     assert "| softmax | 2 | 62.0 ± 2.0 | 300 | 3.12 | 15.0 | 16.7 | 500 → 2,000 | 123,456 |" in page
     assert "| posrf_orf | 1 | 61.0 |" in page
@@ -591,9 +594,9 @@ def test_the_table_says_what_its_numbers_are_worth(tmp_path: Path) -> None:
     assert "3 of 3 runs ended before the 50,000 steps" in page
     assert "shorter than the published 4,000 tokens" in page
     assert (tmp_path / "cards/accuracy.png").read_bytes().startswith(b"\x89PNG")
-    assert table_lra.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
+    assert study.main(["page", "lra", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
     assert (tmp_path / "cards/README.md").read_text() == page
-    assert table_lra.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
+    assert study.main(["page", "lra", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
 
 
 def test_the_table_checks_the_papers_claim(tmp_path: Path) -> None:
@@ -608,7 +611,7 @@ def test_the_table_checks_the_papers_claim(tmp_path: Path) -> None:
         written = {**report(method, seed, accuracy), "cpu_seconds_per_step": seconds}
         written["peak_memory_bytes"] = 1_000_000_000 if method == "posrf_mm" else 1_500_000_000
         file.write_text(json.dumps(written))
-    assert table_lra.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
+    assert study.main(["page", "lra", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
     page = (tmp_path / "cards/README.md").read_text()
     # (1.0 − .5) GB against (1.5 − .5) GB of growth; .32 against .40 s; 61 against 58 ± 1.
     # Of a process, memory says more about its allocator.
@@ -616,15 +619,15 @@ def test_the_table_checks_the_papers_claim(tmp_path: Path) -> None:
     for file in (tmp_path / "runs").rglob("metrics.json"):
         card = {"device": "cuda", "environment": {"torch_threads": 1, "gpu": "a card"}}
         file.write_text(json.dumps(json.loads(file.read_text()) | card))
-    assert table_lra.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
+    assert study.main(["page", "lra", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
     page = (tmp_path / "cards/README.md").read_text()
     assert "20.0 % less time per step, 50.0 % less memory (grown in training), +3.0 ± 1.0 points" in page
     assert "computed on a card;" in page
     none = [report("saderf_orf", 0, 0.5) | {"peak_memory_bytes": 9, "peak_memory_bytes_before_training": 9}]
     none[0]["device"] = "cuda"
-    (said, *_) = table_lra.claim({"posrf_mm": none, "saderf_orf": none})
+    (said, *_) = lra_page.claim({"posrf_mm": none, "saderf_orf": none})
     assert "0.0 % less time per step, no measurable memory" in said
     for method in ("posrf_mm", "saderf_orf"):  # one seed has no error
         drop_run(tmp_path / "cards", "text", method, 1)
-    assert table_lra.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
+    assert study.main(["page", "lra", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
     assert "+4.0 points of accuracy" in (tmp_path / "cards/README.md").read_text()

@@ -28,15 +28,15 @@ from scipy.stats import spearmanr
 
 sys.path.append(str(RECIPES))
 
-import table_lowrank
-import train_lowrank
-from _lib import training
-from _lib.cifar_resnet import CifarResNet
-from _lib.config import load_config
-from _lib.loop import train_step
-from _lib.lowrank_model import init_errors, low_rank_model, rebuilt_errors
-from _lib.lowrank_settings import LowRankConfig, LowRankMethod
-from _lib.ranks import rank_correlation
+from lib import training
+from lib.config import load_config
+from lib.loop import train_step
+from papers import study
+from papers.lib.cifar_resnet import CifarResNet
+from papers.lib.lowrank_model import init_errors, low_rank_model, rebuilt_errors
+from papers.lib.lowrank_settings import LowRankConfig, LowRankMethod
+from papers.lib.ranks import rank_correlation
+from papers.programs import train_lowrank
 
 from tests.stored_runs import put_run
 
@@ -181,7 +181,7 @@ def test_from_stored_runs_to_errors_and_the_page(tmp_path: Path) -> None:
     store(runs, "baseline_0.2", {**common, "init": "baseline"}, [0.50, 0.51, 0.52])
     store(runs, "ws_nkp_0.2", {**common, "init": "ws_nkp"}, [0.65, 0.68, 0.68], init_error=0.25)
     store(runs, "dense", None, [0.7])
-    main = runpy.run_path(str(RECIPES / "experiments/low_rank_errors.py"))["main"]
+    main = runpy.run_path(str(RECIPES / "papers/programs/low_rank_errors.py"))["main"]
     main(["--runs", str(runs), "--output", str(out)])
     figures = json.loads((out / "metrics.json").read_text())
     assert figures["settings"] == {"runs": 12, "starts": 9}  # decay changes no start
@@ -202,7 +202,7 @@ def test_from_stored_runs_to_errors_and_the_page(tmp_path: Path) -> None:
     assert (out / "error.png").stat().st_size > 10_000
 
     page = ["--runs", str(tmp_path / "none"), "--out", str(runs), "--errors", str(out / "metrics.json")]
-    assert table_lowrank.main(page) == 0
+    assert study.main(["page", "lowrank", *page]) == 0
     lines = (runs / "README.md").read_text().splitlines()
     # ws_nkp minus spectral, weight decay: 5, 6, 4; Student's t of two degrees of freedom is 4.30.
     assert "| ws_nkp above spectral | +5.0 ± 0.6 (3) | holds |" in lines
@@ -212,7 +212,9 @@ def test_from_stored_runs_to_errors_and_the_page(tmp_path: Path) -> None:
     assert any(line.startswith(f"- all runs: {found['all runs']['value']:+.2f} (") for line in lines)
     assert (runs / "cifar10_error.png").stat().st_size > 10_000
     # Without errors, the page is there and has no such section.
-    assert table_lowrank.main([*page[:-1], str(tmp_path / "nothing.json")]) == 0
+    assert study.main(["page", "lowrank", *page[:-1], str(tmp_path / "nothing.json")]) == 0
     assert "| ws_nkp | 0.250 |" in (runs / "README.md").read_text()  # that of the report itself
-    with pytest.raises(SystemExit, match=r"no reports in .*nowhere.jsonl .*; run recipes/sweep_lowrank.py"):
+    with pytest.raises(
+        SystemExit, match=r"no reports in .*nowhere.jsonl .*; start: python recipes/papers/study.py run lowrank"
+    ):
         main(["--runs", str(tmp_path / "nowhere"), "--output", str(out)])

@@ -95,7 +95,7 @@ def test_compressed_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A random ResNet of 8 layers: three blocks with two convolutions each."""
     monkeypatch.syspath_prepend(str(RECIPES))
     torch.manual_seed(0)
-    model = importlib.import_module("_lib.cifar_resnet").CifarResNet(8)
+    model = importlib.import_module("papers.lib.cifar_resnet").CifarResNet(8)
     save_file(model.state_dict(), str(tmp_path / "resnet8.safetensors"))
     data = image_layouts.cifar10_python(tmp_path, image_layouts.draw(("train", "test"), 10, per_class=8))
     given = ["--resnet", str(tmp_path / "resnet8.safetensors"), "--cifar10", str(data), "--depth", "8"]

@@ -1,4 +1,4 @@
-"""recipes/train_lowrank.py and what belongs to it: the CIFAR ResNets, the converter, the sweep and its page.
+"""train_lowrank.py and what belongs to it: the CIFAR ResNets, the converter, the sweep and its page.
 
 Oracles: published accuracies and parameter counts, formulas by hand, a run that was never interrupted.
 """
@@ -33,18 +33,17 @@ from torch.nn import functional
 
 sys.path.append(str(RECIPES))
 
-import convert_efficientnet_lite
-import sweep_lowrank
-import table_lowrank
-import train_lowrank
-from _lib import training
-from _lib.checkpoint import list_checkpoints
-from _lib.cifar_resnet import Block, CifarResNet, load_cifar_resnet
-from _lib.config import load_config
-from _lib.efficientnet_lite import STAGES, Convolution, EfficientNetLite, load_efficientnet_lite
-from _lib.loop import train_step
-from _lib.lowrank_model import image_processor, low_rank_model, make_optimizer
-from _lib.lowrank_settings import LowRankConfig, LowRankMethod, LowRankModel
+from lib import training
+from lib.checkpoint import list_checkpoints
+from lib.config import load_config
+from lib.loop import train_step
+from papers import study
+from papers.lib.cifar_resnet import Block, CifarResNet, load_cifar_resnet
+from papers.lib.efficientnet_lite import STAGES, Convolution, EfficientNetLite, load_efficientnet_lite
+from papers.lib.lowrank_model import image_processor, low_rank_model, make_optimizer
+from papers.lib.lowrank_settings import LowRankConfig, LowRankMethod, LowRankModel
+from papers.lib.study import load
+from papers.programs import convert_efficientnet_lite, train_lowrank
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
@@ -221,8 +220,8 @@ def test_wrong_settings_are_named(
 
 
 def test_the_methods_of_the_sweep_are_all_different_and_valid() -> None:
-    file, found = RECIPES / "configs/lowrank/cifar10_resnet20.yaml", []
-    for changes in sweep_lowrank.METHODS.values():
+    file, found = RECIPES / "papers/configs/lowrank/cifar10_resnet20.yaml", []
+    for changes in load("lowrank").tasks["cifar10"].methods.values():
         found.append(load_config(LowRankConfig, file, changes).method.label())
     assert len({*found}) == len(found) == 2 * 2 * 4 + 1
 
@@ -243,7 +242,7 @@ def test_the_page_has_standard_errors(tmp_path: Path) -> None:
                 "examples": {"train": 10, "test": 400}, "device": "cpu", "environment": {"torch_threads": 1},
                 "config": {"method": {"low_rank": part}, "train": {"epochs": 3}, "model": {"name_or_path": "resnet20"}},
             }))  # fmt: skip
-    assert table_lowrank.main(["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    assert study.main(["page", "lowrank", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out/README.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("|")] == [
         "| initialisation | decay | 0.05 | 0.1 | s to initialise |",
@@ -256,7 +255,7 @@ def test_the_page_has_standard_errors(tmp_path: Path) -> None:
     assert "The dense network: 70.0 (2,000 parameters)." in page
     assert "7 runs with 3 seeds on cpu (1 threads)" in page
     assert (tmp_path / "out/cifar10.png").stat().st_size > 1000
-    assert table_lowrank.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
+    assert study.main(["page", "lowrank", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
 
 
 # --- EfficientNet-Lite0 -----------------------------------------------------------------------------------------------
@@ -310,7 +309,9 @@ def test_the_package_becomes_safetensors(tmp_path: Path, capsys: pytest.CaptureF
     again = load_efficientnet_lite(out / "model.safetensors")
     assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
     (out / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"cannot be read .*; expected what recipes/convert_efficientnet_lite.py"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read .*; expected what recipes/papers/programs/convert_efficientnet_lite.py"
+    ):
         load_efficientnet_lite(out / "model.safetensors")
 
 

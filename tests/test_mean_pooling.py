@@ -49,10 +49,10 @@ from tests.tiny_families import CONFIGS, build, main_head
 sys.path.append(str(RECIPES))
 
 import finetune
-from _lib.config import load_config
-from _lib.models import trained_on_means
-from _lib.settings import FinetuneConfig
-from _lib.task_settings import find_task, with_pooling
+from lib.config import load_config
+from lib.models import trained_on_means
+from lib.settings import FinetuneConfig
+from lib.task_settings import find_task, with_pooling
 
 NOUNS = ("dog", "film", "report", "storm", "king", "sea", "house", "train", "song", "cake")
 # What each head makes of the last hidden states, by its own modules.

@@ -507,7 +507,7 @@ def test_the_benchmark(root, tmp_path):
         "--uptraining",
         "3",
     ]
-    done = run_python([str(root / "recipes" / "benchmarks" / "convert_llama_ffn.py"), *given])
+    done = run_python([str(root / "recipes" / "benchmarks" / "convert_models.py"), "llama_ffn", *given])
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(output.read_text())
     names = [f"12 units, {rule}{rest}" for rule in ("greedy", "leverage") for rest in ("", ", 3 steps")]
@@ -524,7 +524,7 @@ def test_the_benchmark(root, tmp_path):
 def test_uptraining_brings_a_model_nearer_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that was disturbed: the divergence, by torch's own, falls; what is not trained stays."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "recipes" / "benchmarks"))
-    from _uptraining import next_token_divergence, uptrain
+    from _conversions.uptraining import next_token_divergence, uptrain
 
     torch.manual_seed(0)
     original = build("llama", "LlamaForCausalLM").eval()

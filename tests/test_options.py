@@ -27,8 +27,8 @@ from tests.tensor_sizes import LargestTensor
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib.config import describe, load_config
-from _lib.settings import FinetuneConfig
+from lib.config import describe, load_config
+from lib.settings import FinetuneConfig
 
 
 class Thing:

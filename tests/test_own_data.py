@@ -41,11 +41,11 @@ from snnk_peft.tasks.metrics import macro_f1
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-from _lib.data import Examples
-from _lib.models import load_tokenizer
 from accelerate.state import AcceleratorState
+from lib.data import Examples
+from lib.models import load_tokenizer
 
-finetune, evaluate, bundle = recipe("finetune"), recipe("evaluate"), recipe("bundle")
+finetune, evaluate, bundle = recipe("finetune"), recipe("score"), recipe("bundle")
 # The made-up sentences repeat, of which the labelled pass before the training warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*held-out rows are also among:snnk_peft.errors.NumericalWarning")
 TABLE = str(RECIPES / "configs/table.yaml")
@@ -162,7 +162,7 @@ def test_a_csv_with_three_labels(here: Path, capsys: pytest.CaptureFixture[str])
     assert report["examples"] == {"train": 96, "validation": 15}
     assert str(here) not in Path("runs/x/metrics.json").read_text()
 
-    # evaluate.py on the run, and on the bundle, which knows its labels; also with rows in another file.
+    # score.py on the run, and on the bundle, which knows its labels; also with rows in another file.
     assert evaluate.main(["runs/x"]) == 0
     assert read("runs/x/evaluation.json")["metrics"] == pytest.approx(report["metrics"])
     assert evaluate.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.csv"]) == 0

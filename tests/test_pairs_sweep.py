@@ -1,4 +1,4 @@
-"""recipes/sweep_pairs.py: all pairs of the paper at equal processor time, on short whole expressions."""
+"""The study spectraformer: all pairs of the paper at equal processor time, on short whole expressions."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -16,11 +16,11 @@ for package in ("matplotlib", "rich"):
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-import sweep_pairs
-import table_lra
-from _lib import printed_pairs, short_listops
-from _lib.verdicts import DIRECTION, FAILS, HOLDS, Measured, NotMeasuredError, Store
-from claims import lecture, spectraformer
+from papers import study
+from papers.claims import lecture, spectraformer
+from papers.lib import printed_pairs, short_listops
+from papers.lib.study import load
+from papers.lib.verdicts import DIRECTION, FAILS, HOLDS, Measured, NotMeasuredError, Store
 from scipy.stats import spearmanr
 
 from snnk_peft.tasks.listops import write_listops
@@ -33,8 +33,8 @@ def test_the_pairs_are_those_of_table_2() -> None:
     components, matrices = ("posrf", "oprf", "saderf"), ("orf", "sorf", "qmc", "mm", "sgq", "fastfood_learned")
     pairs = {f"{component}_{matrix}" for component in components for matrix in matrices}
     assert len(pairs) == 18
-    assert set(sweep_pairs.METHODS) - {"performer_pytorch"} == {"softmax", *pairs}
-    for task in sweep_pairs.TASKS.values():
+    assert set(load("spectraformer").tasks["listops"].methods) - {"performer_pytorch"} == {"softmax", *pairs}
+    for task in load("spectraformer").tasks.values():
         budgets = {tuple(each for each in own if "max_cpu_minutes" in each) for own in task.methods.values()}
         assert len(budgets) == 1
 
@@ -51,9 +51,9 @@ def test_from_expressions_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     runs, cards = tmp_path / "runs", tmp_path / "cards"
     settings = ["train.steps=2", "train.eval_every=2", "model.dim=8", "model.hidden_dim=8", "train.device=cpu"]
     given = ["--methods", "posrf_mm", "saderf_orf", "--seeds", "0", "--out", str(runs)]
-    assert sweep_pairs.main([*settings, *given]) == 0
+    assert study.main(["run", "spectraformer", *settings, *given]) == 0
     assert "text is left out" in capsys.readouterr().out
-    assert sweep_pairs.main([*settings, *given]) == 0
+    assert study.main(["run", "spectraformer", *settings, *given]) == 0
     assert len(written) == 1
     low, high = short_listops.BOUNDS.values()
     lengths = [len(row.split("\t")[0].split()) for row in _rows(runs / "listops_files")]
@@ -62,7 +62,7 @@ def test_from_expressions_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     assert max(lengths) <= high
     report = json.loads((runs / "listops/posrf_mm/seed0/metrics.json").read_text())
     assert report["config"]["data"]["max_length"] == high
-    assert table_lra.main(["--runs", str(runs), "--out", str(cards)]) == 0
+    assert study.main(["page", "lra", "--runs", str(runs), "--out", str(cards)]) == 0
     page = (cards / "README.md").read_text()
     assert "| posrf_mm | 1 |" in page
     assert "PosRF-MM against SADERF-ORF" in page

@@ -1,4 +1,4 @@
-"""recipes/table_papers.py: verdicts by one rule, figures from stored reports alone, and the stored page is its page."""
+"""papers/table_papers.py: verdicts by one rule, figures from stored reports alone, and the stored page is its page."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -22,8 +22,9 @@ for package in ("matplotlib", "rich"):
 
 sys.path.append(str(ROOT / "recipes"))
 
-import table_papers
-from _lib.verdicts import (
+from papers import table_papers
+from papers.claims import learned_kernels, lecture, snnk
+from papers.lib.verdicts import (
     DIRECTION,
     FAILS,
     HOLDS,
@@ -40,7 +41,6 @@ from _lib.verdicts import (
     ratio,
     unchanged,
 )
-from claims import learned_kernels, lecture, snnk
 
 from tests.stored_runs import put_run
 
@@ -222,7 +222,7 @@ def test_eigenvalues_are_compared_over_seeds(tmp_path: Path) -> None:
         model("a/seed1", "posrf-gmm", (0.2, 0.2), (0.3, 0.2)),
         model("b/seed0", "posrf-generative", (9.0, 9.0)),
     ]
-    file, store = tmp_path / "recipes/experiments/results/spectra/metrics.json", Store(tmp_path)
+    file, store = tmp_path / "recipes/papers/programs/results/spectra/metrics.json", Store(tmp_path)
     put(file, {"models": models})
     found = learned_kernels.eigenvalues(store)
     assert found == Measured("a: largest 0.35 ± 0.05, mean 0.18 ± 0.02 (2 seeds)", HOLDS)

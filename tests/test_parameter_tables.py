@@ -1,4 +1,4 @@
-"""recipes/experiments/parameter_tables.py: its counts are those of formulas written out here."""
+"""recipes/papers/programs/parameter_tables.py: its counts are those of formulas written out here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MACS = TEXTS * (LENGTH * DEPTH * (12 * d * d + 2 * LENGTH * d) + d * d + 2 * d)
 
 @pytest.fixture(scope="module")
 def program() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).resolve().parent.parent / "recipes/experiments/parameter_tables.py"))
+    return runpy.run_path(str(Path(__file__).resolve().parent.parent / "recipes/papers/programs/parameter_tables.py"))
 
 
 @pytest.fixture(scope="module")

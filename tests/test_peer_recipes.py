@@ -29,11 +29,11 @@ from tests.tiny_models import inputs_for, tiny
 sys.path.append(str(RECIPES))
 
 import finetune
-from _lib.models import build_model
-from _lib.peers import start_at_prior
-from _lib.settings import LoraSection, MethodSection
+from lib.models import build_model
+from lib.peers import start_at_prior
+from lib.settings import LoraSection, MethodSection
 
-evaluate = recipe("evaluate")
+evaluate = recipe("score")
 HEAD = 32 * 3 + 3
 NORMS = 5 * 2 * 32  # embeddings, and two in each of two layers
 BIASES = 2 * (32 * 5 + 64) + 32  # q, k, v, o, contraction, expansion of two layers; pooler
@@ -111,8 +111,8 @@ def test_boft_in_a_process_that_has_looked_for_pip() -> None:
         f"sys.path[:0] = [{str(RECIPES)!r}, {str(RECIPES.parent)!r}]\n"
         "assert 'setuptools' not in sys.modules\n"
         "importlib.util.find_spec('pip')\n"
-        "from _lib.models import build_model\n"
-        "from _lib.settings import LoraSection, MethodSection\n"
+        "from lib.models import build_model\n"
+        "from lib.settings import LoraSection, MethodSection\n"
         "from tests.tiny_models import tiny\n"
         "model = build_model(tiny('bert'), MethodSection('boft', lora=LoraSection(block_size=4)), 0, None)\n"
         "print(sum('.boft_R.' in name for name, _ in model.named_parameters()))\n"

@@ -1,4 +1,4 @@
-"""The peer performer-pytorch in recipes/train_lra.py: against its formula, against softmax, and as a run."""
+"""The peer performer-pytorch in train_lra.py: against its formula, against softmax, and as a run."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -23,12 +23,12 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_lra
-import train_lra
-from _lib.config import load_config
-from _lib.lra_model import LongRangeClassifier, build_classifier
-from _lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, PerformerSection
 from accelerate.state import AcceleratorState
+from lib.config import load_config
+from papers.lib.lra_model import LongRangeClassifier, build_classifier
+from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, PerformerSection
+from papers.lib.study import load
+from papers.programs import train_lra
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
@@ -252,8 +252,8 @@ def test_without_the_library_the_run_says_what_to_install(
 
 def test_its_settings_are_strict_and_the_sweep_names_as_many_features_as_ours_has() -> None:
     base = {"task": "listops", "output": {"dir": "x"}}
-    config = load_config(LongRangeConfig, base, sweep_lra.METHODS["performer_pytorch"])
-    ours = load_config(LongRangeConfig, base, sweep_lra.METHODS["posrf_orf"])
+    config = load_config(LongRangeConfig, base, load("lra").tasks["listops"].methods["performer_pytorch"])
+    ours = load_config(LongRangeConfig, base, load("lra").tasks["listops"].methods["posrf_orf"])
     assert config.method.performer.nb_features == ours.method.snnk_config(0).attention.num_features
     assert config.method.label() == "performer_pytorch"
     assert config.method.snnk_config(0) is None

@@ -23,9 +23,9 @@ from test_image_tasks import hub_task, shard
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib.column_rows import columns_of
-from _lib.images import ImageExamples
-from _lib.picture_rows import read_picture
+from lib.images import ImageExamples
+from papers.lib.column_rows import columns_of
+from papers.lib.picture_rows import read_picture
 from transformers import ViTImageProcessorPil
 
 from snnk_peft.errors import ConfigError

@@ -25,7 +25,7 @@ from tests.tiny_models import tiny
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib.peers import start_at_prior
+from lib.peers import start_at_prior
 
 STEPS, EXAMPLES, TOKENS = 100, 256, 8
 

@@ -1,4 +1,4 @@
-"""recipes/experiments/pointwise.py: one output of a layer, estimated."""
+"""recipes/papers/programs/pointwise.py: one output of a layer, estimated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAWS = 200
 
 def test_errors_are_those_of_theory(tmp_path: Path, root: Path) -> None:
     """Unbiased, and the spread of the arc-cosine layer is √((½ K₂)/(½ K₁)² − 1)/√p, from Cho and Saul's kernels."""
-    main = runpy.run_path(str(root / "recipes/experiments/pointwise.py"))["main"]
+    main = runpy.run_path(str(root / "recipes/papers/programs/pointwise.py"))["main"]
     main(["--inputs", "60", "--projections", "16", "64", "--draws", str(DRAWS), "--output", str(tmp_path)])
     rows = {(r["layer"], r["projections"]): r for r in json.loads((tmp_path / "metrics.json").read_text())["rows"]}
     assert len(rows) == 4
@@ -38,6 +38,6 @@ def test_errors_are_those_of_theory(tmp_path: Path, root: Path) -> None:
 
 
 def test_faults(root: Path) -> None:
-    main = runpy.run_path(str(root / "recipes/experiments/pointwise.py"))["main"]
+    main = runpy.run_path(str(root / "recipes/papers/programs/pointwise.py"))["main"]
     with pytest.raises(SystemExit, match="2 faults:\n  - --projections has 0; expected at least 1\n  - --draws is 1"):
         main(["--projections", "0", "8", "--draws", "1"])

@@ -23,19 +23,20 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import finetune_kernel
-import pretrain_mlm
-import sweep_kernels
-import table_kernels
-from _lib import sweep, training
-from _lib.checkpoint import list_checkpoints
-from _lib.config import load_config
-from _lib.masked_model import build_masked, with_attention
-from _lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tokenizer
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from fresh_process import run_python
 from glue_files import sentences, write_task
+from lib import training
+from lib.checkpoint import list_checkpoints
+from lib.config import load_config
+from papers import study
+from papers.lib import sweep
+from papers.lib.masked_model import build_masked, with_attention
+from papers.lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tokenizer
+from papers.lib.study import load
+from papers.pages import kernels as kernels_page
+from papers.programs import finetune_kernel, pretrain_mlm
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification
 
@@ -43,7 +44,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_text import IGNORED
 from tests.stored_runs import drop_run, stored
 
-CONFIG = str(RECIPES / "configs/pretrain_mlm.yaml")
+CONFIG = str(RECIPES / "papers/configs/pretrain_mlm.yaml")
 SIZES = ["model.dim=24", "model.hidden_dim=32", "model.heads=2", "model.layers=2", "data.vocabulary=100"]
 SMALL = [*SIZES, "data.max_length=16", "data.positions=64", "train.max_cpu_minutes=null", "train.warmup_steps=5"]
 SAYINGS = ("still waters run deep", "time will surely tell", "practice makes perfect people", "birds fly south early")
@@ -121,7 +122,7 @@ def test_a_vocabulary_does_not_depend_on_the_process(texts: Path) -> None:
     """The trainer of `tokenizers` alone numbers characters, and breaks ties, differently in every process."""
     code = (
         f"import sys; sys.path.append({str(RECIPES)!r})\n"
-        "from _lib.masked_text import train_tokenizer\n"
+        "from papers.lib.masked_text import train_tokenizer\n"
         "text = ['the quick brown fox jumps over the lazy dog while sphinxes of black quartz judge my vow'] * 3\n"
         "print(sorted(train_tokenizer(text, 90, 64).get_vocab().items()))"
     )
@@ -275,7 +276,7 @@ def test_the_learned_kernel_arrives_and_goes_on_learning(texts: Path, tmp_path: 
     assert seen >= learned | drawn
 
     arguments = [
-        str(RECIPES / "configs/kernels/rte.yaml"),
+        str(RECIPES / "papers/configs/kernels/rte.yaml"),
         *(f"data.dir={texts / 'glue'}", f"model.name_or_path={before / 'model'}", f"output.dir={tmp_path / 'after'}"),
         *("train.epochs=1", "train.batch_size=8", "data.max_length=32", "train.learning_rate=1e-2"),
     ]
@@ -326,7 +327,7 @@ def test_softmax_needs_no_attention_folder(texts: Path, tmp_path: Path) -> None:
 
 
 def test_other_methods_than_full_are_refused(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [str(RECIPES / "configs/kernels/rte.yaml"), "method.name=linear_probe"]
+    given = [str(RECIPES / "papers/configs/kernels/rte.yaml"), "method.name=linear_probe"]
     assert finetune_kernel.main(given) == 2
     assert "method.name is linear_probe; expected full" in capsys.readouterr().err
 
@@ -344,7 +345,7 @@ def test_from_runs_to_the_page(
         (data / f"wikitext/wiki.{split}.tokens").write_text((texts / f"wiki.{split}.tokens").read_text())
 
     def in_this_process(command: list[str]) -> tuple[int, None]:
-        """What `_lib.sweep.execute` starts, without the seconds that imports take."""
+        """What `papers.lib.sweep.execute` starts, without the seconds that imports take."""
         recipe = {"pretrain_mlm.py": pretrain_mlm, "finetune_kernel.py": finetune_kernel}[Path(command[1]).name]
         code = recipe.main(command[2:])
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -355,12 +356,12 @@ def test_from_runs_to_the_page(
     asked = [*SMALL, "train.steps=2", "train.eval_every=2", "finetune.data.max_length=32"]
     asked += ["--data", str(data), "--text", "wikitext", "--out", str(out), "--tasks", "rte", "--seeds", "0", "1"]
     asked += ["--methods", "softmax", "posrf_generative"]
-    assert sweep_kernels.main(asked) == 0
+    assert study.main(["run", "kernels", *asked]) == 0
     capsys.readouterr()
-    assert sweep_kernels.main(asked) == 0
+    assert study.main(["run", "kernels", *asked]) == 0
     again = capsys.readouterr().out
     assert again.count("1 runs, 1 finished") == again.count("2 runs, 2 finished") == 2
-    assert table_kernels.main(["--runs", str(out), "--out", str(page)]) == 0
+    assert study.main(["page", "kernels", "--runs", str(out), "--out", str(page)]) == 0
     text = (page / "README.md").read_text()
     assert str(tmp_path) not in text
     reports = [stored(page)["rte", "posrf_generative", seed] for seed in (0, 1)]
@@ -371,14 +372,14 @@ def test_from_runs_to_the_page(
     before = stored(page)["pretraining", "posrf_generative", 0]
     assert f"| posrf_generative | {100 * before['masked_accuracy']:.1f} (1) | " in text
     assert f"| {before['loss']:.3f} | {before['loss_without_context']:.3f} | 2 |" in text
-    assert table_kernels.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
+    assert study.main(["page", "kernels", "--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
     assert (page / "README.md").read_text() == text
     # What the page holds is not run again; one report less, and its pretraining is, for the model that it starts from.
     elsewhere = ["--out", str(tmp_path / "elsewhere"), "--stored", str(page)]
-    assert sweep_kernels.main([*asked, *elsewhere]) == 0
+    assert study.main(["run", "kernels", *asked, *elsewhere]) == 0
     assert not list((tmp_path / "elsewhere").glob("*/*/*"))
     drop_run(page, "rte", "softmax", 1)
-    assert sweep_kernels.main([*asked, *elsewhere]) == 0
+    assert study.main(["run", "kernels", *asked, *elsewhere]) == 0
     ran = {"/".join(file.parts[-4:-1]) for file in (tmp_path / "elsewhere").glob("*/*/*/metrics.json")}
     assert ran == {"pretraining/softmax/seed0", "rte/softmax/seed1"}
 
@@ -389,24 +390,24 @@ def test_the_papers_figures_are_rows_of_their_own() -> None:
     report |= {"examples": {"train": 5}, "processor_seconds_per_epoch": 2.0}  # type: ignore[dict-item]
     table: Any = {
         task: {"softmax": [report | {"metrics": dict.fromkeys(names, 0.25)}]}
-        for task, names in table_kernels.METRICS.items()
+        for task, names in kernels_page.METRICS.items()
     }
-    text = table_kernels.render(table)
+    text = kernels_page.render(table)
     assert "| softmax | 25.0 / 25.0 (1) | 25.0 (1) | 25.0 (1) | 25.0 / 25.0 (1) |" in text
     assert "| *the paper's GMM-PRF* | *71/82* | *59* | *21* | – |" in text
-    assert text.count("| *the paper's ") == len(table_kernels.PAPER)
+    assert text.count("| *the paper's ") == len(kernels_page.PAPER)
 
 
 def test_every_method_is_a_setting_of_the_recipe() -> None:
     labels = {
         pretrain_mlm.PretrainMasked(load_config(pretrain_mlm.MaskedConfig, CONFIG, given)).method
-        for given in sweep_kernels.METHODS.values()
+        for given in load("kernels").tasks["pretraining"].methods.values()
     }
     assert labels == {"softmax", "posrf-gmm", "posrf-fastfood_learned", "posrf-generative", "posrf-orf"}
 
 
 def test_a_sweep_says_which_folder_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        sweep_kernels.main(["--data", str(tmp_path), "--text", "imdb"])
+        study.main(["run", "kernels", "--data", str(tmp_path), "--text", "imdb"])
     assert stop.value.code == 2
     assert "has no folder glue and none imdb" in capsys.readouterr().err

@@ -20,8 +20,8 @@ pytest.importorskip("rich", reason="pip install snnk-peft[demo]")
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib.quickstart_data import film_corpus, load_corpus
-from _lib.quickstart_report import Row
+from lib.quickstart_data import film_corpus, load_corpus
+from lib.quickstart_report import Row
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS, film_reviews
@@ -192,7 +192,7 @@ def test_interval_is_scipys(correct: int, total: int) -> None:
 
 STOPPING = """
 import os, signal
-from _lib import training
+from lib import training
 step, counter = training.train_step, iter(range(33))
 def stopping(*arguments):
     if next(counter) == 32:

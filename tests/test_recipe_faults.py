@@ -25,7 +25,7 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 from glue_files import write_task
-from recipe_world import recipe, write_settings, write_world
+from recipe_world import program_file, recipe, write_settings, write_world
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from snnk_peft.errors import ConfigError
@@ -36,15 +36,16 @@ sys.path.append(str(RECIPES))
 
 import closed_form
 import finetune
-from _lib import checkpoint as checkpoints
-from _lib import modality, sweep, training
-from _lib.files import temporary_name, write_text
-from _lib.guard import guarded
-from _lib.loop import train_step
-from _lib.models import check_length, positions, resolve_model
 from accelerate.state import AcceleratorState
+from lib import checkpoint as checkpoints
+from lib import modality, training
+from lib.files import temporary_name, write_text
+from lib.guard import guarded
+from lib.loop import train_step
+from lib.models import check_length, positions, resolve_model
+from papers.lib import sweep
 
-bundle, evaluate, write_listops = recipe("bundle"), recipe("evaluate"), recipe("write_listops")
+bundle, evaluate, write_listops = recipe("bundle"), recipe("score"), recipe("write_listops")
 
 
 @pytest.fixture(autouse=True)
@@ -107,35 +108,18 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "sklearn", "accelerate")
 
 
 @pytest.mark.parametrize(
-    "name",
+    "command",
     [
-        *("finetune", "train_lra", "tiny_llama", "closed_form", "evaluate", "convert"),
-        *(
-            "bundle",
-            "export",
-            "sweep_glue",
-            "tune_glue",
-            "sweep_lra",
-            "write_listops",
-            "table_glue",
-            "table_lra",
-            "table_results",
-        ),
-        *(
-            "train_lowrank",
-            "sweep_lowrank",
-            "table_lowrank",
-            "convert_efficientnet_lite",
-            "sweep_uptraining",
-            "table_uptraining",
-        ),
-        *("train_copy", "sweep_fmm", "table_fmm"),
+        *("finetune", "closed_form", "score", "convert", "bundle", "export"),
+        *("train_lra", "train_lowrank", "train_copy", "tiny_llama", "write_listops", "convert_efficientnet_lite"),
+        *("table_results", "study", "study run glue", "study run kernels", "study page glue", "study page lowrank"),
     ],
 )
-def test_help_answers_before_the_large_libraries_are_loaded(name: str) -> None:
+def test_help_answers_before_the_large_libraries_are_loaded(command: str) -> None:
     # -X importtime names every module that is loaded, on standard error.
-    command = [sys.executable, "-X", "importtime", str(RECIPES / f"{name}.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    name, *words = command.split()
+    asked = [sys.executable, "-X", "importtime", str(program_file(name)), *words, "--help"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True)
     assert "usage:" in done.stdout
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "argparse" in loaded
@@ -196,7 +180,7 @@ def test_a_sweep_passes_a_stop_on_and_stops_itself(
         f"os.kill(os.getppid(), {int(number)})\n"
         "time.sleep(30)\n"
     )
-    grid = sweep.Sweep(str(tmp_path / "run.py"), "{task}.yaml", {"m": []}, [], tmp_path, tmp_path / "out")
+    grid = sweep.Sweep(lambda run: [str(tmp_path / "run.py"), f"train.seed={run.seed}"], tmp_path / "out")
     assert sweep.sweep(grid, [sweep.Run("rte", "m", 0), sweep.Run("rte", "m", 1)]) == code
     assert "start the same command again" in capsys.readouterr().out
 
@@ -211,7 +195,7 @@ def test_a_sweep_that_is_stopped_tells_what_had_failed(tmp_path: Path, capsys: p
         "os.kill(os.getppid(), signal.SIGTERM)\n"
         "time.sleep(30)\n"
     )
-    grid = sweep.Sweep(str(tmp_path / "run.py"), "{task}.yaml", {"m": []}, [], tmp_path, tmp_path / "out")
+    grid = sweep.Sweep(lambda run: [str(tmp_path / "run.py"), f"train.seed={run.seed}"], tmp_path / "out")
     assert sweep.sweep(grid, [sweep.Run("rte", "m", 0), sweep.Run("rte", "m", 1)]) == sweep.FAILED_THEN_STOPPED
     error = capsys.readouterr().err
     assert "failed: rte/m/seed0 (killed, as systems do when memory is short)" in error

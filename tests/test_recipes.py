@@ -41,23 +41,22 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
 import finetune
-import sweep_glue
-import table_glue
-from _lib import checkpoint as checkpoints
-from _lib import training
-from _lib.config import describe, load_config
-from _lib.data import Examples, epoch_plan, share, steps_per_epoch
-from _lib.evaluation import DivergedError, held_back_rows
-from _lib.loop import FiniteWatch, make_optimizer, train_step
-from _lib.models import dropout_settings, load_pretrained
-from _lib.schedule import learning_rate
-from _lib.settings import FinetuneConfig, TrainSection
-from _lib.sweep import Run, time_left
-from _lib.task_settings import RECIPE_OF
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from lib import checkpoint as checkpoints
+from lib import training
+from lib.config import describe, load_config
+from lib.data import Examples, epoch_plan, share, steps_per_epoch
+from lib.evaluation import DivergedError, held_back_rows
+from lib.loop import FiniteWatch, make_optimizer, train_step
+from lib.models import dropout_settings, load_pretrained
+from lib.schedule import learning_rate
+from lib.settings import FinetuneConfig, TrainSection
+from lib.task_settings import RECIPE_OF
+from papers import study
+from papers.lib.sweep import Run, time_left
 
-evaluate, bundle = recipe("evaluate"), recipe("bundle")
+evaluate, bundle = recipe("score"), recipe("bundle")
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +178,7 @@ def test_the_faults_of_a_part_and_of_the_task_are_reported(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"method\.adapter\.num_features is 0"):
         load_config(FinetuneConfig, None, ["task=rte", "output.dir=x", "method.adapter={num_features: 0}"])
     with pytest.raises(
-        ConfigError, match=r"is listops, whose examples are of modality sequence: use recipes/train_lra"
+        ConfigError, match=r"is listops, whose examples are of modality sequence: use recipes/papers/programs/train_lra"
     ):
         load_config(FinetuneConfig, None, ["task=listops", "output.dir=x", "method.name=full"])
     assert {TASKS[name].modality for name in TASKS} <= RECIPE_OF.keys()
@@ -794,7 +793,7 @@ def test_a_run_and_its_adapter_give_the_same_bundle(
 
 
 def test_the_recipes_do_not_hide_the_evaluate_package() -> None:
-    code = f"import sys; sys.path.insert(0, {str(RECIPES)!r}); import _lib, evaluate; print(evaluate.Metric.__name__)"
+    code = f"import sys; sys.path.insert(0, {str(RECIPES)!r}); import lib, evaluate; print(evaluate.Metric.__name__)"
     done = run_python(["-c", code])
     assert done.stdout == "Metric\n", done.stderr
 
@@ -824,7 +823,7 @@ def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
         file.write_text(json.dumps(report(score, 100 if task == "rte" else 200, seed)))
     arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]
     arguments += ["--rates", str(tmp_path / "rates")]
-    assert table_glue.main(arguments) == 0
+    assert study.main(["page", "glue", *arguments]) == 0
     page = (tmp_path / "cards/README.md").read_text()
     assert "| snnk_relu16 | 65.0 | 85.0 | 75.0 | 74,498 |" in page
     assert "| lora_r8 | 62.0 ± 2.0 (2) | – | – | 74,498 |" in page
@@ -834,9 +833,9 @@ def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
     assert ("rte", "lora_r8", 1) in stored(tmp_path / "cards")
     assert (tmp_path / "cards/scores.png").read_bytes().startswith(b"\x89PNG")
     # The stored files alone give the same page.
-    assert table_glue.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
+    assert study.main(["page", "glue", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
     assert (tmp_path / "cards/README.md").read_text() == page
-    assert table_glue.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
+    assert study.main(["page", "glue", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
 
 
 def test_the_time_left_is_estimated_from_like_runs() -> None:
@@ -857,14 +856,14 @@ def test_a_sweep_runs_skips_and_resumes(
         *("output.tensorboard=false", "output.save_model=false"),
         *("--out", str(tmp_path), "--tasks", "rte", "--methods", "lora_r8", "pooler_cos", "--seeds", "0"),
     ]
-    assert sweep_glue.main(arguments) == 0
+    assert study.main(["run", "glue", *arguments]) == 0
     assert "0 runs left" in capfd.readouterr().out
     reports = {file.parts[-3]: json.loads(file.read_text()) for file in tmp_path.glob("*/*/*/metrics.json")}
     assert reports["pooler_cos"]["config"]["method"]["pooler"] == {"component": "cos"}
     assert reports["pooler_cos"]["config"]["method"]["adapter"] is None
     assert reports["lora_r8"]["method"] == "lora"
     (tmp_path / "rte/lora_r8/seed0/metrics.json").unlink()  # as if it had been killed near its end
-    assert sweep_glue.main(arguments) == 0
+    assert study.main(["run", "glue", *arguments]) == 0
     output = capfd.readouterr().out
     assert "2 runs, 1 finished" in output
     assert "rte/lora_r8/seed0 (resumed)" in output

@@ -421,7 +421,7 @@ def test_the_recipe_trains_bundles_and_generates(root, tmp_path, monkeypatch, ca
     pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
     pytest.importorskip("matplotlib", reason="pip install snnk-peft[recipes]")
     monkeypatch.syspath_prepend(str(root / "recipes"))
-    import tiny_llama
+    from papers.programs import tiny_llama
 
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")

@@ -18,9 +18,9 @@ from image_layouts import png
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from _lib import repeated as repeated_examples
-from _lib.images import ImageExamples
-from _lib.repeated import repeat_notes
+from lib import repeated as repeated_examples
+from lib.images import ImageExamples
+from lib.repeated import repeat_notes
 from transformers import ViTImageProcessorPil
 
 from snnk_peft.errors import ConfigError

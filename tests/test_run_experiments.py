@@ -1,8 +1,7 @@
-"""recipes/run_experiments.py: sweeps share the time, stop when it is over, and end in pages."""
+"""recipes/papers/run_experiments.py: sweeps share the time, stop when it is over, and end in pages."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
@@ -18,8 +17,9 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import run_experiments  # noqa: E402
 import yaml  # noqa: E402
+from papers import run_experiments  # noqa: E402
+from papers.lib.study import load  # noqa: E402
 
 from tests.stored_runs import put_run, stored  # noqa: E402
 
@@ -71,23 +71,16 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
         assert f"{name} is left out: there is no finished run of those that it reads" in said
     results = tmp_path / "mine/recipes"
     assert [[Path(words[0]).name, *words[1:-1]] for words in called[:6]] == [
-        ["pointwise.py", "--output", str(results / "experiments/results/pointwise")],
-        ["parameter_tables.py", "--output", str(results / "experiments/results/parameter_tables")],
-        ["low_rank_samples.py", "--output", str(results / "experiments/results/low_rank_samples")],
+        ["pointwise.py", "--output", str(results / "papers/programs/results/pointwise")],
+        ["parameter_tables.py", "--output", str(results / "papers/programs/results/parameter_tables")],
+        ["low_rank_samples.py", "--output", str(results / "papers/programs/results/low_rank_samples")],
         ["snnk_layer.py", "--output", str(results / "benchmarks/results/snnk_layer/begun.json")],
         ["attention.py", "--output", str(results / "benchmarks/results/attention/begun.json")],
         ["lowrank_init.py", "--resume", "--output", str(results / "benchmarks/results/lowrank_init/begun.json")],
     ]
-    assert [Path(words[0]).name for words in called[6:]] == [
-        "sweep_snnk.py",
-        "sweep_glue.py",
-        "sweep_uptraining.py",
-        "sweep_fmm.py",
-        "sweep_kernels.py",
-        "sweep_sparsity.py",
-        "sweep_draws.py",
-        "sweep_pairs.py",
-        "sweep_lra.py",
+    studies = ["snnk", "glue", "uptraining", "fmm", "kernels", "sparsity", "draws", "spectraformer", "lra"]
+    assert [[Path(words[0]).name, *words[1:3]] for words in called[6:]] == [
+        ["study.py", "run", name] for name in studies
     ]
     # Nobody needed any.
     assert [round(words[-1], 1) for words in called] == pytest.approx(
@@ -100,7 +93,9 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
     for several in (called[6], called[10], called[13]):
         assert several[several.index("--data") + 1] == str(tmp_path / "data")
         assert not any(str(word).startswith("data.dir=") for word in several)
-    assert [Path(words[0]).name for words in rendered] == [f"table_{name}.py" for name in (*PAGES, "papers")]
+    pages = [["study.py", "page", name] for name in studies]
+    assert [[Path(words[0]).name, *words[1:3]] for words in rendered[:-1]] == pages
+    assert Path(rendered[-1][0]).name == "table_papers.py"
     assert rendered[-1][1:] == ["--write", "--root", str(tmp_path / "mine")]
     # The README's table is of the repository's own pages.
     monkeypatch.setattr(run_experiments, "ROOT", tmp_path)
@@ -125,11 +120,11 @@ def test_programs_measure_for_a_page_of_claims_elsewhere(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ("--inputs", "20", "--draws", "3", "--projections", "8", "512")
-    small = run_experiments.Program("experiments/pointwise.py", sizes)
+    small = run_experiments.Program("papers/programs/pointwise.py", sizes)
     monkeypatch.setitem(run_experiments.PROGRAMS, "pointwise", small)
     given = ["--only", "pointwise", "--minutes", "5", *places(tmp_path)]
     assert run_experiments.main(given) == 0
-    figures = json.loads((tmp_path / "mine/recipes/experiments/results/pointwise/metrics.json").read_text())
+    figures = json.loads((tmp_path / "mine/recipes/papers/programs/results/pointwise/metrics.json").read_text())
     assert {row["projections"] for row in figures["rows"]} == {8, 512}
     page = (tmp_path / "mine/model_cards/README.md").read_text()
     (row,) = [line for line in page.splitlines() if "Few random features estimate a layer" in line]
@@ -172,7 +167,7 @@ def test_what_reads_runs_is_measured_again_when_there_are_more(tmp_path: Path, m
     done = type("Done", (), {"returncode": 0})
     monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: rendered.append(words[1:]) or done)
     runs, mine = tmp_path / "runs", tmp_path / "mine"
-    results = mine / "recipes/experiments/results"
+    results = mine / "recipes/papers/programs/results"
 
     def called() -> list[list[str]]:
         rendered.clear()
@@ -197,19 +192,6 @@ def test_what_reads_runs_is_measured_again_when_there_are_more(tmp_path: Path, m
     assert called() == []
     put_run(reports, "cifar10", "data_0.1", 0, {})
     assert called() == [["low_rank_errors", "--runs", f"{reports}.jsonl", "--output", str(results / "low_rank_errors")]]
-
-
-PAGES = (
-    "snnk",
-    "glue",
-    "uptraining",
-    "fmm",
-    "kernels",
-    "sparsity",
-    "draws",
-    "lra",
-    "lra",
-)  # those of the pairs and those of the long runs
 
 
 @pytest.mark.parametrize("code", [143, -15])
@@ -245,7 +227,7 @@ def test_further_runs_have_the_settings_of_the_stored_ones(name: str) -> None:
     """Otherwise a page would mix runs that cannot be compared."""
     step = run_experiments.STEPS[name]
     task = {"kernels": "pretraining"}.get(name, step.options[1] if "--tasks" in step.options else None)
-    runs = {run: report for run, report in stored(CARDS / step.folder).items() if task in (None, run[0])}
+    runs = {run: report for run, report in stored(CARDS / step.study).items() if task in (None, run[0])}
     assert runs
     assert [each for run, report in runs.items() for each in differing(run, report, step.settings)] == []
 
@@ -253,10 +235,10 @@ def test_further_runs_have_the_settings_of_the_stored_ones(name: str) -> None:
 @pytest.mark.parametrize("name", ["snnk", "pairs", "fmm", "sparsity", "draws"])
 def test_stored_runs_are_those_of_their_sweep(name: str) -> None:
     step = run_experiments.STEPS[name]
-    tasks = importlib.import_module(step.sweep.removesuffix(".py")).TASKS
+    tasks = load(step.study).tasks
     found = [
         (run, report, tasks[run[0]].methods[run[1]])
-        for run, report in stored(CARDS / step.folder).items()
+        for run, report in stored(CARDS / step.study).items()
         if run[0] in tasks and run[1] in tasks[run[0]].methods
     ]
     assert found

@@ -30,18 +30,18 @@ RECIPES = ROOT / "recipes"
 sys.path.append(str(RECIPES))
 
 import finetune
-from _lib import modality, training
-from _lib.files import FileError
-from _lib.lock import alone
-from _lib.loop import train_step
-from _lib.measured_page import measured_page
 from accelerate.state import AcceleratorState
+from lib import modality, training
+from lib.files import FileError
+from lib.lock import alone
+from lib.loop import train_step
+from papers.lib.measured_page import measured_page
 
-bundle, evaluate, export = recipe("bundle"), recipe("evaluate"), recipe("export")
+bundle, evaluate, export = recipe("bundle"), recipe("score"), recipe("export")
 write_listops = recipe("write_listops")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 # Takes the lock, says so, and waits for a line that never comes.
-HOLDER = "import sys; from pathlib import Path; from _lib.lock import alone\nwith alone(Path(sys.argv[1])):\n"
+HOLDER = "import sys; from pathlib import Path; from lib.lock import alone\nwith alone(Path(sys.argv[1])):\n"
 HOLDER += "    print('held', flush=True)\n    sys.stdin.read() or __import__('signal').pause()\n"
 
 
@@ -167,7 +167,7 @@ def test_one_folder_under_any_name_and_what_it_lies_in(tmp_path: Path, monkeypat
 
 def test_a_forked_worker_that_outlives_the_run_holds_nothing(tmp_path: Path) -> None:
     """As workers of a loader do for seconds when their parent was killed."""
-    code = "import os, sys, time; from pathlib import Path; from _lib.lock import alone\n"
+    code = "import os, sys, time; from pathlib import Path; from lib.lock import alone\n"
     code += "with alone(Path(sys.argv[1])):\n    pid = os.fork()\n"
     code += "    if not pid:\n        time.sleep(60)\n        os._exit(0)\n"
     code += "    print(pid, flush=True)\n    os.kill(os.getpid(), 9)\n"
@@ -212,7 +212,7 @@ def test_every_program_that_writes_asks(here: Path, capsys: pytest.CaptureFixtur
     with alone(Path("page")), pytest.raises(ConfigError, match="page is being written"):
         measured_page(Path("page"), False, lambda: pytest.fail("measured"), lambda figures: "")
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{RECIPES}"}
-    for file in ("benchmarks/import_time.py", "experiments/pointwise.py", "gpu.py"):
+    for file in ("benchmarks/import_time.py", "papers/programs/pointwise.py", "gpu.py"):
         more = ["--device", "cpu"] if file == "gpu.py" else []
         with alone(Path("figures")):
             done = run_python([str(RECIPES / file), "--output", "figures", *more], env=environment)

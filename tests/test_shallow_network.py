@@ -101,7 +101,7 @@ def test_faults():
 def test_the_experiment(tmp_path: Path, root: Path):
     for package in ("matplotlib", "rich"):
         pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-    main = runpy.run_path(str(root / "recipes/experiments/low_rank_samples.py"))["main"]
+    main = runpy.run_path(str(root / "recipes/papers/programs/low_rank_samples.py"))["main"]
     given = ["--inputs", "8", "--outputs", "16", "--rank", "2", "--teachers", "2", "--samples", "10", "400"]
     main([*given, "--output", str(tmp_path)])
     rows = {(row["method"], row["samples"]): row for row in json.loads((tmp_path / "metrics.json").read_text())["rows"]}

@@ -1,11 +1,10 @@
-"""recipes/sweep_snnk.py and table_snnk.py: every experiment and method runs, and the page says what the runs found."""
+"""The study snnk: every experiment and method runs, and the page says what the runs found."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,14 +16,14 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import fit_picture
-import fit_potential
-import sweep_snnk
-import table_snnk
-import train_mlp
-from _lib.config import load_config
 from column_files import write_columns
 from fresh_process import run_python
+from lib.config import load_config
+from papers import study
+from papers.lib.study import load
+from papers.lib.study_data import data_settings
+from papers.pages import snnk as snnk_page
+from papers.programs import fit_picture, fit_potential, train_mlp
 from PIL import Image
 
 from tests.stored_runs import stored
@@ -37,31 +36,34 @@ KINDS = {
 
 
 def test_settings_of_every_method_are_those_of_its_recipe() -> None:
-    for name, task in sweep_snnk.TASKS.items():
+    for name, task in load("snnk").tasks.items():
         labels = set()
         for settings in task.methods.values():
-            kind = KINDS[task.program]
-            config = load_config(kind.settings, RECIPES / "configs" / task.config, settings)
+            kind = KINDS[task.program.name]
+            config = load_config(kind.settings, task.config, settings)
             labels.add(
                 (kind(config).method, config.model.hidden if hasattr(config.model, "hidden") else None, *settings)
             )
         assert len(labels) == len(task.methods), name
-    assert set(table_snnk.TITLES) == set(sweep_snnk.TASKS)
+    assert set(snnk_page.TITLES) == set(load("snnk").tasks)
 
 
 def test_from_runs_to_the_page(tmp_path: Path) -> None:
     write_columns(tmp_path / "data/hepmass", "hepmass")
     out, page = tmp_path / "runs", tmp_path / "page"
-    program, given = str(RECIPES / "sweep_snnk.py"), ["--out", str(out), "--data", str(tmp_path / "data")]
+    program, given = (
+        [str(RECIPES / "papers/study.py"), "run", "snnk"],
+        ["--out", str(out), "--data", str(tmp_path / "data")],
+    )
     few = ["train.epochs=1", "train.device=cpu"]
-    first = run_python([program, *few, *given, "--methods", "dense", "--tasks", "hepmass", "mnist"])
+    first = run_python([*program, *few, *given, "--methods", "dense", "--tasks", "hepmass", "mnist"])
     assert first.returncode == 0, first.stderr[-3000:]
     assert "mnist is left out: --data has no folder mnist" in first.stdout
     few = ["train.steps=2", "train.device=cpu"]
-    asked = [program, *few, *given, "--methods", "dense", "--tasks", "two_bodies", "--seeds", "0", "1"]
+    asked = [*program, *few, *given, "--methods", "dense", "--tasks", "two_bodies", "--seeds", "0", "1"]
     second = run_python(asked)
     assert second.returncode == 0, second.stderr[-3000:]
-    assert table_snnk.main(["--runs", str(out), "--out", str(page)]) == 0
+    assert study.main(["page", "snnk", "--runs", str(out), "--out", str(page)]) == 0
     text = (page / "README.md").read_text()
     dense = stored(page)["hepmass", "dense", 0]
     assert f"| dense | {100 * dense['score']:.1f} (1) | {dense['trainable_parameters']:,} |" in text
@@ -69,33 +71,33 @@ def test_from_runs_to_the_page(tmp_path: Path) -> None:
     assert f"{sum(missed) / 2:.1e} ± " in text
     assert "(2) |" in text
     assert str(tmp_path) not in text
-    assert "1 runs, 1 finished" in run_python(asked).stdout  # started again, nothing is run
+    assert "2 runs, 2 finished" in run_python(asked).stdout  # started again, nothing is run
 
 
 def test_the_first_photograph_is_fitted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task, data = sweep_snnk.PHOTOGRAPH, tmp_path / "my: data"  # a path that YAML would not read as a text
-    asked = argparse.Namespace(data=data)
-    assert sweep_snnk.files(task, argparse.Namespace(data=None)) is None
+    task, data = "siren_photograph", tmp_path / "my: data"  # a path that YAML would not read as a text
+    wanted = load("snnk").tasks[task].data
+    assert data_settings(task, wanted, None, tmp_path) is None
     (data / "photographs/b").mkdir(parents=True)
     (data / "photographs/0.txt").write_text("no picture")
-    assert sweep_snnk.files(task, asked) is None
+    assert data_settings(task, wanted, data, tmp_path) is None
     missing = f"note: {task} is left out: --data has no picture in photographs or imagenet"
     assert capsys.readouterr().out.splitlines() == [missing, missing]
     for name in ("imagenet/train/n01/n01_1.JPEG", "photographs/b/c.JPG", "photographs/b/d.png"):
         (data / name).parent.mkdir(parents=True, exist_ok=True)
         Image.radial_gradient("L").save(data / name)
         if name.startswith("imagenet"):
-            assert "n01_1.JPEG" in str(sweep_snnk.files(task, asked))
+            assert "n01_1.JPEG" in str(data_settings(task, wanted, data, tmp_path))
     out, page, small = tmp_path / "runs", tmp_path / "page", ["data.size=16", "train.steps=2", "model.width=8"]
     given = ["--data", str(data), "--out", str(out), "--tasks", task, "--methods", "low_rank", "--seeds", "0"]
-    done = run_python([str(RECIPES / "sweep_snnk.py"), *small, "train.device=cpu", *given])
+    done = run_python([str(RECIPES / "papers/study.py"), "run", "snnk", *small, "train.device=cpu", *given])
     assert done.returncode == 0, done.stderr[-3000:]
-    assert table_snnk.main(["--runs", str(out), "--out", str(page)]) == 0
+    assert study.main(["page", "snnk", "--runs", str(out), "--out", str(page)]) == 0
     assert "a photograph\n\nc.JPG, 16 pixels on each side.\n" in (page / "README.md").read_text()
 
 
 def test_unknown_methods_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        sweep_snnk.main(["--tasks", "siren", "--methods", "lora"])
+        study.main(["run", "snnk", "--tasks", "siren", "--methods", "lora"])
     assert stop.value.code == 2
     assert "unknown methods ['lora']; the tasks have dense, snnk" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Sums over pairs: tasks of other lengths, the end of a run at a score, recipes/sweep_sparsity.py and its page."""
+"""Sums over pairs: tasks of other lengths, the end of a run at a score, the study sparsity and its page."""
 
 # Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
 # ruff: noqa: E402
@@ -20,18 +20,19 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_sparsity
-import table_sparsity
-import train_lra
-from _lib import sweep
-from _lib.config import load_config
-from _lib.lra_settings import LongRangeConfig
 from accelerate.state import AcceleratorState
+from lib.config import load_config
+from papers import study
+from papers.lib import sweep
+from papers.lib.lra_settings import LongRangeConfig
+from papers.lib.study import load
+from papers.pages import sparsity as sparsity_page
+from papers.programs import train_lra
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
 
-CONFIG = str(RECIPES / "configs/lra/sparsity_50.yaml")
+CONFIG = str(RECIPES / "papers/configs/lra/sparsity_50.yaml")
 SMALL = ["model.dim=8", "model.heads=2", "model.layers=1", "model.hidden_dim=8", "train.batch_size=6"]
 SMALL += [f"data.max_{split}_samples=18" for split in ("train", "validation", "test")]
 
@@ -90,35 +91,34 @@ def test_a_run_ends_at_its_score(tmp_path: Path) -> None:
 
 
 def test_settings_of_every_method_are_those_of_the_recipe() -> None:
-    for name, task in sweep_sparsity.TASKS.items():
+    for name, task in load("sparsity").tasks.items():
         configs = {
-            method: load_config(LongRangeConfig, RECIPES / "configs" / task.config, settings)
-            for method, settings in task.methods.items()
+            method: load_config(LongRangeConfig, task.config, settings) for method, settings in task.methods.items()
         }
         assert {config.task for config in configs.values()} == {name}
         labels = {method: config.method.label().replace("-", "_") for method, config in configs.items()}
-        assert labels == {method: method for method in sweep_sparsity.METHODS}
+        assert labels == {method: method for method in task.methods}
         assert {(config.model.dim, config.model.layers) for config in configs.values()} == {(64, 3)}
 
 
 def test_from_runs_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_this_process(command: list[str]) -> tuple[int, None]:
-        """What `_lib.sweep.execute` starts, without the seconds that imports take."""
+        """What `papers.lib.sweep.execute` starts, without the seconds that imports take."""
         AcceleratorState._reset_state(reset_partial_state=True)
         return train_lra.main(command[2:]), None
 
     monkeypatch.setattr(sweep, "execute", in_this_process)
     out, page = tmp_path / "runs", tmp_path / "page"
     given = [*SMALL, "train.steps=4", "train.eval_every=2", "--out", str(out), "--methods", "posrf_gmm"]
-    assert sweep_sparsity.main([*given, "--tasks", "sparsity_10", "sparsity_90"]) == 0
-    assert table_sparsity.main(["--runs", str(out), "--out", str(page)]) == 0
+    assert study.main(["run", "sparsity", *given, "--tasks", "sparsity_10", "sparsity_90"]) == 0
+    assert study.main(["page", "sparsity", "--runs", str(out), "--out", str(page)]) == 0
     text = (page / "README.md").read_text()
     assert "| attention | 10 % relevant | 90 % relevant |" in text
     assert "| posrf_gmm | not in 4 (1) | not in 4 (1) |" in text
     assert "All runs: 100 pairs, batches of 6, learning rate 0.0005, at most 4 steps, scored every 2." in text
     assert str(tmp_path) not in text
     assert (page / "accuracy.png").stat().st_size > 10_000
-    assert table_sparsity.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
+    assert study.main(["page", "sparsity", "--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
     assert (page / "README.md").read_text() == text
 
 
@@ -135,17 +135,17 @@ def report(*curve: float, **train: Any) -> dict[str, Any]:
 def test_steps_are_those_of_the_first_median() -> None:
     """Medians are 0.6, 0.85, 0.93, 0.95, 0.99 and 0.1, 0.6, 0.7, 0.7, 0.96; the single 0.9 counts for nothing."""
     cell = [report(0.6, 0.85, 0.95, 0.93, 0.99), report(0.1, 0.9, 0.6, 0.7, 0.96)]
-    assert [table_sparsity.steps_to(cell[0], level) for level in table_sparsity.LEVELS] == [10, 30, 50]
-    assert [table_sparsity.steps_to(cell[1], level) for level in table_sparsity.LEVELS] == [20, 50, None]
-    found = [table_sparsity.steps(cell, level) for level in table_sparsity.LEVELS]
+    assert [sparsity_page.steps_to(cell[0], level) for level in sparsity_page.LEVELS] == [10, 30, 50]
+    assert [sparsity_page.steps_to(cell[1], level) for level in sparsity_page.LEVELS] == [20, 50, None]
+    found = [sparsity_page.steps(cell, level) for level in sparsity_page.LEVELS]
     assert found == ["15 ± 5 (2)", "40 ± 10 (2)", "50 (1 of 2)"]
     cell = [report(0.6, 0.95, 0.85, 1.0), report(0.5, 0.8, 0.9)]
-    assert table_sparsity.steps([report(0.1, 0.2)], 0.5) == "not in 20 (1)"
-    assert table_sparsity.steps([], 0.5) == "–"
-    points = table_sparsity.curve(cell)
+    assert sparsity_page.steps([report(0.1, 0.2)], 0.5) == "not in 20 (1)"
+    assert sparsity_page.steps([], 0.5) == "–"
+    points = sparsity_page.curve(cell)
     assert [point[0] for point in points] == [10, 20, 30, 40]
     assert points[3][1] == pytest.approx((1.0 + 0.9) / 2)  # the second run has ended
     assert points[3][2] == pytest.approx(0.05)
-    text = table_sparsity.render({"sparsity_50": {"softmax": cell, "posrf_gmm": [report(0.1, steps=80)]}})
+    text = sparsity_page.render({"sparsity_50": {"softmax": cell, "posrf_gmm": [report(0.1, steps=80)]}})
     assert "**The runs differ (50 pairs, batches of 5, learning rate 0.1, at most 80 steps" in text
     assert "| softmax | 0.500 | 1.0 | 95.0 | 1,234 |" in text

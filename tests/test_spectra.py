@@ -24,14 +24,14 @@ for package in ("accelerate", "matplotlib", "rich", "yaml"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import train_lra
-from _lib.checkpoint import list_checkpoints
-from _lib.lra_model import build_classifier
-from _lib.lra_settings import AttentionMethod, LongRangeModel
-from _lib.masked_model import build_masked
-from _lib.mlm_settings import MaskedModelSection
-from _lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, learned_spectra
 from accelerate.state import AcceleratorState
+from lib.checkpoint import list_checkpoints
+from papers.lib.lra_model import build_classifier
+from papers.lib.lra_settings import AttentionMethod, LongRangeModel
+from papers.lib.masked_model import build_masked
+from papers.lib.mlm_settings import MaskedModelSection
+from papers.lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, learned_spectra
+from papers.programs import train_lra
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -237,7 +237,7 @@ def test_effective_ranks() -> None:
 
 @pytest.fixture(scope="module")
 def program() -> dict[str, Any]:
-    return runpy.run_path(str(RECIPES / "experiments/spectra.py"))
+    return runpy.run_path(str(RECIPES / "papers/programs/spectra.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +253,7 @@ def sequence_run(folder: Path, *changes: str) -> list[str]:
     steps = ["steps=3", "batch_size=6", "eval_every=3", "learning_rate=0.05", "warmup_steps=0"]
     given = [*(f"model.{size}" for size in sizes), *few, *(f"train.{step}" for step in steps)]
     features = "method.attention={component: posrf, projection: gmm, num_features: 8, per_head: true}"
-    config = str(RECIPES / "configs/lra/sparsity_50.yaml")
+    config = str(RECIPES / "papers/configs/lra/sparsity_50.yaml")
     return [config, *given, features, f"output.dir={folder}", *changes]
 
 
@@ -375,6 +375,6 @@ def test_faults(program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_stored_page_is_that_of_the_stored_figures(program: dict[str, Any]) -> None:
-    stored = Path(__file__).resolve().parent.parent / "recipes/experiments/results/spectra"
+    stored = Path(__file__).resolve().parent.parent / "recipes/papers/programs/results/spectra"
     figures = json.loads((stored / "metrics.json").read_text())
     assert (stored / "README.md").read_text() == program["render"](figures)

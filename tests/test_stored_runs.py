@@ -20,9 +20,8 @@ for package in ("matplotlib", "rich", "yaml"):
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))
 
-import sweep_fmm
-from _lib import tables
-from _lib.tables import collect, read_reports, read_runs
+from papers.lib.reports import collect, read_reports, read_runs
+from papers.study import main, written
 
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python
@@ -44,8 +43,8 @@ def finish(runs: Path, task: str, method: str, seed: int, report: dict[str, Any]
 
 
 def render(runs: Path, study: Path, write: Any = collect) -> int:
-    """What every recipes/table_*.py does, without a page."""
-    return tables.main("", "study", write, ["--runs", str(runs), "--out", str(study)])
+    """What `study.py page` does, without a page."""
+    return written(study, lambda: write(runs, study))
 
 
 def test_reports_come_back_as_they_were(tmp_path: Path) -> None:
@@ -103,7 +102,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, fault: str, capsys: 
     finish(tmp_path / "runs", "a", "b", 5, {})
     assert render(tmp_path / "runs", study) == 2
     assert "study.jsonl, line 2: " in capsys.readouterr().err
-    assert sweep_fmm.main(["--stored", str(file), "--out", str(tmp_path / "other")]) == 2
+    assert main(["run", "fmm", "--stored", str(file), "--out", str(tmp_path / "other")]) == 2
     assert "study.jsonl, line 2: " in capsys.readouterr().err
     assert file.read_bytes() == before
 
@@ -132,9 +131,10 @@ def test_a_killed_writer_leaves_the_old_lines(tmp_path: Path) -> None:
     before = file.read_bytes()
     finish(runs, "task", "one", 1, {"score": 2})
     code = (
-        f"import os, signal, sys; sys.path.append({str(RECIPES)!r}); from _lib import tables; "
+        f"import os, signal, sys; from pathlib import Path; sys.path.append({str(RECIPES)!r}); "
+        "from papers.study import written; from papers.lib.reports import collect; "
         "os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL); "
-        f"tables.main('', 'study', tables.collect, ['--runs', {str(runs)!r}, '--out', {str(study)!r}])"
+        f"written(Path({str(study)!r}), lambda: collect(Path({str(runs)!r}), Path({str(study)!r})))"
     )
     assert run_python(["-c", code]).returncode == -signal.SIGKILL
     assert file.read_bytes() == before
@@ -152,7 +152,7 @@ def test_reports_of_the_earlier_layout_are_told_of_and_taken_over(
     (study / "task/one").mkdir(parents=True)
     (study / "task/one/seed3.json").write_text(json.dumps(ODD))
     for code in (
-        sweep_fmm.main(["--stored", str(study), "--out", str(tmp_path / "other")]),
+        main(["run", "fmm", "--stored", str(study), "--out", str(tmp_path / "other")]),
         render(tmp_path / "none", study),
     ):
         assert code == 2
@@ -175,7 +175,7 @@ def test_stored_lines_are_finished_runs(tmp_path: Path, capsys: pytest.CaptureFi
     put_run(tmp_path / "study", "listops", "softmax", 7, {})
     asked = ["--tasks", "listops", "--methods", "softmax", "--seeds", "0", "--out", str(tmp_path / "runs")]
     for name in ("study.jsonl", "study"):
-        assert sweep_fmm.main([*asked, "--stored", str(tmp_path / name)]) == 0
+        assert main(["run", "fmm", *asked, "--stored", str(tmp_path / name)]) == 0
         assert "1 runs, 1 finished; 0 runs left" in capsys.readouterr().out
 
 

@@ -38,7 +38,7 @@ def launched(monkeypatch):
         yield []
         return
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "recipes"))
-    from _lib.kernel_launches import watched
+    from lib.kernel_launches import watched
 
     from snnk_peft.functional.device_kernels import cuda_exponential
 

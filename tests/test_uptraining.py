@@ -1,4 +1,4 @@
-"""The whole model trained with SNNK layers in it; recipes/sweep_uptraining.py and its page.
+"""The whole model trained with SNNK layers in it; the study uptraining and its page.
 
 Oracles: numbers counted by hand, gradients, the weights of the pretrained model, the bundle itself.
 """
@@ -30,11 +30,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 sys.path.append(str(RECIPES))
 
 import finetune
-import sweep_uptraining
-import table_uptraining
-from _lib.config import load_config
-from _lib.models import build_model, train_in_use
-from _lib.settings import FinetuneConfig, MethodSection
+from lib.config import load_config
+from lib.models import build_model, train_in_use
+from lib.settings import FinetuneConfig, MethodSection
+from papers import study
+from papers.lib.study import load
+from papers.pages import uptraining as uptraining_page
 
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.cost import estimate_cost
@@ -81,17 +82,20 @@ def test_what_is_in_use_is_trained_and_nothing_else() -> None:
     assert torch.equal(model(**tokens).logits, before)
 
 
-@pytest.mark.parametrize("name", sweep_uptraining.METHODS)
+METHODS = load("uptraining").tasks["mrpc"].methods
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_as_many_numbers_as_it_says(name: str) -> None:
-    settings = sweep_uptraining.METHODS[name]
-    method = load_config(FinetuneConfig, RECIPES / "configs/uptraining/mrpc.yaml", settings).method
+    settings = METHODS[name]
+    method = load_config(FinetuneConfig, RECIPES / "papers/configs/uptraining/mrpc.yaml", settings).method
     base = tiny()
     full, width = numbers(base), WIDTH
     model = build_model(base, method, seed=0, calibration=None)
     head = (width + 1) * 2
     if name.startswith("top"):
         layers, features = int(name[3]), int(name.split("_")[1][1:])
-        expected, folded = table_uptraining.honest(layers, features, (full, width, HIDDEN))
+        expected, folded = uptraining_page.honest(layers, features, (full, width, HIDDEN))
         assert (expected, name.endswith(("fitted", "landmarks"))) == (
             full - layers * ((width + 1) * HIDDEN - (features + 1) * HIDDEN),
             method.calibrate,
@@ -128,7 +132,7 @@ def test_a_run_leaves_the_whole_model_as_a_bundle_and_says_what_it_costs(tmp_pat
     world, out = write_world(tmp_path), tmp_path / "run"
     given = [f"data.dir={world / 'glue'}", f"model.name_or_path={world / 'bert'}", f"output.dir={out}"]
     changes = ["method.ffn.layers=top-2", "train.batch_size=8", "train.learning_rate=0.01", "train.device=cpu"]
-    assert finetune.main([str(RECIPES / "configs/uptraining/rte.yaml"), *given, *changes]) == 0
+    assert finetune.main([str(RECIPES / "papers/configs/uptraining/rte.yaml"), *given, *changes]) == 0
     assert (out / "bundle").is_dir()
     assert not (out / "adapter").exists()
     report = json.loads((out / "metrics.json").read_text())
@@ -138,10 +142,10 @@ def test_a_run_leaves_the_whole_model_as_a_bundle_and_says_what_it_costs(tmp_pat
     small = AutoModelForSequenceClassification.from_pretrained(out / "bundle")
     assert report["cost"]["bundle"]["parameters"] == numbers(small)
     sizes = (numbers(AutoModelForSequenceClassification.from_pretrained(world / "bert")), 32, 64)
-    trained, folded = table_uptraining.honest(2, 8, sizes)
+    trained, folded = uptraining_page.honest(2, 8, sizes)
     assert report["trainable_parameters"] == trained
     # Of the inputs' whitening stays one number for each row.
-    assert table_uptraining.stored_numbers(report["cost"]) == folded + 2 * 8
+    assert uptraining_page.stored_numbers(report["cost"]) == folded + 2 * 8
     # Products of a layer with one text of n tokens, by hand; attention has n² scores and n² weighted sums per width.
     n, head = 128, 32 * 32 + 32 * 2
     layer = 4 * n * 32 * 32 + 2 * n * n * 32
@@ -163,7 +167,7 @@ def test_a_run_leaves_the_whole_model_as_a_bundle_and_says_what_it_costs(tmp_pat
 def store(root: Path, task: str, method: str, scores: list[float], cost: dict[str, Any] | None = None) -> None:
     for seed, score in enumerate(scores):
         put_run(root, task, method, seed, {
-            "metrics": {table_uptraining.METRICS[task]: score}, "seed": seed, "epochs": 1.0,
+            "metrics": {uptraining_page.METRICS[task]: score}, "seed": seed, "epochs": 1.0,
             "processor_seconds_per_epoch": 3.0, "trainable_parameters": 7000, "examples": {"train": 10, "dev": 5},
             "device": "cpu", "config": {"model": {"name_or_path": "minilm"}}, "environment": {"torch_threads": 1},
             **({"cost": cost} if cost else {}),
@@ -182,7 +186,7 @@ def test_the_page_compares_runs_of_one_seed(tmp_path: Path) -> None:
     store(page, "cola", "full", [0.30, 0.30])
     store(page, "cola", "top6_m8_paper", [0.20, 0.20], cost)
     store(page, "cola", "top6_m8_fitted", [0.30, 0.34], cost)
-    assert table_uptraining.main(["--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
+    assert study.main(["page", "uptraining", "--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
     lines = (page / "README.md").read_text().splitlines()
     assert "| full | 55.0 ± 5.0 (2) | 30.0 ± 0.0 (2) | 7.0 | – | – | 3 |" in lines
     assert "| top1_m8_fitted | 50.0 | – | 7.0 | 5.5 | 3 | 3 |" in lines
@@ -192,7 +196,7 @@ def test_the_page_compares_runs_of_one_seed(tmp_path: Path) -> None:
     assert "With 6 replaced, `m8_fitted` is best (+2.0) and `m8_paper` worst (-8.5)." in lines
     assert "| the same answer to all | 52.7 | 0.0 | – | – | – | – |" in lines
     assert (page / "layers.png").stat().st_size > 10_000
-    assert table_uptraining.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
+    assert study.main(["page", "uptraining", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
 
 
 def test_sizes_of_bert_base_are_those_of_the_model() -> None:
@@ -200,25 +204,29 @@ def test_sizes_of_bert_base_are_those_of_the_model() -> None:
     config = SNNKConfig(ffn=FFNPart(component="relu", projection="gaussian", num_features=8, layers="top-6"))
     report = estimate_cost(BertConfig(), config, task="sequence-classification", num_labels=2, batch_size=1, length=8)
     full, folded = report.row("full"), report.row("bundle")
-    assert table_uptraining.honest(0) == (full.parameters, full.parameters)
+    assert uptraining_page.honest(0) == (full.parameters, full.parameters)
     # Ours whitens its inputs, of which one number for each row stays.
-    assert table_uptraining.honest(6)[1] + 6 * 8 == folded.parameters + folded.buffers - full.buffers
+    assert uptraining_page.honest(6)[1] + 6 * 8 == folded.parameters + folded.buffers - full.buffers
     # While it is patched it also holds what is replaced, and the head that PEFT copied.
     replaced = 6 * 769 * 3072 + 769 * 2
-    assert table_uptraining.honest(6)[0] == report.row("snnk").parameters - replaced
+    assert uptraining_page.honest(6)[0] == report.row("snnk").parameters - replaced
 
 
 def test_from_runs_to_the_page(tmp_path: Path) -> None:
     world, out = write_world(tmp_path), tmp_path / "runs"
     write_task(world / "glue", "mrpc", n_train=24, n_dev=8)
     command = [
-        *(str(RECIPES / "sweep_uptraining.py"), f"data.dir={world / 'glue'}", f"model.name_or_path={world / 'bert'}"),
+        *(
+            *(str(RECIPES / "papers/study.py"), "run", "uptraining"),
+            f"data.dir={world / 'glue'}",
+            f"model.name_or_path={world / 'bert'}",
+        ),
         *("train.device=cpu", "output.tensorboard=false", "--out", str(out), "--tasks", "mrpc"),
         *("--methods", "top1_m8_fitted"),
     ]
     done = run_python(command)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert table_uptraining.main(["--runs", str(out), "--out", str(tmp_path / "page")]) == 0
+    assert study.main(["page", "uptraining", "--runs", str(out), "--out", str(tmp_path / "page")]) == 0
     report = json.loads((out / "mrpc/top1_m8_fitted/seed0/metrics.json").read_text())
     page = (tmp_path / "page/README.md").read_text()
     score, trained = f"{100 * report['metrics']['f1']:.1f}", f"{report['trainable_parameters'] / 1e3:,.1f}"

@@ -23,15 +23,15 @@ for package in ("accelerate", "rich", "yaml"):
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
 import finetune
-import train_lra
-from _lib import lra_model
-from _lib.draws import redrawn, resamplable
-from _lib.lra_model import build_classifier
-from _lib.lra_settings import AttentionMethod, LongRangeModel
-from _lib.results import load_folder
-from _lib.run_folder import best_checkpoint
-from _lib.variance import inconsistency, majority, relative_deviation, variance_figures, voting_gain
 from accelerate.state import AcceleratorState
+from lib.draws import redrawn, resamplable
+from lib.run_folder import best_checkpoint
+from lib.variance import inconsistency, majority, relative_deviation, variance_figures, voting_gain
+from papers.lib import lra_model
+from papers.lib.lra_model import build_classifier
+from papers.lib.lra_settings import AttentionMethod, LongRangeModel
+from papers.lib.runs import load_folder
+from papers.programs import train_lra
 from recipe_world import recipe, write_settings, write_world
 from safetensors.torch import load_file
 
@@ -138,7 +138,7 @@ def test_evaluate_stores_the_figures_of_fresh_draws(
     linear = "method.attention={component: posrf, projection: orf, num_features: 8}"
     for folder, changes in (("run", [linear]), ("plain", [])):
         assert finetune.main([file, f"output.dir={folder}", "train.epochs=1", *changes]) == 0
-    evaluate = recipe("evaluate")
+    evaluate = recipe("score")
     found = []
     for seed in ("3", "3", "4"):
         assert evaluate.main(["run", "--draws", "3", "--draws-seed", seed]) == 0
@@ -187,7 +187,7 @@ def test_evaluate_draws_anew_for_runs_on_sequences(
         Path(f"{name}.yaml").write_text(yaml.safe_dump(given))
         AcceleratorState._reset_state(reset_partial_state=True)
         assert train_lra.main([f"{name}.yaml"]) == 0
-    evaluate, trained = recipe("evaluate"), json.loads(Path("run/metrics.json").read_text())
+    evaluate, trained = recipe("score"), json.loads(Path("run/metrics.json").read_text())
     assert evaluate.main(["run", "--draws", "3", "--draws-seed", "7"]) == 0
     found = json.loads(Path("run/evaluation.json").read_text())
     assert found["score"] == found["metrics"]["accuracy"] == trained["accuracy"]

@@ -70,7 +70,7 @@ def test_conversion(tmp_path: Path) -> None:
     data = cifar10_python(tmp_path / "data", draw(("train", "test"), 10, per_class=25))
     output = tmp_path / "metrics.json"
     given = ["--model", str(tmp_path / "vit"), "--data", str(data), "--repetitions", "1"]
-    done = run_python([str(BENCHMARKS / "convert_cifar10.py"), *given, "--output", str(output)])
+    done = run_python([str(BENCHMARKS / "convert_models.py"), "cifar10", *given, "--output", str(output)])
     assert done.returncode == 0, done.stderr
     rows = {row["model"]: row for row in json.loads(output.read_text())["rows"]}
     # Three blocks of 288 units lose 224, each with a row, a column and a bias.

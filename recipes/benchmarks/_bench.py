@@ -17,12 +17,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _lib.files import write_json
-from _lib.lock import hold
-from _lib.run_folder import environment, peak_memory
-from _lib.terminal import show_table
-from _lib.timing import alternate as alternate  # all programs time in this way
-from _lib.timing import ratio as ratio
+from lib.files import write_json
+from lib.lock import hold
+from lib.run_folder import environment, peak_memory
+from lib.terminal import show_table
+from lib.timing import alternate as alternate  # all programs time in this way
+from lib.timing import ratio as ratio
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"

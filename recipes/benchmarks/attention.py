@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
-from _lib.lra_model import build_classifier
-from _lib.lra_settings import AttentionMethod, LongRangeModel
+from papers.lib.lra_model import build_classifier
+from papers.lib.lra_settings import AttentionMethod, LongRangeModel
 from rich.console import Console
 from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -23,10 +23,10 @@ from typing import Any, cast
 
 import torch
 from _bench import RESULTS, add_device, synchronize
-from _lib.files import write_json
-from _lib.plots import error_curves
-from _lib.run_folder import environment
-from _lib.terminal import show_table
+from lib.files import write_json
+from lib.plots import error_curves
+from lib.run_folder import environment
+from lib.terminal import show_table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 

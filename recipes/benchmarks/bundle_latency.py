@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from _bench import alternate, parser, ratio, report
-from _lib.models import resolve_model
+from lib.models import resolve_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification, logging
 

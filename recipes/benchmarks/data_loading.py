@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 from _bench import add_device, parser, report
-from _lib.augmentation import Augmentation
-from _lib.images import ImageExamples
-from _lib.settings import AugmentSection
+from lib.augmentation import Augmentation
+from lib.images import ImageExamples
+from lib.settings import AugmentSection
 from PIL import Image
 from transformers import ViTImageProcessorPil
 from vision_step import config_of, prepare

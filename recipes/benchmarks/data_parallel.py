@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from _bench import parser, ratio, report
-from _lib.files import read_json, write_json
-from _lib.models import resolve_model
 from adapter_step import TARGETS, adapted, step_of
+from lib.files import read_json, write_json
+from lib.models import resolve_model
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel

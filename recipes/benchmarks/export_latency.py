@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 from _bench import alternate, parser, ratio, report
-from _lib.exported import ExportedFile
-from convert_sst2 import accuracy, batches, load, some
+from _conversions.sst2 import accuracy, batches, load, some
+from lib.exported import ExportedFile
 from torch import nn
 from transformers import logging
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from _bench import ROOT, alternate, parser, peak_bytes, ratio, report, show
-from _lib.files import write_json
-from _lib.run_folder import environment
+from lib.files import write_json
+from lib.run_folder import environment
 from rich.console import Console
 from rich.progress import track
 from torch import nn

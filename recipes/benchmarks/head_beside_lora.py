@@ -3,7 +3,7 @@
     python recipes/benchmarks/head_beside_lora.py --data path/to/glue
     python recipes/benchmarks/head_beside_lora.py --data path/to/glue --tasks rte --seeds 0 1 2
 
-Of each task and seed: recipes/finetune.py as recipes/sweep_glue.py runs LoRA, then recipes/fit_head.py on as many
+Of each task and seed: recipes/finetune.py as the study glue runs LoRA, then recipes/fit_head.py on as many
 examples. LoRA's seconds are those of its training steps; those of a head are of one pass over the examples and one fit,
 once for an eighth of the examples, a quarter, ... Runs go to RUNS/<task>/<method>/seed<k>: what is finished is not run
 again, what was stopped goes on.
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from _bench import parser, report
-from _lib.files import read_json
-from _lib.sweep import RECIPES, Run, Sweep, sweep
-from sweep_glue import METHODS, RECIPE, chosen_rates
+from lib.files import read_json
+from papers.lib.study import load, program_file, settings_file
+from papers.lib.sweep import Run, Sweep, sweep
 
 LORA, HEAD = "lora_r8", "head"
 MEAN = "mean"
@@ -27,20 +27,18 @@ MEAN = "mean"
 
 def run_both(task: str, seed: int, runs: Path, overrides: list[str]) -> int:
     """Run what is not finished of one task and seed; returns the exit code."""
-    lora = [*RECIPE, *METHODS[LORA], f"train.learning_rate={chosen_rates()[LORA]:g}"]
+    study = load("glue").tasks[task]
     beside = runs / Run(task, LORA, seed).name
-    configs = RECIPES / "configs"
-    code = sweep(
-        Sweep("finetune.py", "{task}_adapter.yaml", {LORA: lora}, overrides, configs / "glue", runs),
-        [Run(task, LORA, seed)],
-    )
-    if code:
+    behind = [f"train.seed={seed}", *overrides]
+    words = [str(study.program), str(study.config), *study.methods[LORA], *behind]
+    if code := sweep(Sweep(lambda run: words, runs), [Run(task, LORA, seed)]):
         return code
     read = read_json(beside / "metrics.json")["config"]["data"]
     given = {name: "null" if read[name] is None else read[name] for name in ("max_train_samples", "max_length")}
     same = [f"data.{name}={value}" for name, value in given.items()]
-    head = [f"task={task}", f"method.beside=[{beside}]", *same]
-    return sweep(Sweep("fit_head.py", "head.yaml", {HEAD: head}, overrides, configs, runs), [Run(task, HEAD, seed)])
+    program, file = str(program_file("fit_head.py")), str(settings_file("head.yaml"))
+    head = [program, file, f"task={task}", f"method.beside=[{beside}]", *same, *behind]
+    return sweep(Sweep(lambda run: head, runs), [Run(task, HEAD, seed)])
 
 
 def compared(head: dict[str, Any], lora: dict[str, Any]) -> list[dict[str, Any]]:

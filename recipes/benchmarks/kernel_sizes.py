@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from _bench import RESULTS
-from _lib.kernel_launches import Launch, every_launch, every_linear_launch, parts_of
+from lib.kernel_launches import Launch, every_launch, every_linear_launch, parts_of
 
 BLOCKS, WARPS, STAGES = (16, 32, 64, 128), (4, 8), (1, 2, 3)
 CAUSAL = "causal_forward", "causal_query_back", "causal_key_back"  # these spill with many rows

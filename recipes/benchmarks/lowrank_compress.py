@@ -33,11 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 from _bench import ROOT, alternate, parser, ratio, show
-from _lib import efficientnet_lite as lite
-from _lib.cifar_resnet import load_cifar_resnet
-from _lib.files import read_json, replacing, write_json
-from _lib.plots import pyplot
-from _lib.run_folder import environment
+from lib.files import read_json, replacing, write_json
+from lib.plots import pyplot
+from lib.run_folder import environment
+from papers.lib import efficientnet_lite as lite
+from papers.lib.cifar_resnet import load_cifar_resnet
 from PIL import ImageOps
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from _bench import ROOT, parser, ratio, show
-from _lib.files import read_json, write_json
-from _lib.models import resolve_model
-from _lib.run_folder import environment
+from lib.files import read_json, write_json
+from lib.models import resolve_model
+from lib.run_folder import environment
 from rich.console import Console
 from rich.progress import track
 from torch import nn

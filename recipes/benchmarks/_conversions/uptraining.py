@@ -1,0 +1,76 @@
+"""A short training of a converted language model behind its calibration, on texts and without labels."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lib.distillation import logit_loss
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from snnk_peft.solvers.adam import falling_adam
+
+
+def add_uptraining(options: argparse.ArgumentParser, steps: int) -> None:
+    """The options of a conversion with uptraining."""
+    options.add_argument("--uptraining", type=int, default=steps, help=f"steps on further texts (default {steps})")
+    options.add_argument("--learning-rate", type=float, default=4e-4, help="of the first of them (default 4e-4)")
+    options.add_argument("--autocast", action="store_true", help="matrix products in bf16, for processors that have it")
+
+
+def bf16(wanted: bool) -> contextlib.AbstractContextManager[object]:
+    """Matrix products in bf16, if that is wanted."""
+    return torch.autocast("cpu", torch.bfloat16) if wanted else contextlib.nullcontext()
+
+
+def all_but_embedding(model: Any) -> list[Tensor]:
+    """What is trained of a language model; the embedding was not converted, and a tied output reads it."""
+    embedded = model.get_input_embeddings().weight
+    return [parameter for parameter in model.parameters() if parameter is not embedded]
+
+
+def next_token_divergence(teacher: Any, student: Any, ids: Tensor) -> Tensor:
+    """KL(p ‖ p') of the original's next-token distributions p and the student's p' in nats, the mean over tokens.
+
+    Args:
+        teacher: the original.
+        student: the converted model.
+        ids: (rows, length).
+    """
+    with torch.no_grad():
+        wanted = teacher(input_ids=ids, use_cache=False).logits
+    given = student(input_ids=ids, use_cache=False).logits
+    return logit_loss(wanted.float().flatten(0, 1), given.float().flatten(0, 1), 1.0)
+
+
+def uptrain(
+    teacher: Any, student: Any, trained: Sequence[Tensor], batches: Sequence[Tensor], learning_rate: float
+) -> None:
+    """One step of Adam on the divergence per batch; the learning rate falls linearly to zero.
+
+    Args:
+        teacher: the original.
+        student: what is trained, in place.
+        trained: parameters of the student.
+        batches: token ids, (rows, length) each.
+        learning_rate: of the first step.
+
+    Raises:
+        NumericalError: the divergence is no longer finite.
+    """
+    coming = iter(tqdm(batches, desc="uptraining", unit="step"))
+    student.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    falling_adam(
+        trained,
+        [learning_rate] * len(trained),
+        lambda: next_token_divergence(teacher, student, next(coming)),
+        len(batches),
+        "divergence from the original",
+    )
+    student.requires_grad_(True)

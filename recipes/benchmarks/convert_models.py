@@ -1,0 +1,47 @@
+"""Convert a fine-tuned or pretrained model, and measure what that costs and gains; the original beside, in one run.
+
+    python recipes/benchmarks/convert_models.py sst2 --model path/to/minilm-l6-sst2 --data path/to/glue
+    python recipes/benchmarks/convert_models.py sst2 --help
+
+    sst2        a BERT on SST-2, in all ways: accuracy, speed-up and seconds
+    task        the same on any task of texts
+    cifar10     the FFNs of a ViT
+    llama       the attention of a causal language model: perplexity, cache and speed
+    llama_ffn   its gated FFNs: perplexity and size
+    peers       other ways to make a BERT smaller, at equal latency
+
+Figures go to results/convert_NAME.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+from _bench import parser
+
+NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "peers")
+
+
+def main() -> None:
+    """Read the command line, measure and write."""
+    first = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    first.add_argument("name", choices=NAMES, help="what is converted; NAME --help says how")
+    name = first.parse_args(sys.argv[1:2]).name
+    conversion = import_module(f"_conversions.{name}")
+    options = parser(conversion.__doc__ or "", f"convert_{name}")
+    options.prog = f"convert_models.py {name}"
+    conversion.add_options(options)
+    arguments = options.parse_args(sys.argv[2:])
+    if found := getattr(conversion, "fault", lambda given: None)(arguments):
+        options.error(found)
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    conversion.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Converting a classifier: plan or settings, `calibrate`, and the record of both that lets a run be continued."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lib.convert_settings import ConversionSection, ConvertConfig
+from lib.data import ExampleSet
+from lib.experiment import Data
+from lib.files import read_json, write_json, writing
+from lib.texts import batches_by_length, drawn
+from snnk_peft import CalibrationReport, Plan, SNNKConfig, calibrate, get_snnk_model, plan
+from snnk_peft.errors import ConfigError
+from snnk_peft.tuner.slot_layer import SlotLayer
+
+RECORD = "conversion.json"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A classifier whose parts were replaced and fitted.
+
+    Args:
+        model: the patched model.
+        report: of `calibrate`.
+        plan: what decided the parts, or None if the settings did.
+        examples: that were read.
+        seconds: planning and calibration.
+    """
+
+    model: Any
+    report: CalibrationReport
+    plan: Plan | None
+    examples: int
+    seconds: float
+
+    def save(self, folder: Path) -> None:
+        """calibration.json, its picture, those of the plan, and conversion.json, which says that all are there."""
+        with writing(folder):
+            self.report.save(folder)
+            if self.plan is not None:
+                self.plan.save(folder)
+        parts = self.model.peft_config["default"].to_dict()
+        described = {name: parts[name] for name in ("adapter", "ffn", "attention", "pooler", "low_rank", "parts")}
+        found = {"examples": self.examples, "seconds": self.seconds, "calibration": self.report.to_dict()}
+        write_json(folder / RECORD, {"parts": described, **found})
+
+
+def converted(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator: Any) -> Conversion:
+    """Patch a copy of the teacher, as planned or as the settings say, and fit it; its share of the data per process."""
+    settings, seed, world = config.convert, config.train.seed, accelerator.num_processes
+    chosen = drawn(len(data.train), settings.samples, seed)
+    # Whole batches are held out: at least eight, so that one is a small part; and every process needs one.
+    size = min(settings.batch_size, max(1, len(chosen) // max(8, world)))
+    shares = batches_by_length(data.train.lengths, chosen, size)
+    started = time.perf_counter()
+    found = None
+    if settings.budget is not None:
+        if world > 1:  # each would measure seconds of its own
+            raise ConfigError(
+                f"convert.budget is {settings.budget} and there are {world} processes; expected one to plan. Convert "
+                "in one process, and give the parts of its plan.json as convert.parts to several"
+            )
+        every = [data.train.batch(indices, accelerator.device) for indices in shares]
+        found = _planned(teacher, every, timed_inputs(data, config, accelerator.device), settings, seed)
+    decided = settings.snnk_config(seed) if found is None else found.config
+    model = get_snnk_model(copy.deepcopy(teacher), decided)
+    mine = [data.train.batch(indices, accelerator.device) for indices in shares[accelerator.process_index :: world]]
+    fit = {"landmarks": settings.landmarks, "held_out": settings.held_out, "steps": settings.steps}
+    report = calibrate(model, mine, progress=sys.stderr.isatty(), **fit)
+    return Conversion(model, report, found, len(chosen), time.perf_counter() - started)
+
+
+def _planned(teacher: nn.Module, batches: list[Any], inputs: Any, settings: ConversionSection, seed: int) -> Plan:
+    assert settings.budget is not None
+    candidates = list(settings.snnk_config(seed).named_parts().values()) if settings.given else None
+    shown = sys.stderr.isatty()
+    return plan(
+        teacher, batches, settings.budget, of=settings.of, parts=candidates, inputs=inputs, seed=seed, progress=shown
+    )
+
+
+def restored(teacher: nn.Module, folder: Path, seed: int) -> Any:
+    """The patched model of a run that is continued, not fitted: a checkpoint will fill it."""
+    described = read_json(folder / RECORD)["parts"]
+    return get_snnk_model(copy.deepcopy(teacher), SNNKConfig(**described, modules_to_save=[], seed=seed))
+
+
+def timed_inputs(data: Data, config: ConvertConfig, device: torch.device) -> dict[str, torch.Tensor]:
+    """Inputs on which models are timed: the longest examples of the first split that is scored."""
+    part: ExampleSet = next(iter(data.splits.values()))
+    inputs = part.batch(next(iter(part.by_length(config.timing.batch_size))), device)
+    del inputs["labels"]
+    return inputs
+
+
+def train_all(model: nn.Module) -> None:
+    """Every parameter that the model still uses; the originals of replaced modules are not among them."""
+    model.requires_grad_(True)
+    for module in model.modules():
+        if isinstance(module, SlotLayer) and any(slot.replaces for slot in module.active_slots()):
+            module.base_layer.requires_grad_(False)

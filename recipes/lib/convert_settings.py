@@ -1,0 +1,163 @@
+"""The settings of recipes/convert.py, section by section.
+
+The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
+"""
+
+# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from lib.config import option
+from lib.settings import DataSection, RunOutput, TrainSection
+from lib.task_settings import task_faults
+
+if TYPE_CHECKING:
+    from snnk_peft.config import SNNKConfig
+
+
+@dataclass
+class TeacherSection:
+    """The fine-tuned model that is converted."""
+
+    name_or_path: str = option(
+        MISSING, "folder or Hub name of a fine-tuned classifier, such as RUN/model of a full fine-tuning"
+    )
+
+
+@dataclass
+class ConvertData(DataSection):
+    """What calibrates, and what is scored."""
+
+    texts: str | None = option(
+        None,
+        "texts without labels, instead of the task's training examples: a .txt file with one text per line, or a table "
+        "(.csv, .tsv, .jsonl, .parquet) with the column data.text, of pairs also data.text_pair; without a task, "
+        "data.hold_out of them are held back to compare predictions on",
+    )
+    splits: list[str] | None = option(None, "splits of the task that are scored; null takes its validation splits")
+
+
+@dataclass
+class ConversionSection:
+    """What is replaced, and how it is fitted. Nothing here reads a label."""
+
+    budget: str | float | None = option(
+        None,
+        "'2x', or the share that may remain: `plan` chooses layers and sizes, among the parts given here if there are "
+        "any; null converts these parts as they are",
+    )
+    of: str = option("latency", "what the budget is of", choices=("latency", "macs", "bytes"))
+    ffn: dict[str, Any] | None = option(None, "fields of snnk_peft.FFNPart")
+    attention: dict[str, Any] | None = option(None, "fields of snnk_peft.AttentionPart")
+    pooler: dict[str, Any] | None = option(None, "fields of snnk_peft.PoolerPart")
+    low_rank: dict[str, Any] | None = option(None, "fields of snnk_peft.LowRankPart")
+    parts: list[dict[str, Any]] | None = option(
+        None, "further parts, of which there may be several of one kind: each names its 'part' beside its fields"
+    )
+    samples: int = option(2500, "examples that calibration reads, drawn with train.seed", low=8)
+    batch_size: int = option(64, "examples per forward pass of the calibration, of similar length", low=1)
+    landmarks: str = option("greedy", "how landmarks are chosen", choices=("greedy", "importance"))
+    held_out: float = option(0.2, "share of the batches that chooses the regularisation", above=0, high=0.9)
+    steps: int = option(0, "of gradient descent per layer behind the closed form, where a part takes them", low=0)
+
+    @property
+    def given(self) -> list[str]:
+        """The kinds of the parts that are described here."""
+        named = [name for name in ("ffn", "attention", "pooler", "low_rank") if getattr(self, name) is not None]
+        return [*named, *(str(part.get("part")) for part in self.parts or [])]
+
+    def snnk_config(self, seed: int = 0) -> SNNKConfig:
+        """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
+        from snnk_peft.config import SNNKConfig
+
+        named: dict[str, Any] = {name: getattr(self, name) for name in ("ffn", "attention", "pooler", "low_rank")}
+        return SNNKConfig(**named, parts=self.parts or [], modules_to_save=[], seed=seed)  # type: ignore[arg-type]
+
+    def check(self) -> list[str]:
+        """The faults of the parts; without any, `plan` takes its own candidates."""
+        from snnk_peft.errors import ConfigError
+
+        if self.budget is not None and not self.given:
+            return []
+        try:
+            self.snnk_config()
+        except ConfigError as error:
+            return error.faults
+        return []
+
+
+@dataclass
+class UptrainSection(TrainSection):
+    """Training behind the conversion; without epochs there is none."""
+
+    epochs: int = option(0, "passes over the training examples; 0 leaves the model as calibrated", low=0)
+    trained: str = option(
+        "converted", "what is trained: the converted modules, or the whole model", choices=("converted", "all")
+    )
+    labels: float = option(0.0, "weight of the loss of the labels", low=0)
+    logits: float = option(1.0, "weight of the divergence from the original's logits", low=0)
+    layers: float = option(0.0, "weight of the relative squared error of the layers' outputs", low=0)
+    temperature: float = option(2.0, "that divides the logits in that divergence", above=0)
+
+    def check(self) -> list[str]:
+        """There must be something to learn."""
+        if self.epochs and not self.labels + self.logits + self.layers:
+            return ["labels, logits and layers are 0; expected a weight above 0 for one of them, or epochs=0"]
+        return []
+
+
+@dataclass
+class TimingSection:
+    """How the original and its conversion are compared in speed."""
+
+    batch_size: int = option(32, "the longest examples so many, in one forward pass", low=1)
+    repetitions: int = option(9, "forward passes of each model, in turn", low=1)
+
+
+@dataclass
+class ConvertOutput(RunOutput):
+    """Where the run folder goes, and who gets the model."""
+
+    push_to_hub: str | None = option(None, "also upload bundle/ to this repository of the Hub, 'owner/model'")
+    private: bool = option(False, "make that repository a private one")
+
+
+@dataclass
+class ConvertConfig:
+    """Everything recipes/convert.py reads."""
+
+    output: ConvertOutput
+    model: TeacherSection
+    task: str | None = option(None, "a name of snnk_peft.tasks, whose labels only score; null needs data.texts alone")
+    data: ConvertData = field(default_factory=ConvertData)
+    convert: ConversionSection = field(default_factory=ConversionSection)
+    train: UptrainSection = field(default_factory=UptrainSection)
+    timing: TimingSection = field(default_factory=TimingSection)
+
+    def check(self) -> list[str]:
+        """The task must exist and fit the data settings; without one, texts are all there is."""
+        from snnk_peft.tasks import TASKS
+
+        faults = []
+        if self.task is None:
+            if self.data.texts is None:
+                faults.append("task and data.texts are missing: expected one of them, to calibrate with")
+            if self.data.splits is not None:
+                faults.append(f"data.splits is {self.data.splits}, but there is no task; leave it out, or give one")
+        else:
+            # The columns of a file of texts are named by the same settings as those of a table.
+            named = self.data.texts is not None and self.task != "table"
+            data = replace(self.data, text=None, text_pair=None) if named else self.data
+            faults += task_faults(self.task, data)
+        if not faults and self.task is not None and self.data.texts and TASKS[self.task].modality != "text":
+            faults.append(f"data.texts is given, but the examples of task {self.task} are no texts; leave it out")
+        if self.data.texts is not None and self.train.labels:
+            faults.append(
+                f"train.labels is {self.train.labels}, but data.texts have no labels; expected 0, or training on the "
+                "task's examples without data.texts"
+            )
+        return faults

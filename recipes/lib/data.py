@@ -1,0 +1,218 @@
+"""Examples to batches: what every `ExampleSet` does, and the one of sentences, which are tokenised once.
+
+Other kinds of examples have a file of their own beside this one (sequences.py, byte_windows.py).
+
+The order of the examples is a pure function of (seed, epoch), and a position in it is a step number, so a run
+continued in the middle of an epoch sees exactly the batches that it would have seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lib.settings import FinetuneConfig, StepSettings
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks.base_text import IGNORED
+
+_MEGABATCH = 50  # batches sorted together: long enough to find similar lengths, short enough to keep the order random
+
+
+class ExampleSet(ABC):
+    """Examples that can be drawn in batches.
+
+    Attributes:
+        lengths: tokens per example, by which batches are grouped.
+        labels: of all examples, or of all their words; those that do not count are negative.
+        pairs: whether they are pairs of texts.
+    """
+
+    lengths: list[int]
+    pairs = False
+    labels: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @abstractmethod
+    def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """Model inputs of the chosen examples, padded to the longest, and their labels."""
+
+    def batches(
+        self, wanted: Sequence[Sequence[int]], device: torch.device | str = "cpu", epoch: int | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Model inputs of each list of examples, one after the other.
+
+        Args:
+            wanted: the examples of each batch.
+            device: where to.
+            epoch: of a training; with it, examples may be changed at random. None: as for evaluation.
+        """
+        return (self.batch(indices, device) for indices in wanted)
+
+    def describe(self) -> str:
+        """Number and size, for the log."""
+        return f"{len(self):,} examples of up to {max(self.lengths)} tokens"
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A digest of all tokens and labels: equal if and only if training would see the same data."""
+
+    def plan(self, batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:
+        """The optimizer steps of one epoch, see `epoch_plan`; as many as `steps_per_epoch` says."""
+        return epoch_plan(self.lengths, batch_size, train, epoch)
+
+    def by_length(self, batch_size: int) -> Iterator[list[int]]:
+        """Batches of indices, longest first: the evaluation order with the least padding."""
+        order = sorted(range(len(self)), key=lambda index: -self.lengths[index])
+        for start in range(0, len(order), batch_size):
+            yield order[start : start + batch_size]
+
+
+class Examples(ExampleSet):
+    """Tokenised sentences or sentence pairs with their labels, or words with one label each.
+
+    The label of a word stands at its first token; the other tokens have `IGNORED`. Words behind `max_length` are cut.
+
+    Args:
+        rows: a `datasets.Dataset` with the columns sentence1, optionally sentence2, and label; or words and label.
+        tokenizer: a transformers tokenizer.
+        max_length: tokens per example; longer ones are cut.
+    """
+
+    def __init__(self, rows: Any, tokenizer: PreTrainedTokenizerBase, max_length: int):
+        check_not_empty(rows)
+        of_words = "words" in rows.column_names
+        names = [name for name in ("words", "sentence1", "sentence2") if name in rows.column_names]
+        self.pairs = "sentence2" in names
+        encoded = tokenizer(
+            *(list(rows[name]) for name in names),
+            is_split_into_words=of_words,
+            truncation=True,
+            max_length=max_length,
+            return_attention_mask=False,
+        )
+        self.columns = {name: [np.asarray(ids, dtype=np.int64) for ids in values] for name, values in encoded.items()}
+        if of_words:
+            self.columns["labels"] = _at_first_tokens(encoded, list(rows["label"]))
+            self.labels = torch.from_numpy(np.concatenate(self.columns["labels"]))
+        else:
+            labels = np.asarray(list(rows["label"]))
+            self.labels = torch.from_numpy(labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64))
+        self.lengths = [len(ids) for ids in self.columns["input_ids"]]
+        self._pad = {"input_ids": tokenizer.pad_token_id or 0, "token_type_ids": tokenizer.pad_token_type_id}
+        self._pad["labels"] = IGNORED
+        self._left = tokenizer.padding_side == "left"
+
+    def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """Model inputs of the chosen examples: input_ids, attention_mask, ... (batch, longest).
+
+        And labels, (batch,), or of words (batch, longest).
+        """
+        chosen = {name: [values[index] for index in indices] for name, values in self.columns.items()}
+        chosen["attention_mask"] = [np.ones_like(ids) for ids in chosen["input_ids"]]
+        inputs = {name: padded(values, self._pad.get(name, 0), self._left) for name, values in chosen.items()}
+        if "labels" not in inputs:
+            inputs["labels"] = self.labels[list(indices)]
+        return {name: values.to(device) for name, values in inputs.items()}
+
+    def fingerprint(self) -> str:
+        """A digest of all tokens and labels: equal if and only if training would see the same data."""
+        labels = b"" if "labels" in self.columns else self.labels.numpy().tobytes()
+        return digest(labels, sorted(self.columns.items()), np.int64)
+
+
+def check_not_empty(rows: Sized) -> None:
+    """ConfigError for a split without examples."""
+    if len(rows) == 0:
+        raise ConfigError("the data hold no example; expected at least one row per split")
+
+
+def padded(values: Sequence[np.ndarray], filler: int = 0, left: bool = False) -> torch.Tensor:
+    """(examples, longest) int64 from arrays (length,), filled up behind them or, with `left`, before them."""
+    longest = max(map(len, values))
+    filled = np.full((len(values), longest), filler, dtype=np.int64)
+    for row, ids in zip(filled, values, strict=True):
+        row[longest - len(ids) if left else 0 :][: len(ids)] = ids
+    return torch.from_numpy(filled)
+
+
+def digest(labels: bytes, columns: Iterable[tuple[str, Sequence[np.ndarray]]], dtype: type[np.integer[Any]]) -> str:
+    """SHA-256 of the labels and of each column: its name, the lengths of its arrays, and these, as `dtype`."""
+    found = hashlib.sha256(labels)
+    for name, values in columns:
+        found.update(name.encode())
+        found.update(np.array([len(ids) for ids in values], dtype=np.int64).tobytes())
+        for ids in values:
+            found.update(ids.astype(dtype, copy=False).tobytes())
+    return found.hexdigest()
+
+
+def _at_first_tokens(encoded: Any, labels: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Labels of words as labels of tokens, (length,) each."""
+    found = []
+    for row, of_words in enumerate(labels):
+        words = encoded.word_ids(row)
+        first = [word is not None and word != before for before, word in zip([None, *words], words, strict=False)]
+        found.append(np.asarray([of_words[word] if new else IGNORED for word, new in zip(words, first, strict=True)]))
+        if all(found[-1] == IGNORED):
+            raise ConfigError(
+                f"example {row} of the data: the tokenizer makes no token of its words; leave the row out"
+            )
+    return found
+
+
+def epoch_plan(lengths: Sequence[int], batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:
+    """The optimizer steps of one epoch; a step is a list of batches of indices, and every example occurs once.
+
+    Args:
+        lengths: tokens per example.
+        batch_size: examples per forward pass, over all processes.
+        train: seed, gradient_accumulation and group_by_length.
+        epoch: counted from 0; with the seed it determines the order.
+    """
+    accumulation, group_by_length = train.gradient_accumulation, train.group_by_length
+    generator = torch.Generator().manual_seed((train.seed << 20) + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    if group_by_length:
+        size = _MEGABATCH * batch_size
+        chunks = [order[start : start + size] for start in range(0, len(order), size)]
+        order = [index for chunk in chunks for index in sorted(chunk, key=lambda item: -lengths[item])]
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    if group_by_length:
+        batches = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
+    return [batches[start : start + accumulation] for start in range(0, len(batches), accumulation)]
+
+
+def steps_per_epoch(examples: int, batch_size: int, accumulation: int) -> int:
+    """Length of `epoch_plan`, without making it."""
+    return math.ceil(math.ceil(examples / batch_size) / accumulation)
+
+
+def calibration_batches(
+    examples: Examples, config: FinetuneConfig, device: torch.device | str, rank: int = 0, world: int = 1
+) -> list[dict[str, torch.Tensor]]:
+    """`method.calibrate_samples` training examples drawn with the seed, as model inputs; this process's share."""
+    generator = torch.Generator().manual_seed(config.train.seed)
+    chosen = torch.randperm(len(examples), generator=generator)[: config.method.calibrate_samples].tolist()
+    # Whole batches are held out to choose the regularisation: at least eight, so that one is a small part; and every
+    # process needs one.
+    size = min(config.train.eval_batch_size, max(1, len(chosen) // max(8, world)))
+    starts = range(0, len(chosen), size)[rank::world]
+    return [examples.batch(chosen[start : start + size], device) for start in starts]
+
+
+def share(batch: Sequence[int], rank: int, world: int) -> tuple[list[int], int]:
+    """This process's part of a batch, and how many of its examples count.
+
+    A process for which none is left repeats the first one with weight 0, because every process must take part.
+    """
+    mine = list(batch[rank::world])
+    return (mine, len(mine)) if mine else ([batch[0]], 0)

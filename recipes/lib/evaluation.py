@@ -1,0 +1,152 @@
+"""Scores of a classifier on a task's evaluation splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from lib.data import ExampleSet, share
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._hold_out import held_back
+from snnk_peft.tasks.base_text import IGNORED
+
+
+class DivergedError(ArithmeticError):
+    """Loss, gradient or predictions are no longer finite numbers."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What `predict` asks of an accelerator, where one process computes by itself.
+
+    Args:
+        device: of the model.
+    """
+
+    device: torch.device
+    num_processes: int = 1
+    process_index: int = 0
+
+
+def evaluation_splits(
+    task: Any, dataset: Mapping[str, Any], limit: int | None, names: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """The splits that are evaluated, cut to `limit` rows: the first ones.
+
+    Of pictures, which stand in folders by class, rows at equal distances.
+
+    Args:
+        task: has validation splits, MNLI two.
+        dataset: the splits that were read.
+        limit: rows of each, or None for all.
+        names: other splits than those.
+    """
+    splits = {name: dataset[name] for name in names or task.validation_splits if name in dataset}
+    if limit is None:
+        return splits
+
+    def chosen(count: int) -> Iterable[int]:
+        size = min(limit, count)
+        return [i * count // size for i in range(size)] if task.modality == "image" else range(size)
+
+    return {name: rows.select(chosen(len(rows))) for name, rows in splits.items()}
+
+
+def held_back_rows(rows: Any, share: float, seed: int = 0) -> tuple[Any, Any]:
+    """(rows to train on, rows to choose the epoch on): of every class its share, of other labels of all rows.
+
+    Args:
+        rows: a `datasets.Dataset` with the column label.
+        share: part that is held back.
+        seed: decides which ones.
+    """
+    labels = rows["label"][:]
+    groups = np.asarray(labels) if isinstance(labels[0], int | np.integer) else np.zeros(len(rows), int)
+    held = held_back(groups, share, seed)
+    if not held:
+        raise ConfigError(
+            f"train.choose_share is {share}: none of {len(rows)} training examples can be held back (no class has two)"
+        )
+    return rows.select(np.setdiff1d(np.arange(len(rows)), held).tolist()), rows.select(held)
+
+
+@torch.no_grad()
+def predict(
+    model: torch.nn.Module,
+    examples: ExampleSet,
+    batch_size: int,
+    accelerator: Any,
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Logits (n, classes) in fp32 and labels (n,), on the CPU, of all examples; None if `stopped` became true.
+
+    Where every word has a label: (n, longest, classes) and (n, longest), padded with zeros and `IGNORED`.
+
+    With several processes each takes part of every batch and all receive the whole result.
+    """
+    was_training = model.training
+    model.eval()
+    logits: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
+    world, longest = accelerator.num_processes, max(examples.lengths)
+    plan = list(examples.by_length(batch_size * world))
+    shares = [share(indices, accelerator.process_index, world) for indices in plan]
+    feed = iter(examples.batches([mine for mine, _ in shares], accelerator.device))
+    for indices, (_, count) in zip(plan, shares, strict=True):
+        # With several processes only an agreed stop is safe, and that comes at the next step boundary.
+        if world == 1 and stopped():
+            model.train(was_training)
+            return None
+        inputs = next(feed)
+        target = inputs.pop("labels")
+        output = model(**inputs).logits.float()
+        if target.dim() == 2:
+            missing = longest - target.shape[1]
+            output, target = pad(output, (0, 0, 0, missing)), pad(target, (0, missing), value=IGNORED)
+        if world > 1:
+            sizes = accelerator.gather(torch.tensor([count], device=output.device))
+            size = max(1, -(-len(indices) // world))
+            padded = torch.zeros(size, *output.shape[1:], device=output.device)
+            wanted = torch.zeros(size, *target.shape[1:], device=output.device, dtype=target.dtype)
+            padded[: len(output)], wanted[: len(target)] = output, target
+            parts = zip(
+                accelerator.gather(padded).split(size), accelerator.gather(wanted).split(size), sizes, strict=True
+            )
+            pairs = [(values[:kept], names[:kept]) for values, names, kept in parts]
+            output, target = (torch.cat(column) for column in zip(*pairs, strict=True))
+        logits.append(output.cpu())
+        labels.append(target.cpu())
+    model.train(was_training)
+    every_logit, every_label = torch.cat(logits), torch.cat(labels)
+    if every_label.dim() == 1 and (kept := every_label != IGNORED).logical_not().any():
+        return every_logit[kept], every_label[kept]  # what could not be read does not count
+    return every_logit, every_label
+
+
+def score(
+    model: torch.nn.Module,
+    task: Any,
+    splits: Mapping[str, ExampleSet],
+    batch_size: int,
+    accelerator: Any,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """All metrics and "score"; of several splits their means, and each under "split/metric".
+
+    Returns None if `stopped` became true on the way.
+    """
+    results: dict[str, dict[str, float]] = {}
+    for name, examples in splits.items():
+        predictions = predict(model, examples, batch_size, accelerator, stopped)
+        if predictions is None:
+            return None
+        logits, labels = predictions
+        if not torch.isfinite(logits).all():
+            raise DivergedError(f"the model's predictions on {name} are not finite")
+        results[name] = task.compute(logits, labels)
+    return task.summarize(results)

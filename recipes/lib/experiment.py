@@ -1,0 +1,195 @@
+"""An experiment: data, model, schedule and report, which is all that differs between the recipes that train.
+
+A recipe is one subclass and the settings it reads; `launch` reads its command line and `run` does the rest: run folder,
+seeds, checkpoints, stops, the loop and metrics.json. This file imports no torch, and recipes import it inside the
+methods, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from lib.data import ExampleSet
+    from lib.loop import RunState
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What an experiment reads.
+
+    Args:
+        train: examples to train on.
+        splits: name -> examples; the best checkpoint is chosen by their score.
+        test: name -> examples that are scored once, with the best checkpoint.
+    """
+
+    train: ExampleSet
+    splits: Mapping[str, ExampleSet]
+    test: Mapping[str, ExampleSet] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of examples by name."""
+        return {"train": len(self.train), **{name: len(part) for name, part in {**self.splits, **self.test}.items()}}
+
+    def fingerprints(self) -> list[str]:
+        """Digests that are equal if and only if a run would see the same data."""
+        return [part.fingerprint() for part in (self.train, *self.splits.values(), *self.test.values())]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is, and how fast it learns.
+
+    Args:
+        total: optimizer steps of the whole run, at most; with 0 the model is scored as it is.
+        eval_every: optimizer steps between evaluations.
+        rate: learning rate of the step that comes next, from the steps done and from the position, the steps done as
+            far as the schedule is concerned: with a budget, the part of it that is spent may be further.
+        budget_seconds: processor time of training after which the run ends, or None for no limit.
+        eval_first: also score the untrained model; that is logged, and no candidate for the best.
+    """
+
+    total: int
+    eval_every: int
+    rate: Callable[[int, float], float]
+    budget_seconds: float | None = None
+    eval_first: bool = False
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run whose training is done.
+
+    Args:
+        folder: the run folder.
+        model: with the weights of the best checkpoint, in eval mode.
+        data: as the experiment read it.
+        state: position and best evaluation.
+        best: that evaluation: score, metrics, step.
+        test: metrics of `model` on `data.test`; empty if there is none.
+        per_epoch: optimizer steps per epoch.
+        memory_before: peak bytes before the training (on a CPU: of the process with its data).
+        counts: see `parameter_counts`.
+        device: of the main process.
+    """
+
+    folder: Path
+    model: torch.nn.Module
+    data: Data
+    state: RunState
+    best: Mapping[str, Any]
+    test: Mapping[str, float]
+    per_epoch: int
+    memory_before: int
+    counts: Mapping[str, int]
+    device: torch.device
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Steps, and the seconds of training: of all processor threads, of the clock, per step."""
+        state = self.state
+        return {
+            "steps": state.step,
+            "train_cpu_seconds": state.cpu_seconds,
+            "seconds_per_step": state.train_seconds / state.step,
+            "cpu_seconds_per_step": state.cpu_seconds / state.step,
+        }
+
+
+class Experiment(ABC, Generic[Config]):
+    """What a recipe says about itself; `run` calls the methods in the order in which they stand here.
+
+    Args:
+        config: the checked settings, with `config.train` (a StepSettings) and `config.output.dir`.
+
+    Attributes:
+        settings: the dataclass of the settings.
+        program: the recipe's file in recipes/.
+        advice: what to try when training diverged.
+        paths: (section, key) of settings that are paths, besides those of the data: metrics.json does without.
+        leaves: names of what it writes into the run folder, besides what many runs write (`CONTENT` of run_folder.py).
+        records: those among them that a continuation reads, which are written before the first checkpoint.
+        task: computes the metrics; an experiment without one replaces `score`.
+    """
+
+    settings: type[Config]
+    program: str
+    advice = "Try a lower train.learning_rate."
+    task: Any = None
+    paths: tuple[tuple[str, str], ...] = ()
+    leaves: tuple[str, ...] = ()
+    records: tuple[str, ...] = ()
+
+    def __init__(self, config: Config):
+        self.config: Any = config
+
+    @property
+    @abstractmethod
+    def method(self) -> str:
+        """What is compared, in a word."""
+
+    @property
+    def title(self) -> str:
+        """Heads the log and the learning curve."""
+        return f"{self.config.task}, {self.method}"
+
+    @abstractmethod
+    def data(self, accelerator: Any) -> Data:
+        """Read, check and tokenise; nothing has been written yet."""
+
+    @abstractmethod
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        """The model, with requires_grad where it is trained; torch's generator has been seeded.
+
+        Args:
+            data: for what is fitted before the training.
+            accelerator: of this process.
+            resumed: a checkpoint will be put into the model, so that fitting it would be in vain.
+        """
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """AdamW, unless the experiment says otherwise; `train.beta2` where its settings have that."""
+        from lib.loop import make_optimizer
+
+        given = {"beta2": self.config.train.beta2} if hasattr(self.config.train, "beta2") else {}
+        return make_optimizer(model, self.config.train, **given)
+
+    @abstractmethod
+    def schedule(self, per_epoch: int) -> Schedule:
+        """Steps and learning rates; an epoch has `per_epoch` optimizer steps."""
+
+    def score(
+        self,
+        model: torch.nn.Module,
+        splits: Mapping[str, ExampleSet],
+        accelerator: Any,
+        stopped: Callable[[], bool],
+    ) -> dict[str, float] | None:
+        """Metrics, among them "score", of which more is better; None if `stopped()` became true on the way."""
+        from lib.evaluation import score
+
+        return score(model, self.task, splits, self.config.train.eval_batch_size, accelerator, stopped)
+
+    @abstractmethod
+    def report(self, done: Finished) -> dict[str, Any]:
+        """Write what the run leaves; returns entries of metrics.json beside those that every run has."""
+
+    def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
+        """Draw the learning curve from the rows of log.jsonl."""
+        from lib.plots import learning_curve
+
+        learning_curve(rows, file, self.title)
+
+    def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
+        """The last lines on the terminal; `figures` are what `report` returned."""
+        return f"best score {done.best['score']:.4f} at step {done.best['step']}; everything is in {done.folder}"

@@ -1,0 +1,69 @@
+"""A linear head on a frozen encoder: every example is encoded once, and the head alone is trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from lib.data import ExampleSet
+from lib.terminal import bar
+
+
+class Vectors(ExampleSet):
+    """What a frozen encoder makes of examples.
+
+    Args:
+        examples: texts with one label each.
+        encode: model inputs of a batch -> (batch, width).
+        title: of the progress bar.
+
+    Attributes:
+        vectors: (n, width), in the order of the examples.
+        seconds: that encoding took.
+    """
+
+    def __init__(self, examples: ExampleSet, encode: Callable[[dict[str, torch.Tensor]], torch.Tensor], title: str):
+        self._examples, self.labels, self.lengths = examples, examples.labels, examples.lengths
+        batches, parts, start = list(examples.by_length(64)), [], time.perf_counter()
+        for indices in bar(batches, title):
+            inputs = examples.batch(indices)
+            del inputs["labels"]
+            parts.append(encode(inputs))
+        order = torch.tensor([index for indices in batches for index in indices])
+        self.vectors = torch.cat(parts)[order.argsort()]
+        self.seconds = time.perf_counter() - start
+
+    def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """Inputs of `Head`."""
+        chosen = list(indices)
+        return {"vectors": self.vectors[chosen].to(device), "labels": self.labels[chosen].to(device)}
+
+    def fingerprint(self) -> str:
+        """That of the examples: vectors differ in their last bits from one number of threads to another."""
+        return self._examples.fingerprint()
+
+
+class Head(nn.Module):
+    """A Linear that begins with zeros, and the loss of its labels: squared error of numbers, else cross-entropy."""
+
+    def __init__(self, width: int, outputs: int):
+        super().__init__()
+        self.linear = nn.Linear(width, outputs)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, vectors: torch.Tensor, labels: torch.Tensor | None = None) -> SequenceClassifierOutput:
+        """Logits (batch, outputs), in float32 whatever the number format of the run: the encoder is not part of it."""
+        with torch.autocast(vectors.device.type, enabled=False):
+            logits = self.linear(vectors)
+            if labels is None:
+                return SequenceClassifierOutput(logits=logits)
+            if labels.is_floating_point():
+                loss = nn.functional.mse_loss(logits.squeeze(-1), labels)
+            else:
+                loss = nn.functional.cross_entropy(logits, labels)
+            return SequenceClassifierOutput(loss=loss, logits=logits)

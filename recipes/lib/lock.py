@@ -1,0 +1,142 @@
+"""One writer at a time: who writes a folder or a file holds a lock on it, from before the work to the end.
+
+The lock is the kernel's (flock), on a file beside what is written, `.NAME.lock`; so the folder itself may be deleted or
+replaced meanwhile. It goes with its process, however that ends: what a killed one leaves is a file that nobody holds,
+which the next one takes over. Network file systems pass it on to other machines (NFS since Linux 2.6.12).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from lib.files import FileError, check_writable, file_fault, writing
+from snnk_peft.errors import ConfigError
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_held: dict[int, Path] = {}
+_to_the_end: dict[Path, contextlib.ExitStack] = {}
+
+
+@contextlib.contextmanager
+def alone(path: Path, setting: str = "--output") -> Iterator[None]:
+    """Inside, no other process that asks here writes `path`; what the system refuses is an error that names a path.
+
+    Args:
+        path: a file or a folder, which need not exist.
+        setting: how the user chooses another one.
+
+    Raises:
+        ConfigError: another process holds it; nothing was changed.
+    """
+    place = Path(os.path.realpath(path))
+    check_writable(place.parent)
+    file, process = place.with_name(f".{place.name}.lock"), os.getpid()
+    made = [folder for folder in (place.parent, *place.parent.parents) if not folder.exists()]
+    try:
+        with writing(path):
+            handle = _taken(file, path, setting)
+        _held[handle] = file
+        try:
+            with _named(path):
+                yield
+        finally:
+            if os.getpid() == process:
+                with contextlib.suppress(OSError):
+                    file.unlink()  # while it is held: nobody else has it then
+                del _held[handle]
+                os.close(handle)
+    finally:
+        for folder in made:  # if nothing came of it
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def hold(path: Path) -> None:
+    """As `alone`, to the end of this process; SystemExit if another one is at work."""
+    if path.absolute() not in _to_the_end:
+        stack = contextlib.ExitStack()
+        try:
+            stack.enter_context(alone(path))
+        except ConfigError as error:
+            raise SystemExit(f"error: {error}") from error
+        _to_the_end[path.absolute()] = stack
+        atexit.register(stack.close)
+
+
+def _taken(file: Path, path: Path, setting: str) -> int:
+    """A handle of the locked file, which now says who holds it."""
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), file.stat()):
+                break
+        except FileNotFoundError:
+            pass  # its holder ended between the two lines, and removed it
+        except BlockingIOError:
+            holder = os.pread(handle, 4096, 0)
+            os.close(handle)
+            raise ConfigError(_refusal(holder, path, setting)) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(handle)
+                raise
+            print(
+                f"note: the file system of {file.parent} has no locks ({error.strerror}); make sure that nothing else "
+                f"writes {path} meanwhile",
+                file=sys.stderr,
+            )
+            break
+        os.close(handle)
+    told = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with contextlib.suppress(OSError):  # the disk is full: the first file of the work will tell
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(told).encode(), 0)
+    return handle
+
+
+def _refusal(holder: bytes, path: Path, setting: str) -> str:
+    try:
+        told = json.loads(holder)
+        who = f"process {told['process']} on {told['host']}, since {told['since']}"
+    except (ValueError, KeyError, TypeError):  # it has only just begun
+        who = "another process"
+    return (
+        f"{path} is being written by {who}; wait until it has ended (its lock ends with it), stop it, or choose "
+        f"another {setting}"
+    )
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A full disk is told by the call that meets it, often without the path."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        fault = file_fault(error, None if getattr(error, "filename", None) else path)
+        if fault is None:
+            raise
+        raise FileError(fault) from error
+
+
+def _forget() -> None:
+    """A forked worker may outlive the run; the lock must not."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,145 @@
+"""What differs between texts and pictures: the model's class, what prepares its inputs, and how examples make batches.
+
+`modality_of(task)` is asked by every recipe that fine-tunes or reads such a model; a further kind of examples is a
+further class here. What prepares inputs, a tokenizer or an image processor, is called the reader; it is saved with the
+model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+
+from lib.augmentation import Augmentation
+from lib.data import Examples, ExampleSet
+from lib.images import ImageExamples, channels_of, input_size
+from lib.models import check_length, load_tokenizer, nowhere
+from lib.settings import AugmentSection, DataSection
+from snnk_peft.errors import ConfigError
+
+
+class Modality(ABC):
+    """One kind of examples.
+
+    Attributes:
+        files: names by which a saved reader is recognised in a folder.
+    """
+
+    files: tuple[str, ...]
+
+    @abstractmethod
+    def auto_class(self, task: Any) -> Any:
+        """The class of transformers that loads a model for the task."""
+
+    @abstractmethod
+    def reader(self, folder: str, task: Any) -> Any:
+        """What prepares inputs for the model in `folder` or on the Hub; ConfigError if it is not there."""
+
+    @abstractmethod
+    def examples(self, rows: Any, reader: Any, data: DataSection, task: Any) -> ExampleSet:
+        """Examples to evaluate."""
+
+    def training_examples(
+        self, rows: Any, reader: Any, data: DataSection, task: Any, augment: AugmentSection, seed: int
+    ) -> ExampleSet:
+        """Examples to train on."""
+        return self.examples(rows, reader, data, task)
+
+    @abstractmethod
+    def check(self, model: PreTrainedModel, reader: Any, data: DataSection) -> None:
+        """ConfigError if the model cannot read such examples."""
+
+    def has_reader(self, folder: Path) -> bool:
+        """Whether a reader was saved there."""
+        return any((folder / name).is_file() for name in self.files)
+
+
+class Texts(Modality):
+    """Sentences, pairs, or words with a label each."""
+
+    files = ("tokenizer_config.json",)
+
+    def auto_class(self, task: Any) -> Any:
+        """For sequences or tokens."""
+        return AutoModelForTokenClassification if task.tokens else AutoModelForSequenceClassification
+
+    def reader(self, folder: str, task: Any) -> Any:
+        """The tokenizer."""
+        return load_tokenizer(folder, task)
+
+    def examples(self, rows: Any, reader: Any, data: DataSection, task: Any) -> ExampleSet:
+        """Tokenised once."""
+        return Examples(rows, reader, data.max_length)
+
+    def check(self, model: PreTrainedModel, reader: Any, data: DataSection) -> None:
+        """They must not be longer than the model's positions."""
+        check_length(model, data.max_length)
+
+
+class Pictures(Modality):
+    """Pictures with a class each."""
+
+    files = ("preprocessor_config.json", "processor_config.json")
+
+    def auto_class(self, task: Any) -> Any:
+        """For images."""
+        return AutoModelForImageClassification
+
+    def reader(self, folder: str, task: Any) -> Any:
+        """The image processor; with Pillow, because torchvision is not needed for anything else."""
+        try:
+            return AutoImageProcessor.from_pretrained(folder, backend="pil")
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"no image processor could be read from {folder!r}{nowhere(folder)}: {error}; expected a "
+                "preprocessor_config.json beside the model, as ViTImageProcessorPil(size=...).save_pretrained writes it"
+            ) from error
+
+    def examples(self, rows: Any, reader: Any, data: DataSection, task: Any) -> ExampleSet:
+        """As they are."""
+        return self._made(rows, reader, data, task, None)
+
+    def training_examples(
+        self, rows: Any, reader: Any, data: DataSection, task: Any, augment: AugmentSection, seed: int
+    ) -> ExampleSet:
+        """Changed at random, differently in every epoch."""
+        changes = Augmentation(augment, input_size(reader), reader.resample, seed)
+        return self._made(rows, reader, data, task, changes)
+
+    def _made(self, rows: Any, reader: Any, data: DataSection, task: Any, changes: Augmentation | None) -> ExampleSet:
+        return ImageExamples(
+            rows, reader, channels_of(reader), task.num_labels, changes, data.workers, data.max_unreadable
+        )
+
+    def check(self, model: PreTrainedModel, reader: Any, data: DataSection) -> None:
+        """Size and channels are those of the model."""
+        wanted = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", None)
+        size = wanted[0] if not isinstance(wanted[0], int) else (wanted[0], wanted[0])
+        if size is not None and tuple(size) != input_size(reader):
+            raise ConfigError(
+                f"the image processor makes pictures of {' x '.join(map(str, input_size(reader)))} pixels; "
+                f"{type(model).__name__} reads {' x '.join(map(str, size))} (config.image_size): set `size` in its "
+                "preprocessor_config.json"
+            )
+        if wanted[1] is not None and wanted[1] != channels_of(reader):
+            raise ConfigError(
+                f"the image processor has {channels_of(reader)} means (image_mean), one per channel; "
+                f"{type(model).__name__} reads {wanted[1]} channels (config.num_channels)"
+            )
+
+
+_MODALITIES: dict[str, Modality] = {"text": Texts(), "image": Pictures()}
+
+
+def modality_of(task: Any) -> Modality:
+    """Of the task's examples."""
+    return _MODALITIES[task.modality]

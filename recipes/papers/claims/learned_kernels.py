@@ -1,0 +1,206 @@
+"""Learning the Transformer Kernel (Chowdhury et al., TMLR 2022)."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable
+
+from lib.tables import mean_and_error
+
+from papers.claims.lecture import memory
+from papers.claims.spectraformer import EXPRESSIONS, LONGER, LRA, REVIEWS, on_pages
+from papers.lib.reports import by_model
+from papers.lib.verdicts import (
+    DIRECTION,
+    FAILS,
+    HOLDS,
+    UNTESTED,
+    Claim,
+    Measured,
+    NotMeasuredError,
+    Store,
+    all_of,
+    as_good,
+    gain,
+    in_words,
+    unchanged,
+)
+
+TITLE = "Learning the Transformer Kernel"
+LEARNERS = ("posrf_gmm", "posrf_fastfood_learned", "posrf_generative")
+TASKS = ("mrpc", "rte", "cola", "stsb")
+# A pretraining that has come less than this share of the way below the loss of guessing by frequency has learned little
+# that attention could have contributed.
+USEFUL = 0.1
+
+
+def long_range(task: str, printed: float, *pages: str) -> Callable[[Store], Measured]:
+    """Learned Fastfood minus a random matrix, over PosRF, on every page that has both."""
+
+    def measure(store: Store) -> Measured:
+        return on_pages(store, task, pages, "posrf_fastfood_learned", "posrf_orf", printed)
+
+    return measure
+
+
+def beside_softmax(store: Store) -> Measured:
+    """Mean over tasks of the score minus that of softmax, per seed of fine-tuning."""
+    there = [name for name in LEARNERS if all(name in store.methods("kernels", task) for task in TASKS)]
+    if not there:
+        raise NotMeasuredError("model_cards/kernels: a learned kernel on all tasks")
+    parts = []
+    for name in there:
+        found = as_good(store.mean_differences("kernels", TASKS, name, "softmax"), 2.0)
+        parts.append(Measured(f"{name} {found.ours}", found.verdict))
+    whole = all_of(*parts)
+    start = next(iter(store.reports("kernels", "pretraining", "softmax").values()))
+    learned = 1 - start["loss"] / start["loss_without_context"]
+    if learned < USEFUL:
+        return Measured(f"{whole.ours}; the pretraining is too short to tell", UNTESTED)
+    return whole
+
+
+def _steps(store: Store, method: str, level: float = 0.9) -> dict[str, dict[int, int]]:
+    """task -> seed -> steps to that accuracy, all steps where a run never had it."""
+    from papers.pages.sparsity import steps_to
+
+    found = {}
+    for task in ("sparsity_10", "sparsity_90"):
+        reports = store.reports("sparsity", task, method)
+        found[task] = {seed: steps_to(report, level) or report["steps"] for seed, report in reports.items()}
+    return found
+
+
+def _slower(store: Store, method: str) -> list[float]:
+    """By how many percent more steps 90 % relevant pairs take than 10 %, per seed."""
+    sparse, dense = _steps(store, method).values()
+    found = [100 * (dense[seed] / sparse[seed] - 1) for seed in sparse if seed in dense]
+    if not found:
+        raise NotMeasuredError(f"model_cards/sparsity: no seed of both for {method}")
+    return found
+
+
+def positive_with_sparsity(store: Store) -> Measured:
+    """Positive features over a mixture; told with it is exact attention, in which nothing is estimated."""
+    found = gain(_slower(store, "posrf_gmm"), unit="% steps", form="+.0f")
+    with contextlib.suppress(NotMeasuredError):
+        beside = in_words(_slower(store, "softmax"), "%", "+.0f")
+        found = Measured(f"{found.ours}; softmax itself {beside}", found.verdict)
+    return found
+
+
+def trigonometric_with_sparsity(store: Store) -> Measured:
+    """Trigonometric features over a mixture."""
+    return unchanged(_slower(store, "trigrf_gmm"), 25, "% steps")
+
+
+def eigenvalues(store: Store) -> Measured:
+    """Of all mixtures, over layers and heads: the largest of a run and the mean, over seeds."""
+    models = store.figures("papers/programs/results/spectra")["models"]
+    parts = []
+    for name, seeds in by_model({model["model"]: model["layers"] for model in models}).items():
+        found = [[head for layer in layers if "gmm" in layer["map"] for head in layer["heads"]] for layers in seeds]
+        if any(found):
+            largest = mean_and_error([max(head["maximum"] for head in heads) for heads in found])
+            mean = mean_and_error([statistics.mean(head["mean"] for head in heads) for heads in found])
+            verdict = HOLDS if largest[0] < 0.5 else DIRECTION if mean[0] < 1 else FAILS
+            told = "largest {:.2f} ± {:.2f}, mean {:.2f} ± {:.2f}".format(*largest, *mean)
+            parts.append(Measured(f"{name}: {told} ({len(found)} seeds)", verdict))
+    if not parts:
+        raise NotMeasuredError("papers/programs/results/spectra: a mixture")
+    return all_of(*parts)
+
+
+def voting(store: Store) -> Measured:
+    """By how much the majority of fresh draws is right more often than one draw, in percent of that; both mixtures."""
+    split, task = "evaluation.draws.splits.test.", "sparsity_50"
+    parts = []
+    for name in store.methods("draws", task):
+        gains = store.values("draws", task, name, f"{split}voting_gain")
+        one, all_, against = (
+            statistics.mean(store.values("draws", task, name, split + key, 100).values())
+            for key in ("accuracy", "voting_accuracy", "pi_share")
+        )
+        found = gain([100 * (value - 1) for value in gains.values()], unit="%", form="+.0f")
+        means = f"{one:.1f} to {all_:.1f} % right, {against:.1f} % of answers against the majority"
+        parts.append(Measured(f"{name} {found.ours}: {means}", found.verdict))
+    if not parts:
+        raise NotMeasuredError(f"model_cards/draws/{task}")
+    return all_of(*parts)
+
+
+CLAIMS = [
+    Claim(
+        "Table 2",
+        "A learned matrix beats a random one of the same features: ListOps.",
+        "FastFood-PRF 37.05, Performer 36.00",
+        long_range("listops", 1.05, "spectraformer"),
+        EXPRESSIONS,
+        "model_cards/spectraformer",
+        LRA,
+    ),
+    Claim(
+        "Table 2",
+        "The same, Text (where the paper's own figures say the contrary).",
+        "FastFood-PRF 64.66, Performer 65.40",
+        long_range("text", 0.0, "spectraformer", "lra"),
+        f"{REVIEWS}; {LONGER}",
+        "model_cards/spectraformer",
+        LRA,
+    ),
+    Claim(
+        "Table 3",
+        "Behind masked pretraining, learned kernels fine-tune to softmax's scores on GLUE (here: within 2 points).",
+        "GMM 71/82, 59, 21 against 70/82, 60, 18 (MRPC, RTE, CoLA)",
+        beside_softmax,
+        "3 layers, 300 wide, IMDb, 10 CPU minutes; 2,000 examples of MRPC, RTE, CoLA, STS-B",
+        "model_cards/kernels",
+        "papers/study.py run kernels --data DATA",
+    ),
+    Claim(
+        "Fig. 4",
+        "Memory grows linearly with the length.",
+        "a figure",
+        memory,
+        "1,024 to 65,536 tokens",
+        "recipes/benchmarks/results/attention",
+        "benchmarks/attention.py",
+    ),
+    Claim(
+        "Table 4",
+        "Learned mixtures have eigenvalues much below 1, that of what is not learned.",
+        "largest .096 to .499, mean .025 to .053",
+        eigenvalues,
+        "sums over 50 pairs; masked pretraining, 10 CPU minutes",
+        "recipes/papers/programs/results/spectra",
+        "papers/programs/spectra.py RUN --output FOLDER",
+    ),
+    Claim(
+        "Fig. 5",
+        "Voting over fresh draws gains accuracy (AGV above 1).",
+        "a figure",
+        voting,
+        "sums over 50 pairs, 10 draws of a model",
+        "model_cards/draws",
+        "papers/study.py run draws",
+    ),
+    Claim(
+        "Fig. 6",
+        "Positive features over a mixture learn slower the more pairs count (90 % against 10 %).",
+        "a figure",
+        positive_with_sparsity,
+        "100 pairs, steps to 90 % right",
+        "model_cards/sparsity",
+        "papers/study.py run sparsity",
+    ),
+    Claim(
+        "Fig. 6",
+        "Trigonometric ones do not (here: within 25 %).",
+        "a figure",
+        trigonometric_with_sparsity,
+        "100 pairs, steps to 90 % right",
+        "model_cards/sparsity",
+        "papers/study.py run sparsity",
+    ),
+]

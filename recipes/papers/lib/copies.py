@@ -1,0 +1,88 @@
+"""The copy task: a word of random symbols between two marks, twice; the second copy is what must be predicted.
+
+    0 w₁ w₂ … wₙ 0 w₁ w₂ … wₙ          wᵢ uniform on 1 … symbols, 0 the mark, length 2 (n + 1)
+
+The first copy cannot be predicted, so only the second counts (Katharopoulos et al. 2020; FMMformer, Nguyen et al.
+2021). The token that says what comes next stands n tokens before the place where it is predicted (`distance`): a band
+that is no wider does not see it. A sequence is a pure function of (seed, split, index). Shapes: ids (batch, length).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lib.data import ExampleSet
+from lib.evaluation import predict
+
+from snnk_peft.tasks.base_text import IGNORED
+
+MARK = 0
+SPLITS = ("train", "validation", "test")
+
+
+class Copies(ExampleSet):
+    """Sequences of one split, made when they are asked for.
+
+    Args:
+        count: how many.
+        length: tokens of a sequence, even and at least 4.
+        symbols: different ones, besides the mark.
+        seed: of the run.
+        split: a name of `SPLITS`; sequences of different splits are independent.
+    """
+
+    def __init__(self, count: int, length: int, symbols: int, seed: int, split: str):
+        self.symbols, self.seed, self.split = symbols, seed, split
+        self.lengths = [length] * count
+
+    @property
+    def distance(self) -> int:
+        """Positions from the place of a prediction back to the token that tells it."""
+        return self.lengths[0] // 2 - 1
+
+    def word(self, index: int) -> np.ndarray:
+        """w, (n,)."""
+        generator = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
+        return generator.integers(MARK + 1, self.symbols + 1, self.lengths[0] // 2 - 1)
+
+    def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Model inputs: input_ids and labels (batch, length); labels are `IGNORED` before the second copy."""
+        words = torch.from_numpy(np.stack([self.word(index) for index in indices])).to(device)
+        half = torch.nn.functional.pad(words, (1, 0), value=MARK)
+        labels = torch.cat((torch.full_like(half, IGNORED), torch.nn.functional.pad(words, (1, 0), value=IGNORED)), 1)
+        return {"input_ids": torch.cat((half, half), 1), "labels": labels, "use_cache": False}
+
+    def describe(self) -> str:
+        """How many, and how long."""
+        return f"{len(self):,} sequences of {self.lengths[0]} tokens"
+
+    def fingerprint(self) -> str:
+        """A digest of everything that the sequences are a function of, and of the first."""
+        given = (len(self), self.lengths[0], self.symbols, self.seed, self.split)
+        return hashlib.sha256(f"{given}".encode() + self.word(0).tobytes()).hexdigest()
+
+
+def copy_scores(
+    model: torch.nn.Module,
+    splits: Mapping[str, ExampleSet],
+    batch_size: int,
+    accelerator: Any,
+    stopped: Callable[[], bool],
+) -> dict[str, float] | None:
+    """Shares of right tokens of the second copy ("score", "accuracy"), and of copies without a wrong one ("whole").
+
+    Each token is predicted from the true ones before it. None if `stopped` became true on the way.
+    """
+    (examples,) = splits.values()
+    found = predict(model, examples, batch_size, accelerator, stopped)
+    if found is None:
+        return None
+    logits, labels = found
+    counts = labels[:, 1:] != IGNORED
+    right = logits[:, :-1].argmax(-1) == labels[:, 1:]
+    accuracy = right[counts].float().mean().item()
+    return {"score": accuracy, "accuracy": accuracy, "whole": (right | ~counts).all(1).float().mean().item()}

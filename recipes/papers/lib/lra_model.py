@@ -1,0 +1,121 @@
+"""The classifier of Long Range Arena: a small BERT encoder from scratch, softmax or linear attention, and a head.
+
+    one document:   classes(act(W h)),             h = the mean over unpadded tokens, or the first position
+    two documents:  h = [a, b, a ⊙ b, a − b]       both read by the same encoder
+
+The encoder is transformers' BertModel; linear attention comes from an `AttentionPart`, or from the library that is its
+peer (`performer_peer.py`). All parameters are trained.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from papers.lib.lra_settings import PERFORMER, AttentionMethod, LongRangeModel
+from snnk_peft import get_snnk_model
+from snnk_peft.tasks import SequenceTask
+
+
+class LongRangeClassifier(nn.Module):
+    """Encoder, pooling and head.
+
+    Args:
+        encoder: a BertModel, patched or not.
+        width: of its output.
+        hidden: width of the head's hidden layer.
+        task: number of classes and of documents; its token ids end below that of the classification token.
+        pooling: "mean" over unpadded tokens, or "cls": a token put in front of the sequence.
+        dropout: on the pooled vector.
+    """
+
+    def __init__(self, encoder: nn.Module, width: int, hidden: int, task: SequenceTask, pooling: str, dropout: float):
+        super().__init__()
+        self.encoder, self.pooling, self.cls_id = encoder, pooling, task.vocab_size
+        pooled = width if task.documents == 1 else 4 * width
+        self.head = nn.Sequential(
+            nn.Dropout(dropout), nn.Linear(pooled, hidden), nn.GELU(), nn.Linear(hidden, task.num_labels)
+        )
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> SequenceClassifierOutput:
+        """Ids and mask (batch, documents, length) -> logits (batch, classes) and, with labels (batch,), the loss."""
+        documents = input_ids.shape[1]
+        ids, mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
+        if self.pooling == "cls":
+            ids, mask = nn.functional.pad(ids, (1, 0), value=self.cls_id), nn.functional.pad(mask, (1, 0), value=1)
+        hidden = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        if self.pooling == "cls":
+            pooled = hidden[:, 0]
+        else:
+            weights = mask.unsqueeze(-1).to(hidden.dtype)
+            pooled = (hidden * weights).sum(1) / weights.sum(1)
+        if documents == 2:
+            first, second = pooled.unflatten(0, (-1, 2)).unbind(1)
+            pooled = torch.cat((first, second, first * second, first - second), -1)
+        logits = self.head(pooled)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.float(), labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def build_classifier(
+    task: SequenceTask, model: LongRangeModel, method: AttentionMethod, max_length: int, seed: int
+) -> LongRangeClassifier:
+    """A freshly initialised classifier (from torch's global generator), all of whose parameters are trained.
+
+    Args:
+        task: see `LongRangeClassifier`.
+        model: sizes.
+        method: the attention.
+        max_length: tokens per document.
+        seed: of the random features.
+    """
+    with_cls = model.pooling == "cls"
+    config = BertConfig(
+        vocab_size=task.vocab_size + with_cls,
+        hidden_size=model.dim,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        intermediate_size=model.hidden_dim,
+        hidden_dropout_prob=model.dropout,
+        attention_probs_dropout_prob=model.attention_dropout,
+        max_position_embeddings=max_length + with_cls,
+        type_vocab_size=1,
+        pad_token_id=0,
+    )
+    bert = BertModel(config, add_pooling_layer=False)
+    encoder: Any = bert
+    snnk = method.snnk_config(seed)
+    if snnk is not None:
+        encoder = get_snnk_model(bert, snnk)
+        encoder.requires_grad_(True)  # PEFT froze what it did not add
+    elif method.attention == PERFORMER:
+        from papers.lib.performer_peer import use_performer
+
+        use_performer(bert, method.performer, seed)
+    if model.positions == "sinusoidal":
+        make_sinusoidal(bert)
+    return LongRangeClassifier(encoder, model.dim, model.hidden_dim, task, model.pooling, model.dropout)
+
+
+def make_sinusoidal(bert: BertModel) -> None:
+    """Position embeddings become sinusoids, which are not trained."""
+    positions = bert.embeddings.position_embeddings.weight
+    with torch.no_grad():
+        # As large as learned positions are at first, or they would drown the words (the sinusoids' rms is 1/√2).
+        positions.copy_(sinusoids(*positions.shape) * (bert.config.initializer_range * math.sqrt(2)))
+    positions.requires_grad_(False)
+
+
+def sinusoids(length: int, width: int) -> torch.Tensor:
+    """(length, width): sines in the first half, cosines in the second, wavelengths from 2π to 10000 · 2π."""
+    half = (width + 1) // 2
+    frequencies = torch.exp(torch.arange(half) * (-math.log(10000.0) / max(1, half - 1)))
+    angles = torch.arange(length)[:, None] * frequencies
+    return torch.cat((angles.sin(), angles.cos()), -1)[:, :width]

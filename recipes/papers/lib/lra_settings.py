@@ -1,0 +1,201 @@
+"""The settings of recipes/papers/programs/train_lra.py, section by section.
+
+The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
+"""
+
+# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lib.config import option
+from lib.settings import EvaluateConfig, RunOutput, StepSettings
+from lib.task_settings import RECIPE_OF, modality_fault
+
+if TYPE_CHECKING:
+    from snnk_peft import SNNKConfig
+    from snnk_peft.tasks import SequenceTask
+
+SOFTMAX, PERFORMER = "softmax", "performer_pytorch"
+SCHEDULES = ("constant", "linear", "cosine", "rsqrt")
+NAMED = [SOFTMAX, PERFORMER]  # what is no AttentionPart
+
+
+@dataclass
+class LongRangeData:
+    """What is read, and how much of it."""
+
+    dir: str | None = option(None, "folder with the official files; null generates the data (listops only)")
+    max_length: int | None = option(
+        None,
+        "tokens per document, longer ones are cut (sparsity: so many pairs are made); null: the task's own",
+        low=4,
+    )
+    max_train_samples: int | None = option(None, "train on a subset drawn with train.seed", low=1)
+    max_validation_samples: int | None = option(None, "choose the checkpoint on a fixed random subset", low=1)
+    max_test_samples: int | None = option(None, "report accuracy on a fixed random subset", low=1)
+
+
+@dataclass
+class ModelSizes:
+    """A Transformer made from scratch. The sizes are those of Spectraformer, Table 5."""
+
+    dim: int = option(64, "width of the residual stream", low=1)
+    hidden_dim: int = option(128, "width of the feed-forward blocks and of the head's hidden layer", low=1)
+    heads: int = option(2, "attention heads; must divide dim", low=1)
+    layers: int = option(2, "layers", low=1)
+
+    def check(self) -> list[str]:
+        """Heads of equal width."""
+        return [f"heads is {self.heads}, which does not divide dim {self.dim}"] if self.dim % self.heads else []
+
+
+@dataclass
+class LongRangeModel(ModelSizes):
+    """The encoder of a classifier."""
+
+    dropout: float = option(0.1, "on embeddings, blocks and the pooled vector", low=0, high=0.9)
+    attention_dropout: float = option(
+        0.1,
+        "on softmax weights (linear attention has none); on a CPU anything above 0 keeps torch from its fused kernel, "
+        "and memory grows with the square of the length",
+        low=0,
+        high=0.9,
+    )
+    pooling: str = option(
+        "mean", "over unpadded tokens, or the output at a token put in front", choices=("mean", "cls")
+    )
+    positions: str = option("learned", "position embedding", choices=("learned", "sinusoidal"))
+
+
+@dataclass
+class PerformerSection:
+    """The library performer-pytorch, a peer (see papers/lib/performer_peer.py)."""
+
+    nb_features: int = option(128, "rows of its random matrix, per layer", low=1)
+    feature_redraw_interval: int | None = option(
+        1000, "forward passes of training after which it draws new random features; null: never", low=1
+    )
+
+
+@dataclass
+class AttentionMethod:
+    """What computes attention."""
+
+    attention: dict[str, Any] | str = option(
+        SOFTMAX,
+        "softmax (exact, torch's scaled_dot_product_attention), the fields of snnk_peft.AttentionPart, or "
+        "performer_pytorch (that library's FastAttention: pip install performer-pytorch)",
+    )
+    performer: PerformerSection = field(default_factory=PerformerSection)
+
+    def check(self) -> list[str]:
+        """Faults of the AttentionPart itself."""
+        from snnk_peft.errors import ConfigError
+        from snnk_peft.registry import did_you_mean
+
+        if isinstance(self.attention, str) and self.attention not in NAMED:
+            hint = did_you_mean("value", self.attention, NAMED)
+            return [f"attention: {hint}, or the fields of an AttentionPart, such as {{component: posrf}}"]
+        try:
+            self.snnk_config(seed=0)
+        except ConfigError as error:
+            return error.faults
+        return []
+
+    def label(self) -> str:
+        """A short name for titles and tables: softmax, performer_pytorch, or component-projection."""
+        from snnk_peft import AttentionPart
+
+        if isinstance(self.attention, str):
+            return self.attention
+        part = AttentionPart(**self.attention)
+        return f"{part.component}-{part.projection}"
+
+    def snnk_config(self, seed: int) -> SNNKConfig | None:
+        """The SNNKConfig described here, or None for softmax and the peer."""
+        from snnk_peft import SNNKConfig
+
+        if isinstance(self.attention, str):
+            return None
+        return SNNKConfig(attention=self.attention, modules_to_save=[], seed=seed)  # type: ignore[arg-type]
+
+
+@dataclass
+class LongRangeTrain(StepSettings):
+    """The optimisation, counted in optimizer steps."""
+
+    steps: int = option(50000, "optimizer steps, at most", low=1)
+    max_cpu_minutes: float | None = option(
+        None,
+        "end after so much processor time of training steps, over all threads; evaluations are not counted",
+        above=0,
+    )
+    warmup_steps: int = option(1000, "steps in which the rate rises linearly", low=0)
+    schedule: str = option(
+        "linear",
+        "the rate after warm-up: constant; linear or cosine fall to 0 at the end of the run (with max_cpu_minutes the "
+        "rate then follows the processor time, so that two runs are not alike bit for bit); rsqrt is "
+        "learning_rate / sqrt(max(step, warmup_steps)) throughout, as in Long Range Arena",
+        choices=SCHEDULES,
+    )
+    beta2: float = option(0.999, "decay of AdamW's second moment", above=0, high=0.99999)
+    eval_every: int = option(500, "optimizer steps between evaluations", low=1)
+
+
+@dataclass
+class LongRangeConfig:
+    """Everything recipes/papers/programs/train_lra.py reads."""
+
+    output: RunOutput
+    task: str = option(MISSING, "a name of snnk_peft.tasks: listops or lra_...")
+    data: LongRangeData = field(default_factory=LongRangeData)
+    model: LongRangeModel = field(default_factory=LongRangeModel)
+    method: AttentionMethod = field(default_factory=AttentionMethod)
+    train: LongRangeTrain = field(default_factory=LongRangeTrain)
+
+    def check(self) -> list[str]:
+        """The task must exist and hold sequences, of this length."""
+        from snnk_peft.errors import ConfigError
+
+        faults = _sequence_faults(self.task)
+        if not faults:
+            try:
+                self.read_task()
+            except ConfigError as error:
+                faults = error.faults
+        return faults
+
+    def read_task(self) -> tuple[SequenceTask, int]:
+        """The task, and how many tokens of a document are read."""
+        from snnk_peft.tasks import TASKS
+
+        task = TASKS[self.task].of_length(self.data.max_length)
+        return task, self.data.max_length or task.max_length
+
+
+@dataclass
+class LongRangeTest:
+    """What is read of a run's task."""
+
+    dir: str | None = option(None, "folder with the official files; null generates the data, or is that of the run")
+    max_test_samples: int | None = option(None, "score a fixed random subset", low=1)
+
+
+@dataclass
+class LongRangeEvaluation(EvaluateConfig):
+    """Everything recipes/score.py reads for a run of recipes/papers/programs/train_lra.py."""
+
+    data: LongRangeTest = field(default_factory=LongRangeTest)  # type: ignore[assignment]
+
+    def check(self) -> list[str]:
+        """The task must hold sequences."""
+        return _sequence_faults(self.task)
+
+
+def _sequence_faults(task: str) -> list[str]:
+    fault = modality_fault(task, RECIPE_OF["sequence"])
+    return [] if fault is None else [fault]

@@ -1,0 +1,143 @@
+"""A BERT of any size that guesses hidden word pieces, with softmax or linear attention; and how another task takes it.
+
+    loss = −mean log softmax(decoder(gelu(W h)))[piece]     over the pieces that are asked for
+
+What a run leaves is a folder of transformers (BertForMaskedLM, with softmax) and in it, of linear attention, the
+folder attention/: an SNNK adapter with all that its feature maps learned and drew. `with_attention` puts it back, into
+a model with any head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lib.data import ExampleSet
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
+
+from papers.lib.lra_model import make_sinusoidal
+from papers.lib.lra_settings import SOFTMAX, AttentionMethod
+from papers.lib.mlm_settings import MaskedModelSection
+from snnk_peft import get_snnk_model
+from snnk_peft.tasks.base_text import IGNORED
+
+ATTENTION = "attention"  # folder in that of the model
+
+
+class MaskedLanguageModel(nn.Module):
+    """The decoder, which is most of the work, sees the pieces that are asked for alone.
+
+    Args:
+        model: a BertForMaskedLM, or a PeftModel around one.
+    """
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    @property
+    def plain(self) -> Any:
+        """The BertForMaskedLM, patched or not."""
+        return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> MaskedLMOutput:
+        """Ids and labels (batch, length), `IGNORED` where nothing is asked -> loss, logits (asked, vocabulary)."""
+        plain, asked = self.plain, labels != IGNORED
+        hidden = plain.bert(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).last_hidden_state
+        logits = plain.cls(hidden[asked]).float()
+        return MaskedLMOutput(loss=nn.functional.cross_entropy(logits, labels[asked]), logits=logits)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the folder that is described above, without tokenizer."""
+        if self.model is self.plain:
+            self.plain.save_pretrained(folder)
+            return
+        self.model.save_pretrained(folder / ATTENTION)
+        self.model.unload().save_pretrained(folder)  # softmax again: the model is done with
+
+
+def build_masked(sizes: MaskedModelSection, method: AttentionMethod, vocabulary: int, length: int, seed: int) -> Any:
+    """A freshly initialised model (from torch's global generator), all of whose parameters are trained.
+
+    Args:
+        sizes: of the encoder.
+        method: its attention.
+        vocabulary: number of word pieces; 0 is padding.
+        length: tokens that it has positions for.
+        seed: of the random features.
+    """
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=sizes.dim,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        intermediate_size=sizes.hidden_dim,
+        hidden_dropout_prob=sizes.dropout,
+        attention_probs_dropout_prob=sizes.attention_dropout,
+        max_position_embeddings=length,
+        pad_token_id=0,
+    )
+    model: Any = BertForMaskedLM(config)
+    plain, snnk = model, method.snnk_config(seed)
+    if snnk is not None:
+        model = get_snnk_model(model, snnk)
+        model.requires_grad_(True)  # PEFT froze what it did not add
+    if sizes.positions == "sinusoidal":
+        make_sinusoidal(plain.bert)
+    return MaskedLanguageModel(model)
+
+
+def with_attention(model: PreTrainedModel, folder: Path) -> Any:
+    """The model with the linear attention that was saved beside its weights, all of it trained; itself, if none was.
+
+    Args:
+        model: loaded from `folder`, with any head.
+        folder: of transformers, from `MaskedLanguageModel.save_pretrained`.
+    """
+    if not (folder / ATTENTION).is_dir():
+        return model
+    from peft import PeftModel
+
+    patched = PeftModel.from_pretrained(model, str(folder / ATTENTION), is_trainable=True)
+    patched.requires_grad_(True)
+    return patched
+
+
+def attention_of(model: Any) -> str:
+    """softmax, or component-projection of the attention that `with_attention` put into a model."""
+    config = getattr(model, "peft_config", {}).get("default")
+    if config is None:
+        return SOFTMAX
+    part = config.named_parts()["attention"]
+    return f"{part.component}-{part.projection}"
+
+
+@torch.no_grad()
+def masked_scores(
+    model: nn.Module, windows: ExampleSet, batch_size: int, device: torch.device, stopped: Callable[[], bool]
+) -> dict[str, float] | None:
+    """score = −loss, loss and masked_accuracy over all hidden pieces; None if `stopped` became true on the way.
+
+    Args:
+        model: a MaskedLanguageModel, as prepared for training.
+        windows: what is scored; the same pieces are hidden each time.
+        batch_size: windows of a forward pass.
+        device: of the model.
+        stopped: whether to stop.
+    """
+    was_training, loss, right, count = model.training, 0.0, 0, 0
+    model.eval()
+    for batch in windows.by_length(batch_size):
+        if stopped():
+            break
+        inputs = windows.batch(batch, device)
+        result, asked = model(**inputs), inputs["labels"] != IGNORED
+        loss += result.loss.item() * int(asked.sum())
+        right += int((result.logits.argmax(-1) == inputs["labels"][asked]).sum())
+        count += int(asked.sum())
+    model.train(was_training)
+    return None if stopped() else {"score": -loss / count, "loss": loss / count, "masked_accuracy": right / count}

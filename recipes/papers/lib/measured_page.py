@@ -1,0 +1,50 @@
+"""An experiment's folder: metrics.json as measured, and a page that is rendered from it alone."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lib.files import check_writable, read_json, write_json, write_text
+from lib.lock import alone
+from lib.terminal import quiet
+
+Figures = dict[str, Any]
+
+
+def page_options(description: str | None, results: Path | None, *pictures: str) -> argparse.ArgumentParser:
+    """The options of all such experiments, `--output` and `--render`, to which one adds its own.
+
+    Args:
+        description: the program's docstring.
+        results: where its folder lies unless told otherwise; None if that must be told.
+        pictures: names of what is drawn beside the page.
+    """
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    written = ", ".join(["metrics.json", "README.md", *pictures])
+    made.add_argument("--output", type=Path, default=results, required=results is None, help=f"folder of {written}")
+    made.add_argument("--render", action="store_true", help="what is made of metrics.json again, without measuring")
+    return made
+
+
+def measured_page(folder: Path, again: bool, measure: Callable[[], Figures], page: Callable[[Figures], str]) -> Figures:
+    """Measure, unless only the page is wanted, and write; returns what metrics.json holds.
+
+    Args:
+        folder: of metrics.json and README.md; made if absent.
+        again: render from the metrics.json that is there (`--render`).
+        measure: checks what was given, then measures.
+        page: the Markdown of the figures.
+    """
+    check_writable(folder)
+    with alone(folder):
+        if not again:
+            quiet()
+            figures = measure()
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "metrics.json", figures)
+        figures = read_json(folder / "metrics.json")
+        write_text(folder / "README.md", page(figures))
+    return figures

@@ -1,0 +1,114 @@
+"""A peer of our linear attention: FastAttention of performer-pytorch in transformers' encoder.
+
+    out_i = Σ_j m_j (φ(q_i)·φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j),        x̂ = x / d^¼,
+    φ(x) = (exp(W x̂ − |x̂|²/2 − c) + 10⁻⁴) / √nb_features
+
+Choromanski et al. 2021, FAVOR+, as https://github.com/lucidrains/performer-pytorch (version 1.1.4) computes it: W has
+orthogonal blocks of rows with the lengths of Gaussian ones; c is the greatest entry of W x̂, of each query, and of all
+keys of a sequence and head. Time and memory grow as the length times nb_features. Four things are that library's own:
+
+Rows. Its orthogonal blocks have the signs that a QR factorisation happens to give, so that row j of a block leans
+towards -e_j: its features do not estimate softmax attention without bias, as rows times random signs (or projection orf
+of this package) do. The error stops falling at some 3 % where tests/test_performer_peer.py looks. Used as it is.
+
+Masks. Its attention sets the values of padding to zero (m) and leaves the keys in the denominator and in c, so that
+padding dilutes an output; ours leaves both out. Batches of similar length (train.group_by_length) have little of it.
+
+Redrawing. Its Performer draws W anew after 1000 forward passes of training (`feature_redraw_interval`), in all layers,
+from torch's global generator. Its ProjectionUpdater does so here too. The count, W and the state of the generator are
+in the checkpoints, so a run that continues redraws what it would have; evaluations count nothing and redraw nothing.
+
+Dropout. Weights are never formed, so that model.attention_dropout does nothing, as in ours.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from papers.lib.lra_settings import PERFORMER, PerformerSection
+from snnk_peft.errors import ConfigError
+from snnk_peft.parts.attention.interface import padding_mask
+from snnk_peft.projections.base_drawn import site_generator
+
+ATTENTION, UPDATER = "performer_attention", "performer_updater"  # what the modules are called in the encoder
+
+
+def require_performer() -> None:
+    """ConfigError unless performer-pytorch can be imported, which is looked at before any data are read."""
+    try:
+        import performer_pytorch  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"method.attention is {PERFORMER}, whose library cannot be imported ({error}); expected version 1.1.4: "
+            "pip install performer-pytorch (and setuptools, whose distutils it uses, from Python 3.12 on)"
+        ) from error
+
+
+def use_performer(encoder: PreTrainedModel, settings: PerformerSection, seed: int) -> None:
+    """Give every attention module of a fresh encoder its FastAttention, and redraw them as that library does.
+
+    The first W of a layer is drawn from (seed, path of the layer), so that all else begins as it does for other
+    methods with the same seed.
+
+    Args:
+        encoder: a BertModel.
+        settings: number of features, and how often they are redrawn.
+        seed: of the first features.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    require_performer()
+    from performer_pytorch import FastAttention, ProjectionUpdater
+
+    # Both names, or the function would silently receive no mask.
+    AttentionInterface.register(PERFORMER, performer_attention)
+    AttentionMaskInterface.register(PERFORMER, padding_mask)
+    encoder.set_attn_implementation(PERFORMER)
+    for path, module in list(encoder.named_modules()):
+        if hasattr(module, "attention_head_size"):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(site_generator(seed, path).initial_seed())
+                fast = FastAttention(module.attention_head_size, nb_features=settings.nb_features, causal=False)
+            module.add_module(ATTENTION, fast)
+    # It asks for these two; the encoder itself, which contains the updater, would make a circle of modules.
+    view = SimpleNamespace(modules=encoder.modules, parameters=encoder.parameters)
+    encoder.add_module(UPDATER, ProjectionUpdater(view, settings.feature_redraw_interval))
+    encoder.register_forward_pre_hook(_count_and_redraw)
+
+
+def _count_and_redraw(encoder: nn.Module, inputs: Any) -> None:
+    encoder.get_submodule(UPDATER).redraw_projections()  # type: ignore[operator]
+
+
+def performer_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What a layer calls: q, k and v (B, H, L, d) -> (B, L, H, d).
+
+    Args:
+        module: the attention module, which holds a FastAttention.
+        query: queries.
+        key: keys.
+        value: values.
+        attention_mask: (B, L) of bool from `padding_mask`, or None where all tokens count.
+        scaling: factor on q·k; the library knows 1/√d only.
+        **kwargs: of transformers; dropout among them.
+    """
+    assert scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5)
+    if attention_mask is not None:
+        value = value.masked_fill(~attention_mask[:, None, :, None], 0.0)
+    out = module.get_submodule(ATTENTION)(query, key, value)
+    return out.transpose(1, 2).contiguous(), None

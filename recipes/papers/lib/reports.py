@@ -1,0 +1,129 @@
+"""Reports of finished runs: their metrics.json files are kept as the lines of one file a study."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+# What imports torch is imported in the functions, so that `--help` answers at once.
+
+Value = TypeVar("Value")
+Run = tuple[str, str, int]  # task, method, seed
+Report = dict[str, Any]
+Table = dict[str, dict[str, list[Report]]]  # task -> method -> one report per seed
+
+
+def lines_of(study: Path) -> Path:
+    """The file of a study's finished runs, a line each: model_cards/glue.jsonl for model_cards/glue, and for itself."""
+    return study if study.suffix == ".jsonl" else Path(f"{study.resolve()}.jsonl")
+
+
+def read_runs(study: Path) -> dict[Run, Report]:
+    """The stored reports of a study, sorted by task, method and seed; none where it has no file yet.
+
+    Args:
+        study: its name or its file, as in `lines_of`.
+
+    Raises:
+        ConfigError: a line is damaged, or the reports are those of an earlier layout, a file each.
+    """
+    file = lines_of(study)
+    if not file.is_file():
+        if next(file.with_suffix("").glob("*/*/seed*.json"), None) is not None:
+            fault = (
+                f"{file.with_suffix('')} holds reports as <task>/<method>/seed<k>.json; expected {file}, a line for "
+                "each. Rename the folder and give its new name once as --runs to `study.py page` of the study"
+            )
+            raise _config_error(fault)
+        return {}
+    found: dict[Run, Report] = {}
+    for number, line in enumerate(file.read_bytes().removesuffix(b"\n").split(b"\n"), 1):
+        try:
+            run, report = _run_of(line)
+            if run in found:
+                raise ValueError(f"a second report of {'/'.join(map(str, run))}")
+        except (ValueError, RecursionError) as error:
+            remedy = "restore the file, or delete the line and have this run repeated"
+            raise _config_error(f"{file}, line {number}: {error}; {remedy}") from error
+        found[run] = report
+    return dict(sorted(found.items()))
+
+
+def _run_of(line: bytes) -> tuple[Run, Report]:
+    entry = json.loads(line)
+    kinds = {"task": str, "method": str, "seed": int, "report": dict}
+    if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != kinds:
+        raise ValueError("expected an object of task and method (texts), seed (a whole number) and report (an object)")
+    return (entry["task"], entry["method"], entry["seed"]), entry["report"]
+
+
+def _config_error(fault: str) -> Exception:
+    from snnk_peft.errors import ConfigError
+
+    return ConfigError(fault)
+
+
+def collect(runs: Path, study: Path, beside: str | None = None) -> int:
+    """Store the reports of finished runs; returns how many were new or changed. One writer at a time, as in `main`.
+
+    Args:
+        runs: folder of <task>/<method>/seed<k>/metrics.json, or of <task>/<method>/seed<k>.json.
+        study: as in `lines_of`; its file is replaced in one step.
+        beside: name of a second report of the same run, <beside>.json, which becomes the entry `beside` of the first;
+            runs without it are left.
+    """
+    from lib.files import read_json, remove_leftovers, write_text
+
+    file, stored = lines_of(study), read_runs(study)
+    remove_leftovers(file.parent, f"{glob.escape(file.name)}.*")
+    changed = 0
+    for path in sorted([*runs.glob("*/*/seed*/metrics.json"), *runs.glob("*/*/seed*.json")]):
+        task, method, name = path.relative_to(runs).parts[:3]
+        if not (number := re.fullmatch(r"seed(\d+)(\.json)?", name)):
+            raise _config_error(f"{path}: the name of a run is seed and its number; rename or move it")
+        run, report = (task, method, int(number[1])), read_json(path)
+        if beside is not None and path.name == "metrics.json":
+            second = path.with_name(f"{beside}.json")
+            if not second.is_file():
+                continue
+            report[beside] = read_json(second)
+        if stored.get(run) != report:
+            stored[run] = report
+            changed += 1
+    if changed:
+        write_text(file, "".join(_line(run, report) for run, report in sorted(stored.items())))
+    return changed
+
+
+def _line(run: Run, report: Report) -> str:
+    entry = dict(zip(("task", "method", "seed"), run, strict=True)) | {"report": report}
+    return json.dumps(entry, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def read_reports(study: Path, name: str) -> Table:
+    """All stored reports by task and method; `name` is that of the study which makes them."""
+    table: defaultdict[str, defaultdict[str, list[Report]]] = defaultdict(lambda: defaultdict(list))
+    for (task, method, _), report in read_runs(study).items():
+        table[task][method].append(report)
+    if not table:
+        raise _config_error(
+            f"no reports in {lines_of(study)} and no finished run; start: python recipes/papers/study.py run {name}"
+        )
+    return {task: dict(row) for task, row in table.items()}
+
+
+def by_model(runs: Mapping[str, Value]) -> dict[str, list[Value]]:
+    """Runs that differ in their seed alone, together: {"a/seed0": x, "a/seed1": y} -> {"a": [x, y]}.
+
+    Args:
+        runs: by the names of their folders; what does not end in /seed<k> keeps its name.
+    """
+    found: defaultdict[str, list[Value]] = defaultdict(list)
+    for name, value in runs.items():
+        found[re.sub(r"/seed\d+$", "", name)].append(value)
+    return dict(found)

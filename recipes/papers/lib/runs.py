@@ -1,0 +1,44 @@
+"""The models of finished runs of the papers' programs, and what is scored of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lib.checkpoint import load_model
+from lib.config import load_config, read_yaml
+from lib.models import load_by_class
+from lib.results import load_run, trained_checkpoint
+from lib.settings import FinetuneConfig
+from lib.task_settings import is_sequence_run
+
+from papers.lib.lra_model import LongRangeClassifier, build_classifier
+from papers.lib.lra_settings import LongRangeConfig
+from papers.lib.masked_model import with_attention
+
+
+def load_long_range(folder: Path, run: LongRangeConfig) -> LongRangeClassifier:
+    """The classifier of a sequence run's best checkpoint, in eval mode."""
+    task, length = run.read_task()
+    model = build_classifier(task, run.model, run.method, length, run.train.seed)
+    load_model(trained_checkpoint(folder, run), model)
+    return model.eval()
+
+
+def load_folder(folder: Path) -> Any:
+    """The model of a run, its best checkpoint, or of a model folder, in eval mode; for what needs no data.
+
+    Runs of train_lra.py, of pretrain_mlm.py and of what fine-tunes; bundles, and other folders of transformers, with
+    the attention that a pretraining left in them.
+
+    Args:
+        folder: of either.
+    """
+    if not (folder / "config.yaml").is_file():
+        return with_attention(load_by_class(folder), folder).eval()
+    settings = read_yaml(folder / "config.yaml")
+    if is_sequence_run(settings):
+        return load_long_range(folder, load_config(LongRangeConfig, settings))
+    # What the run left says by itself what it is, whatever was pretrained before it and where.
+    left = next((folder / name for name in ("bundle", "model") if (folder / name).is_dir()), None)
+    return load_folder(left) if left else load_run(folder, load_config(FinetuneConfig, settings))[0]

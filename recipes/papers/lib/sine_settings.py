@@ -1,0 +1,61 @@
+"""Settings that recipes share whose model is a network of sines (papers/lib/sine_network.py).
+
+The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
+"""
+
+# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lib.config import option
+
+from papers.lib.feature_settings import feature_faults, feature_label
+
+
+@dataclass
+class SineModel:
+    """The dense network: SIREN for pictures has three hidden layers of 256, the SNNK paper one."""
+
+    width: int = option(256, "of all layers", low=1)
+    hidden: int = option(1, "layers of width × width", low=0)
+    omega: float = option(30.0, "ω₀, the factor in every sine", above=0)
+
+
+@dataclass
+class SineMethod:
+    """Which hidden layers become SNNK layers, or layers of low rank."""
+
+    kind: str = option(
+        "snnk",
+        "what the hidden layers become; low_rank gets as many numbers as snnk would",
+        choices=("snnk", "low_rank"),
+    )
+    snnk: dict[str, Any] | None = option(
+        None, "component, projection, num_features and what else a feature map has, and init; null: all layers dense"
+    )
+    layers: list[int] | None = option(None, "which hidden layers, from 0; null: all")
+
+    def check(self) -> list[str]:
+        """Faults of the feature map."""
+        faults = [] if self.snnk is None else feature_faults(self.snnk)
+        if self.kind == "low_rank" and "num_features" not in (self.snnk or {}):
+            faults.append(
+                f"snnk is {self.snnk!r}; expected its num_features, which say how many numbers kind low_rank has"
+            )
+        return faults
+
+    def label(self) -> str:
+        """dense, low_rank, or component, projection and number of features."""
+        if self.snnk is None:
+            return "dense"
+        return self.kind if self.kind == "low_rank" else feature_label(self.snnk)
+
+
+def layer_faults(model: SineModel, method: SineMethod) -> list[str]:
+    """Hidden layers that are named and not there."""
+    absent = [index for index in method.layers or [] if not 0 <= index < model.hidden]
+    return [f"method.layers names {absent}; model.hidden is {model.hidden}, expected 0 to one less"] if absent else []

@@ -1,0 +1,221 @@
+"""Claims of papers, what the stored runs say of them, and the verdict by one rule for all.
+
+A comparison is a list of differences, one per seed. Its interval is mean ± t SE, t the 97.5 % point of Student's
+distribution with n − 1 degrees of freedom: wide for three seeds, as it should be.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lib.tables import mean_and_error
+
+from papers.lib.reports import Run, read_runs
+
+HOLDS, DIRECTION, FAILS, UNTESTED = "holds", "holds in direction", "does not hold", "not testable here"
+VERDICTS = (HOLDS, DIRECTION, FAILS, UNTESTED)
+
+
+class NotMeasuredError(Exception):
+    """A report that a claim needs is not stored yet."""
+
+
+class Measured(NamedTuple):
+    """Our side of a claim.
+
+    Attributes:
+        ours: figures, as they are printed.
+        verdict: one of `VERDICTS`.
+    """
+
+    ours: str
+    verdict: str
+
+
+class Claim(NamedTuple):
+    """A row of the page.
+
+    Attributes:
+        where: in the paper.
+        claim: in a sentence.
+        printed: the paper's figures.
+        measure: our side of it, from what is stored; raises `NotMeasuredError`.
+        scale: of ours.
+        page: file or folder with the details, from the root of the repository.
+        command: that measures it, without `python recipes/`.
+    """
+
+    where: str
+    claim: str
+    printed: str
+    measure: Callable[[Store], Measured]
+    scale: str
+    page: str
+    command: str
+
+
+class Store:
+    """The stored reports of a repository; those of a study are read once.
+
+    Args:
+        root: of the repository.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._read_already: dict[str, dict[Run, dict[str, Any]]] = {}
+
+    def figures(self, name: str) -> Any:
+        """A metrics.json.
+
+        Args:
+            name: its folder below recipes/, such as `papers/programs/results/pointwise`.
+        """
+        return self._read(self.root / "recipes" / name / "metrics.json")
+
+    def on_gpu(self, step: str) -> tuple[str, Any]:
+        """Name of the card and the figures of a step of `make gpu`; raises `NotMeasuredError` where it has none.
+
+        Args:
+            step: of recipes/gpu.py.
+        """
+        report = self.figures("benchmarks/results/gpu")
+        found = next((entry for entry in report["steps"] if entry["step"] == step and "figures" in entry), None)
+        if found is None:
+            raise NotMeasuredError(f"recipes/benchmarks/results/gpu: {step}")
+        return report["card"]["name"], found["figures"]
+
+    def reports(self, page: str, task: str, method: str) -> dict[int, dict[str, Any]]:
+        """seed -> report of a sweep's runs, at least one.
+
+        Args:
+            page: study in model_cards/.
+            task: of the study.
+            method: of the study.
+        """
+        found = {seed: report for (*place, seed), report in self._runs(page).items() if place == [task, method]}
+        if not found:
+            raise NotMeasuredError(f"model_cards/{page}/{task}/{method}")
+        return found
+
+    def methods(self, page: str, task: str) -> list[str]:
+        """Names of all methods with reports."""
+        return sorted({method for of, method, _ in self._runs(page) if of == task})
+
+    def _runs(self, page: str) -> dict[Run, dict[str, Any]]:
+        if page not in self._read_already:
+            self._read_already[page] = read_runs(self.root / "model_cards" / page)
+        return self._read_already[page]
+
+    def values(self, page: str, task: str, method: str, key: str, factor: float = 1.0) -> dict[int, float]:
+        """seed -> a figure of its report, times `factor`; a point in `key` leads into a dictionary."""
+        return {seed: factor * _at(report, key) for seed, report in self.reports(page, task, method).items()}
+
+    def differences(
+        self, page: str, task: str, first: str, second: str, key: str, factor: float = 1.0
+    ) -> dict[int, float]:
+        """seed -> figure of the first method minus that of the second, of seeds that both ran."""
+        one, other = self.values(page, task, first, key, factor), self.values(page, task, second, key, factor)
+        found = {seed: one[seed] - other[seed] for seed in one if seed in other}
+        if not found:
+            raise NotMeasuredError(f"model_cards/{page}/{task}: no seed of both {first} and {second}")
+        return found
+
+    def mean_differences(
+        self, page: str, tasks: Iterable[str], first: str, second: str, key: str = "score", factor: float = 100.0
+    ) -> list[float]:
+        """The mean over tasks of `differences`, of every seed that all tasks have."""
+        by_task = [self.differences(page, task, first, second, key, factor) for task in tasks]
+        seeds = sorted(set.intersection(*map(set, by_task))) if by_task else []
+        if not seeds:
+            raise NotMeasuredError(f"model_cards/{page}: no seed of all tasks for {first} and {second}")
+        return [statistics.mean(found[seed] for found in by_task) for seed in seeds]
+
+    @staticmethod
+    def _read(file: Path) -> Any:
+        from lib.files import read_json
+
+        if not file.is_file():
+            raise NotMeasuredError(str(file.name))
+        return read_json(file)
+
+
+def _at(report: dict[str, Any], key: str) -> float:
+    value: Any = report
+    for part in key.split("."):
+        value = value[part]
+    return float(value)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and the ends of its 95 % interval; infinite ends for a single value."""
+    mean, error = mean_and_error(values)
+    if len(values) < 2:
+        return mean, -math.inf, math.inf
+    from scipy.stats import t
+
+    wide = float(t.ppf(0.975, len(values) - 1)) * error
+    return mean, mean - wide, mean + wide
+
+
+def in_words(values: Sequence[float], unit: str = "", form: str = "+.1f") -> str:
+    """Mean, interval and number of values."""
+    mean, low, high = interval(values)
+    unit = f" {unit}" if unit else ""
+    if len(values) < 2:
+        return f"{mean:{form}}{unit} (one seed)"
+    return f"{mean:{form}}{unit} ({low:{form}} to {high:{form}}; n = {len(values)})"
+
+
+def gain(values: Iterable[float], least: float = 0.0, unit: str = "points", form: str = "+.1f") -> Measured:
+    """The claim that differences are above 0, and `least` on average where the paper prints so much.
+
+    Holds: the whole interval is above 0 and the mean at least `least`. In direction: it is above 0 and the mean
+    smaller. Does not hold: the whole interval is at 0 or below. Else the seeds cannot tell.
+    """
+    values = list(values)
+    mean, low, high = interval(values)
+    if low > 0:
+        verdict = HOLDS if mean >= least else DIRECTION
+    else:
+        verdict = FAILS if high <= 0 else UNTESTED
+    return Measured(in_words(values, unit, form) + (UNDECIDED if verdict == UNTESTED else ""), verdict)
+
+
+def as_good(values: Iterable[float], margin: float, unit: str = "points", form: str = "+.1f") -> Measured:
+    """The claim that differences are not below −`margin`.
+
+    Holds: the whole interval is above −`margin`. Does not hold: it is below. Else the seeds cannot tell.
+    """
+    values = list(values)
+    _, low, high = interval(values)
+    verdict = HOLDS if low > -margin else FAILS if high < -margin else UNTESTED
+    return Measured(in_words(values, unit, form) + (UNDECIDED if verdict == UNTESTED else ""), verdict)
+
+
+def unchanged(values: Iterable[float], margin: float, unit: str = "%", form: str = "+.0f") -> Measured:
+    """The claim that differences are within ±`margin`: holds, if their interval is; does not, if it is outside."""
+    values = list(values)
+    _, low, high = interval(values)
+    inside, outside = -margin < low and high < margin, low > margin or high < -margin
+    verdict = HOLDS if inside else FAILS if outside else UNTESTED
+    return Measured(in_words(values, unit, form) + (UNDECIDED if verdict == UNTESTED else ""), verdict)
+
+
+UNDECIDED = "; the seeds do not decide"
+
+
+def ratio(value: float, printed: float, unit: str) -> Measured:
+    """The claim that something is `printed` percent less than another thing, of which it is `value` percent less."""
+    verdict = HOLDS if value >= printed else DIRECTION if value > 0 else FAILS
+    return Measured(f"{abs(value):.1f} % {'less' if value > 0 else 'more'} {unit}", verdict)
+
+
+def all_of(*parts: Measured) -> Measured:
+    """Several figures under one claim: the least favourable verdict; undecided ones count where no other fails."""
+    order = [HOLDS, DIRECTION, UNTESTED, FAILS]
+    return Measured("; ".join(part.ours for part in parts), max((part.verdict for part in parts), key=order.index))

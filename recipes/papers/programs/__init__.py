@@ -1,0 +1,1 @@
+"""Programs that a paper needs once: trainings from scratch, measurements of their own."""

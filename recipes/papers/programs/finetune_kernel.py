@@ -1,0 +1,87 @@
+"""Fine-tune what pretrain_mlm.py left, all weights of it: the learned kernel of attention goes on learning.
+
+    python recipes/papers/programs/finetune_kernel.py recipes/papers/configs/kernels/rte.yaml data.dir=path/to/glue \\
+        model.name_or_path=runs/kernels/pretraining/posrf_gmm/seed0/model
+
+recipes/finetune.py with method.name=full, and the linear attention in model.name_or_path/attention, if there is one,
+put into the model: its rows and what they are learned from are those of the pretraining. Settings, `--resume` and
+metrics.json are as there; instead of model/ a run leaves bundle/, which loads with the Auto classes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from finetune import Finetuning
+from lib.experiment import Data, Finished
+from lib.launch import launch
+from lib.settings import FinetuneConfig
+
+from papers.lib.lra_settings import SOFTMAX
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FinetuneKernel(Finetuning):
+    """A classifier over a pretrained encoder with the attention that it was pretrained with."""
+
+    program = "papers/programs/finetune_kernel.py"
+    paths = (("model", "name_or_path"),)  # the report says instead what was pretrained there
+
+    def __init__(self, config: FinetuneConfig):
+        from snnk_peft.errors import ConfigError
+
+        if config.method.name != "full":
+            raise ConfigError(
+                f"method.name is {config.method.name}; expected full: all weights are trained, and attention is that "
+                "of the pretraining. Others: recipes/finetune.py"
+            )
+        super().__init__(config)
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        """The pretrained encoder with a fresh classifier, and its attention."""
+        from papers.lib.masked_model import attention_of, with_attention
+
+        model = with_attention(super().model(data, accelerator, resumed), Path(self.pretrained))
+        accelerator.print(f"attention of the pretraining: {attention_of(model)}")
+        return model
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        """As finetune.py, and the attention."""
+        from papers.lib.masked_model import attention_of
+
+        return {**super().report(done), "attention": attention_of(done.model)}
+
+    def save(self, done: Finished, metrics: Mapping[str, float]) -> None:
+        """model/ with softmax, or else bundle/: an adapter would lack the weights that it was put into."""
+        from lib.files import write_folder
+
+        from papers.lib.masked_model import attention_of
+
+        if attention_of(done.model) == SOFTMAX:
+            super().save(done, metrics)
+            return
+        from snnk_peft import bundle
+
+        small = bundle(done.model)
+
+        def fill(folder: Path) -> None:
+            small.save_pretrained(str(folder))
+            self.reader.save_pretrained(str(folder))
+
+        write_folder(done.folder / "bundle", fill)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    return launch(FinetuneKernel, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

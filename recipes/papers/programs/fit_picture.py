@@ -1,0 +1,186 @@
+"""Fit a picture as a function of its coordinates by a network of sines: dense, SNNK or of low rank (SNNK paper, 4.2).
+
+    python recipes/papers/programs/fit_picture.py recipes/papers/configs/pictures/siren.yaml
+    python recipes/papers/programs/fit_picture.py \\
+        recipes/papers/configs/pictures/siren.yaml method.snnk=null  (all layers dense)
+    python recipes/papers/programs/fit_picture.py \\
+        recipes/papers/configs/pictures/siren.yaml method.kind=low_rank  (as many numbers)
+    python recipes/papers/programs/fit_picture.py \\
+        recipes/papers/configs/pictures/siren.yaml data.file=path/to/photograph.jpg
+
+Only values are fitted; what the network then says of gradient and Laplacian is compared with the differences of
+neighbouring pixels. output.dir receives metrics.json, learning_curve.png (peak signal-to-noise ratio over steps),
+pictures.png (picture, gradient, Laplacian; above the truth, below the network), and checkpoints. A run killed at any
+moment continues with `--resume`.
+
+Settings are `section.key=value`; `--help` lists them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.config import option
+from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.launch import launch
+from lib.settings import RunOutput, StepSettings
+
+from papers.lib.sine_settings import SineMethod, SineModel, layer_faults
+
+if TYPE_CHECKING:
+    import torch
+    from lib.data import ExampleSet
+
+RANGE = 2.0  # of values in [−1, 1]
+PICTURES = "pictures.png"
+
+
+@dataclass
+class PictureData:
+    """The picture."""
+
+    file: str | None = option(None, "a picture file; null: the one that the task names, of scikit-learn")
+    size: int = option(128, "pixels on each side, of the middle square", low=8)
+
+
+@dataclass
+class PictureTrain(StepSettings):
+    """The optimisation; SIREN has Adam with rate 1e-4, all pixels in every step."""
+
+    batch_size: int = option(4096, "rows of pixels per step", low=1)
+    learning_rate: float = option(1e-4, "of AdamW", above=0, high=10)
+    weight_decay: float = option(0.0, "decoupled, of matrices", low=0, high=10)
+    steps: int = option(500, "optimizer steps", low=1)
+    eval_every: int = option(50, "optimizer steps", low=1)
+    schedule: str = option("constant", "the learning rate", choices=("constant", "linear", "cosine"))
+
+
+@dataclass
+class PictureConfig:
+    """Everything this recipe reads."""
+
+    output: RunOutput
+    task: str = option("china", "a picture of scikit-learn", choices=("china", "flower"))
+    data: PictureData = field(default_factory=PictureData)
+    model: SineModel = field(default_factory=SineModel)
+    method: SineMethod = field(default_factory=SineMethod)
+    train: PictureTrain = field(default_factory=PictureTrain)
+
+    def check(self) -> list[str]:
+        """Layers that are there."""
+        return layer_faults(self.model, self.method)
+
+
+class FitPicture(Experiment[PictureConfig]):
+    """One picture, one network."""
+
+    settings, program = PictureConfig, "papers/programs/fit_picture.py"
+    leaves = (PICTURES,)
+
+    @property
+    def method(self) -> str:
+        """dense, low_rank, or the features."""
+        return self.config.method.label()
+
+    @property
+    def name(self) -> str:
+        """Of the picture: that of its file, without the folder."""
+        config = self.config
+        return config.task if config.data.file is None else Path(config.data.file).name
+
+    @property
+    def title(self) -> str:
+        """Heads the log and the pictures."""
+        return f"{self.name}, {self.method}"
+
+    def data(self, accelerator: Any) -> Data:
+        """All pixels to fit, and the same to score."""
+        from papers.lib.picture_rows import read_picture
+
+        self.picture = read_picture(self.config.task, self.config.data.file, self.config.data.size)
+        return Data(self.picture, {"picture": self.picture})
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        """The network; all of it is trained but the rows of the features, unless these are learned."""
+        from papers.lib.sine_network import SineNetwork
+
+        return SineNetwork.of(self.config, inputs=2, outputs=1)
+
+    def schedule(self, per_epoch: int) -> Schedule:
+        """Optimizer steps, without warm-up."""
+        from lib.schedule import of_steps
+
+        return of_steps(self.config.train)
+
+    def score(
+        self,
+        model: torch.nn.Module,
+        splits: Mapping[str, ExampleSet],
+        accelerator: Any,
+        stopped: Callable[[], bool],
+    ) -> dict[str, float] | None:
+        """Peak signal-to-noise ratio in decibels, 10 lg(range²/mean squared error)."""
+        import torch
+
+        if stopped():
+            return None
+        training = model.training
+        model.eval()
+        with torch.no_grad():
+            error = float(model(**self.picture.batch(range(len(self.picture)), accelerator.device)).loss)
+        model.train(training)
+        return {"score": 10 * math.log10(RANGE**2 / max(error, 1e-30))}
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        """Decibels, and how far gradient and Laplacian are from differences of pixels."""
+        from lib.plots import picture_grid
+
+        from papers.lib.sine_network import derivatives
+
+        shape = self.picture.values.shape
+        network: Any = done.model
+        found = derivatives(network, self.picture.coordinates.reshape(-1, 2).to(done.device))
+        values, gradient, laplacian = (part.cpu().reshape(*shape, *part.shape[1:]) for part in found)
+        true_gradient, true_laplacian = self.picture.gradient()
+        rows = {
+            "picture": (self.picture.values, true_gradient.norm(dim=-1), true_laplacian),
+            self.method: (values, gradient.norm(dim=-1), laplacian),
+        }
+        picture_grid(rows, ("values", "length of the gradient", "Laplacian"), done.folder / PICTURES, self.title)
+
+        def relative(part: torch.Tensor, truth: torch.Tensor) -> float:
+            return float((part - truth)[1:-1, 1:-1].norm() / truth[1:-1, 1:-1].norm())
+
+        return {
+            "score": done.best["score"],
+            "metrics": done.best["metrics"],
+            "picture": self.name,
+            "gradient_error": relative(gradient, true_gradient),
+            "laplacian_error": relative(laplacian, true_laplacian),
+            "seconds_per_step": done.state.train_seconds / done.state.step,
+            "processor_seconds_per_step": done.state.cpu_seconds / done.state.step,
+            "device": str(done.device),
+        }
+
+    def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
+        """In one line."""
+        return (
+            f"{figures['score']:.2f} dB; gradient off by {figures['gradient_error']:.1%} of its length; "
+            f"the pictures are in {done.folder / PICTURES}"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Fit as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    return launch(FitPicture, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

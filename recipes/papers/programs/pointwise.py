@@ -1,0 +1,129 @@
+"""How well do random features estimate one output of a layer? Fig. 2 (g, h) of "Scalable Neural Network Kernels".
+
+python recipes/papers/programs/pointwise.py
+
+One output of a layer with d = 2000 inputs, entries of w and x from Unif(0, 1)/√d: (g) a sine layer sin(w·x + 0.5), by
+universal random features (`urf`); (h) the arc-cosine layer ½ K₁(w, x), by ReLU features. Each feature map is drawn 500
+times. Writes metrics.json and error.png: the mean relative error of one draw and its standard deviation over the number
+of random projections, and the error of the mean of all draws, by which an unbiased estimate is to be judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from lib.files import write_json
+from lib.lock import hold
+from lib.plots import error_curves
+from lib.run_folder import environment
+from lib.terminal import show_table
+from rich.console import Console
+from rich.progress import track
+
+from snnk_peft import build_feature_map
+from snnk_peft.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = Path(__file__).resolve().parent / "results" / "pointwise"
+SINE, ARC_COSINE = "sine layer, urf", "arc-cosine layer, relu"
+BIAS = 0.5
+NORM = 3**-0.5  # of a vector of Unif(0, 1)/√d, for large d
+# Component, its arguments, and what its second tower is told. The sine is one atom of frequency 1, without a fit.
+LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor]]] = {
+    SINE: (
+        "urf",
+        {"activation": "sin", "radius": 2 * torch.pi / 3, "atoms": 1, "x_norm": NORM, "w_norm": NORM},
+        {"bias": torch.tensor(BIAS)},
+    ),
+    ARC_COSINE: ("relu", {}, {}),
+}
+
+
+def options() -> argparse.ArgumentParser:
+    """Sizes, and where the results go."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--inputs", type=int, default=2000, help="d (default 2000)")
+    counts = [8, 16, 32, 64, 128, 256, 512]
+    made.add_argument("--projections", type=int, nargs="+", default=counts, help=f"numbers p (default {counts})")
+    made.add_argument("--draws", type=int, default=500, help="of each feature map (default 500)")
+    made.add_argument("--seed", type=int, default=0, help="of w and x (default 0)")
+    made.add_argument("--output", type=Path, default=RESULTS, help="folder of metrics.json and error.png")
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Draw everything and write the results."""
+    arguments = options().parse_args(argv)
+    hold(arguments.output)
+    faults = [f"--projections has {p}; expected at least 1" for p in arguments.projections if p < 1]
+    faults += [
+        f"--{name} is {getattr(arguments, name)}; expected at least {least}"
+        for name, least in (("inputs", 1), ("draws", 2))
+        if getattr(arguments, name) < least
+    ]
+    if faults:
+        raise SystemExit(f"error: {ConfigError(faults)}")
+    generator = torch.Generator().manual_seed(arguments.seed)
+    w, x = torch.rand(2, arguments.inputs, generator=generator, dtype=torch.float64) / arguments.inputs**0.5
+    sizes = [(layer, p) for layer in LAYERS for p in arguments.projections]
+    rows = [
+        row(layer, p, relative_errors(layer, w, x, p, arguments.draws))
+        for layer, p in track(sizes, "layers and sizes", console=Console(stderr=True))
+    ]
+    settings = {key: value for key, value in vars(arguments).items() if key != "output"}
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    write_json(
+        arguments.output / "metrics.json", {"settings": settings, "rows": rows, "environment": environment(ROOT)}
+    )
+    curves = {
+        layer: [(r["projections"], r["error"], r["deviation"]) for r in rows if r["layer"] == layer] for layer in LAYERS
+    }
+    title = f"one output of a layer with {arguments.inputs} inputs, {arguments.draws} draws"
+    labels = ("random projections", "relative error of one draw (mean, deviation)")
+    error_curves(curves, arguments.output / "error.png", title, labels, bottom=1e-3)
+    lines = [[f"{value:.3%}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    show_table(title, list(rows[0]), lines)
+    print(f"written: {arguments.output}")
+
+
+def truth(layer: str, w: torch.Tensor, x: torch.Tensor) -> float:
+    """The output that is estimated."""
+    if layer == SINE:
+        return float(torch.sin(w @ x + BIAS))
+    cosine = (w @ x / (w.norm() * x.norm())).clamp(-1, 1)
+    angle = cosine.acos()
+    return float(w.norm() * x.norm() * (angle.sin() + (torch.pi - angle) * cosine) / (2 * torch.pi))
+
+
+def relative_errors(layer: str, w: torch.Tensor, x: torch.Tensor, projections: int, draws: int) -> torch.Tensor:
+    """Of Φ(x)·Ψ(w) against the truth, (draws,); every draw has a seed of its own."""
+    component, arguments, told = LAYERS[layer]
+    found = []
+    for seed in range(draws):
+        made = build_feature_map(
+            component, "gaussian", len(w), projections, seed=seed, component_params=arguments
+        ).double()
+        found.append((made.phi(x).dense() * made.psi(w, told).dense()).sum())
+    return torch.stack(found) / truth(layer, w, x) - 1
+
+
+def row(layer: str, projections: int, errors: torch.Tensor) -> dict[str, Any]:
+    """Figures of all draws of one size."""
+    return {
+        "layer": layer,
+        "projections": projections,
+        "error": float(errors.abs().mean()),
+        "deviation": float(errors.abs().std()),
+        "error of the mean": float(errors.mean().abs()),
+        "standard error of the mean": float(errors.std() / len(errors) ** 0.5),
+    }
+
+
+if __name__ == "__main__":
+    main()

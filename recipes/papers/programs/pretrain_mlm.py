@@ -1,0 +1,125 @@
+"""Pretrain a small BERT from scratch by hidden word pieces, with softmax or any linear attention, for fine-tuning.
+
+    python recipes/papers/programs/pretrain_mlm.py recipes/papers/configs/pretrain_mlm.yaml
+    python recipes/papers/programs/pretrain_mlm.py \\
+        recipes/papers/configs/pretrain_mlm.yaml task=imdb data.dir=path/to/imdb \\
+        train.max_cpu_minutes=8 "method.attention={component: posrf, projection: gmm, per_head: true}"
+    python recipes/papers/programs/finetune_kernel.py recipes/papers/configs/kernels/rte.yaml data.dir=path/to/glue \\
+        model.name_or_path=runs/kernels/pretraining/posrf_gmm/seed0/model
+
+Learning the Transformer Kernel, section 3.3: what attention learns of its kernel is kept for the task behind. The text
+is WikiText-103 in its official layout (task=wikitext), IMDb, film reviews, or what needs no files, docstrings of
+Python's standard library; a vocabulary of word pieces is made from it. The run leaves model/: the encoder as
+transformers writes it, with its tokenizer, and in it attention/, which finetune_kernel.py puts back.
+
+Settings are `section.key=value`; `--help` lists them. A run killed at any moment continues with `--resume` and ends
+with the same weights, bit for bit, as one that was never interrupted (on the same number of threads; with a schedule
+that falls and train.max_cpu_minutes, the rate follows the processor's time). SIGTERM and Ctrl-C save first (exit codes
+143, 130) and tell the command that continues.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.launch import launch
+
+from papers.lib.mlm_settings import MaskedConfig
+
+if TYPE_CHECKING:
+    import torch
+    from lib.data import ExampleSet
+
+
+class PretrainMasked(Experiment[MaskedConfig]):
+    """A small BERT on one text."""
+
+    settings, program = MaskedConfig, "papers/programs/pretrain_mlm.py"
+
+    @property
+    def method(self) -> str:
+        """softmax, or component-projection."""
+        return self.config.method.label()
+
+    def data(self, accelerator: Any) -> Data:
+        """A vocabulary from the training text, windows of this text and of the held-out one."""
+        from papers.lib.masked_text import MaskedWindows, read_texts, train_tokenizer
+
+        data, seed = self.config.data, self.config.train.seed
+        train, held_out = read_texts(self.config.task, data.dir)
+        self.tokenizer = tokenizer = train_tokenizer(train, data.vocabulary, data.positions)
+        shape = (tokenizer, data.max_length, data.share, seed)
+        return Data(
+            MaskedWindows(train, *shape), {"held out": MaskedWindows(held_out, *shape, count=data.max_eval_windows)}
+        )
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        """Freshly initialised; all of it is trained but sinusoidal positions."""
+        from papers.lib.masked_model import build_masked
+
+        config, vocabulary = self.config, len(self.tokenizer)
+        return build_masked(config.model, config.method, vocabulary, config.data.positions, config.train.seed)
+
+    def schedule(self, per_epoch: int) -> Schedule:
+        """Optimizer steps or processor time, whichever ends first."""
+        from lib.schedule import of_budget
+
+        return of_budget(self.config.train)
+
+    def score(
+        self,
+        model: torch.nn.Module,
+        splits: Mapping[str, ExampleSet],
+        accelerator: Any,
+        stopped: Callable[[], bool],
+    ) -> dict[str, float] | None:
+        """Held-out loss in nats per hidden piece, the smallest is best, and the share of them that is guessed."""
+        from papers.lib.masked_model import masked_scores
+
+        size = self.config.train.eval_batch_size
+        return masked_scores(model, splits["held out"], size, accelerator.device, stopped)
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        """model/, how well it guesses, and what a step costs."""
+        from lib.files import write_folder
+
+        model: Any = done.model
+        metrics = done.best["metrics"]
+        texts: Any = {"train": done.data.train, **done.data.splits}
+
+        def fill(folder: Path) -> None:
+            model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(str(folder))
+
+        write_folder(done.folder / "model", fill)
+        return {
+            "masked_accuracy": metrics["masked_accuracy"],
+            "loss": metrics["loss"],
+            "loss_without_context": texts["train"].loss_without_context(texts["held out"]),
+            "vocabulary": len(self.tokenizer),
+            "tokens": {name: part.ids.numel() for name, part in texts.items()},
+            **done.costs,
+            "device": str(done.device),
+        }
+
+    def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
+        """Loss and accuracy."""
+        return (
+            f"held out: loss {figures['loss']:.4f}, {figures['masked_accuracy']:.2%} of the hidden pieces guessed, "
+            f"step {done.best['step']} of {figures['steps']}; everything is in {done.folder}"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    return launch(PretrainMasked, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

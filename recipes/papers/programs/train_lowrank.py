@@ -1,0 +1,122 @@
+"""Train a network for pictures with low-rank layers, from scratch or from pretrained weights.
+
+    python recipes/papers/programs/train_lowrank.py \\
+        recipes/papers/configs/lowrank/cifar10_resnet20.yaml data.dir=path/to/cifar10
+    python recipes/papers/programs/train_lowrank.py \\
+        recipes/papers/configs/lowrank/cifar10_resnet20.yaml data.dir=path/to/cifar10 \\
+        method.low_rank.init=spectral method.low_rank.rank_scale=0.05 method.low_rank.frobenius_decay=0.001
+    python recipes/papers/programs/train_lowrank.py \\
+        recipes/papers/configs/lowrank/cifar10_resnet20.yaml data.dir=path/to/cifar10 \\
+        method.low_rank=null                                                        (the dense network)
+
+Settings are `section.key=value`; `--help` lists them. A run killed at any moment continues with `--resume` and ends
+with the same weights, bit for bit, as one that was never interrupted (on the same number of threads). SIGTERM and
+Ctrl-C save first (exit codes 143, 130) and tell the command that continues.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.launch import launch
+from lib.task_settings import completed, find_task
+
+from papers.lib.lowrank_settings import LowRankConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LowRankTraining(Experiment[LowRankConfig]):
+    """A convolutional network or a ViT on an `ImageTask` of `snnk_peft.tasks`."""
+
+    settings, program = LowRankConfig, "papers/programs/train_lowrank.py"
+
+    def __init__(self, config: LowRankConfig):
+        self.task = find_task(config)
+        super().__init__(completed(config, self.task))
+
+    @property
+    def method(self) -> str:
+        """dense, or initialisation, rank and decay."""
+        return self.config.method.label()
+
+    def data(self, accelerator: Any) -> Data:
+        """The task's pictures, as the network reads them."""
+        from lib.evaluation import evaluation_splits
+        from lib.modality import modality_of
+
+        from papers.lib.lowrank_model import image_processor
+
+        config, task = self.config, self.task
+        modality, self.reader = modality_of(task), image_processor(config.model, task)
+        for note in task.notes:
+            accelerator.print(f"note: {note}")
+        seed, limits = config.train.seed, {"train": config.data.max_train_samples}
+        data = task.load(config.data.dir, max_samples=limits, seed=seed)
+        examples = modality.training_examples(data["train"], self.reader, config.data, task, config.augment, seed)
+        splits = {
+            name: modality.examples(rows, self.reader, config.data, task)
+            for name, rows in evaluation_splits(task, data, config.data.max_eval_samples).items()
+        }
+        return Data(examples, splits)
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        """Made dense, then low-rank; everything in use is trained."""
+        from lib.modality import modality_of
+
+        from papers.lib.lowrank_model import dense_model, init_errors, low_rank_model
+
+        base: Any = dense_model(self.config.model, self.task)
+        if hasattr(base, "config"):
+            modality_of(self.task).check(base, self.reader, self.config.data)
+        self.dense_parameters = sum(value.numel() for value in base.parameters())
+        model, self.init_seconds = low_rank_model(base, self.config.method, self.config.train.seed, resumed)
+        # The factors of a continued run are no longer those of its start.
+        self.init_errors = None if resumed else init_errors(model)
+        return model
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """SGD or AdamW, and Frobenius decay if there is any."""
+        from papers.lib.lowrank_model import make_optimizer
+
+        return make_optimizer(model, self.config.train, self.config.method.frobenius_decay)
+
+    def schedule(self, per_epoch: int) -> Schedule:
+        """Whole epochs; the warm-up is a part of all steps."""
+        from lib.schedule import of_epochs
+
+        return of_epochs(self.config.train, per_epoch)
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        """The score of the best checkpoint, and what the network and its initialisation cost."""
+        from papers.lib.lowrank_model import rebuilt_errors
+
+        state, best = done.state, done.best
+        errors = rebuilt_errors(self.config) if self.init_errors is None else self.init_errors
+        return {
+            "score": best["score"],
+            "metrics": best["metrics"],
+            "best_epoch": best["step"] / done.per_epoch,
+            "total_parameters": done.counts["trainable"],  # the dense layers that were replaced are not in use
+            "dense_parameters": self.dense_parameters,
+            "init_seconds": self.init_seconds,
+            # What the start misses of each dense layer's output; none of a dense network.
+            **({"init_error": sum(errors.values()) / len(errors), "init_errors": errors} if errors else {}),
+            "seconds_per_epoch": state.train_seconds / state.step * done.per_epoch,
+            "device": str(done.device),
+        }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    return launch(LowRankTraining, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

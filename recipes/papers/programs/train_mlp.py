@@ -1,0 +1,192 @@
+"""Train a perceptron of three layers on numbers or small pictures: its second layer dense, SNNK or of low rank.
+
+    python recipes/papers/programs/train_mlp.py recipes/papers/configs/mlp/mnist.yaml data.dir=path/to/mnist
+    python recipes/papers/programs/train_mlp.py \\
+        recipes/papers/configs/mlp/covertype.yaml data.dir=path/to/covtype method.kind=dense
+    python recipes/papers/programs/train_mlp.py \\
+        recipes/papers/configs/mlp/higgs.yaml data.dir=path/to/higgs method.kind=low_rank
+
+SNNK paper, sections 4.2 and G.1.3 (MNIST), F and H.5 (CoverType, HIGGS, HEPMASS). Columns are standardised by the
+training rows. The epoch is chosen on the validation rows, or where the data have none on a tenth of the training rows,
+which is held back; the test rows are scored once. A run killed at any moment continues with `--resume`.
+
+Settings are `section.key=value`; `--help` lists them.
+"""
+
+# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+import sys
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.config import option
+from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.launch import launch
+from lib.settings import RunOutput, TrainSection
+
+from papers.lib.feature_settings import feature_faults, feature_label
+
+if TYPE_CHECKING:
+    import torch
+
+KINDS = ("snnk", "dense", "low_rank")
+HELD_BACK = 0.1
+
+
+@dataclass
+class MlpData:
+    """The files."""
+
+    dir: str | None = option(None, "folder of the official files; null: the Hub, for pictures that are there")
+    max_train_samples: int | None = option(None, "train on a random subset", low=1)
+    max_test_samples: int | None = option(None, "test on a random subset", low=1)
+
+
+@dataclass
+class MlpModel:
+    """The dense network."""
+
+    width: int = option(512, "of the first layer", low=1)
+    second: int = option(512, "of the second layer", low=1)
+    dropout: float = option(0.2, "behind both", low=0, high=0.99)
+
+
+@dataclass
+class MlpMethod:
+    """What the second layer is."""
+
+    kind: str = option("snnk", "the second layer; low_rank gets as many numbers as snnk would", choices=KINDS)
+    snnk: dict[str, Any] | None = option(
+        None, "component, projection, num_features and what else a feature map has, and init; null: 32 ReLU features"
+    )
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """What `snnk` means."""
+        return {"component": "relu", "projection": "gaussian", "num_features": 32, **(self.snnk or {})}
+
+    def check(self) -> list[str]:
+        """Faults of the feature map."""
+        return feature_faults(self.features)
+
+
+@dataclass
+class MlpTrain(TrainSection):
+    """The optimisation; the paper has Adam with rate 1e-3 and batches of 32."""
+
+    weight_decay: float = option(0.0, "decoupled, of matrices", low=0, high=10)
+    epochs: int = option(25, "passes over the training data", low=1)
+
+
+@dataclass
+class MlpConfig:
+    """Everything this recipe reads."""
+
+    output: RunOutput
+    task: str = option(MISSING, "a name of snnk_peft.tasks whose examples are rows of numbers, or small pictures")
+    data: MlpData = field(default_factory=MlpData)
+    model: MlpModel = field(default_factory=MlpModel)
+    method: MlpMethod = field(default_factory=MlpMethod)
+    train: MlpTrain = field(default_factory=MlpTrain)
+
+    def check(self) -> list[str]:
+        """A task that there is, of numbers or pictures."""
+        from snnk_peft.registry import did_you_mean
+        from snnk_peft.tasks import TASKS
+
+        known = [name for name in TASKS if TASKS[name].modality in ("columns", "image")]
+        return [] if self.task in known else [f"task: {did_you_mean('task', self.task, known)}"]
+
+
+class TrainMlp(Experiment[MlpConfig]):
+    """A perceptron on a `ColumnsTask`, or on an `ImageTask` pixel by pixel."""
+
+    settings, program = MlpConfig, "papers/programs/train_mlp.py"
+
+    def __init__(self, config: MlpConfig):
+        from snnk_peft.tasks import TASKS
+
+        super().__init__(config)
+        self.task = TASKS[config.task]
+
+    @property
+    def method(self) -> str:
+        """The kind, of SNNK with its features."""
+        method = self.config.method
+        return feature_label(method.features) if method.kind == "snnk" else method.kind
+
+    def data(self, accelerator: Any) -> Data:
+        """Standardised columns of all splits."""
+        import numpy as np
+
+        from papers.lib.column_rows import ColumnRows, columns_of, standard
+        from snnk_peft.tasks._hold_out import held_back
+
+        config = self.config
+        limits = {"train": config.data.max_train_samples, "test": config.data.max_test_samples}
+        loaded = self.task.load(config.data.dir, max_samples=limits, seed=config.train.seed)
+        rows = {name: columns_of(part) for name, part in loaded.items()}
+        if "validation" not in rows:
+            held = held_back(rows["train"].labels, HELD_BACK, config.train.seed)
+            kept = np.setdiff1d(np.arange(len(rows["train"])), held).tolist()
+            rows["validation"], rows["train"] = rows["train"].select(held), rows["train"].select(kept)
+        self.columns = rows["train"].values.shape[1]
+        shift, scale = standard(rows["train"])
+        parts = {name: ColumnRows(part, shift, scale) for name, part in rows.items()}
+        return Data(parts["train"], {"validation": parts["validation"]}, {"test": parts["test"]})
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        """The perceptron, freshly initialised; all of it is trained but the rows of the features."""
+        from papers.lib.mlp import Perceptron, equal_rank
+
+        model, method = self.config.model, self.config.method
+        given: dict[str, Any] = {"snnk": method.features} if method.kind == "snnk" else {}
+        if method.kind == "low_rank":
+            given = {"rank": equal_rank(model.width, model.second, method.features["num_features"])}
+        sizes = (self.columns, self.task.num_labels, model.width, model.second, model.dropout)
+        return Perceptron(*sizes, seed=self.config.train.seed, **given)
+
+    def schedule(self, per_epoch: int) -> Schedule:
+        """Whole epochs; the warm-up is a part of all steps."""
+        from lib.schedule import of_epochs
+
+        return of_epochs(self.config.train, per_epoch)
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        """The test score of the best checkpoint, and what is left of the network when it is bundled."""
+        import torch
+
+        network: Any = done.model
+        batch = next(iter(done.data.test.values())).batch([0], done.device)
+        bundled = network.bundled()
+        with torch.no_grad():
+            given, folded = network(batch["values"]).logits, bundled(batch["values"]).logits
+        return {
+            "score": done.test["score"],
+            "metrics": done.test,
+            "validation": done.best["metrics"],
+            "best_epoch": done.best["step"] / done.per_epoch,
+            "bundled_parameters": sum(value.numel() for value in bundled.parameters()),
+            "bundle_difference": float((given - folded).abs().max()),
+            "seconds_per_epoch": done.state.train_seconds / done.state.step * done.per_epoch,
+        }
+
+    def summary(self, done: Finished, figures: dict[str, Any]) -> str:  # type: ignore[override]
+        """The test score."""
+        sizes = f"{done.counts['trainable']:,} numbers trained, {figures['bundled_parameters']:,} bundled"
+        return f"test {figures['score']:.4f} (epoch {figures['best_epoch']:g}); {sizes}; everything is in {done.folder}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    return launch(TrainMlp, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
