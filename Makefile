@@ -1,5 +1,7 @@
 # make quickstart    adapt, convert, bundle and reload a real BERT on real sentences; results in quickstart/
-# make test          every test, on all cores; ends with the ten slowest
+# make test          the tests, on all cores, in some minutes; ends with the ten slowest
+# make test-all      all of them: also slow ones, those of the papers' experiments, and every combination
+# make test-rest     what `make test` leaves out
 # make lint          ruff (lint and format) and mypy
 # make benchmarks    speed and size; results in recipes/benchmarks/results/
 # make experiments   the papers' experiments, as far as ARGS="--minutes 60 --data path/to/data" allow; pages in model_cards/
@@ -26,13 +28,22 @@ BENCHMARKS := $(filter-out $(BY_HAND),$(wildcard recipes/benchmarks/[a-z]*.py))
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: quickstart test lint benchmarks experiments gpu clean
+.PHONY: quickstart test test-all test-rest lint benchmarks experiments gpu clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/python recipes/quickstart.py --out quickstart --overwrite $(ARGS)
 
+REST := slow or papers or product
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal --durations=10
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10 $(ARGS)
+	$(PYTEST) -m "not ($(REST))" $(ARGS)
+
+test-rest: $(VENV)/.dev
+	$(PYTEST) -m "$(REST)" $(ARGS)
+
+test-all: $(VENV)/.dev
+	$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .

@@ -209,7 +209,7 @@ class JointAttention(nn.Module):
             found = (place.unsqueeze(-1) == places).mT & counts.unsqueeze(1)
             at, there = found.int().argmax(-1)[:, None, :, None], found.any(-1)
             keys, values = (
-                torch.where(there[:, None, :, None], t.take_along_dim(at, 2), old)
+                torch.where(there[:, None, :, None], t.gather(2, at.expand(-1, t.shape[1], -1, t.shape[-1])), old)
                 for old, t in ((sinks.keys, k), (sinks.values, v))
             )
             sinks = Kept(keys, values, sinks.counts | there)
