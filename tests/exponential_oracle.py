@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def given(
-    dtype: torch.dtype, B=1, H=2, G=2, L=70, d=16, D=32, m=16,
+    dtype: torch.dtype, B=1, H=2, G=2, L=65, d=16, D=32, m=16,
     size=1.0, rows="one", masked=False, state=False, ramp=0,
 ) -> tuple[list[Tensor], float, Tensor | None]:  # fmt: skip
     """Tensors, laid out as a model hands them, Q of the keys' norms and a mask, for `compare`.

@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def given(
-    dtype: torch.dtype, B=1, H=1, G=1, L=70, D=32, m=16, signed=False, masked=False, scales=None, state=None,
+    dtype: torch.dtype, B=1, H=1, G=1, L=65, D=32, m=16, signed=False, masked=False, scales=None, state=None,
     values=None,
 ) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:  # fmt: skip
     """Tensors by NAMES, laid out as a model hands them, the scale of a state and a mask.
