@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped, rows of each head": {"H": 4, "G": 2, "rows": "head"},
     "odd sizes": {"d": 12, "D": 20, "m": 11},
     "state": {"state": True, "masked": True, "B": 2, "H": 2, "G": 1},
+    "a state that hides keys": {"state": True, "before": 200.0},
     "large": {"size": 6.0},
     "shrinking": {"ramp": -1},
     "growing": {"ramp": 1},
@@ -65,11 +66,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 def given(
     dtype: torch.dtype, B=1, H=2, G=2, L=65, d=16, D=32, m=16,
-    size=1.0, rows="one", masked=False, state=False, ramp=0,
+    size=1.0, rows="one", masked=False, state=False, before=0.0, ramp=0,
 ) -> tuple[list[Tensor], float, Tensor | None]:  # fmt: skip
     """Tensors, laid out as a model hands them, Q of the keys' norms and a mask, for `compare`.
 
-    The second text's state is of no key.
+    The logarithms of a state's weights lie about `before`; the second text's state is of no key.
     """
     q, k, v = (torch.randn(B, L, n, w).transpose(1, 2) * s for n, w, s in ((H, d, size), (G, d, size), (G, D, 1.0)))
     if ramp:  # log weights of keys span hundreds within a chunk
@@ -80,7 +81,7 @@ def given(
     if masked:
         mask = torch.rand(B, L) > 0.3
         mask[0, :40], mask[1:, :3] = False, False
-    kept = [torch.randn(B, G, m, D), torch.randn(B, G, m)] if state else []
+    kept = [torch.randn(B, G, m, D), torch.randn(B, G, m) + before] if state else []
     for x, nothing in zip(kept, (0.0, ABSENT), strict=False):
         x[1:] = nothing
     return [x.to(dtype) for x in (q, k, v)] + maps + kept, 0.5 * d**-0.5, mask

@@ -49,6 +49,7 @@ def given(
         mask[0, :40] = False
     if scales is not None:
         found["scales"] = torch.randn(B, L, G).transpose(1, 2) + torch.linspace(*scales, L)
+        found["scales"][..., :3] = -math.inf  # of keys that do not count
     if state is None:
         return found, None, mask
     kept = torch.rand(B, G, 9, m)

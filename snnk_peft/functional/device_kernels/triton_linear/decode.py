@@ -56,7 +56,12 @@ def token_pass(
                 scale = tl.where(counts, scale, NONE)
             higher = tl.maximum(top, scale)
             shrink = weight(top - higher)
-            z, s, k, top = z * shrink, s * shrink[:, None], k * weight(scale - higher), higher
+            z, s, k, top = (
+                z * shrink,
+                s * shrink[:, None],
+                k * tl.where(scale > NONE / 2, weight(scale - higher), 0.0),
+                higher,
+            )
         z, s = z + k, s + k[:, None] * v[None, :]
         q = tl.load(Q + t * ql + r, mask=r < m, other=0.0).to(tl.float32)
         out = tl.sum(q[:, None] * s, 0) * inverse(tl.sum(q * z, 0))
