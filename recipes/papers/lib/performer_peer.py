@@ -9,7 +9,7 @@ keys of a sequence and head. Time and memory grow as the length times nb_feature
 
 Rows. Its orthogonal blocks have the signs that a QR factorisation happens to give, so that row j of a block leans
 towards -e_j: its features do not estimate softmax attention without bias, as rows times random signs (or projection orf
-of this package) do. The error stops falling at some 3 % where tests/test_performer_peer.py looks. Used as it is.
+of this package) do. The error stops falling at some 3 % where tests/papers/test_performer_peer.py looks. Used as it is.
 
 Masks. Its attention sets the values of padding to zero (m) and leaves the keys in the denominator and in c, so that
 padding dilutes an output; ours leaves both out. Batches of similar length (train.group_by_length) have little of it.

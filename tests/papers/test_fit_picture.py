@@ -18,7 +18,7 @@ import torch
 for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState

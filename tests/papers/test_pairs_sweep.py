@@ -14,7 +14,7 @@ import pytest
 for package in ("matplotlib", "rich"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from papers import study
 from papers.claims import lecture, spectraformer

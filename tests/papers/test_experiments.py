@@ -26,7 +26,7 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 
 from snnk_peft.tasks.listops import write_listops
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.append(str(RECIPES))
 
 import finetune
@@ -47,7 +47,7 @@ from papers.programs import tiny_llama, train_lra
 from recipe_world import write_world
 from transformers import LlamaConfig
 
-OLD = Path(__file__).with_name("old_runs")
+OLD = Path(__file__).resolve().parents[1] / "old_runs"
 
 
 @pytest.fixture(autouse=True)

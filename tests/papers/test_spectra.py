@@ -21,7 +21,7 @@ import torch
 for package in ("accelerate", "matplotlib", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
@@ -375,6 +375,6 @@ def test_faults(program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_stored_page_is_that_of_the_stored_figures(program: dict[str, Any]) -> None:
-    stored = Path(__file__).resolve().parent.parent / "recipes/papers/programs/results/spectra"
+    stored = Path(__file__).resolve().parents[2] / "recipes/papers/programs/results/spectra"
     figures = json.loads((stored / "metrics.json").read_text())
     assert (stored / "README.md").read_text() == program["render"](figures)

@@ -32,7 +32,7 @@ from snnk_peft.tasks.listops import FILES, expressions, write_listops
 from tests.fresh_process import FreshProcess, start_python
 from tests.stored_runs import drop_run
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState

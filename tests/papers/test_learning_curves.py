@@ -13,7 +13,7 @@ import pytest
 for package in ("accelerate", "matplotlib", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from lib import plots
 

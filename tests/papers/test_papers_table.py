@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 for package in ("matplotlib", "rich"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 

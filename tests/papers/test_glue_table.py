@@ -12,7 +12,7 @@ import pytest
 for package in ("datasets", "matplotlib", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from papers import table_results
 from papers.lib.rates import chosen_rates, rates

@@ -21,7 +21,7 @@ from image_layouts import archive
 from PIL import Image
 from test_image_tasks import hub_task, shard
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from lib.images import ImageExamples
 from papers.lib.column_rows import columns_of

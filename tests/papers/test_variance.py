@@ -20,7 +20,7 @@ import yaml
 for package in ("accelerate", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import finetune
 from accelerate.state import AcceleratorState

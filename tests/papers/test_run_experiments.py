@@ -14,7 +14,7 @@ import pytest
 for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.append(str(RECIPES))
 
 import yaml  # noqa: E402

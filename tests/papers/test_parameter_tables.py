@@ -22,7 +22,7 @@ MACS = TEXTS * (LENGTH * DEPTH * (12 * d * d + 2 * LENGTH * d) + d * d + 2 * d)
 
 @pytest.fixture(scope="module")
 def program() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).resolve().parent.parent / "recipes/papers/programs/parameter_tables.py"))
+    return runpy.run_path(str(Path(__file__).resolve().parents[2] / "recipes/papers/programs/parameter_tables.py"))
 
 
 @pytest.fixture(scope="module")
