@@ -231,7 +231,7 @@ def adapter_step(name: str, model: str, small_model: str) -> Step:
         ]
 
     kept = ("step_time_ratio", "host_time_ratio", "peak_memory_ratio", "rows", "dtype", "model")
-    return Step(60, command, file_figures(f"{name}.json", *kept))
+    return Step(40, command, file_figures(f"{name}.json", *kept))
 
 
 def pairs(plan: Plan) -> list[str]:
@@ -258,15 +258,15 @@ def file_figures(name: str, *keys: str) -> Callable[[Plan], dict[str, Any]]:
 
 STEPS: dict[str, Step] = {
     "tests": Step(140, tests, test_figures),
-    "kernels": Step(150, kernels, file_figures("attention_on_gpu/metrics.json", "card", "forms", "rows", "left_out")),
+    "kernels": Step(115, kernels, file_figures("attention_on_gpu/metrics.json", "card", "forms", "rows", "left_out")),
     "adapter_step": adapter_step("adapter_step", "minilm", "minilm"),
     "adapter_step_bert": adapter_step("adapter_step_bert", "bert_base", "minilm"),
     "adapter_step_llama": adapter_step("adapter_step_llama", "llama12", "llama"),
-    "attention": Step(60, attention, file_figures("attention.json", "forward", "causal", "training")),
-    "pairs": Step(90, pairs, file_figures("pairs.json", "pairs", "pairs_on")),
-    "text": Step(70, training("text", "one_gpu.yaml", of_text), training_figures("text"), prepare=prepare_text),
+    "attention": Step(45, attention, file_figures("attention.json", "forward", "causal", "training")),
+    "pairs": Step(45, pairs, file_figures("pairs.json", "pairs", "pairs_on")),
+    "text": Step(65, training("text", "one_gpu.yaml", of_text), training_figures("text"), prepare=prepare_text),
     "images": Step(
-        50, training("images", "one_gpu.yaml", of_images), training_figures("images"), prepare=prepare_images
+        45, training("images", "one_gpu.yaml", of_images), training_figures("images"), prepare=prepare_images
     ),
     "ddp": Step(60, training("ddp", "multi_gpu.yaml", of_text), training_figures("ddp"), 2, prepare_text),
     "fsdp2": Step(60, training("fsdp2", "fsdp2.yaml", of_text), training_figures("fsdp2"), 2, prepare_text),

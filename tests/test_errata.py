@@ -24,7 +24,7 @@ from snnk_peft.solvers.nystrom import nystrom_readout
 from tests.tiny_models import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
-TEST = re.compile(r"`tests/(test_\w+\.py)::(\w+)`")
+TEST = re.compile(r"`tests/((?:papers/)?test_\w+\.py)::(\w+)`")
 DRAWS = 200_000
 
 
