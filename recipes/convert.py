@@ -41,9 +41,8 @@ class Converting(Experiment[ConvertConfig]):
     settings, program, records = ConvertConfig, "convert.py", ("conversion.json",)
 
     def __init__(self, config: ConvertConfig):
+        from data import TASKS
         from lib.teacher import teacher_task
-
-        from snnk_peft.tasks import TASKS
 
         if config.task is None:
             self.task = teacher_task(config.model.name_or_path)

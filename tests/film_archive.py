@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from snnk_peft.tasks import film_reviews as films
+from data import film_reviews as films
 
 PYPROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
 # What pip runs to ask for metadata. It leaves a mark, so that a test sees whether it ran.

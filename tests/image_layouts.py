@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from data._cifar import CIFAR10
+from data.cifar100 import LAYOUT as CIFAR100
 from PIL import Image
-
-from snnk_peft.tasks._cifar import CIFAR10
-from snnk_peft.tasks.cifar100 import LAYOUT as CIFAR100
 
 WNIDS = ("n01440764", "n02012849", "n03126707")
 # The two cranes of ImageNet have one name.

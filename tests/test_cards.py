@@ -8,6 +8,7 @@ import re
 import pytest
 import transformers
 import yaml
+from data import TASKS
 from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
 
 from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
 from snnk_peft.model_card import PEFT_TITLE, write_model_card
-from snnk_peft.tasks import TASKS
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data import TASKS, covertype, higgs
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS, covertype, higgs
 
 for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")

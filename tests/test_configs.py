@@ -23,6 +23,7 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from data import TASKS
 from glue_files import sentences, write_task
 from imdb_files import write_reviews
 from recipe_world import RECIPES, recipe, write_world
@@ -35,8 +36,6 @@ from transformers import (
     ViTForImageClassification,
     ViTImageProcessorPil,
 )
-
-from snnk_peft.tasks import TASKS
 
 sys.path.append(str(RECIPES))
 

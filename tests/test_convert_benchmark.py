@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from data import TASKS
 from scipy.stats import pearsonr, spearmanr
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from snnk_peft.tasks import TASKS
 from tests.fresh_process import run_python
 from tests.glue_files import write_task
 from tests.recipe_world import write_world

@@ -27,6 +27,7 @@ from torch import nn
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+from data import TASKS
 from glue_files import write_task
 from recipe_world import write_world
 from transformers import (
@@ -41,7 +42,6 @@ from transformers import (
 
 import snnk_peft
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
 from tests.fresh_process import run_python, start_python
 from tests.hub_stand_in import HubStandIn
 

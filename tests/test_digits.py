@@ -23,6 +23,7 @@ sys.path.append(str(RECIPES))
 finetune = recipe("finetune")
 
 from accelerate.state import AcceleratorState  # noqa: E402
+from data import TASKS  # noqa: E402
 from lib.config import load_config  # noqa: E402
 from lib.models import build_model, parameter_counts  # noqa: E402
 from lib.settings import FinetuneConfig, MethodSection  # noqa: E402
@@ -33,7 +34,6 @@ from papers.pages import vision as vision_page  # noqa: E402
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil  # noqa: E402
 
 from snnk_peft.errors import ConfigError  # noqa: E402
-from snnk_peft.tasks import TASKS  # noqa: E402
 
 CONFIGS = RECIPES / "configs/digits"
 ADAPTING = ("adapter", "full", "linear_probe", "lora", "pooler")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import data
 import pytest
 from glue_files import sentences, write_task
 
@@ -24,7 +25,10 @@ from tests.fresh_process import run_python
 # Triton need not be installed.
 HIDDEN = None if importlib.util.find_spec("triton") else "device_kernels.triton_"
 MODULES = sorted(
-    m.name for m in pkgutil.walk_packages(snnk_peft.__path__, "snnk_peft.") if HIDDEN is None or HIDDEN not in m.name
+    module.name
+    for package in (snnk_peft, data)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if HIDDEN is None or HIDDEN not in module.name
 )
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -41,7 +45,7 @@ def test_modules_were_found():
 
 def test_doctests():
     attempted = 0
-    for name in MODULES:
+    for name in ("data", *MODULES):
         result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
         assert result.failed == 0, f"{name}: {result.failed} of {result.attempted} examples failed"
         attempted += result.attempted

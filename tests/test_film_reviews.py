@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from data import TASKS
+from data import film_reviews as films
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
-from snnk_peft.tasks import film_reviews as films
 from tests.film_archive import made_up_rows, source_distribution, tar, write_archive
 
 ROWS = (

@@ -23,8 +23,9 @@ from snnk_peft.yaml_files import parse_yaml
 GIGABYTE = 1 << 30
 LOAD = """
 import resource, sys
+sys.path.append(sys.argv[3])
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
+from data import TASKS
 import numpy, PIL.Image
 before = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (before + (2 << 30),) * 2)
@@ -37,10 +38,17 @@ except ConfigError as error:
 """
 
 
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
 def refusal(task: str, path: Path) -> str:
     """The message of a process of its own, which may take 2 GB more than the libraries and a minute."""
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, task, str(path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", LOAD, task, str(path), str(RECIPES)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 3, (done.returncode, done.stderr[-2000:])
     assert str(path) in done.stdout
@@ -143,9 +151,9 @@ def test_what_claims_too_much_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_bomb_of_a_picture_a_pipe_and_a_loop_of_links(tmp_path: Path) -> None:
+    from data import TASKS
     from PIL import Image
 
-    from snnk_peft.tasks import TASKS
     from snnk_peft.tasks._pictures import UnreadableImageError
 
     folder = tmp_path / "train/cat"

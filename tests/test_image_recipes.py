@@ -27,6 +27,8 @@ sys.path.append(str(RECIPES))
 finetune, evaluate = recipe("finetune"), recipe("score")
 
 from accelerate.state import AcceleratorState  # noqa: E402
+from data import TASKS  # noqa: E402
+from data._pictures import ArrayPictures  # noqa: E402
 from lib import training  # noqa: E402
 from lib.augmentation import Augmentation, crop_box  # noqa: E402
 from lib.checkpoint import list_checkpoints  # noqa: E402
@@ -39,8 +41,7 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTForImage
 from transformers import ViTImageProcessorPil as Processor  # noqa: E402
 
 from snnk_peft.errors import ConfigError  # noqa: E402
-from snnk_peft.tasks import TASKS, Images  # noqa: E402
-from snnk_peft.tasks._pictures import ArrayPictures  # noqa: E402
+from snnk_peft.tasks import Images  # noqa: E402
 
 CLASSES = ("airplane", "cat", "truck")
 SIZE = 8

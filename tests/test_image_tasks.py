@@ -20,13 +20,15 @@ import pytest
 
 pytest.importorskip("PIL", reason="pip install snnk-peft[recipes]")
 
+import data
 import image_layouts as layouts
+from data import TASKS
 from image_layouts import LAYOUTS, NAMES, PICTURES, WNIDS, Pixels, draw, png, write
 from PIL import Image
 
 import snnk_peft.tasks
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS, Images, ImageTask
+from snnk_peft.tasks import Images, ImageTask
 from snnk_peft.tasks._pictures import UnreadableImageError
 from snnk_peft.tasks.base_image_folder import ImageFolderTask
 
@@ -615,8 +617,8 @@ def test_without_the_hub_the_remedy_is_named(tmp_path: Path):
 
 def test_tasks_import_nothing_but_numpy_when_they_are_discovered():
     """transformers, which the package imports, has Pillow loaded where it is installed: so the files are read."""
-    known = sys.stdlib_module_names | {"numpy", "snnk_peft"}
-    files = set(Path(snnk_peft.tasks.__file__).parent.glob("*.py"))
+    known = sys.stdlib_module_names | {"numpy", "snnk_peft", "data"}
+    files = {file for package in (snnk_peft.tasks, data) for file in Path(package.__file__).parent.glob("*.py")}
     files -= {file for file in files if file.name == "_evaluate.py"}  # imported with `evaluate`, by who asks for it
     assert len(files) > 40
     for file in files:

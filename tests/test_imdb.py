@@ -6,10 +6,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from data import TASKS, imdb
 from imdb_files import write_reviews
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS, imdb
 
 datasets = pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
 

@@ -148,20 +148,28 @@ def test_no_file_imports_itself_by_way_of_others(root):
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"c"}}) == {"b", "c"}
 
 
-def papers_named(source: str) -> set[str]:
-    """What a file imports of recipes/papers, also inside functions and for types only."""
+def named(source: str, folders: set[str]) -> set[str]:
+    """What a file imports of some folders of the recipes, also inside functions and for types only."""
     nodes = list(ast.walk(ast.parse(source)))
     found = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     found |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return {name for name in found if "papers" in name.split(".")}
+    return {name for name in found if not folders.isdisjoint(name.split("."))}
 
 
-def test_the_library_of_the_recipes_knows_no_paper(root):
-    files = sorted((root / "recipes/lib").rglob("*.py"))
-    assert len(files) > 40
-    assert not [f"{file}: {names}" for file in files if (names := papers_named(file.read_text(encoding="utf-8")))]
+@pytest.mark.parametrize(
+    ("folder", "forbidden", "least"),
+    [
+        ("recipes/lib", {"papers"}, 40),
+        ("recipes/data", {"papers", "lib"}, 20),
+        (PACKAGE, {"papers", "lib", "data"}, 300),
+    ],
+)
+def test_the_shared_code_knows_no_paper_and_the_data_sets_no_recipe(root, folder, forbidden, least):
+    files = sorted((root / folder).rglob("*.py"))
+    assert len(files) > least
+    assert not [f"{file}: {names}" for file in files if (names := named(file.read_text(encoding="utf-8"), forbidden))]
     for text in ("from papers.lib.sweep import Run", "def f():\n    from papers import claims", "import papers.lib"):
-        assert papers_named(text)
+        assert named(text, forbidden)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +179,7 @@ def test_the_library_of_the_recipes_knows_no_paper(root):
         ("snnk_peft.projections.orf", "from snnk_peft.projections.gaussian import Gaussian"),
         ("snnk_peft.layers.slots", "def f():\n    from snnk_peft.config import SNNKConfig"),
         ("snnk_peft.functional.arccos", "import snnk_peft.projections.orf"),
-        ("snnk_peft.tasks.rte", "from snnk_peft import get_snnk_model"),
+        ("snnk_peft.tasks.table", "from snnk_peft import get_snnk_model"),
         ("snnk_peft.layers.adapter", "from snnk_peft.brandnew import x"),
     ],
 )

@@ -488,9 +488,8 @@ def test_an_adapter_folder_is_no_base_model(folders, adapter, monkeypatch):
         get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4)))
     pytest.importorskip("accelerate")
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    from data import TASKS
     from lib.models import load_pretrained
-
-    from snnk_peft.tasks import TASKS
 
     with pytest.raises(ConfigError, match=r"an adapter: a second one would be trained on top. Give its base model"):
         load_pretrained(str(adapter), TASKS["rte"])

@@ -24,6 +24,7 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 import datasets
+from data import TASKS
 from recipe_world import recipe, write_world
 from transformers import (
     AutoModelForSequenceClassification,
@@ -34,7 +35,6 @@ from transformers import (
 )
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
 from snnk_peft.tasks._entities import entity_f1
 from snnk_peft.tasks.metrics import macro_f1
 

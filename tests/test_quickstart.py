@@ -20,11 +20,11 @@ pytest.importorskip("rich", reason="pip install snnk-peft[demo]")
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
+from data import TASKS, film_reviews
 from lib.quickstart_data import film_corpus, load_corpus
 from lib.quickstart_report import Row
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS, film_reviews
 from snnk_peft.tasks import stdlib_docs as docs
 from snnk_peft.tasks._docstrings import is_prose, read_module, without, words
 from tests.film_archive import made_up_rows, source_distribution, write_archive
@@ -256,7 +256,7 @@ def test_quickstart(tmp_path: Path) -> None:
         program = (
             f"import runpy, sys; sys.argv[1:] = {['--out', str(out), option, *small]!r}\n"
             f"sys.path.insert(0, {str(RECIPE.parent)!r})\n"
-            f"from snnk_peft.tasks import film_reviews; film_reviews.SHA256 = {digest!r}\n{prelude}\n"
+            f"from data import film_reviews; film_reviews.SHA256 = {digest!r}\n{prelude}\n"
             f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')"
         )
         return run_python(["-c", program], cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")})

@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+from data import TASKS
 from glue_files import write_task
 from recipe_world import program_file, recipe, write_settings, write_world
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 sys.path.append(str(RECIPES))

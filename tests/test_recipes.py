@@ -26,12 +26,12 @@ from safetensors.torch import load_file
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+from data import TASKS
 from glue_files import write_task
 from recipe_world import recipe
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
 from snnk_peft.tasks.base_image import Images
 from tests.fresh_process import FreshProcess, run_python, start_python
 from tests.kill_runs import kill_runs

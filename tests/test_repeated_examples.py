@@ -18,13 +18,13 @@ from image_layouts import png
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
+from data import TASKS
 from lib import repeated as repeated_examples
 from lib.images import ImageExamples
 from lib.repeated import repeat_notes
 from transformers import ViTImageProcessorPil
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
 
 
 def test_rows_of_a_table(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ import pytest
 pd = pytest.importorskip("pandas", reason="pip install snnk-peft[recipes]")
 pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
 
+from data import TASKS
+
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
 
 
 def table(file: Path, **settings: Any) -> Any:

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data import TASKS, ColumnsTask, SequenceTask, TaskSpec, TsvLayout
 from glue_files import FOLDERS, HEADERS, write_task
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS, ColumnsTask, ImageTask, SequenceTask, TaskSpec, TextTask, TsvLayout, metrics
+from snnk_peft.tasks import ImageTask, TextTask, metrics
 from snnk_peft.tasks.metrics import METRICS, load_metric
 
 datasets = pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
@@ -154,8 +155,10 @@ class Hide:
         found = getattr(self.finder, "find_distributions", lambda context: [])(context)
         return [d for d in found if d.metadata["Name"] not in ("datasets", "evaluate", "scikit-learn", "scipy")]
 
+sys.path.append("recipes")
 sys.meta_path[:] = [Hide(finder) for finder in sys.meta_path]
-from snnk_peft.tasks import TASKS, metrics
+from data import TASKS
+from snnk_peft.tasks import metrics
 assert len(TASKS) >= 9
 for action in (
     lambda: TASKS["rte"].load(sys.argv[1]),

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
+from data import TASKS
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeModel
 from rich.console import Console
@@ -43,7 +44,6 @@ from snnk_peft.attention import RecurrentCache
 from snnk_peft.feature_map import advance
 from snnk_peft.functional.exponential_causal import TOKENS
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.tasks import TASKS
 
 HEADS, DIM, FEATURES = 12, 64, 64
 LENGTHS = (512, 1024, 2048, 4096, 8192)

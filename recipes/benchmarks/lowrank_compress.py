@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from _bench import ROOT, alternate, parser, ratio, show
+from data import TASKS
 from lib.files import read_json, replacing, write_json
 from lib.plots import pyplot
 from lib.run_folder import environment
@@ -46,7 +47,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from snnk_peft import LowRankPart, NarrowHeadsPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.low_rank import LowRank
-from snnk_peft.tasks import TASKS
 from snnk_peft.tasks._pictures import FilePictures, converted
 
 # Study -> its two options and their help.

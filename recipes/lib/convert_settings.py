@@ -132,7 +132,7 @@ class ConvertConfig:
 
     output: ConvertOutput
     model: TeacherSection
-    task: str | None = option(None, "a name of snnk_peft.tasks, whose labels only score; null needs data.texts alone")
+    task: str | None = option(None, "a data set (recipes/data), whose labels only score; null needs data.texts alone")
     data: ConvertData = field(default_factory=ConvertData)
     convert: ConversionSection = field(default_factory=ConversionSection)
     train: UptrainSection = field(default_factory=UptrainSection)
@@ -140,7 +140,7 @@ class ConvertConfig:
 
     def check(self) -> list[str]:
         """The task must exist and fit the data settings; without one, texts are all there is."""
-        from snnk_peft.tasks import TASKS
+        from data import TASKS
 
         faults = []
         if self.task is None:

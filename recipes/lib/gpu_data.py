@@ -33,9 +33,8 @@ def write_pictures(folder: Path, per_class: int) -> None:
         folder: is there.
         per_class: training pictures of each class; a quarter of that for the test.
     """
+    from data import TASKS
     from PIL import Image
-
-    from snnk_peft.tasks import TASKS
 
     classes = TASKS["cifar10"].label_names
     draw = np.random.default_rng(0)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snnk_peft.tasks import film_reviews, stdlib_docs
+from data import film_reviews
+
+from snnk_peft.tasks import stdlib_docs
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Corpus:
     """What the quickstart learns.
 
     Attributes:
-        task: name in `snnk_peft.tasks.TASKS`.
+        task: name in `data.TASKS`.
         title: what is asked about a sentence, for the picture and the model card.
         labels: names of the classes.
         unseen: what tells the test half from the training half.

@@ -291,7 +291,7 @@ class FinetuneConfig:
     """Everything recipes/finetune.py reads."""
 
     output: OutputSection
-    task: str = option(MISSING, "a name of snnk_peft.tasks")
+    task: str = option(MISSING, "a data set (recipes/data), or table or image_folder for your own")
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     augment: AugmentSection = field(default_factory=AugmentSection)
@@ -300,8 +300,9 @@ class FinetuneConfig:
 
     def check(self) -> list[str]:
         """The task must exist and fit the data settings; what is said of pictures is for pictures."""
+        from data import TASKS
+
         from lib.task_settings import task_faults
-        from snnk_peft.tasks import TASKS
 
         faults = task_faults(self.task, self.data)
         whole = getattr(self.method, "train_base", False)  # closed_form.py has a method of its own
@@ -323,7 +324,7 @@ class FinetuneConfig:
 class EvaluateConfig:
     """Everything recipes/score.py reads."""
 
-    task: str = option(MISSING, "a name of snnk_peft.tasks (a run folder knows its own)")
+    task: str = option(MISSING, "a data set (recipes/data); a run folder knows its own")
     data: DataSection = field(default_factory=DataSection)
     batch_size: int = option(64, "examples per forward pass", low=1)
     mixed_precision: str = option("no", "number format of the forward pass", choices=("no", "bf16", "fp16"))

@@ -22,8 +22,9 @@ RECIPE_OF = {
 
 def modality_fault(name: str, recipe: str) -> str | None:
     """An unknown task, or one that another recipe reads; None for one of this recipe."""
+    from data import TASKS
+
     from snnk_peft.registry import did_you_mean
-    from snnk_peft.tasks import TASKS
 
     known = [other for other in TASKS if RECIPE_OF[TASKS[other].modality] == recipe]
     if name in known:
@@ -39,7 +40,7 @@ def modality_fault(name: str, recipe: str) -> str | None:
 
 def is_sequence_run(settings: Mapping[str, Any]) -> bool:
     """Whether settings, as config.yaml of a run holds them, are of a task whose examples are long sequences."""
-    from snnk_peft.tasks import TASKS
+    from data import TASKS
 
     name = settings.get("task")
     return name in TASKS and TASKS[name].modality == "sequence"
@@ -47,7 +48,8 @@ def is_sequence_run(settings: Mapping[str, Any]) -> bool:
 
 def task_faults(name: str, data: DataSection) -> list[str]:
     """An unknown task, one of another recipe, and data settings that do not fit it."""
-    from snnk_peft.tasks import TASKS
+    from data import TASKS
+
     from snnk_peft.tasks.table import TableSettings
 
     if (fault := modality_fault(name, RECIPE_OF["text"])) is not None:
@@ -63,7 +65,7 @@ def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] 
         config: task and data.
         model: config.json of a model that was trained on the task.
     """
-    from snnk_peft.tasks import TASKS
+    from data import TASKS
 
     return TASKS[config.task].with_settings(asdict(config.data), model)
 

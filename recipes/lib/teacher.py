@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from data import TASKS
 from transformers import AutoConfig, PreTrainedModel
 
 from lib.modality import modality_of
 from lib.models import nowhere, resolve_model
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
 
 
 def teacher_task(name_or_path: str) -> Any:

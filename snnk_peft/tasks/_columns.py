@@ -10,9 +10,9 @@ from typing import Any
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import _cells as cell
 from snnk_peft.tasks._entities import is_iob
+from snnk_peft.tasks._lines import listed
 from snnk_peft.tasks._rows import Rows
 from snnk_peft.tasks._table_settings import CLASSES, NUMBERS, TOKENS, TableSettings
-from snnk_peft.tasks._tsv import listed
 
 _NOTHING = {"NA", "N/A", "NaN", "nan", "null", "NULL", "None", "<NA>", "#N/A"}
 _MANY = 20  # whole numbers with more values than this are perhaps no classes

@@ -14,9 +14,9 @@ import numpy as np
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._class_folders import class_names, first_folder, picture_names, read_classes, root_with
 from snnk_peft.tasks._hold_out import held_back
+from snnk_peft.tasks._lines import MAX_FAULTS, capped, decode, listed
 from snnk_peft.tasks._pictures import FilePictures
 from snnk_peft.tasks._shards import find_shards, read_shards
-from snnk_peft.tasks._tsv import MAX_FAULTS, capped, decode, listed
 from snnk_peft.tasks.base_image import Images, label_fault
 
 

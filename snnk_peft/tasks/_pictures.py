@@ -1,4 +1,4 @@
-"""Pictures of a split, wherever they are kept: in an array, as encoded bytes, or as files.
+"""Pictures of a split, wherever they are kept.
 
 A picture is decoded when it is asked for, in the process that asks (a loader's worker), so a split may be larger than
 memory. Pillow (the `recipes` extra) decodes.
@@ -13,8 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from snnk_peft.tasks._extras import require
 from snnk_peft.tasks._regular import read_bytes
@@ -92,64 +90,6 @@ class Pictures(ABC):
             found.update(len(content).to_bytes(8, "little"))
             found.update(content)
         return found.digest()
-
-
-class ArrayPictures(Pictures):
-    """Pictures of one size.
-
-    Args:
-        pixels: (n, height, width) grey or (n, height, width, 3) RGB, uint8.
-        source: the file they are from.
-    """
-
-    def __init__(self, pixels: np.ndarray, source: str):
-        self._pixels, self._source = pixels, source
-
-    def __len__(self) -> int:
-        return len(self._pixels)
-
-    def name(self, index: int) -> str:
-        """File and number."""
-        return f"{self._source}, image {index}"
-
-    def _opened(self, index: int) -> Image:
-        image: Image = require("PIL.Image").fromarray(self._pixels[index])
-        return image
-
-    def _content(self, index: int) -> bytes:
-        return self._pixels[index].tobytes()
-
-    def _identity(self, index: int) -> bytes:
-        return self._content(index)
-
-
-class EncodedPictures(Pictures):
-    """Encoded pictures in memory.
-
-    Args:
-        contents: PNG, JPEG or the like.
-        names: where each is from.
-    """
-
-    def __init__(self, contents: Sequence[bytes], names: Sequence[str]):
-        self._contents, self._names = contents, names
-
-    def __len__(self) -> int:
-        return len(self._contents)
-
-    def name(self, index: int) -> str:
-        """As given."""
-        return self._names[index]
-
-    def _opened(self, index: int) -> Image:
-        image: Image = require("PIL.Image").open(io.BytesIO(self._contents[index]))
-        return image
-
-    def _content(self, index: int) -> bytes:
-        return self._contents[index]
-
-    def _identity(self, index: int) -> bytes:
-        return self._contents[index]
 
 
 class FilePictures(Pictures):

@@ -19,9 +19,9 @@ import numpy as np
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._extras import require
+from snnk_peft.tasks._lines import MAX_FAULTS
 from snnk_peft.tasks._pictures import Pictures
 from snnk_peft.tasks._regular import check_regular
-from snnk_peft.tasks._tsv import MAX_FAULTS
 from snnk_peft.tasks._unpacking import DAMAGED, LARGEST, Bounded
 from snnk_peft.tasks.base_image import Images
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._hub_pictures import HubSource, class_names, fetch, pictures_of
+from snnk_peft.tasks._lines import listed
 from snnk_peft.tasks._pictures import Pictures
-from snnk_peft.tasks._tsv import listed
 from snnk_peft.tasks.base import Request, Task
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._hub_pictures import published_names
+from snnk_peft.tasks._lines import listed
 from snnk_peft.tasks._picture_folders import FolderLayout
-from snnk_peft.tasks._tsv import listed
 from snnk_peft.tasks.base import Request
 from snnk_peft.tasks.base_image import Images, ImageTask
 

@@ -20,21 +20,14 @@ Example:
 from __future__ import annotations
 
 import hashlib
-import platform
 import sysconfig
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS, TaskSpec, TsvLayout
 from snnk_peft.tasks._docstrings import ModuleDocs, is_prose, read_module, without, words
-from snnk_peft.tasks.base import Request
-
-if TYPE_CHECKING:
-    import datasets
 
 # Only modules that every distribution of CPython >= 3.10 ships and that no release up to 3.13 has dropped.
 AREA_MODULES: dict[str, str] = {
@@ -171,28 +164,3 @@ def _shuffled(sentences: list[Sentence]) -> list[Sentence]:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
-
-
-class StdlibDocs(TaskSpec):
-    """Without files, the sentences come from the running Python."""
-
-    @property
-    def source(self) -> str:
-        """The data set in words, for model cards."""
-        return f"sentences from the docstrings of the standard library of Python {platform.python_version()}"
-
-    def _fetched(self, request: Request) -> dict[str, datasets.Dataset]:
-        """From the running Python, never from the Hub."""
-        return self._made(request, *([(s.text, s.area) for s in half] for half in load_sentences()))
-
-
-STDLIB_DOCS = StdlibDocs(
-    name="stdlib_docs",
-    folder="stdlib_docs",
-    tsv=TsvLayout(text=("sentence",), label="area", labels=AREAS),
-    hub_columns=("sentence",),
-    label_names=AREAS,
-    metrics=("accuracy",),
-    hub_path=None,
-)
-TASKS.register(STDLIB_DOCS.name, STDLIB_DOCS)

@@ -260,7 +260,7 @@ def test_from_runs_to_the_page(
 def test_short_expressions_are_written_once_and_belong_to_listops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import snnk_peft.tasks.listops as listops
+    import data.listops as listops
 
     monkeypatch.setattr(listops, "SIZES", {"test": 3, "validation": 4, "train": 20})
     wanted, out = {name: task.data for name, task in load("fmm").tasks.items()}, tmp_path / "runs"

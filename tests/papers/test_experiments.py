@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-from snnk_peft.tasks.listops import write_listops
+from data.listops import write_listops
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.append(str(RECIPES))

@@ -25,10 +25,11 @@ from safetensors.torch import load_file
 for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+from data import TASKS, Sequences
+from data._listops_trees import WORDS, draw_expressions
+from data.listops import FILES, expressions, write_listops
+
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS, Sequences
-from snnk_peft.tasks._listops_trees import WORDS, draw_expressions
-from snnk_peft.tasks.listops import FILES, expressions, write_listops
 from tests.fresh_process import FreshProcess, start_python
 from tests.stored_runs import drop_run
 

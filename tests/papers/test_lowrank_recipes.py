@@ -33,6 +33,7 @@ from torch.nn import functional
 
 sys.path.append(str(RECIPES))
 
+from data import TASKS
 from lib import training
 from lib.checkpoint import list_checkpoints
 from lib.config import load_config
@@ -46,7 +47,6 @@ from papers.lib.study import load
 from papers.programs import convert_efficientnet_lite, train_lowrank
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 PART = {"targets": "layer*", "kind": "conv", "rank_scale": 0.1}

@@ -16,6 +16,7 @@ for package in ("matplotlib", "rich"):
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
+from data.listops import write_listops
 from papers import study
 from papers.claims import lecture, spectraformer
 from papers.lib import printed_pairs, short_listops
@@ -23,7 +24,6 @@ from papers.lib.study import load
 from papers.lib.verdicts import DIRECTION, FAILS, HOLDS, Measured, NotMeasuredError, Store
 from scipy.stats import spearmanr
 
-from snnk_peft.tasks.listops import write_listops
 from tests.stored_runs import drop_run, put_run
 
 FEW = {"train": 64, "validation": 16, "test": 16}
@@ -47,7 +47,7 @@ def test_from_expressions_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
         written.append(place)
         write_listops(place, FEW, **bounds)
 
-    monkeypatch.setattr("snnk_peft.tasks.listops.write_listops", few)
+    monkeypatch.setattr("data.listops.write_listops", few)
     runs, cards = tmp_path / "runs", tmp_path / "cards"
     settings = ["train.steps=2", "train.eval_every=2", "model.dim=8", "model.hidden_dim=8", "train.device=cpu"]
     given = ["--methods", "posrf_mm", "saderf_orf", "--seeds", "0", "--out", str(runs)]

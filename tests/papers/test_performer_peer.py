@@ -24,6 +24,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
+from data import TASKS
+from data.listops import write_listops
 from lib.config import load_config
 from papers.lib.lra_model import LongRangeClassifier, build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, PerformerSection
@@ -31,8 +33,6 @@ from papers.lib.study import load
 from papers.programs import train_lra
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
-from snnk_peft.tasks.listops import write_listops
 
 SIZES = LongRangeModel(dim=16, hidden_dim=16, heads=2, layers=2, dropout=0.0, attention_dropout=0.5)
 

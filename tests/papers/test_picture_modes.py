@@ -23,14 +23,15 @@ from test_image_tasks import hub_task, shard
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
+from data import TASKS
+from data._pictures import EncodedPictures
 from lib.images import ImageExamples
 from papers.lib.column_rows import columns_of
 from papers.lib.picture_rows import read_picture
 from transformers import ViTImageProcessorPil
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
-from snnk_peft.tasks._pictures import EncodedPictures, UnreadableImageError, converted
+from snnk_peft.tasks._pictures import UnreadableImageError, converted
 
 ORIENTATION = 0x0112
 MODES = {

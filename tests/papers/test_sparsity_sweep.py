@@ -21,6 +21,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
+from data import TASKS
 from lib.config import load_config
 from papers import study
 from papers.lib import sweep
@@ -30,7 +31,6 @@ from papers.pages import sparsity as sparsity_page
 from papers.programs import train_lra
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
 
 CONFIG = str(RECIPES / "papers/configs/lra/sparsity_50.yaml")
 SMALL = ["model.dim=8", "model.heads=2", "model.layers=1", "model.hidden_dim=8", "train.batch_size=6"]

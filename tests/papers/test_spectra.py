@@ -25,6 +25,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
+from data import TASKS
 from lib.checkpoint import list_checkpoints
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeModel
@@ -38,7 +39,6 @@ from transformers import BertConfig, BertForSequenceClassification
 from snnk_peft import SNNKConfig, build_feature_map, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.tasks import TASKS
 
 TINY = LongRangeModel(dim=12, hidden_dim=8, heads=3, layers=2, dropout=0.0, attention_dropout=0.0)
 

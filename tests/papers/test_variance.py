@@ -24,6 +24,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import finetune
 from accelerate.state import AcceleratorState
+from data import TASKS
+from data._sparse_sums import BOUND, draw_pairs
 from lib.draws import redrawn, resamplable
 from lib.run_folder import best_checkpoint
 from lib.variance import inconsistency, majority, relative_deviation, variance_figures, voting_gain
@@ -36,8 +38,6 @@ from recipe_world import recipe, write_settings, write_world
 from safetensors.torch import load_file
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
-from snnk_peft.tasks._sparse_sums import BOUND, draw_pairs
 
 TINY = LongRangeModel(dim=16, hidden_dim=16, heads=2, layers=1, dropout=0.0, attention_dropout=0.0)
 ORF = {"component": "posrf", "projection": "orf", "num_features": 16}

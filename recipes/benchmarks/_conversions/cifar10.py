@@ -14,12 +14,12 @@ import argparse
 from pathlib import Path
 
 import torch
+from data import TASKS
 from lib.images import ImageExamples
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from _conversions.comparison import compare_conversions, of_ffn
-from snnk_peft.tasks import TASKS
 
 CONVERSIONS = {
     "3 of 6 FFNs, 64 features": of_ffn(layers="top-3", num_features=64),

@@ -34,6 +34,7 @@ import torch
 from _bench import alternate, ratio, report, show
 from _peers import fisher_pruning, modegpt, uptraining
 from _peers.blocks import Batch, Cost, model_inputs
+from data import TASKS
 from lib.files import replacing
 from lib.plots import pyplot
 from torch import nn
@@ -41,7 +42,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import FFNPart, LowRankPart, NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model, plan
 from snnk_peft.parts.base import Part
-from snnk_peft.tasks import TASKS
 
 Convert = Callable[[nn.Module, Sequence[Batch], float], nn.Module]
 SHARES = (0.85, 0.7, 0.58, 0.46)

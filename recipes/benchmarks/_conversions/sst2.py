@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from data import TASKS
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from _conversions.comparison import Conversion, add_conversions, compare_conversions, of_ffn
 from snnk_peft import AttentionPart, FFNPart
-from snnk_peft.tasks import TASKS
 
 SHORTEST = 40  # characters of what is taken for a whole sentence
 WHOLE = "whole sentences"

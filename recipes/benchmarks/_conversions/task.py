@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from _bench import RESULTS
+from data import TASKS
 from lib.evaluation import Alone, evaluation_splits, predict
 from lib.modality import modality_of
 from lib.settings import DataSection
@@ -27,7 +28,6 @@ from torch import nn
 
 from _conversions.comparison import Conversion, add_conversions, compare_conversions
 from _conversions.sst2 import conversions, timed_inputs
-from snnk_peft.tasks import TASKS
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from data import Columns
 from lib.data import ExampleSet, check_not_empty, digest
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import Columns, Images
+from snnk_peft.tasks import Images
+from snnk_peft.tasks._lines import capped
 from snnk_peft.tasks._pictures import UnreadableImageError, converted
-from snnk_peft.tasks._tsv import capped
 
 
 class ColumnRows(ExampleSet):

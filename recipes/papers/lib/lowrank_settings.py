@@ -110,7 +110,7 @@ class LowRankConfig:
     """Everything recipes/papers/programs/train_lowrank.py reads."""
 
     output: RunOutput
-    task: str = option(MISSING, "a name of snnk_peft.tasks whose examples are pictures")
+    task: str = option(MISSING, "a data set (recipes/data) whose examples are pictures")
     model: LowRankModel = field(default_factory=LowRankModel)
     data: DataSection = field(default_factory=DataSection)
     augment: AugmentSection = field(default_factory=AugmentSection)
@@ -119,7 +119,7 @@ class LowRankConfig:
 
     def check(self) -> list[str]:
         """The task must exist, hold pictures, and fit the data settings."""
-        from snnk_peft.tasks import TASKS
+        from data import TASKS
 
         faults = task_faults(self.task, self.data)
         if not faults and TASKS[self.task].modality != "image":

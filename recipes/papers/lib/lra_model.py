@@ -13,13 +13,13 @@ import math
 from typing import Any
 
 import torch
+from data import SequenceTask
 from torch import nn
 from transformers import BertConfig, BertModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from papers.lib.lra_settings import PERFORMER, AttentionMethod, LongRangeModel
 from snnk_peft import get_snnk_model
-from snnk_peft.tasks import SequenceTask
 
 
 class LongRangeClassifier(nn.Module):

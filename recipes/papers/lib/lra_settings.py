@@ -16,8 +16,9 @@ from lib.settings import EvaluateConfig, RunOutput, StepSettings
 from lib.task_settings import RECIPE_OF, modality_fault
 
 if TYPE_CHECKING:
+    from data import SequenceTask
+
     from snnk_peft import SNNKConfig
-    from snnk_peft.tasks import SequenceTask
 
 SOFTMAX, PERFORMER = "softmax", "performer_pytorch"
 SCHEDULES = ("constant", "linear", "cosine", "rsqrt")
@@ -151,7 +152,7 @@ class LongRangeConfig:
     """Everything recipes/papers/programs/train_lra.py reads."""
 
     output: RunOutput
-    task: str = option(MISSING, "a name of snnk_peft.tasks: listops or lra_...")
+    task: str = option(MISSING, "a data set (recipes/data): listops or lra_...")
     data: LongRangeData = field(default_factory=LongRangeData)
     model: LongRangeModel = field(default_factory=LongRangeModel)
     method: AttentionMethod = field(default_factory=AttentionMethod)
@@ -171,7 +172,7 @@ class LongRangeConfig:
 
     def read_task(self) -> tuple[SequenceTask, int]:
         """The task, and how many tokens of a document are read."""
-        from snnk_peft.tasks import TASKS
+        from data import TASKS
 
         task = TASKS[self.task].of_length(self.data.max_length)
         return task, self.data.max_length or task.max_length

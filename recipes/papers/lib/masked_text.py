@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from data import TASKS
 from lib.data import ExampleSet, check_not_empty, digest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks import TASKS
 from snnk_peft.tasks.base_text import IGNORED
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -79,7 +79,7 @@ def render(table: Table) -> str:
 
 def caveats(reports: list[dict[str, Any]]) -> list[str]:
     """How far the runs are from the published task and from each other, as computed from their settings."""
-    from snnk_peft.tasks import TASKS
+    from data import TASKS
 
     shared, differing = [], []
     for name, describe in CAVEATS.items():

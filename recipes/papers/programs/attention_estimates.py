@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from data import TASKS
 from lib.guard import guarded
 from lib.models import load_tokenizer, resolve_model
 from lib.run_folder import environment
@@ -50,7 +51,6 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention.recording import Recorder
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = Path(__file__).resolve().parent / "results" / "attention_estimates"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LowRankTraining(Experiment[LowRankConfig]):
-    """A convolutional network or a ViT on an `ImageTask` of `snnk_peft.tasks`."""
+    """A convolutional network or a ViT on an `ImageTask` of `data.TASKS`."""
 
     settings, program = LowRankConfig, "papers/programs/train_lowrank.py"
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LongRange(Experiment[LongRangeConfig]):
-    """A small encoder from scratch on a `SequenceTask` of `snnk_peft.tasks`."""
+    """A small encoder from scratch on a `SequenceTask` of `data.TASKS`."""
 
     settings, program = LongRangeConfig, "papers/programs/train_lra.py"
 

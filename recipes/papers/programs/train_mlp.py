@@ -89,7 +89,7 @@ class MlpConfig:
     """Everything this recipe reads."""
 
     output: RunOutput
-    task: str = option(MISSING, "a name of snnk_peft.tasks whose examples are rows of numbers, or small pictures")
+    task: str = option(MISSING, "a data set (recipes/data) whose examples are rows of numbers, or small pictures")
     data: MlpData = field(default_factory=MlpData)
     model: MlpModel = field(default_factory=MlpModel)
     method: MlpMethod = field(default_factory=MlpMethod)
@@ -97,8 +97,9 @@ class MlpConfig:
 
     def check(self) -> list[str]:
         """A task that there is, of numbers or pictures."""
+        from data import TASKS
+
         from snnk_peft.registry import did_you_mean
-        from snnk_peft.tasks import TASKS
 
         known = [name for name in TASKS if TASKS[name].modality in ("columns", "image")]
         return [] if self.task in known else [f"task: {did_you_mean('task', self.task, known)}"]
@@ -110,7 +111,7 @@ class TrainMlp(Experiment[MlpConfig]):
     settings, program = MlpConfig, "papers/programs/train_mlp.py"
 
     def __init__(self, config: MlpConfig):
-        from snnk_peft.tasks import TASKS
+        from data import TASKS
 
         super().__init__(config)
         self.task = TASKS[config.task]

@@ -32,12 +32,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-args", type=int, default=10, help="most arguments of an operator (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the generator (0)")
     given = parser.parse_args(argv)
+    from data.listops import write_listops
     from lib.files import check_writable, write_folder
     from lib.guard import guarded
     from lib.lock import alone
 
     from snnk_peft.errors import ConfigError
-    from snnk_peft.tasks.listops import write_listops
 
     def work() -> None:
         check_writable(given.output)

@@ -1,0 +1,122 @@
+"""The layouts in which CIFAR-10 and CIFAR-100 come: python batches, binary batches, class folders."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data._class_folders import archived, of_archive, read_class_folders
+from data._folders import read_files
+from data._pickled_batches import read_pickled_batch
+from data._pictures import ArrayPictures
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._lines import MAX_FAULTS, listed
+from snnk_peft.tasks.base_image import Images, label_fault
+
+SIDE = 32
+PIXELS = SIDE * SIDE
+PARTS = {"train": ("train",), "test": ("test",)}
+_HOME = "fetch it again from https://www.cs.toronto.edu/~kriz/cifar.html"
+
+
+@dataclass(frozen=True)
+class CifarLayout:
+    """What the official files of one of the two are called and hold.
+
+    Args:
+        classes: names in the order of the ids.
+        files: split -> pattern of the names of its batches; binary ones end in .bin.
+        labels: key of the class ids in python batches.
+        label_bytes: class bytes of a record in binary batches, of which the last counts.
+        example: what is looked for, in words.
+    """
+
+    classes: tuple[str, ...]
+    files: tuple[tuple[str, str], ...]
+    labels: str
+    label_bytes: int
+    example: str
+
+    def read(self, path: Path, wanted: Sequence[str]) -> dict[str, Images]:
+        """The wanted splits of a folder or an archive.
+
+        Raises:
+            ConfigError: no batches and no class folders, or files that are damaged.
+        """
+        if (of_folders := read_class_folders(path, self.classes, PARTS, wanted)) is not None:
+            return of_folders
+        names = [f"(?P<{split}>{name})" for split, name in self.files if split in wanted]
+        pattern = rf"(?:(?:{'|'.join(names)})(?P<binary>\.bin)?|{archived(PARTS, wanted)})"
+        files = read_files(path, pattern, f"{self.example} or {{train,test}}/CLASS/*.{{png,jpg}} ({', '.join(wanted)})")
+        if all(match["kind"] for match, _ in files):
+            return of_archive(path, files, self.classes, PARTS, wanted)
+        faults = _doubled(path, files)
+        found = {}
+        for split in wanted:
+            pixels, labels = [np.zeros((0, 3, SIDE, SIDE), np.uint8)], [np.zeros(0, np.int64)]
+            for match, content in files:
+                if match[split] is None:
+                    continue
+                where = f"{path}: {match[0]}"
+                try:
+                    batch, ids = self._binary(content) if match["binary"] else self._pickled(content)
+                except ValueError as error:
+                    faults.append(f"{where}: {error}; {_HOME}")
+                    continue
+                if (fault := label_fault(ids, len(self.classes), where)) is not None:
+                    faults.append(fault)
+                pixels.append(batch)
+                labels.append(ids)
+            stacked = np.concatenate(pixels).transpose(0, 2, 3, 1)
+            found[split] = Images(ArrayPictures(stacked, f"{path} ({split})"), np.concatenate(labels))
+        if faults:
+            raise ConfigError(faults[:MAX_FAULTS])
+        return found
+
+    def _binary(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        """(n, 3, 32, 32) uint8 and (n,) class ids."""
+        size = self.label_bytes + 3 * PIXELS
+        if not content or len(content) % size:
+            raise ValueError(f"{len(content)} bytes; expected a multiple of {size}: the file was cut or is another one")
+        records = np.frombuffer(content, np.uint8).reshape(-1, size)
+        return records[:, self.label_bytes :].reshape(-1, 3, SIDE, SIDE), records[:, self.label_bytes - 1]
+
+    def _pickled(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        batch = read_pickled_batch(content)
+        if missing := [key for key in ("data", self.labels) if key not in batch]:
+            raise ValueError(f"no {' and no '.join(missing)}; found {listed(str(key)[:40] for key in batch)}")
+        pixels, labels = batch["data"], batch[self.labels]
+        if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != 3 * PIXELS:
+            raise ValueError(
+                f"data is {getattr(pixels, 'shape', type(pixels).__name__)}; expected an array (n, {3 * PIXELS})"
+            )
+        if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+            raise ValueError(f"{self.labels} is no list of class ids")
+        if len(labels) != len(pixels):
+            raise ValueError(f"{len(pixels)} pictures and {len(labels)} {self.labels}; expected one label each")
+        return pixels.reshape(-1, 3, SIDE, SIDE), np.array(labels, dtype=np.int64)
+
+
+def _doubled(path: Path, files: list[tuple[re.Match[str], bytes]]) -> list[str]:
+    """Batches that are there twice, for example as python and as binary ones."""
+    counts = Counter(match[0].rsplit("/", 1)[-1].removesuffix(".bin") for match, _ in files)
+    return [
+        f"{path} holds {count} files of the batch {name}; expected one: give the folder that holds only one layout"
+        for name, count in counts.items()
+        if count > 1
+    ]
+
+
+# Also what task lra_image reads.
+CIFAR10 = CifarLayout(
+    classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    files=(("train", "data_batch_[1-5]"), ("test", "test_batch")),
+    labels="labels",
+    label_bytes=1,
+    example="data_batch_N, data_batch_N.bin",
+)

@@ -1,0 +1,50 @@
+"""Handwritten digits of 8 x 8 pixels: 1,797 grey pictures that come with scikit-learn (UCI, Alpaydin and Kaynak 1998).
+
+No file and no network is needed. scikit-learn has them without a split: of each class, every third picture in its order
+is for the test, 596 in all, always the same ones. It does not say who wrote a picture, so the same hands are in both
+splits, and scores are those of known writers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data import TASKS
+from data._pictures import ArrayPictures
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks._extras import require
+from snnk_peft.tasks.base_image import Images, ImageTask
+
+TEST_EVERY = 3
+# Pixels count the dark ones among 4 x 4 of the scanned picture.
+BRIGHTEST = 16
+
+
+def read_digits(path: Path | None, wanted: Sequence[str]) -> dict[str, Images]:
+    """The wanted splits; ConfigError for a folder, which would not be read."""
+    if path is not None:
+        raise ConfigError(f"data.dir is {path}, but the digits come with scikit-learn: leave it out")
+    found = require("sklearn.datasets").load_digits()
+    pixels = np.rint(found.images * (255 / BRIGHTEST)).astype(np.uint8)
+    labels = np.asarray(found.target)
+    place = np.empty_like(labels)  # among the pictures of its class
+    for label in np.unique(labels):
+        place[labels == label] = np.arange((labels == label).sum())
+    test = place % TEST_EVERY == TEST_EVERY - 1
+    splits = {"train": ~test, "test": test}
+    pictures = ArrayPictures(pixels, "scikit-learn's digits")
+    return {split: Images(pictures, labels[splits[split]], np.flatnonzero(splits[split])) for split in wanted}
+
+
+DIGITS = ImageTask(
+    name="digits",
+    read=read_digits,
+    label_names=tuple("0123456789"),
+    folder="no folder: the digits come with scikit-learn, leave data.dir out",
+    source="the handwritten digits of scikit-learn (Alpaydin and Kaynak 1998)",
+    generated=True,
+)
+TASKS.register(DIGITS.name, DIGITS)
