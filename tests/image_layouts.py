@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data._cifar import CIFAR10
-from data.cifar100 import LAYOUT as CIFAR100
+from data.cifar import CIFAR10, CIFAR100
 from PIL import Image
 
 WNIDS = ("n01440764", "n02012849", "n03126707")

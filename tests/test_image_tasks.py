@@ -620,7 +620,7 @@ def test_tasks_import_nothing_but_numpy_when_they_are_discovered():
     known = sys.stdlib_module_names | {"numpy", "snnk_peft", "data"}
     files = {file for package in (snnk_peft.tasks, data) for file in Path(package.__file__).parent.glob("*.py")}
     files -= {file for file in files if file.name == "_evaluate.py"}  # imported with `evaluate`, by who asks for it
-    assert len(files) > 40
+    assert len(files) > 30
     for file in files:
         for node in ast.parse(file.read_text()).body:
             modules = [node.module] if isinstance(node, ast.ImportFrom) else []

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from data import TASKS, Sequences, SequenceTask
-from data._cifar import CIFAR10, PIXELS, SIDE
 from data.base_sequence import byte_tokens, with_validation
+from data.cifar import CIFAR10, PIXELS, SIDE
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
 from snnk_peft.tasks._lines import capped

@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 import finetune
 from accelerate.state import AcceleratorState
 from data import TASKS
-from data._sparse_sums import BOUND, draw_pairs
+from data.sparse_sums import BOUND, draw_pairs
 from lib.draws import redrawn, resamplable
 from lib.run_folder import best_checkpoint
 from lib.variance import inconsistency, majority, relative_deviation, variance_figures, voting_gain

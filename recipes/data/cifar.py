@@ -1,4 +1,8 @@
-"""The layouts in which CIFAR-10 and CIFAR-100 come: python batches, binary batches, class folders."""
+"""CIFAR-10 and CIFAR-100: 50,000 + 10,000 pictures of 32 x 32 pixels in ten or a hundred classes (Krizhevsky 2009).
+
+Read from the archives of python or binary batches as distributed, or unpacked, or from class folders; python batches
+are read without unpickling them. The twenty coarse classes of CIFAR-100 are not used.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
+from data import TASKS
 from data._class_folders import archived, of_archive, read_class_folders
 from data._folders import read_files
 from data._pickled_batches import read_pickled_batch
 from data._pictures import ArrayPictures
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._lines import MAX_FAULTS, listed
-from snnk_peft.tasks.base_image import Images, label_fault
+from snnk_peft.tasks.base_image import HubSource, Images, ImageTask, label_fault
 
 SIDE = 32
 PIXELS = SIDE * SIDE
@@ -112,7 +117,6 @@ def _doubled(path: Path, files: list[tuple[re.Match[str], bytes]]) -> list[str]:
     ]
 
 
-# Also what task lra_image reads.
 CIFAR10 = CifarLayout(
     classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     files=(("train", "data_batch_[1-5]"), ("test", "test_batch")),
@@ -120,3 +124,40 @@ CIFAR10 = CifarLayout(
     label_bytes=1,
     example="data_batch_N, data_batch_N.bin",
 )
+_CLASSES_100 = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
+flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
+motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate
+poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
+squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
+wardrobe whale willow_tree wolf woman worm
+"""
+CIFAR100 = CifarLayout(
+    classes=tuple(_CLASSES_100.split()),
+    files=(("train", "train"), ("test", "test")),
+    labels="fine_labels",
+    label_bytes=2,
+    example="train and test, train.bin and test.bin",
+)
+
+for _task in (
+    ImageTask(
+        name="cifar10",
+        read=CIFAR10.read,
+        label_names=CIFAR10.classes,
+        folder="cifar-10-batches-py, cifar-10-batches-bin, or {train,test}/CLASS/*.{png,jpg}",
+        source="CIFAR-10 (Krizhevsky 2009)",
+        hub=HubSource("uoft-cs/cifar10", image="img"),
+    ),
+    ImageTask(
+        name="cifar100",
+        read=CIFAR100.read,
+        label_names=CIFAR100.classes,
+        folder="cifar-100-python, cifar-100-binary, or {train,test}/CLASS/*.{png,jpg}",
+        source="CIFAR-100 (Krizhevsky 2009)",
+        # The Hub's copy misspells one class.
+        hub=HubSource("uoft-cs/cifar100", image="img", label="fine_label", renamed=(("cra", "crab"),)),
+    ),
+):
+    TASKS.register(_task.name, _task)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.base_sequence import Sequences, SequenceTask
+from data import TASKS, Sequences, SequenceTask
 from snnk_peft.errors import ConfigError
 
 BOUND, LENGTH = 4, 200
@@ -120,3 +120,7 @@ def _split(probability: float, length: int, number: int, limit: int | None, spli
     rng = np.random.default_rng([number, round(100 * probability)])
     tokens, labels = balanced(rng, size, probability, length)
     return Sequences((list(tokens),), labels)
+
+
+for _percent in (10, 50, 90):  # of the pairs are relevant
+    TASKS.register(f"sparsity_{_percent}", sparse_sums(_percent))
