@@ -17,11 +17,12 @@ import numpy as np
 from data import TASKS
 from data._class_folders import archived, of_archive, read_class_folders
 from data._folders import read_files
+from data._hub_pictures import HubImageTask, HubSource
 from data._pickled_batches import read_pickled_batch
 from data._pictures import ArrayPictures
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._lines import MAX_FAULTS, listed
-from snnk_peft.tasks.base_image import HubSource, Images, ImageTask, label_fault
+from snnk_peft.tasks.base_image import Images, label_fault
 
 SIDE = 32
 PIXELS = SIDE * SIDE
@@ -142,7 +143,7 @@ CIFAR100 = CifarLayout(
 )
 
 for _task in (
-    ImageTask(
+    HubImageTask(
         name="cifar10",
         read=CIFAR10.read,
         label_names=CIFAR10.classes,
@@ -150,7 +151,7 @@ for _task in (
         source="CIFAR-10 (Krizhevsky 2009)",
         hub=HubSource("uoft-cs/cifar10", image="img"),
     ),
-    ImageTask(
+    HubImageTask(
         name="cifar100",
         read=CIFAR100.read,
         label_names=CIFAR100.classes,

@@ -13,10 +13,39 @@ not read: they have no random access, so a run could neither shuffle all picture
 there is no room for two copies, fetch tar shards into a folder and give that: they are read in place.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 from data import TASKS
+from data._hub_pictures import HubSource, fetched, published_names
+from snnk_peft.tasks import Images
 from snnk_peft.tasks._picture_folders import FolderLayout
-from snnk_peft.tasks.base_image import HubSource
 from snnk_peft.tasks.base_image_folder import ImageFolderTask, unsettled
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageNet(ImageFolderTask):
+    """Without a folder, classes and pictures are the Hub's.
+
+    Args:
+        hub: where they are on the Hub.
+    """
+
+    hub: HubSource
+
+    @property
+    def hub_path(self) -> str:
+        """Data set on the Hub."""
+        return self.hub.path
+
+    def _without_folder(self, labels: Sequence[str]) -> ImageNet:
+        return replace(self, label_names=tuple(labels) or published_names(self.hub, self.folder))
+
+    def _fetched(self, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
+        return fetched(self, self.hub, wanted, cache_dir)
+
 
 LAYOUT = FolderLayout(
     inner="ILSVRC/Data/CLS-LOC",
@@ -26,7 +55,7 @@ LAYOUT = FolderLayout(
     labels_file="LOC_val_solution.csv",
     shard_classes=1000,
 )
-IMAGENET1K = ImageFolderTask(
+IMAGENET1K = ImageNet(
     name="imagenet1k",
     read=unsettled,
     label_names=(),

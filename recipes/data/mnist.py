@@ -16,11 +16,12 @@ import numpy as np
 
 from data import TASKS
 from data._folders import read_files
+from data._hub_pictures import HubImageTask, HubSource
 from data._pictures import ArrayPictures
 from data._unpacking import gunzipped
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._lines import MAX_FAULTS
-from snnk_peft.tasks.base_image import HubSource, Images, ImageTask, label_fault
+from snnk_peft.tasks.base_image import Images, label_fault
 
 CLASSES = tuple("0123456789")
 PREFIX = {"train": "train", "test": "t10k"}
@@ -72,7 +73,7 @@ def read_mnist(path: Path, wanted: Sequence[str]) -> dict[str, Images]:
     return found
 
 
-MNIST = ImageTask(
+MNIST = HubImageTask(
     name="mnist",
     read=read_mnist,
     label_names=CLASSES,

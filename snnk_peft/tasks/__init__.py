@@ -9,14 +9,13 @@ computed.
 
 from snnk_peft.registry import Registry
 from snnk_peft.tasks.base import Split, Task
-from snnk_peft.tasks.base_image import HubSource, Images, ImageTask
+from snnk_peft.tasks.base_image import Images, ImageTask
 from snnk_peft.tasks.base_text import TextTask
 
 TASKS: Registry[Task] = Registry("task", __name__)
 
 __all__ = [
     "TASKS",
-    "HubSource",
     "ImageTask",
     "Images",
     "Split",

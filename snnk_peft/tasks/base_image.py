@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._hub_pictures import HubSource, class_names, fetch, pictures_of
-from snnk_peft.tasks._lines import listed
 from snnk_peft.tasks._pictures import Pictures
 from snnk_peft.tasks.base import Request, Task
 
@@ -78,7 +76,6 @@ class ImageTask(Task):
         label_names: class names in the order of the integer ids.
         folder: the official files, for messages.
         source: the data set in words, for model cards.
-        hub: where it is on the Hub, or None if it is not there.
         generated: whether `read` has pictures when no folder is given.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
@@ -91,7 +88,6 @@ class ImageTask(Task):
     label_names: tuple[str, ...]
     folder: str
     source: str
-    hub: HubSource | None = None
     generated: bool = False
     metrics: tuple[str, ...] = ("accuracy",)
     primary: tuple[str, ...] | None = None
@@ -100,7 +96,7 @@ class ImageTask(Task):
     @property
     def hub_path(self) -> str | None:
         """Data set on the Hub, or None if it is not there."""
-        return None if self.hub is None else self.hub.path
+        return None
 
     def _read(self, request: Request) -> dict[str, Images]:
         path, wanted = request.path, list(request.splits or self.splits)
@@ -116,27 +112,8 @@ class ImageTask(Task):
         return found
 
     def _fetched(self, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
-        """From the Hub, or its local cache; pictures stay encoded."""
-        if self.hub is None:
-            raise ConfigError(f"task {self.name!r} needs data.dir (data_dir=...): {self.folder}")
-        raw = fetch(self.hub, cache_dir, self.folder)
-        found, faults = {}, []
-        for split in wanted:
-            where = f"{self.hub.path}, split {split!r}"
-            try:
-                names = class_names(raw, self.hub, split)
-                pictures, labels = pictures_of(raw[split], self.hub, where)
-            except ConfigError as error:
-                faults += error.faults
-                continue
-            if names != self.label_names:
-                faults.append(f"{where}: classes are {listed(names)}; expected {listed(self.label_names)}")
-            if (fault := label_fault(labels, self.num_labels, where)) is not None:
-                faults.append(fault)
-            found[split] = Images(pictures, labels)
-        if faults:
-            raise ConfigError(faults)
-        return found
+        """The splits of a task that was given no folder; one that knows a place to fetch them from replaces this."""
+        raise ConfigError(f"task {self.name!r} needs data.dir (data_dir=...): {self.folder}")
 
 
 def label_fault(labels: Any, count: int, source: str) -> str | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._hub_pictures import published_names
 from snnk_peft.tasks._lines import listed
 from snnk_peft.tasks._picture_folders import FolderLayout
 from snnk_peft.tasks.base import Request
@@ -67,7 +66,7 @@ class ImageFolderTask(ImageTask):
         names = (model or {}).get("id2label") or {}
         labels = [str(name) for name in settings.get("labels") or [names[key] for key in sorted(names, key=int)]]
         if settings.get("dir") is None:
-            return self._of_hub(labels)
+            return self._without_folder(labels)
         path = Path(settings["dir"]).expanduser()
         if not path.is_dir():
             what = "is a file; unpack it, if it is an archive" if path.exists() else "does not exist"
@@ -90,10 +89,9 @@ class ImageFolderTask(ImageTask):
         source = self.source or f"the pictures in the folder {path.resolve().name}"
         return replace(self, label_names=titles, read=read, directory=path, source=source, notes=tuple(notes))
 
-    def _of_hub(self, labels: Sequence[str]) -> ImageFolderTask:
-        if self.hub is None:
-            raise ConfigError(f"data.dir is missing: a folder that holds {self.layout.expected}")
-        return replace(self, label_names=tuple(labels) or published_names(self.hub, self.folder))
+    def _without_folder(self, labels: Sequence[str]) -> ImageFolderTask:
+        """The task where no folder is given; one that knows a place to fetch the pictures from replaces this."""
+        raise ConfigError(f"data.dir is missing: a folder that holds {self.layout.expected}")
 
     @property
     def inferred(self) -> dict[str, Any]:

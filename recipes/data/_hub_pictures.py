@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,12 @@ import numpy as np
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
+from snnk_peft.tasks import Images, ImageTask
 from snnk_peft.tasks._extras import require
+from snnk_peft.tasks._lines import listed
 from snnk_peft.tasks._pictures import LARGEST, Pictures
 from snnk_peft.tasks._regular import read_bytes
+from snnk_peft.tasks.base_image import label_fault
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -139,3 +143,48 @@ def pictures_of(dataset: Any, hub: HubSource, where: str) -> tuple[HubPictures, 
     if labels.null_count:
         raise ConfigError(f"{where}: {labels.null_count} rows have no {hub.label}; expected one each")
     return HubPictures(dataset, hub.image, where), np.array(labels.to_pylist(), dtype=np.int64)
+
+
+def fetched(task: ImageTask, hub: HubSource, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
+    """The wanted splits from the Hub, or its local cache; pictures stay encoded.
+
+    Raises:
+        ConfigError: as `fetch`, and splits, columns or classes that are not the task's, all of them at once.
+    """
+    raw = fetch(hub, cache_dir, task.folder)
+    found, faults = {}, []
+    for split in wanted:
+        where = f"{hub.path}, split {split!r}"
+        try:
+            names = class_names(raw, hub, split)
+            pictures, labels = pictures_of(raw[split], hub, where)
+        except ConfigError as error:
+            faults += error.faults
+            continue
+        if names != task.label_names:
+            faults.append(f"{where}: classes are {listed(names)}; expected {listed(task.label_names)}")
+        if (fault := label_fault(labels, task.num_labels, where)) is not None:
+            faults.append(fault)
+        found[split] = Images(pictures, labels)
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubImageTask(ImageTask):
+    """Pictures that are fetched where no folder is given.
+
+    Args:
+        hub: where they are on the Hub.
+    """
+
+    hub: HubSource
+
+    @property
+    def hub_path(self) -> str:
+        """Data set on the Hub."""
+        return self.hub.path
+
+    def _fetched(self, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
+        return fetched(self, self.hub, wanted, cache_dir)
