@@ -15,14 +15,101 @@ there is no room for two copies, fetch tar shards into a folder and give that: t
 
 from __future__ import annotations
 
+import csv
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
 
 from data import TASKS
 from data._hub_pictures import HubSource, fetched, published_names
+from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
+from snnk_peft.tasks._class_folders import class_names, first_folder, picture_names, read_classes
+from snnk_peft.tasks._lines import capped, decode, listed
 from snnk_peft.tasks._picture_folders import FolderLayout
+from snnk_peft.tasks._pictures import FilePictures
 from snnk_peft.tasks.base_image_folder import ImageFolderTask, unsettled
+
+KAGGLE = "ILSVRC/Data/CLS-LOC"
+NAMES_FILE = "LOC_synset_mapping.txt"
+"""Lines "WNID name in words", used if it is there."""
+LABELS_FILE = "LOC_val_solution.csv"
+"""Lines "PICTURE,WNID ...", for a flat folder of validation pictures."""
+SHARD_CLASSES = 1000
+
+
+@dataclass(frozen=True)
+class ImageNetLayout(FolderLayout):
+    """Class folders named by WNIDs, also where Kaggle's archive has them, or validation pictures in one flat folder."""
+
+    def names(self, path: Path) -> dict[str, str]:
+        """WNID -> name in words, from `NAMES_FILE`; names that several classes share get the WNID added."""
+        file = self._beside(path, NAMES_FILE)
+        if file is None:
+            return {}
+        lines, faults = decode(file)
+        pairs = [line.split(maxsplit=1) for line in lines if line.strip()]
+        faults += [f"{file}: {pair[0]!r} has no name; expected FOLDER and a name" for pair in pairs if len(pair) < 2]
+        if faults:
+            raise ConfigError(capped(faults, file))
+        counts = Counter(name for _, name in pairs)
+        return {folder: name if counts[name] == 1 else f"{name} ({folder})" for folder, name in sorted(pairs)}
+
+    def _shard_classes(self, path: Path, shards: Sequence[str]) -> tuple[str, ...]:
+        return tuple(self.names(path)) or tuple(map(str, range(SHARD_CLASSES)))
+
+    def _class_fault(self, folder: Path) -> str | None:
+        if re.fullmatch(r"n\d{8}", folder.name) is not None:
+            return None
+        return f"{folder}: {folder.name!r} is no class; expected a WNID, n and eight digits"
+
+    def _root(self, path: Path) -> Path | None:
+        if first_folder(path / KAGGLE, (*self.train, *self.evaluation)) is not None:
+            return path / KAGGLE
+        return super()._root(path)
+
+    def _beside(self, path: Path, name: str) -> Path | None:
+        """A file in the given folder, or beside the folders of the splits."""
+        places = [path, self._root(path) or path]
+        return next((place / name for place in places if (place / name).is_file()), None)
+
+    def _pictures(self, path: Path, folder: Path, split: str, classes: Sequence[str]) -> Images:
+        if split == "train" or class_names(folder) or not picture_names(folder):
+            return read_classes(folder, classes)
+        if (file := self._beside(path, LABELS_FILE)) is None:
+            raise ConfigError(
+                f"{folder} holds pictures without class folders, and there is no {LABELS_FILE} in {path}, which "
+                "says their classes; add it, or move the pictures into CLASS/ folders. The numbers of "
+                "ILSVRC2012_validation_ground_truth.txt are not read: they count the classes in another order"
+            )
+        return _read_flat(folder, file, classes)
+
+
+def _read_flat(folder: Path, file: Path, classes: Sequence[str]) -> Images:
+    """Pictures of one folder, with the classes that lines "PICTURE,CLASS x y x y ..." give them (behind a header)."""
+    lines, faults = decode(file)
+    ids = {name: number for number, name in enumerate(classes)}
+    pictures = {name.rpartition(".")[0]: name for name in picture_names(folder)}
+    rows: dict[str, int] = {}
+    for number, cells in enumerate(csv.reader(lines), start=1):
+        if number == 1 or not cells:
+            continue
+        kind = cells[1].split(" ")[0] if len(cells) > 1 else ""
+        if kind not in ids:
+            faults.append(f"{file}, line {number}: class {kind!r}; expected one of {listed(classes)}")
+        elif cells[0] not in pictures:
+            faults.append(f"{file}, line {number}: {folder} has no picture {cells[0]}")
+        else:
+            rows[pictures[cells[0]]] = ids[kind]
+    faults += [f"{folder / name}: {file} does not say its class" for name in pictures.values() if name not in rows]
+    if faults:
+        raise ConfigError(capped(faults, file))
+    files = sorted(rows)
+    return Images(FilePictures(folder, files), np.array([rows[name] for name in files], dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +134,7 @@ class ImageNet(ImageFolderTask):
         return fetched(self, self.hub, wanted, cache_dir)
 
 
-LAYOUT = FolderLayout(
-    inner="ILSVRC/Data/CLS-LOC",
-    class_pattern=r"n\d{8}",
-    class_words="a WNID, n and eight digits",
-    names_file="LOC_synset_mapping.txt",
-    labels_file="LOC_val_solution.csv",
-    shard_classes=1000,
-)
+LAYOUT = ImageNetLayout()
 IMAGENET1K = ImageNet(
     name="imagenet1k",
     read=unsettled,
