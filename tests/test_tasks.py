@@ -17,6 +17,7 @@ from glue_files import FOLDERS, HEADERS, write_task
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import ImageTask, TextTask, metrics
 from snnk_peft.tasks.metrics import METRICS, load_metric
+from tests.fresh_process import run_python
 
 datasets = pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
 evaluate = pytest.importorskip("evaluate", reason="pip install snnk-peft[recipes]")
@@ -56,6 +57,17 @@ def test_registry_holds_the_nine_glue_tasks():
     assert [TASKS[name].folder for name in GLUE] == [FOLDERS[name] for name in GLUE]
     with pytest.raises(ConfigError, match="unknown task 'mrcp'; did you mean 'mrpc'"):
         TASKS["mrcp"]
+
+
+def test_the_package_alone_has_the_readers_of_own_data():
+    """Recipes register theirs beside them, and so may anybody."""
+    program = (
+        "import sys; from snnk_peft.tasks import TASKS; print(*TASKS); "
+        "TASKS.register('mine', object()); print(*TASKS); "
+        "sys.path.append('recipes'); import data; print(data.TASKS is TASKS, 'mrpc' in TASKS, 'mine' in TASKS)"
+    )
+    done = run_python(["-c", program], cwd=Path(__file__).parents[1])
+    assert done.stdout.splitlines() == ["image_folder table", "image_folder mine table", "True True True"]
 
 
 def test_every_registered_task_is_consistent():

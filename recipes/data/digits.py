@@ -39,12 +39,18 @@ def read_digits(path: Path | None, wanted: Sequence[str]) -> dict[str, Images]:
     return {split: Images(pictures, labels[splits[split]], np.flatnonzero(splits[split])) for split in wanted}
 
 
-DIGITS = ImageTask(
+class Digits(ImageTask):
+    """Pictures that need no folder."""
+
+    def _fetched(self, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
+        return read_digits(None, wanted)
+
+
+DIGITS = Digits(
     name="digits",
     read=read_digits,
     label_names=tuple("0123456789"),
     folder="no folder: the digits come with scikit-learn, leave data.dir out",
     source="the handwritten digits of scikit-learn (Alpaydin and Kaynak 1998)",
-    generated=True,
 )
 TASKS.register(DIGITS.name, DIGITS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -72,11 +73,9 @@ class ImageTask(Task):
     Args:
         name: registry key.
         read: (folder or archive, wanted splits) -> split -> Images. It raises ConfigError, with every fault it found.
-            The folder is None where none is given and `generated` says that none is needed.
         label_names: class names in the order of the integer ids.
         folder: the official files, for messages.
         source: the data set in words, for model cards.
-        generated: whether `read` has pictures when no folder is given.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
         splits: "train" and what is evaluated.
@@ -84,11 +83,10 @@ class ImageTask(Task):
 
     modality: ClassVar[str] = "image"
     name: str
-    read: Callable[[Any, Sequence[str]], dict[str, Images]]
+    read: Callable[[Path, Sequence[str]], dict[str, Images]]
     label_names: tuple[str, ...]
     folder: str
     source: str
-    generated: bool = False
     metrics: tuple[str, ...] = ("accuracy",)
     primary: tuple[str, ...] | None = None
     splits: tuple[str, ...] = ("train", "test")
@@ -100,8 +98,6 @@ class ImageTask(Task):
 
     def _read(self, request: Request) -> dict[str, Images]:
         path, wanted = request.path, list(request.splits or self.splits)
-        if path is None and self.generated:
-            return self.read(None, wanted)
         if path is None:
             return self._fetched(wanted, request.cache_dir)
         if not path.exists():
@@ -112,7 +108,7 @@ class ImageTask(Task):
         return found
 
     def _fetched(self, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
-        """The splits of a task that was given no folder; one that knows a place to fetch them from replaces this."""
+        """The splits of a task that was given no folder; one that fetches or makes them replaces this."""
         raise ConfigError(f"task {self.name!r} needs data.dir (data_dir=...): {self.folder}")
 
 

@@ -90,7 +90,7 @@ class ImageFolderTask(ImageTask):
         return replace(self, label_names=titles, read=read, directory=path, source=source, notes=tuple(notes))
 
     def _without_folder(self, labels: Sequence[str]) -> ImageFolderTask:
-        """The task where no folder is given; one that knows a place to fetch the pictures from replaces this."""
+        """The task where no folder is given; one that fetches the pictures replaces this."""
         raise ConfigError(f"data.dir is missing: a folder that holds {self.layout.expected}")
 
     @property
