@@ -24,15 +24,14 @@ class Elementwise(Protocol):
 
     in_kernels: str
 
-    def function(self, z: Tensor) -> Tensor:
-        """f(z)."""
+    def function(self, z: Tensor) -> Tensor: ...
 
     def gradient(self, z: Tensor, grad: Tensor) -> Tensor:
-        """grad · f′(z)."""
+        """Return grad · f′(z)."""
 
 
 class AdapterForm(NamedTuple):
-    """What is no tensor of `adapter_sum`.
+    """The settings of `adapter_sum` that are not tensors.
 
     Args:
         component: f; None where x are features already.
@@ -163,7 +162,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class _Moments(NamedTuple):
-    """What LayerNorm's own backward pass reads, where x is normalised."""
+    """Saves what LayerNorm's own backward pass reads, where x is normalised."""
 
     mean: Tensor | None = None
     rstd: Tensor | None = None

@@ -108,7 +108,7 @@ def _sum(x: Tensor, other: Tensor) -> Tensor:
 
 
 class Factors(NamedTuple):
-    """What the scales of keys multiply weights and sums by; every one is at most 1.
+    """Rescaling factors from the scales of the keys, all at most 1.
 
     Attributes:
         within: e^{s_j − ρ_i}, 0 for j > i: weights within a chunk, (B, G, chunks, chunk, chunk).

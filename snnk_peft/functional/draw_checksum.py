@@ -37,7 +37,7 @@ def draw_checksum(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def checksum_fault(saved: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """What is wrong if a checksum from a file is not that of these tensors; None if it is.
+    """Return what is wrong if a stored checksum does not match these tensors, None if it matches.
 
     Args:
         saved: (32,) uint8.

@@ -96,7 +96,7 @@ def _causal_block(
     careful: bool,
     weighed: bool,
 ) -> tuple[Tensor, KeyMeans]:
-    """The same for some tokens, in at least fp32."""
+    """Compute one block of tokens in at least fp32."""
     rows, groups, length = queries.rows, k.shape[1], q.shape[-2]
     q, k, v = (t.to(rows.dtype) for t in (q, k, v))
     seen = None if mask is None else _rows_with_keys(mask, state, groups)
@@ -146,7 +146,7 @@ def _in_chunks(x: Tensor, chunks: int, padding: int, value: float) -> Tensor:
 
 
 def _rows_with_keys(mask: Tensor, state: KeyMeans | None, groups: int) -> Tensor:
-    """Whether a row has a key, (B, G, L)."""
+    """Return (B, G, L) bool, True where a query has at least one key."""
     own = (mask.long().cumsum(-1) > 0)[:, None].expand(-1, groups, -1)
     return own if state is None else own | state.seen.unsqueeze(-1)
 

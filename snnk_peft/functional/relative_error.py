@@ -13,7 +13,7 @@ CONSTANT = 1e-12  # of Σ‖y‖²: a spread below is that of equal numbers roun
 
 
 def relative_error(error: float, spread: float, square: float) -> float:
-    """How large a squared error is.
+    """Normalise a squared error by the variance of its targets.
 
     Args:
         error: Σ‖y − ŷ‖²; below 0 by rounding counts as 0, NaN stays NaN.

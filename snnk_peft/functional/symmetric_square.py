@@ -17,5 +17,5 @@ def symmetric_square(x: torch.Tensor) -> torch.Tensor:
 
 
 def symmetric_square_size(dim: int) -> int:
-    """d(d+1)/2."""
+    """Return d(d + 1)/2, the length of a symmetric square."""
     return dim * (dim + 1) // 2

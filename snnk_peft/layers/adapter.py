@@ -1,4 +1,4 @@
-"""What adapters compute, once for training and for bundles.
+"""Adapters, as one computation for training and for bundles.
 
     SNNKAdapter   r + Φ(x) Mᵀ            r = x behind a module, its output beside one (SNNK paper, Eq. 22 and App. D)
     beside        [module(x), Φ(x)]      features of an adapter beside the FFN, emitted by what they stand beside

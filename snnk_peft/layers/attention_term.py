@@ -214,7 +214,8 @@ class AttentionTerm(nn.Module):
     def statistics(
         self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, root: float
     ) -> Mapping[str, torch.Tensor]:
-        """What components that adapt to the tokens want to know of each example and key head; arguments as `forward`.
+        """Compute the statistics of components that adapt to the tokens, per example and key head; arguments as
+        `forward`.
 
         The queries are those of all heads of the group.
         """

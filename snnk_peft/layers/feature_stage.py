@@ -93,7 +93,7 @@ class FeatureStage(nn.Module):
             self.means = self._means(mean.double().cpu(), std.double().cpu()).to(self.means)
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
-        """What the rows are multiplied with, (..., dim)."""
+        """Return the input that the rows are multiplied by, (..., dim)."""
         if self.normalize:
             return nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * self.scale
         return self.transform(x)
@@ -158,7 +158,7 @@ class FeatureStage(nn.Module):
 
     @torch.no_grad()
     def simplified(self) -> FeatureStage:
-        """The same function with a whitened input folded into one dense matrix and bias (cheaper at inference).
+        """Return an equal stage with a whitened input folded into one dense matrix and bias (cheaper at inference).
 
         A matrix that is stored as a seed stays the one that the seed gives, so then nothing is folded; nor is anything
         for a matrix that is cheaper than a dense one, or has weights of its own.

@@ -65,7 +65,7 @@ class Kept(NamedTuple):
 
 
 class JointState(NamedTuple):
-    """What is remembered of earlier tokens; its size does not depend on how many there were.
+    """The memory of earlier tokens; its size does not depend on their number.
 
     Attributes:
         sums: of each term, over the far keys of the last token.
@@ -310,5 +310,5 @@ def _maps(
 
 
 def may_be_joint(component: Component, projection: Projection | type[Projection]) -> bool:
-    """Whether features are positive, and known by their logarithms with nothing left out."""
+    """Return True if features are positive and fully given by their logarithms."""
     return type(component).log_linear is not Component.log_linear and component.positive and projection.uniform

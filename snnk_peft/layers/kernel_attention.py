@@ -141,7 +141,7 @@ class KernelAttention(nn.Module):
         return self.blended(fields)
 
     def check_length(self, length: int, mask: torch.Tensor | None) -> None:
-        """What to say of causal attention over so many tokens: nothing, as far as the maps were fitted.
+        """Check that causal attention over this many tokens is within the fitted length.
 
         Args:
             length: of the texts with their padding.

@@ -1,4 +1,4 @@
-"""What low-rank layers have in common, and the linear one: x -> U (Vᵀ x) + b. See low_rank.py."""
+"""The base of low-rank layers, and the linear one: x -> U (Vᵀ x) + b. See low_rank.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINEAR_INITS = ("spectral", "baseline")  # those that do not ask what follows th
 
 
 class LowRank(nn.Module):
-    """What the layers have in common: the factors.
+    """Base of low-rank layers: holds the factors.
 
     Attributes:
         U: (rows, rank).
@@ -212,7 +212,6 @@ class LowRankLinear(LowRank):
         return with_tensors(linear, rounded_product(self.U, self.V), self.bias)
 
     def extra_repr(self) -> str:
-        """Sizes."""
         return f"{self.in_features} → {self.rank} → {self.out_features}, bias={self.bias is not None}"
 
 

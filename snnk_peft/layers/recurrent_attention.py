@@ -38,7 +38,7 @@ class Band(NamedTuple):
 
 
 class KernelState(NamedTuple):
-    """What a KernelAttention remembers of all earlier tokens.
+    """The state of a KernelAttention after all earlier tokens.
 
     Attributes:
         sums: of every feature map that is summed over, what it keeps of the keys.

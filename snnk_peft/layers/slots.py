@@ -1,4 +1,4 @@
-"""What can be done to one module of a model, as modules that receive the original as a function.
+"""Slots: changes to one module of a model, as modules that receive the original as a function.
 
 A slot's forward takes `base`, the original module (or a slot that already wraps it), and the original's inputs. Slots
 hold the new parameters; the original stays where it is. The slots themselves stand beside the parts that plan them
@@ -123,7 +123,7 @@ class FitPlace(Protocol):
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What `calibrate` was asked for.
+    """Options of `calibrate` for fitters.
 
     Args:
         landmarks: rule by which rows are chosen.
@@ -140,7 +140,7 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a fit did.
+    """Result of one fit.
 
     Args:
         size: the number that the part's size is told by (rows of W, a rank).
@@ -191,7 +191,7 @@ class Fitter:
     together: Sequence[str] = ()
 
     def rows(self, x: torch.Tensor, mask: Any) -> torch.Tensor:
-        """What `fit` is given of one input.
+        """Extract the rows that `fit` reads from one input.
 
         Args:
             x: the first argument of the place, (..., dim) unless the original reads something else.
@@ -245,7 +245,7 @@ class Slot(nn.Module):
         """
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter | None:
-        """How the slot is fitted; a slot that does not define this is only trained."""
+        """Return the slot's fitter; None, the default, leaves the slot to training."""
         return None
 
     def after_fit(self) -> None:
@@ -260,7 +260,7 @@ class Slot(nn.Module):
         return None
 
     def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
-        """What is wrong with what the slot takes for granted about its model, for `check_family`.
+        """Check the slot's assumptions about its model, for `check_family`; returns what is wrong.
 
         Args:
             root: the patched transformers model.

@@ -48,7 +48,7 @@ class CentroidMaps(NamedTuple):
     key_bias: Tensor
 
     def sharpened(self, tau: Tensor) -> CentroidMaps:
-        """The same with the softmax over centres divided by τ (G,)."""
+        """Divide the logits of the softmax over centres by τ (G,)."""
         return self._replace(query_rows=self.query_rows / tau[:, None, None], query_bias=self.query_bias / tau[:, None])
 
 
@@ -139,7 +139,7 @@ def centroids(
 
 
 def weights(maps: CentroidMaps, scores: Scores) -> Tensor:
-    """Of every key for every query, (B, G, R, L, N), up to a factor per query."""
+    """Return the weight of every key for every query, (B, G, R, L, N), up to a factor per query."""
     logits = scores.q @ maps.query_rows.mT.unsqueeze(1) + maps.query_bias[:, None, None]
     logs = scores.k @ maps.key_rows.mT + maps.key_bias.unsqueeze(1)
     if scores.pairs is not None:

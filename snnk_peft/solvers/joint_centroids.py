@@ -43,7 +43,7 @@ class JointMaps(NamedTuple):
     factor: Tensor
 
     def sharpened(self, tau: float) -> JointMaps:
-        """The same with the softmax over centres divided by τ."""
+        """Divide the logits of the softmax over centres by τ."""
         return self._replace(query_rows=self.query_rows / tau, query_bias=self.query_bias / tau)
 
 

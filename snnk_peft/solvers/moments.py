@@ -164,7 +164,7 @@ class Moments:
             )
 
     def _require_within(self, other: Moments) -> None:
-        """Of each column a variance sum that is not negative stays behind."""
+        """Refuse a removal that leaves a column with a negative variance sum."""
         step = other._feature_mean.to(self._gram) - self._feature_mean
         between = self.count * other.count / (self.count - other.count)
         before = self._gram.diagonal()
@@ -237,7 +237,7 @@ class Moments:
     def from_moments(
         cls, count: int, mean: Tensor, scatter: Tensor, features: Tensor, out_dim: int, output_weight: Tensor
     ) -> Self:
-        """Of vectors whose moments are known, some coordinates as features and the first as targets.
+        """Build an accumulator from known moments, with some coordinates as features and the first ones as targets.
 
         Args:
             count: number of vectors.
@@ -310,12 +310,12 @@ class Moments:
 
     @property
     def feature_mean(self) -> Tensor:
-        """φ̄ (m,)."""
+        """The mean of the features, φ̄ (m,)."""
         return self._feature_mean.clone()
 
     @property
     def target_mean(self) -> Tensor:
-        """ȳ (l,)."""
+        """The mean of the targets, ȳ (l,)."""
         return self._target_mean.clone()
 
     @property

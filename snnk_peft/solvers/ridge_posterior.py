@@ -1,4 +1,4 @@
-"""What a ridge regression knows of its own errors, from the moments that gave it.
+"""Error estimates of a ridge regression from its own moments.
 
 With centred features φ̃, S = Σ φ̃φ̃ᵀ over n examples and the ridge λ, predictions of the fitted targets are H y with
 
@@ -64,7 +64,7 @@ class RidgePosterior:
         return self._constant + ((features.to(self._half) - self._mean) @ self._half).square().sum(-1)
 
     def variance(self, features: Tensor) -> Tensor:
-        """Of new targets at these features (n, m): (n, l)."""
+        """Return the predictive variance of targets at these features (n, m): (n, l)."""
         return (1 + self.leverage(features)).unsqueeze(-1) * self.noise
 
     def leave_one_out(self, features: Tensor, targets: Tensor) -> Tensor:

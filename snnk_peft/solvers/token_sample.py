@@ -55,7 +55,7 @@ class TokenSample:
         return self._kept[0]
 
     def reduced(self) -> Tensor:
-        """What all processes keep, (n, dim), in the order of their numbers; every process calls this."""
+        """Gather the kept tokens of all processes by rank, (n, dim); every process must call this."""
         shares = [share for share in gathered(self._joined() if self._kept else None) if share is not None]
         if not shares:
             raise ValueError("no vectors were given; give at least one batch with an unmasked token")

@@ -47,7 +47,7 @@ def function(z, F: tl.constexpr):
 
 @triton.jit
 def slope(z, F: tl.constexpr):
-    """f′(z)."""
+    """The derivative f′(z)."""
     if F == "relu":
         return tl.where(z > 0, 1.0, 0.0)
     if F == "gelu":

@@ -1,4 +1,4 @@
-"""What is kept of keys and values: per part of the sequence, then of all parts together or of those before each.
+"""Sums over keys and values: per part of the sequence, then over all parts, or over those before each part.
 
     key_pass   per part and feature: top = log2 of the largest weight, z = Σ_j 2^{b_jr − top}, s the same sum of v_j
     combine    of all parts: M = s / z and log Z = top + log z; or of the parts before (or behind) each of them

@@ -55,14 +55,14 @@ def of_heads(x: Tensor, own: int) -> tuple[int, int]:
 
 
 def strides(*tensors: Tensor) -> list[int]:
-    """Of batch, head and token."""
+    """Strides of batch, head and token, one tensor after another."""
     return [s for t in tensors for s in t.stride()[:3]]
 
 
 def key_parts(
     k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None, size: int, name: str
 ) -> tuple[Tensor, int]:
-    """What each part of the keys says, and how many parts there are."""
+    """Return the sums of each part of the keys, and the number of parts."""
     (B, G, N, d), D, m = k.shape, v.shape[-1], rows.shape[-2]
     sizes, parts = dimensions(m, d, D), cdiv(N, size)
     block, options = launch(name, operand(k.dtype), max(sizes["M"], sizes["Dk"], sizes["Dv"]))

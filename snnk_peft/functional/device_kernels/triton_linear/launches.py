@@ -54,7 +54,7 @@ def launch(kernel: str, m: int, D: int, features: torch.dtype) -> tuple[int, dic
 
 
 def scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
-    """Of batch, head and token."""
+    """Strides of batch, head and token; zeros without scales."""
     return (0, 0, 0) if scales is None else scales.stride()  # type: ignore[return-value]
 
 
@@ -62,7 +62,7 @@ def _parts(
     k: Tensor, v: Tensor, mask: Tensor | None, scales: Tensor | None, size: int, den: Tensor | None = None,
     delta: Tensor | None = None,
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """What each part says, and how many parts there are; with `den` and `delta`, of queries and gradients."""
+    """Return the sums of each part and the number of parts; with `den` and `delta`, over queries and gradients."""
     (B, G, N, m), D = k.shape, v.shape[-1]
     parts, (block, options) = cdiv(N, size), launch("sums_pass", m, D, k.dtype)
     found = empty(k, B * G * parts * (1 + m + m * D))

@@ -19,7 +19,7 @@ from snnk_peft.functional.device_kernels.triton_linear.tiles import keys_of, pro
 
 @triton.jit
 def inverse(den):
-    """What numerators are multiplied by: 1 where the denominator is 0, as they are then."""
+    """Return 1/denominator, or 1 where it is 0: the numerator is 0 there too."""
     return 1.0 / tl.where(den == 0, 1.0, den)
 
 

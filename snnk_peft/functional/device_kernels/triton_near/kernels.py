@@ -43,7 +43,7 @@ def keys_at(
 
 @triton.jit
 def known_by(KNOWN, row, L, stride, SINKS: tl.constexpr, C: tl.constexpr):
-    """How many sinks the queries row .. row + C know."""
+    """Return the number of sinks visible to each of the queries row .. row + C."""
     i = row + tl.arange(0, C)
     known = i
     if SINKS > 0:
@@ -53,7 +53,7 @@ def known_by(KNOWN, row, L, stride, SINKS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def seen_from(i, j, counts, known, beside, width, CAUSAL: tl.constexpr, SINKS: tl.constexpr):
-    """Whether queries at i see keys at j, or `beside` them sinks; of shapes that broadcast."""
+    """Return True where queries at i see keys at j, or see `beside` them sinks; shapes broadcast."""
     if CAUSAL:
         near = (i >= j) & (i - j < width)
     else:
