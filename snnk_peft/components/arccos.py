@@ -51,5 +51,4 @@ class Arccos(Component):
         return torch.ops.aten.threshold_backward(grad if self.order == 1 else 2 * z * grad, z, 0)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """½K_order."""
         return arccos_kernel(x, y, order=self.order) / 2

@@ -33,5 +33,4 @@ class Elu(Component):
         return grad * z.clamp_max(0).exp()
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """E[f(ω·x) f(ω·y)]."""
         return gaussian_product_mean(self.function, x, y)

@@ -41,7 +41,7 @@ class Mixture(Component):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`: a softmax for the first, exponentials for the second."""
+        """Compute a softmax for phi, exponentials for psi; arguments as in `Component.tower`."""
         with full_precision(x):
             z = projection(wide(x))
             if not second:

@@ -64,7 +64,7 @@ class Taylor(Component):
         self._shares: dict[int, list[int]] = {}
 
     def _features_per_degree(self, rows: int) -> list[int]:
-        """How many features of degree 0, 1, 2, ... so many rows make; shared out once."""
+        """Return the number of features of degree 0, 1, 2, ... that this many rows give; cached."""
         if rows not in self._shares:
             self._shares[rows] = self._share_out(rows)
         return self._shares[rows]

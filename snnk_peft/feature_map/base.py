@@ -69,7 +69,6 @@ class FeatureMap(nn.Module):
 
     @property
     def num_features(self) -> int:
-        """Rows of W."""
         return self.projection.num_features
 
     @property

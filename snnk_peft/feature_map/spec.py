@@ -84,12 +84,12 @@ class FeatureMapSpec:
 
     @property
     def needs_layer(self) -> bool:
-        """Whether the rows are taken from a pretrained layer; False for an unknown projection."""
+        """True if the rows come from a pretrained layer; False for an unknown projection."""
         return self.projection in PROJECTIONS and PROJECTIONS[self.projection].needs_layer
 
     @property
     def redrawable(self) -> bool:
-        """Whether W follows from the seed, so that `save=False` is possible; True for an unknown projection."""
+        """True if W follows from the seed, so that `save=False` is possible; also for an unknown projection."""
         return self.projection not in PROJECTIONS or PROJECTIONS[self.projection].redrawable
 
     def build(
@@ -132,7 +132,7 @@ class FeatureMapSpec:
 
     @classmethod
     def stored_names(cls) -> list[str]:
-        """What the fields are called in files."""
+        """Return the names of the fields in files."""
         return [STORED_NAMES.get(known.name, known.name) for known in dataclasses.fields(cls)]
 
     @classmethod
@@ -183,7 +183,7 @@ class FeatureMapSpec:
 
 
 def _made(faults: list[str], make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `make` makes; what is wrong with its arguments is added to `faults`."""
+    """Call `make`, and add what is wrong with its arguments to `faults`."""
     try:
         return make(*args, **kwargs)
     except ConfigError as error:

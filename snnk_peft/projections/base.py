@@ -1,4 +1,4 @@
-"""What every weight matrix W of a feature map is: rows ω_i, applied as x -> x Wᵀ + c.
+"""The base of weight matrices W of a feature map: rows ω_i, applied as x -> x Wᵀ + c.
 
 Shapes: W is (num_features, dim), c is (num_features,) or absent, x is (..., dim), the result (..., num_features).
 A kernel is estimated by Σ_i a_i f(ω_i·x) f(ω_i·y); the weights a_i are 1/num_features but for quadratures.
@@ -182,7 +182,7 @@ class Projection(Drawn):
         raise TypeError(f"{type(self).__name__} does not define draw(); see Projection")
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """What is kept of a draw, by buffer name; on the CPU (under a meta context too), numbers in fp32."""
+        """Return the buffers of a draw by name; on the CPU (under a meta context too), floats in fp32."""
         return {"weight": self.draw(generator).to("cpu", torch.float32)}
 
     def blank(self) -> dict[str, torch.Tensor]:
@@ -233,7 +233,6 @@ class Projection(Drawn):
         return (root * weights.sign() if signed else root).repeat(copies)
 
     def squared_row_norms(self) -> torch.Tensor:
-        """‖ω_i‖², (num_features,)."""
         return self.materialize().square().sum(-1)
 
     def extra_repr(self) -> str:

@@ -95,7 +95,7 @@ class Drawn(nn.Module):
             self.register_load_state_dict_pre_hook(_verify_checksum)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """What is kept of a draw, by buffer name; on the CPU (under a meta context too), numbers in fp32."""
+        """Return the buffers of a draw by name; on the CPU (under a meta context too), floats in fp32."""
         raise TypeError(f"{type(self).__name__} does not define draw_buffers(); see Drawn")
 
     def blank(self) -> dict[str, torch.Tensor]:
@@ -131,7 +131,7 @@ class Drawn(nn.Module):
             self.redraw()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """What was drawn, as stored."""
+        """Return the buffers of the draw, as stored."""
         return [getattr(self, name) for name in self._drawn]
 
     @property
@@ -145,7 +145,7 @@ class Drawn(nn.Module):
         return self.state_tensors()[0].device
 
     def is_blank(self) -> bool:
-        """Whether something of the draw has no values yet: a loader will bring it."""
+        """Return True if part of the draw has no values yet and is left to a loader."""
         return any(tensor.is_meta for tensor in self.state_tensors())
 
     def verify(self, checksum: torch.Tensor) -> None:

@@ -65,7 +65,6 @@ class Learned(Projection):
             return self.rows()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Parameters and noise."""
         return [
             *(parameter.detach() for parameter in self.parameters()),
             *(getattr(self, name) for name in self._drawn),

@@ -50,7 +50,6 @@ class Structured(Projection):
         super().__init__(dim, num_features, **kwargs)
 
     def settle(self) -> list[str]:
-        """Resolve `fast`."""
         wanted = self.params["fast"]
         self.fast = min(self.dim, self.num_features) >= self.fast_from if wanted is None else wanted
         self.params = {**self.params, "fast": self.fast}

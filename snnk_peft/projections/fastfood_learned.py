@@ -82,7 +82,6 @@ class FastfoodLearned(Learned):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return -(-self.num_features // self.order)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -97,7 +96,7 @@ class FastfoodLearned(Learned):
         return {"lengths": gaussian_lengths(self.num_features, self.order, generator), **learned}
 
     def _diagonals(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """G and B."""
+        """Draw the diagonals G and B."""
         signs = random_signs(self.blocks, self.dim, generator=generator)
         gauss = normal_numbers(self.blocks, self.order, generator=generator).float()
         return {"gauss": gauss, "signs": signs}

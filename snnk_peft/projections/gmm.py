@@ -113,7 +113,7 @@ class Gmm(Learned):
         return self.shares(), self.mean, self.covariances()
 
     def squares(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Projection.squares`; one number per component is computed."""
+        """Compute `Projection.squares`, which is one value per mixture component."""
         root = self.root.to(x.dtype)
         if self.covariance == "diagonal":
             own = x.square() @ root.square().mT

@@ -38,7 +38,6 @@ class Identity(Projection):
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
-        """dim."""
         return dim
 
     def settle(self) -> list[str]:
@@ -49,7 +48,6 @@ class Identity(Projection):
         return found
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The diagonal."""
         return {"ones": torch.ones(self.dim, device="cpu")}
 
     def blank(self) -> dict[str, torch.Tensor]:
@@ -61,5 +59,4 @@ class Identity(Projection):
         return torch.diag(self.ones)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x itself."""
         return x

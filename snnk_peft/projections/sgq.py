@@ -60,7 +60,6 @@ class Sgq(Projection):
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
-        """2·dim + 1."""
         return 2 * dim + 1
 
     def settle(self) -> list[str]:
