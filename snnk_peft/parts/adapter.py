@@ -84,7 +84,7 @@ class AdapterPart(FeaturePart):
 
     @property
     def uses_gate(self) -> bool:
-        """Whether v exists, with `gate=None` resolved."""
+        """True if v exists, with `gate=None` resolved."""
         return self.init != "default" if self.gate is None else self.gate
 
     @property
@@ -96,7 +96,7 @@ class AdapterPart(FeaturePart):
 
     @property
     def uses_normalize(self) -> bool:
-        """Whether inputs are normalised, with `normalize=None` resolved."""
+        """True if inputs are normalised, with `normalize=None` resolved."""
         return self.init != "paper" if self.normalize is None else self.normalize
 
     def undrawn(self) -> AdapterPart:
@@ -271,11 +271,10 @@ class BesideExpansion(Slot):
         )
 
     def changes(self, path: str) -> tuple[str, ...]:
-        """The whole FFN."""
         return (path, *self.behind)
 
     def fold(self, place: FoldPlace) -> None:
-        """The same, with the module inside."""
+        """Put a `Beside` around the module."""
         check_passing(place.at(path) for path in (place.path, *self.behind[:1]))
         place.put(Beside(place.module, self.stage.simplified()))
 
@@ -300,7 +299,7 @@ class OnHiddenUnits(Slot):
         return leading(base, x.shape[-1] - self.features, x, *args, **kwargs)
 
     def fold(self, place: FoldPlace) -> None:
-        """The same, with the module inside; nothing where a stand-in for the expansion contains the activation."""
+        """Put a `Leading` around the activation; nothing where the expansion's replacement contains it."""
         if isinstance(place.module, nn.Identity):
             return
         expansion = place.at(self.expansion).module
@@ -338,6 +337,6 @@ class BesideContraction(Slot):
 
 
 def followed_by(place: FoldPlace, module: nn.Module) -> nn.Sequential:
-    """What stands at a place, and `module` behind it."""
+    """Return the module at a place followed by `module`."""
     first = [place.module] if place.original or not isinstance(place.module, nn.Sequential) else place.module
     return nn.Sequential(*first, module)

@@ -1,4 +1,4 @@
-"""What parts are made of: options, the plan of a part, and what a plan is told about the model.
+"""The base of parts: options, the plan of a part, and the context in which a plan is made.
 
 Plain data on the one side: `faults` finds everything that is wrong with the options of a part, whatever the model. On
 the other side `plan`, which finds everything that does not fit a model, and changes nothing.
@@ -64,12 +64,12 @@ class Part(NamedOptions):
         return self
 
     def not_drawn(self) -> str | None:
-        """What makes matrices that cannot be drawn again from a seed ("projection is 'landmark'"), or None."""
+        """Return the reason why matrices cannot be redrawn from a seed ("projection is 'landmark'"), or None."""
         return None
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """What `plan` tries of this kind where the caller names no parts: one part for each size, or none.
+        """Return the parts that `plan` tries if the caller names none, one for each size.
 
         Args:
             model: a transformers model of a known family.
@@ -82,7 +82,7 @@ class Part(NamedOptions):
 
     @classmethod
     def probes(cls) -> dict[str, Part]:
-        """What `check_family` puts into a model of this kind, by the names that it reports."""
+        """Return the parts that `check_family` tries, by the names in its report."""
         return {}
 
     def size_in_words(self) -> str:
@@ -139,12 +139,12 @@ class FeaturePart(Part):
 
     @property
     def needs_layer(self) -> bool:
-        """Whether rows are taken from a pretrained layer."""
+        """True if rows are taken from a pretrained layer."""
         return self.feature_map_spec().needs_layer
 
     @property
     def of_attention(self) -> bool:
-        """Whether rows are made from queries and keys."""
+        """True if rows are computed from queries and keys."""
         return self.projection in PROJECTIONS and PROJECTIONS[self.projection].of_attention
 
     def not_drawn(self) -> str | None:
@@ -288,7 +288,7 @@ def shares_of(whole: int, shares: Sequence[float]) -> list[int]:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a module path matches a pattern as of file names; "*." in front also stands for nothing, as git's "**/".
+    """Match a module path against a file-name pattern; a leading "*." also matches nothing, as git's "**/".
 
     So "*.layers.0.*" means layer 0 in a task model ("model.layers.0.mlp") and in its bare encoder ("layers.0.mlp").
     """

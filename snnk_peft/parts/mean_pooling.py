@@ -27,7 +27,7 @@ from snnk_peft.parts.base import Part, Patch, PatchContext
 @documented
 @dataclass
 class MeanPoolingPart(Part):
-    """What reads the first token of the last layer, pooler or head, reads the mean over all tokens that are no padding.
+    """Pool over tokens: pooler or head read the mean of the last layer's tokens without padding, not its first token.
 
     For encoders of texts whose last layer is read as it is (BERT, RoBERTa, DistilBERT, ELECTRA, MPNet and their kin).
     The last hidden states of the model have the mean in their first place.

@@ -23,7 +23,7 @@ from snnk_peft.parts.base import Part, Patch, PatchContext, matches
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a LayerNorm or RMSNorm with a gain, of torch or of any model of transformers."""
+    """Return True for a LayerNorm or RMSNorm with a gain, from torch or transformers."""
     weight = getattr(module, "weight", None)
     named = type(module).__name__.lower().endswith(("layernorm", "rmsnorm", "layernorm2d"))
     return (named or isinstance(module, (nn.LayerNorm, nn.RMSNorm))) and isinstance(weight, nn.Parameter)

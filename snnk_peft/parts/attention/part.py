@@ -140,7 +140,7 @@ class AttentionPart(FeaturePart):
 
     @property
     def fitted(self) -> bool:
-        """Whether `calibrate` makes the rows, from the layer's queries and keys."""
+        """True if `calibrate` computes the rows from the layer's queries and keys."""
         return self.component == "mixture" and self.of_attention
 
     def _fit_faults(self, part: str) -> list[str]:
@@ -165,7 +165,7 @@ class AttentionPart(FeaturePart):
 
     @property
     def joint(self) -> bool:
-        """Whether near and far keys share one normalisation."""
+        """True if near and far keys share one normalisation."""
         return self.near_field_normalisation == "joint"
 
     def _sum_faults(self, part: str) -> list[str]:
@@ -181,7 +181,7 @@ class AttentionPart(FeaturePart):
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """See `Part.candidates`; where it can be cheaper than softmax: in encoders, for few rows per token."""
+        """Propose sizes that can be cheaper than softmax: in encoders, with few rows per token."""
         rows = [] if family_of(model).causal else [rows for rows in (32, 64, 128) if 4 * rows <= length]
         return [cls(component="mixture", projection="centroids", num_features=number) for number in rows]
 
@@ -205,7 +205,7 @@ class AttentionPart(FeaturePart):
         check_attention(model)
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`; UnsupportedError for a model whose attention cannot be exchanged."""
+        """Plan the layers; UnsupportedError for a model whose attention cannot be replaced."""
         model, family = context.model, context.family
         paths = [f"{layer}.{family.attention}" for layer in family.layer_paths(model)]
         chosen = choose_layers(
@@ -237,7 +237,7 @@ class AttentionPart(FeaturePart):
 
     @classmethod
     def taken_out(cls, model: Any) -> None:
-        """See `Part.taken_out`: the model has its own attention again."""
+        """Give the model its own attention back."""
         before = getattr(model, "snnk_attention_before", None)
         if before is None:
             return

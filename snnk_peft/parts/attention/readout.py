@@ -44,7 +44,6 @@ class ReadHeads(Slot):
                 self.linear.bias.copy_(bias)
 
     def fold(self, place: FoldPlace) -> None:
-        """A plain Linear."""
         if any(slot is not self for slot in place.slots):
             raise no_folded_form(place, self)
         place.put(plain_linear(self.linear.weight, self.linear.bias))
@@ -64,7 +63,7 @@ class HeadsReader:
         self._slot: ReadHeads | None = None
 
     def slot(self) -> ReadHeads:
-        """Made once."""
+        """Return the slot, created on the first call."""
         if self._slot is None:
             assert self._source is not None
             self._slot, self._source = ReadHeads(self._source), None  # a copy of the model copies no original

@@ -1,4 +1,4 @@
-"""What a layer's attention is given while the model runs: recorded call by call, and sampled."""
+"""Record and sample the inputs of a layer's attention while the model runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from snnk_peft.solvers.centroids import (
 
 
 class Recorded(NamedTuple):
-    """What a layer's attention was given in one call, and which of it counts.
+    """The inputs of one attention call, and which tokens count.
 
     Attributes:
         q: (B, H, L, d).
@@ -58,11 +58,11 @@ class Recorded(NamedTuple):
         return out.transpose(1, 2).flatten(2)[self.counted]
 
     def softmax(self) -> torch.Tensor:
-        """What the original gave, (n, H·D)."""
+        """Return the outputs of softmax attention, (n, H·D)."""
         return self.rows(self.out)
 
     def linear(self, kernel: KernelAttention) -> torch.Tensor:
-        """What linear attention gives, (n, H·D)."""
+        """Compute the outputs of linear attention, (n, H·D)."""
         out = kernel(self.q, self.k, wide(self.v), self.mask, causal=self.causal, scaling=self.scaling)
         return self.rows(out)
 

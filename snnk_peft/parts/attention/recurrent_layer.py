@@ -39,7 +39,7 @@ class Maker:
         self._digest: str | None = None
 
     def is_(self, kernel: KernelAttention) -> bool:
-        """Whether `kernel` made them."""
+        """Return True if `kernel` made the sums."""
         return self._digest == tensors_digest(kernel) if self._kernel is None else self._kernel() is kernel
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Maker:
@@ -172,11 +172,10 @@ class RecurrentLayer(CacheLayerMixin):
         return self._seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: no limit."""
+        """Return -1: there is no limit."""
         return -1
 
     def reset(self) -> None:
-        """Forget everything."""
         self.state, self._seen, self._attended, self._made_by = None, 0, True, None
         self._maps = KeptMaps()
 

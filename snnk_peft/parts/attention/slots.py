@@ -56,7 +56,7 @@ class Attend(Slot):
 
 
 class FittedAttend(Attend):
-    """The same over rows that `calibrate` makes.
+    """Linear attention over rows that `calibrate` computes.
 
     Args:
         kernel: the linear attention.

@@ -120,7 +120,7 @@ class LowRankPart(Part):
         return found
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`; every module that matches and cannot be factorised is a fault."""
+        """Plan the layers; every module that matches and cannot be factorised is a fault."""
         found = self._targets(context)
         uses = Counter(id(p) for _, p in context.model.named_parameters(remove_duplicate=False))
         owners = dict(plain_modules(context.model))
@@ -245,7 +245,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _unfit(module: nn.Module, parent: nn.Module | None, uses: Counter[int]) -> str | None:
-    """What keeps a module from being factorised, or None."""
+    """Return why a module cannot be factorised, or None."""
     name, weight = type(module).__name__, cast(torch.Tensor, module.weight)
     if not weight.is_floating_point():
         return f"holds {weight.dtype} numbers, so the model is quantized; expected floating point. Load it plain"

@@ -51,7 +51,6 @@ class LowRankSlot(Slot):
         self.layer, self.activation = layer, activation
 
     def forward(self, base: Base, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """As the original."""
         return self.layer(x)
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
@@ -97,7 +96,7 @@ class LowRankFitter(Fitter):
         self.reads = 1 if activation == "identity" else 2
 
     def rows(self, x: Tensor, mask: Any) -> Tensor:
-        """(n, columns)."""
+        """Return the inputs of the matrix, (n, columns)."""
         return self.layer.patches(x) if isinstance(self.layer, LowRankConv) else real_tokens(x, mask)
 
     def fit(self, data: Tokens) -> Fit:

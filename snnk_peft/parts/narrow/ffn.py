@@ -66,7 +66,7 @@ class NarrowFFNPart(Part):
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """See `Part.candidates`; of plain FFNs, which `FFNPart` makes cheaper, none."""
+        """Propose sizes for gated FFNs; `FFNPart` makes plain ones cheaper."""
         return [cls(keep=share) for share in (1 / 4, 1 / 2, 3 / 4)] if family_of(model).gated else []
 
     @classmethod
@@ -74,7 +74,7 @@ class NarrowFFNPart(Part):
         return {"narrow_ffn": cls()}
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`.
+        """Plan the narrower FFNs.
 
         Raises:
             ConfigError: no fewer units than there are, layers that the model does not have.
@@ -159,7 +159,6 @@ class NarrowUnits(NarrowLinear):
         return self.product(x)
 
     def fold(self, place: FoldPlace) -> None:
-        """A narrower Linear."""
         place.put(self.folded())
 
 
@@ -181,7 +180,7 @@ class FirstUnits(NarrowUnits):
         return self.block.paths
 
     def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
-        """See `Slot.check`: does the contraction read what `NarrowBlock.hidden` makes?"""
+        """Check that the contraction reads what `NarrowBlock.hidden` computes."""
         block, given = self.block, {}
         *expansions, contraction = (root.get_submodule(path) for path in block.paths)
         hooks = [
@@ -308,11 +307,11 @@ class UnitsFitter(Fitter):
         return self.block.hidden(functions[:-1], self.activation, x)
 
     def _output(self, functions: Sequence[Base], x: torch.Tensor) -> torch.Tensor:
-        """What a block of these Linears gives."""
+        """Compute the output of a block of these Linears."""
         return functions[-1](self._hidden(functions, x))
 
     def _generator(self, what: str) -> torch.Generator:
-        """The same in every fit and every process."""
+        """Return a generator that is seeded alike in every fit and process."""
         return site_generator(0, f"{self.block.paths[0]}.{what}")
 
     def _descend(self, fitted: torch.Tensor, held_out: torch.Tensor) -> float | None:

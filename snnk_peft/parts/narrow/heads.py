@@ -63,7 +63,7 @@ class NarrowHeadsPart(Part):
         return {"narrow_heads": cls(head_dim=1)}
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`.
+        """Plan the narrower heads.
 
         Raises:
             ConfigError: heads that are no wider than head_dim, layers that the model does not have.
@@ -135,7 +135,7 @@ def _missing(context: PatchContext) -> str | None:
 def _reasons(
     attention: nn.Module, dim: int, query: nn.Linear, key: nn.Linear, value: nn.Linear, out: nn.Linear
 ) -> Iterator[str]:
-    """What a description that came from outside may have overlooked."""
+    """List what a user's family description may have overlooked."""
     if dim == 0:
         yield f"has none of {', '.join(HEAD_SIZES)}, by which transformers splits into heads"
     elif len({query.out_features, key.out_features, value.out_features, out.in_features}) > 1:

@@ -60,14 +60,13 @@ class NarrowProjection(NarrowLinear):
         return nn.functional.pad(self.product(x).unflatten(-1, (self.heads, -1)), (0, self.zeros)).flatten(-2)
 
     def fold(self, place: FoldPlace) -> None:
-        """A narrower Linear."""
         if any(slot is not self for slot in place.slots):
             raise no_folded_form(place, self)
         place.put(self.folded())
 
 
 class NarrowReader(NarrowLinear):
-    """What the heads give, from the first r of every d dimensions.
+    """The output projection of narrowed heads, from the first r of every d dimensions.
 
     Args:
         out_features: length of the outputs.
@@ -163,7 +162,7 @@ class NarrowHeads(Slot):
 
 
 class FittedHeads(NarrowHeads):
-    """The same, fitted by `calibrate`."""
+    """Narrower heads that `calibrate` fits."""
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
         """Second moments of what the block computes."""

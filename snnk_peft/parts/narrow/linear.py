@@ -1,4 +1,4 @@
-"""What narrower attention heads and narrower FFN blocks share: a smaller Linear in the place of a pretrained one."""
+"""A smaller Linear in the place of a pretrained one, shared by narrower attention heads and narrower FFNs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class OneMatrix:
             self.bias = None if plain.bias is None else wide_on_cpu(plain.bias).double()  # type: ignore[arg-type]
 
     def by_head(self, heads: int) -> torch.Tensor:
-        """(heads, d, in)."""
+        """Split the rows by head, (heads, d, in)."""
         return self.weight.unflatten(0, (heads, -1))
 
     def full_bias(self) -> torch.Tensor:

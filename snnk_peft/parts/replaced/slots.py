@@ -106,9 +106,7 @@ class Bypass(Slot):
     replaces = lets_pass = True
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """x unchanged."""
         return x
 
     def fold(self, place: FoldPlace) -> None:
-        """Nothing stays."""
         place.put(nn.Identity())
