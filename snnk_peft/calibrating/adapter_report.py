@@ -1,4 +1,4 @@
-"""What `calibrate_adapters` found at each adapter, as a table and as plain data."""
+"""The report of `calibrate_adapters`: one row per adapter, as a table and as plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AdapterSlotReport:
-    """What one adapter was given.
+    """Result for one adapter.
 
     Args:
         path: the module that it is behind or beside.
@@ -36,7 +36,7 @@ class AdapterSlotReport:
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """What `calibrate_adapters` did; print it for a table.
+    """Result of `calibrate_adapters`; print it for a table.
 
     Args:
         slots: one entry per adapter, front to back.

@@ -39,7 +39,7 @@ FP16_SCALE = 1024.0  # gradients of a loss in fp16 vanish otherwise
 
 @dataclass(frozen=True)
 class _Adapter:
-    """One place."""
+    """An adapter whose rows can be computed."""
 
     path: str
     stage: FeatureStage
@@ -136,7 +136,7 @@ def calibrate_adapters(
 
 
 def adapters_with_rows(model: nn.Module) -> bool:
-    """Whether there are active adapters over rows that can be made."""
+    """Return True if there are active adapters whose rows can be computed."""
     return bool(_adapters(model)[0])
 
 
@@ -184,7 +184,7 @@ def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str]]:
 
 
 def _groups(adapters: Sequence[_Adapter]) -> list[list[_Adapter]]:
-    """As many together as there is room for."""
+    """Group adapters so that the statistics of each group fit into memory."""
     groups: list[list[_Adapter]] = []
     left = 0
     for adapter in adapters:

@@ -1,4 +1,4 @@
-"""What changes a model step by step, and is to change all of it or nothing.
+"""Transactions on a model: either all of its step-by-step changes are made, or none.
 
 Of tensors, only those that are written to are kept: those of the active slots, or what the caller names. Of everything
 else that a module holds (hooks, flags, whose attention it asks for), the references are, of every module of the model.

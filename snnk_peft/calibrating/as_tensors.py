@@ -101,7 +101,7 @@ def _of_list(value: Any) -> torch.Tensor | str:
 
 
 def _texts(value: Any) -> bool:
-    """Whether a text is in lists of lists."""
+    """Return True if nested lists hold a text."""
     return any(isinstance(each, str) or (isinstance(each, (list, tuple)) and _texts(each)) for each in value)
 
 

@@ -103,7 +103,7 @@ def is_held_out(index: int, fraction: float) -> bool:
 
 
 class Survey:
-    """What one look at all batches tells; iterate over it to read them again, as often as wanted.
+    """The result of reading all batches once; iterate over it to read them again, any number of times.
 
     Everything that can be known about them before the model runs is checked here, and whether later reads give the
     same is checked then. With several processes each looks at its own share, and all of them find the same faults.
@@ -147,7 +147,7 @@ class Survey:
             known.warn_if_repeated()
 
     def _faults(self, found: list[str], held_out: float) -> list[str]:
-        """Of all processes."""
+        """Collect the faults of all processes."""
         fitted = sum(not is_held_out(index, held_out) for index in range(self.total))
         shares = gathered((self.total, fitted, found))
         total, fitted = (sum(column) for column in list(zip(*shares, strict=True))[:2])
@@ -217,7 +217,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """What a batch gives the model: no labels, on its device, pictures and sounds as precise as it is."""
+    """Return a batch as the model takes it: without labels, on its device, images and audio in its dtype."""
     return {key: value for key, value in placed(model, batch).items() if key not in LABELS}
 
 

@@ -235,7 +235,7 @@ def slot_to_fit(layer: SlotLayer) -> Slot | None:
 
 
 def fitter_of(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter:
-    """How the slot of a layer that can be fitted is fitted in `model`."""
+    """Return the fitter for the slot of a layer that can be fitted."""
     slot = slot_to_fit(layer)
     assert slot is not None
     found = slot.fitter(_FitPlace(root_of(model), unwrap(layer.base_layer)), options)
@@ -271,7 +271,7 @@ def _fit_slot(name: str, layer: SlotLayer, fitter: Fitter, data: SlotInputs) -> 
 
 
 def _settings(layer: SlotLayer) -> dict[str, Any]:
-    """Of the feature maps of the slot that was fitted, which are alike."""
+    """Return the settings of the fitted slot's feature maps, which all share them."""
     slot = slot_to_fit(layer)
     assert slot is not None
     found = next((module for module in slot.modules() if isinstance(module, FeatureMap)), None)

@@ -1,4 +1,4 @@
-"""What `calibrate` reports: per slot, how well the stand-in fits on held-out tokens before and after, and the cost."""
+"""The report of `calibrate`: per slot, the error on held-out tokens before and after fitting, and the cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOR = 0.25  # error of an attention from which models were found to suffer: 3 t
 
 @dataclass(frozen=True)
 class SlotReport:
-    """What calibration did to one slot.
+    """Result of calibrating one slot.
 
     Args:
         path: the replaced module.
@@ -57,7 +57,7 @@ class SlotReport:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What `calibrate` did, slot by slot, front to back.
+    """Result of `calibrate`, slot by slot, front to back.
 
     Args:
         slots: one entry per slot.

@@ -1,4 +1,4 @@
-"""What a slot is given in a forward pass over the batches, from the stack as it is now: the data of its fitter."""
+"""The inputs of a slot over all batches, from the stack as converted so far: the data of its fitter."""
 
 from __future__ import annotations
 
@@ -127,5 +127,5 @@ class SlotInputs:
 
 
 def _first(call: Call) -> torch.Tensor:
-    """What a module was given, by place or by name."""
+    """Return the first tensor among a module's arguments, positional or keyword."""
     return next(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor))

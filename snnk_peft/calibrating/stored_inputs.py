@@ -1,4 +1,4 @@
-"""What a Transformer layer is given, kept on disk, so that a pass for a slot further behind begins there.
+"""The inputs of a Transformer layer, stored on disk, so that passes for later slots start there.
 
 Slots are fitted front to back: what a layer is given no longer changes once everything before it is fitted. Without
 this the passes for a model of L layers run L² / 2 of them, with it L. What is stored is the hidden state of each batch;
@@ -165,7 +165,7 @@ class _Pass:
             self.model(**inputs)
 
     def _seen(self, run: Callable[[], object]) -> Any:
-        """What the slot is given in a run, or None if the run fails: the full one will say so."""
+        """Run the model up to the slot and return its inputs; None on failure, which the full run will report."""
         seen: list[Any] = []
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def _hand_on(*args: Any, **kwargs: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether the tensors in two nested structures agree, up to rounding."""
+    """Compare the tensors in two nested structures, up to rounding."""
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or one.shape != other.shape or one.dtype != other.dtype:
             return False
@@ -216,7 +216,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _digest(inputs: Mapping[str, Any]) -> bytes:
-    """Of all tensors of a batch."""
+    """Digest of all tensors of a batch."""
     found = hashlib.sha256()
     for name, value in sorted(inputs.items()):
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What is checked before an adapter checkpoint touches a model: the file is whole, and it fits.
+"""Check an adapter checkpoint before it touches a model: the file is complete, and it fits.
 
 PEFT puts the adapter's modules into the model first and reads the file afterwards, so whatever is found then leaves a
 half-loaded model behind. The tuner therefore asks at the door (doors.py) what is coming and compares it with the
@@ -35,7 +35,7 @@ ROOM, UNASKED = 4, 1 << 26
 
 
 def measurements(model: nn.Module, family: ModelFamily | None) -> dict[str, str | int]:
-    """What decides the shapes of an adapter: the architecture and its sizes."""
+    """Return what determines the shapes of an adapter: the architecture and its sizes."""
     if family is None:
         return {"model_class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
     layers = family.layer_paths(model)
@@ -66,7 +66,7 @@ def check_measurements(config: SNNKConfig, found: Mapping[str, str | int]) -> No
 
 @dataclass(frozen=True)
 class Incoming:
-    """What a weights file, or a dict of tensors, holds.
+    """Content of a weights file, or of a dict of tensors.
 
     Args:
         name: of the file, for messages.
@@ -82,7 +82,7 @@ class Incoming:
 
 
 def plain_start(config: SNNKConfig) -> SNNKConfig:
-    """The same sizes with a start that computes nothing from the pretrained weights, and with room for every matrix.
+    """Return a config of the same sizes that needs no pretrained weights, and allocates every matrix.
 
     Its modules can be built on the meta device, which tells their sizes before memory is asked for.
     """

@@ -43,7 +43,7 @@ LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_lay
 
 @dataclass
 class Door:
-    """What a loading method was given.
+    """Arguments of a loading method.
 
     Args:
         source: folder or Hub repository, or None for tensors in memory.
@@ -176,7 +176,7 @@ _open: ContextVar[Door | None] = ContextVar("snnk_peft_door", default=None)
 
 
 def open_door() -> Door | None:
-    """What is being loaded at the moment, or None: an adapter that starts afresh."""
+    """Return what is being loaded at the moment; None for a new adapter."""
     return _open.get()
 
 

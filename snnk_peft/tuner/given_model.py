@@ -1,4 +1,4 @@
-"""What people give as a model: compiled, in inference_mode, something that holds a model.
+"""Models as users have them: compiled, in inference_mode, or held by another object.
 
 Calibrating and folding read modules one by one, through hooks, and write into tensors that are trained later. So a
 compiled model is used without its compiled code, and the functions of this package run outside of inference_mode, in
@@ -54,7 +54,7 @@ def outside_inference_mode(method: Function) -> Function:
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether it is the wrapper that torch.compile puts around a model."""
+    """Return True for the wrapper that torch.compile puts around a model."""
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 

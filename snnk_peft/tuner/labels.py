@@ -91,7 +91,7 @@ def check_labels(config: SNNKConfig, model: nn.Module, found: Layout, expected: 
 
 
 def _number(model: Any) -> int | None:
-    """How many labels a classifier tells apart; None for other models, whose configs have two names all the same."""
+    """Return the number of labels of a classifier; None for other models, whose configs list two anyway."""
     names = (cls.__name__ for cls in type(model).__mro__)
     classifies = any("Classif" in name or "Segmentation" in name for name in names)
     number = getattr(model, "num_labels", getattr(getattr(model, "config", None), "num_labels", None))

@@ -1,4 +1,4 @@
-"""How adapters are saved: the whole folder or none of it, with its config tied to its weights.
+"""Save adapters: the whole folder or none of it, with its config tied to its weights.
 
 PEFT writes weights, config and card one after the other into the folder itself; transformers writes the config first.
 """

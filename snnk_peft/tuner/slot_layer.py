@@ -160,12 +160,12 @@ def root_of(model: nn.Module) -> Any:
 
 
 def is_saved_in_full(module: nn.Module) -> bool:
-    """Whether adapters have trained copies of the module (PEFT's modules_to_save)."""
+    """Return True if adapters train copies of the module (PEFT's modules_to_save)."""
     return isinstance(module, ModulesToSaveWrapper)
 
 
 def is_of_an_adapter(module: nn.Module) -> bool:
-    """Whether an adapter of PEFT, of this or another method, is around the module."""
+    """Return True if the module is wrapped by an adapter of any PEFT method."""
     return isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
 
 
