@@ -199,7 +199,7 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
 
 
 def untied(tied: Mapping[str, str], state: Tensors) -> bool:
-    """Whether weights that a config ties, {copy: source}, have become two; on the meta device nothing was trained."""
+    """Return True if weights that a config ties, {copy: source}, have diverged; never on the meta device."""
     pairs = [(state[copy], state[source]) for copy, source in tied.items() if copy in state and source in state]
     return any(not copy.is_meta and not torch.equal(copy, source) for copy, source in pairs)
 
@@ -295,7 +295,7 @@ def _unique(modules: Any) -> Tensors:
 
 
 def _size(tensors: Tensors) -> tuple[int, int]:
-    """Numbers and bytes."""
+    """Count parameters and bytes."""
     return (
         sum(tensor.numel() for tensor in tensors.values()),
         sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),

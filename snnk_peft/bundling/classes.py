@@ -46,7 +46,7 @@ class SavedBundle(BundledModel):
 
     @property
     def bundle_report(self) -> BundleReport:
-        """What was folded, sizes, parity; kept in the config."""
+        """The report of `bundle`: what was folded, sizes, parity; stored in the config."""
         return BundleReport.from_dict(self.config.snnk_plan["report"])
 
     def save_pretrained(
@@ -142,14 +142,14 @@ class SavedBundle(BundledModel):
 
 
 def _is_outdated(variant: str | None, old: Path) -> bool:
-    """Whether a file is of the weights that are replaced: transformers reads one file before an index."""
+    """Return True for a weights file that is being replaced: transformers prefers a single file over an index."""
     name = f"\\.{re.escape(variant)}" if variant else ""
     pattern = rf"model{name}(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index{name}\.json"
     return re.fullmatch(pattern, old.name) is not None
 
 
 def is_portable(base: type[PreTrainedModel]) -> bool:
-    """Whether the class can be imported from transformers alone, as the code file does."""
+    """Return True if the class can be imported from transformers alone, as the code file does."""
     return (
         base.__module__.startswith("transformers.") and getattr(import_module(base.__module__), base.__name__) is base
     )
@@ -169,7 +169,6 @@ class LazyConfig(BundledConfig):
     """
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """As in transformers."""
         plan = kwargs.get("snnk_plan")
         register_models(type(self), plan.get("model_class") if isinstance(plan, Mapping) else None)
         super().__post_init__(**kwargs)  # type: ignore[misc]

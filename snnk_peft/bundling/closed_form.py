@@ -40,7 +40,7 @@ from snnk_peft.tuner.given_model import refuse_inference_tensors, takes_model
 
 @dataclass(frozen=True)
 class HeadFit:
-    """What `fit_closed_form` did.
+    """Result of `fit_closed_form`.
 
     Args:
         head: path of the fitted Linear.
@@ -249,7 +249,7 @@ def bundled_head(model: nn.Module) -> tuple[str, nn.Linear, FeatureStage]:
 
 @torch.no_grad()
 def head_features(model: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """What the head reads for these inputs, (n, features), in eval mode."""
+    """Compute the inputs of the head for a batch, (n, features), in eval mode."""
     caught: list[torch.Tensor] = []
     hook = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
     try:

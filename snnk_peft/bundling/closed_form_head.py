@@ -104,7 +104,7 @@ class ClosedFormHead:
 
     @torch.no_grad()
     def vectors(self, inputs: Mapping[str, Any]) -> Tensor:
-        """What the head reads for these inputs: (examples, width), in eval mode.
+        """Compute the inputs of the head for a batch, (examples, width), in eval mode.
 
         Raises:
             UnsupportedError: the model gives no hidden states of one vector per token.
@@ -120,7 +120,7 @@ class ClosedFormHead:
         return self.reader(states, mask, second_text(self.reader, self.model.config, given))
 
     def _parts(self, batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Inputs and targets."""
+        """Split each batch into inputs and targets."""
         for batch in checked(self.model, batches, targets):
             yield {name: value for name, value in batch.items() if name != targets}, batch[targets]
 
@@ -301,7 +301,7 @@ class ClosedFormHead:
 
     @torch.no_grad()
     def _difference(self, made: nn.Module, temperature: float, shift: float) -> float:
-        """Of the logits of bundle and fitted head on random inputs, relative to the largest."""
+        """Compare the logits of bundle and fitted head on random inputs; returns the relative error."""
         assert self.fitted is not None
         inputs = probe_inputs(self.model)
         if self.reader.features.of_pairs:
@@ -316,7 +316,7 @@ class ClosedFormHead:
 
 
 def _checked(names: Any) -> list[str]:
-    """Different texts."""
+    """Refuse names that are not distinct texts."""
     found = [] if isinstance(names, str) else [str(name) for name in names]
     if len(set(found)) < max(1, len(found)):
         raise ConfigError(f"names is {names!r}; expected different texts, one per class, label or number")
@@ -324,6 +324,6 @@ def _checked(names: Any) -> list[str]:
 
 
 def _digest(encoder: nn.Module) -> str:
-    """Of all tensors but the pooler's, which are not read and often random: statistics of others must not be added."""
+    """Digest of all tensors but the pooler's, which are unused and often random."""
     tensors = {name: tensor for name, tensor in encoder.state_dict().items() if not name.startswith("pooler.")}
     return value_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})

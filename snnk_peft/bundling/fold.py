@@ -122,21 +122,21 @@ class PlaceInPlan:
 
     @property
     def module(self) -> nn.Module:
-        """What stands here so far."""
+        """The module at this place, as folded so far."""
         return self.plan.modules.get(self.path, self.plan.table[self.path].module)
 
     @property
     def original(self) -> bool:
-        """Whether nothing was put here yet."""
+        """True while nothing has replaced the original module."""
         return self.path not in self.plan.modules
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """What the active adapters do here, innermost first."""
+        """The slots of the active adapters, innermost first."""
         return self.plan.table[self.path].slots
 
     def at(self, path: str) -> FoldPlace:
-        """Another module."""
+        """Return the place of another module."""
         if path not in self.plan.table:
             raise LookupError(path)
         return PlaceInPlan(self.plan, path)

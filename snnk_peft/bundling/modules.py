@@ -1,4 +1,4 @@
-"""What a bundled model is made of, and how it is built again from plain data.
+"""The building blocks of a bundled model, and how it is rebuilt from plain data.
 
 A bundled model is a transformers model in which some modules were exchanged after construction. The exchange is the
 plan, {module path: spec}, stored in the config; a spec says what stands at that path:
@@ -231,7 +231,7 @@ class BundledConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; a change is refused before anything is made of it.
+        """Build a config as transformers does, after checking the entries against their digest.
 
         Raises:
             ConfigError: an entry does not fit its digest.
@@ -293,7 +293,7 @@ def checked_files(model: nn.Module, files: Sequence[str], quantized: bool, fresh
 
 
 def _name(key: Any) -> str:
-    """Of a tensor in transformers' loading info, which adds the two shapes where they differ."""
+    """Return a tensor's name from transformers' loading info, which adds both shapes where they differ."""
     return key if isinstance(key, str) else str(key[0])
 
 
@@ -344,7 +344,7 @@ class BundledModel:
 
     @classmethod
     def get_init_context(cls, *args: Any, **kwargs: Any) -> list[Any]:
-        """As in transformers, without initial values: loading is strict, so that every tensor comes from the file."""
+        """Skip initial values: loading is strict, so every tensor comes from the file."""
         from transformers.initialization import no_init_weights
 
         return [*super().get_init_context(*args, **kwargs), no_init_weights()]  # type: ignore[misc]
@@ -353,7 +353,7 @@ class BundledModel:
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **options: Any
     ) -> Any:
-        """As in transformers, which knows here which files it will read; `expected_keys` are those of an adapter."""
+        """Load the files that transformers found; `expected_keys` are those of an adapter."""
         load = super(BundledModel, type(model))._load_pretrained_model  # type: ignore[misc]
         files = checkpoint_files if checkpoint_files and "expected_keys" not in options else ()
         fresh = model._head_tensors() if load_config.ignore_mismatched_sizes else set()
@@ -372,7 +372,7 @@ class BundledModel:
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As in transformers, and strict.
+        """Load as transformers does, but strictly.
 
         Raises:
             ConfigError: the files do not hold exactly the tensors of this bundle, or a redrawn matrix differs.

@@ -54,7 +54,7 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def text_room(config: Any) -> int | None:
-    """How many tokens a text may have at most; None if the config does not say."""
+    """Return the largest number of tokens in a text; None if the config does not say."""
     positions, pad = getattr(config, "max_position_embeddings", None), getattr(config, "pad_token_id", None)
     if positions is None or pad is None or pad >= positions - 1:
         return positions

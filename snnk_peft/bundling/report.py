@@ -80,7 +80,7 @@ def _joined(paths: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class BundleReport:
-    """What `bundle` did.
+    """Result of `bundle`.
 
     Args:
         model_class: class of the bundle.

@@ -50,14 +50,14 @@ def quantized(program: Any, sample: Inputs) -> tuple[Any, int]:
 
 
 def _is_linear(node: Any) -> bool:
-    """Whether a product has a matrix of weights and is no part of linear attention."""
+    """Return True if a product is one with a weight matrix and not part of linear attention."""
     weight = None if node.inputs[1] is None else node.inputs[1].const_value
     inside = node.metadata_props.get("pkg.torch.onnx.class_hierarchy", "")
     return weight is not None and len(weight.shape) == 2 and KernelAttention.__name__ not in inside
 
 
 def compared(run: Run, other: Run, batches: Iterable[Inputs]) -> tuple[int, float | None, float]:
-    """How alike two programs answer.
+    """Compare the outputs of two programs.
 
     Args:
         run: the reference.

@@ -80,7 +80,7 @@ class TorchFormat:
         return [path]
 
     def run(self, path: Path, metadata: Any) -> Any:
-        """What is in a file, as a function of model inputs that returns what the model would."""
+        """Load a file as a function of model inputs that returns what the model would."""
         from transformers.exporters.base import ExportedComponent, ExportedModel
 
         with quiet():
@@ -88,7 +88,7 @@ class TorchFormat:
             return ExportedModel({"model": component}, self.exporter.export_format).to(**self.runtime())
 
     def runtime(self) -> dict[str, Any]:
-        """How the program is run."""
+        """The runtime that executes the program."""
         return {}
 
 

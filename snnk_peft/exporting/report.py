@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ShapeParity:
-    """How far the program is from the model on inputs of one shape.
+    """Parity of program and model on inputs of one shape.
 
     Args:
         shapes: input -> its shape.
@@ -46,7 +46,7 @@ class Int8Report:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What `export` did.
+    """Result of `export`.
 
     Args:
         format: "onnx" or "torch".
@@ -79,7 +79,7 @@ class ExportReport:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """The size of all files together."""
         return sum(self.files.values())
 
     @property
