@@ -1,4 +1,4 @@
-"""What a model will cost, before it is downloaded: parameters, products, memory and traffic from its config alone.
+"""Cost of a model before it is downloaded: parameters, MACs, memory and traffic from its config alone.
 
     python -m snnk_peft.cost bert-large-uncased --config snnk.yaml
 

@@ -1,4 +1,4 @@
-"""What one forward pass, or one training step, of a model on the meta device multiplies and keeps.
+"""Count the MACs and the memory of one forward pass or training step on the meta device.
 
 Every operation that torch calls is seen, in the forward pass, in the backward pass and in the optimizer: its products
 are counted by the formulas of torch's FlopCounterMode (which itself cannot run every model without gradients: its hooks

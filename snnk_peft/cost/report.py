@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CostRow:
-    """What one method costs. Bytes are decimal (a GB is 10⁹ of them); None where there is no such thing.
+    """Cost of one method. Bytes are decimal (1 GB = 10⁹ bytes); None where a figure does not apply.
 
     Args:
         method: "full", "lora", "snnk" or "bundle".
@@ -64,7 +64,7 @@ class CostRow:
 
 @dataclass(frozen=True)
 class CostReport:
-    """What a model costs by several methods.
+    """Costs of a model by several methods.
 
     Args:
         model: its class.
@@ -115,7 +115,7 @@ class CostReport:
         ]
 
     def footer(self) -> list[str]:
-        """What the figures are of."""
+        """The line under the table: model, inputs, dtype, processes."""
         given = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in self.inputs.items())
         return [
             f"{self.model}, {self.dtype}, {self.device}; {given} per process; bytes sent per step by each of "

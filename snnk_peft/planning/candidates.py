@@ -1,4 +1,4 @@
-"""What may stand where: a model with every candidate in it, none active, and the places that these compete for."""
+"""Candidates: a model with all of them, none active, and the places that they compete for."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Template:
 
 
 def default_templates(model: nn.Module, length: int, seed: int) -> list[Template]:
-    """What all kinds of parts offer where the caller names none, but for the kinds that the model cannot take.
+    """Collect the candidates of all kinds of parts, except kinds that the model cannot take.
 
     Args:
         model: a transformers model.

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer: multiply-adds and bytes exactly, seconds as measured on this machine.
+"""Cost of a model, layer by layer: MACs and bytes exactly, seconds as measured on this machine.
 
 A cost is told for the whole model and for each Transformer layer in it; what remains is outside of the layers. Seconds
 of layers that are built alike are pooled: such layers then cost the same, and more measurements stand behind each.
@@ -30,7 +30,7 @@ _SINCE_START: dict[str, Any] = {}  # measured in this process
 
 
 class Cost(NamedTuple):
-    """What one forward pass, or the file of a model, costs in some unit.
+    """Cost of one forward pass, or of the model's file, in some unit.
 
     Attributes:
         whole: of the model.
@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
     @property
     def outside(self) -> float:
-        """Of everything that is in no layer."""
+        """The cost of everything outside of the layers."""
         return self.whole - sum(self.layers)
 
 
@@ -116,7 +116,7 @@ def clock(model: nn.Module) -> Callable[[], float]:
 
 
 def _reached(samples: Sequence[float]) -> bool:
-    """Whether the least of some timings is what the work takes: other work only adds, hence seldom the same thrice."""
+    """Return True if the minimum of some timings is reliable: other load only adds, seldom the same thrice."""
     return sum(each <= min(samples) * WITHIN for each in samples) >= 3
 
 
@@ -186,7 +186,7 @@ def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any]) -> 
 
 
 class Timings:
-    """What was measured before is not measured again: a measurement differs from time to time, a plan must not.
+    """A store of timings, so that nothing is measured twice: timings vary, and a plan must not.
 
     Args:
         path: a JSON file that is read if it is there, and written; None keeps them as long as the process lives.

@@ -235,7 +235,7 @@ def _unreachable(nearest: float, share: float, of: str, how: str) -> ConfigError
 
 
 def _errors(templates: Sequence[Template], sample: Sample, progress: bool) -> tuple[Errors, Errors]:
-    """Of fits and of outputs, by number of the template and layer; templates of a kind share their passes."""
+    """Measure fit and output errors, by template index and layer; templates of a kind share their passes."""
     fits: Errors = {}
     outputs: Errors = {}
     kinds: dict[type, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What candidates save, and what a choice of them costs together."""
+"""Savings of single candidates, and the cost of a choice of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRAIN = 0.005  # of the original's time, or a 16th of the largest saving: no mor
 
 
 class Measure:
-    """What is measured of costs, on one kind of inputs.
+    """Cost measurements on one kind of inputs.
 
     Args:
         model: the original.
@@ -99,7 +99,7 @@ class Measure:
         saved: Mapping[int, dict[int | None, float]],
         counted: Sequence[Mapping[int | None, float]],
     ) -> None:
-        """Of the sizes of a part, one that saves more multiply-adds saves no less time."""
+        """Make savings monotonic: of a part's sizes, one that saves more MACs saves no less time."""
         for key in {key for number in numbers for key in counted[number]}:
             order = sorted((n for n in numbers if key in counted[n]), key=lambda n: counted[n][key])
             for number, share in zip(order, rising([saved[n][key] for n in order]), strict=True):

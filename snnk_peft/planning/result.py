@@ -23,7 +23,7 @@ POINTS = 200  # of the curve that are kept
 
 @dataclass(frozen=True)
 class Candidate:
-    """What was measured of one part in one place.
+    """Measurements of one part in one place.
 
     Args:
         layer: index of the Transformer layer, or None for a part outside of the layers.
@@ -73,7 +73,6 @@ class Plan:
         return [candidate for candidate in self.candidates if candidate.chosen]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
         parts = [{"part": part_name(type(part)), **dataclasses.asdict(part)} for part in self.config.parts]
         return {
             "config": {"parts": parts, "seed": self.config.seed, "modules_to_save": self.config.modules_to_save},

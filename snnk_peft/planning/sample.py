@@ -1,4 +1,4 @@
-"""What candidates are measured on: some of the caller's batches, and the calls of the original's modules there."""
+"""The data that candidates are measured on: some of the caller's batches, and the original modules' calls there."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Calls = dict[str, list[tuple[bool, list[Call]]]]
 
 
 def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -> Calls:
-    """What modules are called with, batch by batch.
+    """Record the arguments of modules, batch by batch.
 
     Args:
         model: runs; in eval mode.
