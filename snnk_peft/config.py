@@ -234,7 +234,7 @@ def _part_from(where: str, cls: type[Part], given: object) -> tuple[Any, list[st
 
 
 def _listed_part(where: str, given: object) -> tuple[Any, list[str]]:
-    """The same for an entry of `parts`, which names its part."""
+    """Like `_part_from`, for an entry of `parts`, which names its part."""
     if isinstance(given, Mapping):
         name = given.get("part")
         if name not in PARTS:

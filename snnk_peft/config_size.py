@@ -1,4 +1,4 @@
-"""How large a model a config may ask for, by what the weights beside it hold: it takes one line to ask for 10⁷ layers.
+"""An upper bound on the model a config may ask for, from the weights beside it: one line can ask for 10⁷ layers.
 
 Part of the code file of every bundle.
 """
@@ -63,7 +63,7 @@ def _check_indices(home: Path) -> None:
 
 
 def weights_of(folder: Any, subfolder: str | None) -> tuple[int, str]:
-    """How many parameters a config may ask for, by the weights in a local folder, and why no more."""
+    """Return how many parameters a config may ask for, given the weights in a local folder, and the reason."""
     home = Path(folder) / (subfolder or "") if isinstance(folder, (str, os.PathLike)) else None
     held = 0
     if home is not None and not (home / "model.safetensors").exists():

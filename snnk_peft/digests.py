@@ -167,7 +167,7 @@ def read_digests(config: Path) -> dict[str, str]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity."""
+    """Return True if a tensor holds neither NaN nor infinity."""
     return tensor.dtype not in FLOATS or bool(tensor.isfinite().all())
 
 

@@ -47,7 +47,7 @@ SHOWN = 6  # places named in a message
 
 @dataclass(frozen=True)
 class FamilyReport:
-    """What `check_family` found; printing it gives a table.
+    """Result of `check_family`; print it for a table.
 
     Args:
         model_class: the class of the model.
@@ -150,7 +150,7 @@ def _reason_against(model: nn.Module, config: SNNKConfig) -> str | None:
 
 
 def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with one part in one model, which is changed."""
+    """Try one part in one model, which is changed, and return what is wrong."""
     before = _outputs(model.eval(), inputs)
     patched = get_snnk_model(model, config).eval()
     layers = {name.removeprefix("base_model.model."): m for name, m in patched.named_modules() if _holds(m)}
@@ -192,7 +192,7 @@ def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterato
 
 
 def _wrong_beliefs(patched: Any, inputs: Mapping[str, Any]) -> Iterator[str]:
-    """What slots take for granted and is not so; see `Slot.check`."""
+    """Collect the wrong assumptions of slots; see `Slot.check`."""
     with patched.disable_adapter(), torch.no_grad():
         for slot in [module for module in patched.modules() if isinstance(module, Slot)]:
             yield from slot.check(patched.get_base_model(), lambda: patched(**inputs))
@@ -203,7 +203,7 @@ def _holds(module: nn.Module) -> bool:
 
 
 def _gets_gradient(layer: nn.Module) -> bool:
-    """Whether something that is trained here has a gradient; also where nothing is (an activation that is left out)."""
+    """Return True if a trained parameter here has a gradient, or if there is none to train (an omitted activation)."""
     inside = {p for child in layer.modules() if child is not layer and _holds(child) for p in child.parameters()}
     trained = [p for p in layer.parameters() if p.requires_grad and p not in inside]
     return not trained or any(p.grad is not None and bool(p.grad.count_nonzero()) for p in trained)

@@ -46,7 +46,7 @@ PEFT_TITLE = "# Model Card for Model ID"
 
 
 class AdapterConfig(Protocol):
-    """What a card takes from the config of an adapter."""
+    """The fields of an adapter's config that a card shows."""
 
     base_model_name_or_path: str | None
     task_type: Any
@@ -183,7 +183,7 @@ def _listed(value: object) -> list[str]:
 
 
 def _is_public(tag: str) -> bool:
-    """Whether a tag names no local path, as PEFT's "base_model:adapter:/home/me/model" does."""
+    """Return False for a tag that names a local path, as PEFT's "base_model:adapter:/home/me/model" does."""
     return not tag.startswith("base_model:") or hub_id(tag.rpartition(":")[2]) is not None
 
 
@@ -193,7 +193,7 @@ def template() -> str:
 
 
 def mentions_import(card: str) -> bool:
-    """Whether a card tells its readers to import this package."""
+    """Return True if a card tells its readers to import this package."""
     return "import snnk_peft" in card
 
 
@@ -231,7 +231,7 @@ def _load(name: str, is_adapter: bool) -> str:
 
 
 def _reach(parts: Mapping[str, Any]) -> str:
-    """How long texts may be."""
+    """State the longest supported text."""
 
     def found(data: Any) -> list[int]:
         if not isinstance(data, Mapping):

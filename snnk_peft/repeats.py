@@ -29,7 +29,7 @@ def rows(batch: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def count_repeated(given: Iterable[Hashable], fitted: Set[Hashable]) -> int:
-    """How many of the given rows are also among the fitted ones."""
+    """Count the given rows that are also among the fitted ones."""
     return sum(row in fitted for row in given)
 
 

@@ -1,4 +1,4 @@
-"""What a model family is: module paths of one architecture, as plain data.
+"""A model family: module paths of one architecture, as plain data.
 
 Paths that start with "{base}" are relative to the encoder inside a task model (`BertForSequenceClassification.bert`)
 or to the model itself if it is the bare encoder. Paths of the `layer` group are relative to one Transformer layer.

@@ -1,4 +1,4 @@
-"""What a head reads of a Transformer: hidden states of any layers, pooled over the tokens that are no padding.
+"""Features of a task head: hidden states of any layers, pooled over the tokens that are not padding.
 
     φ = [pool₁(h_{l₁}), pool₂(h_{l₂}), ...]        and, through a feature map,  [Φ(φ), φ]
 
@@ -32,12 +32,10 @@ Pool = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _mean(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
-    """Over the tokens."""
     return token_mean(hidden, mask)
 
 
 def _maximum(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
-    """Of every coordinate."""
     return hidden.masked_fill(~mask.unsqueeze(-1), -torch.inf).amax(1)
 
 
@@ -101,7 +99,7 @@ def pooled(hidden: Tensor, mask: Tensor | None, pool: str, second: Tensor | None
 
 @dataclass(frozen=True)
 class HeadFeatures:
-    """What a head reads.
+    """Choice of the features that a task head reads.
 
     Args:
         views: pairs (layer, pool): which hidden state, and how its tokens become one vector ("mean", "max", "first",
@@ -152,7 +150,7 @@ class HeadFeatures:
 
     @property
     def of_pairs(self) -> bool:
-        """Whether some views need to know which text a token is of."""
+        """True if a view needs to know which of two texts a token belongs to."""
         return any(pool in PAIR_POOLS for _, pool in self.views)
 
     def width(self, hidden: int) -> int:
@@ -160,7 +158,6 @@ class HeadFeatures:
         return len(self.views) * hidden
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return {**asdict(self), "views": [list(view) for view in self.views]}
 
 
@@ -200,7 +197,6 @@ class HeadReader(nn.Module):
 
     @property
     def out_dim(self) -> int:
-        """Length of φ."""
         return self.features.width(self.hidden) if self.stage is None else self.stage.out_dim
 
     def forward(

@@ -35,7 +35,7 @@ CONSTANT = 1e-10  # a column whose standard deviation is below this share of its
 
 @dataclass(frozen=True)
 class HeadFitReport:
-    """What a fit found.
+    """Result of a fit.
 
     Args:
         examples: that were fitted.
@@ -112,7 +112,6 @@ class FittedHead:
 
     @property
     def report(self) -> HeadFitReport:
-        """What was found."""
         return HeadFitReport(self.count, self.ridge, self.cross_validated, self.posterior.degrees, self.temperature)
 
     def _read(self, vectors: Any) -> Tensor:
@@ -127,7 +126,7 @@ class FittedHead:
         return self._read(vectors) @ self.weight.T + self.bias
 
     def variance(self, vectors: Any) -> Tensor:
-        """Of a new target at these vectors (n, width): (n, outputs)."""
+        """Return the predictive variance of new targets at vectors (n, width): (n, outputs)."""
         return self.posterior.variance(self._read(vectors) * self._scale)
 
     def leave_one_out(self, vectors: Any, targets: Any) -> Tensor:
@@ -176,7 +175,7 @@ class FittedHead:
         return temperature * (scores if self.kind == "classes" else scores - 0.5)
 
     def probabilities(self, vectors: Any) -> Tensor:
-        """Of classes, which sum to one, or of labels: (n, width) -> (n, outputs).
+        """Return the probabilities of classes, which sum to one, or of labels: (n, width) -> (n, outputs).
 
         Raises:
             ConfigError: t is not known.
@@ -188,7 +187,7 @@ class FittedHead:
 
 
 def expected_calibration_error(probabilities: Any, labels: Any, bins: int = 15) -> float:
-    """How far confidence is from accuracy: Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015).
+    """Measure calibration: Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015).
 
     Args:
         probabilities: of classes, (n, classes).

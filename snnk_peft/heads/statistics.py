@@ -88,12 +88,12 @@ class HeadStatistics:
 
     @property
     def count(self) -> int:
-        """Examples so far."""
+        """The number of examples counted."""
         return self.moments.count
 
     @property
     def names(self) -> list[str]:
-        """Of the classes, labels or numbers, as far as `origin` has them."""
+        """Names of the outputs (classes, labels or regression targets), if `origin` has them."""
         return list(self.origin.get("names") or ())
 
     def add(self, vectors: Any, targets: Any) -> None:
@@ -130,7 +130,7 @@ class HeadStatistics:
         self.take_away(other)
 
     def empty(self) -> HeadStatistics:
-        """Of the same kind, origin and shape, without examples."""
+        """Return statistics of the same kind, origin and shape, without examples."""
         remember = self.digests is not None
         return HeadStatistics(self.moments.feature_dim, self.moments.out_dim, self.kind, self.origin, remember)
 
@@ -166,7 +166,7 @@ class HeadStatistics:
             self.digests -= other.digests
 
     def _never_counted(self, other: HeadStatistics) -> list[str]:
-        """What shows that examples of the other were not counted here."""
+        """Return evidence that examples of the other were not counted here."""
         ours = self._numbers()
         found = [
             f"{number} examples {what} are to be forgotten of {ours[what]}"
@@ -183,7 +183,7 @@ class HeadStatistics:
         return found
 
     def _numbers(self) -> dict[str, int]:
-        """How many examples there are of each class, or with and without each label."""
+        """Count the examples of each class, or those with and without each label."""
         mean = self.moments.target_mean.cpu()
         shares = {"classes": {"of class": mean}, "labels": {"with label": mean, "without label": 1 - mean}}
         return {
@@ -213,7 +213,7 @@ class HeadStatistics:
             raise ConfigError([*faults, "expected statistics of the same task, model and features"])
 
     def targets(self, given: Any) -> Tensor:
-        """What is regressed, (n, outputs) in fp64, of targets as `add` takes them.
+        """Convert targets, as `add` takes them, to what is regressed: (n, outputs) in fp64.
 
         Raises:
             ConfigError: shapes or values that do not fit.
@@ -257,7 +257,7 @@ class HeadStatistics:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadStatistics:
-        """What `save` wrote.
+        """Read the file that `save` wrote.
 
         Raises:
             ConfigError: no such file, or damaged.

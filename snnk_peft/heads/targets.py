@@ -1,4 +1,4 @@
-"""What a head is given, as users have it: tensors, arrays, lists and columns of tables become tensors, or a fault.
+"""Inputs of a task head: tensors, arrays, lists and columns of tables become tensors, or an error.
 
 Labels of classes may be names, truth values or whole floats (which pandas makes of integers where some are missing).
 """
@@ -94,7 +94,7 @@ def require_finite(what: str, found: Tensor) -> None:
 
 
 def as_vectors(given: Any, width: int) -> Tensor:
-    """What a head reads, (examples, width), finite and floating.
+    """Convert vectors to a finite floating-point tensor, (examples, width).
 
     Raises:
         ConfigError: another shape, NaN or infinity, or no numbers.
@@ -139,12 +139,12 @@ def class_indices(what: str, labels: Tensor, classes: int) -> Tensor:
 
 
 def is_whole(found: Tensor) -> bool:
-    """Whether floats are all whole numbers."""
+    """Return True if all values are whole."""
     return bool((found == found.round()).all())
 
 
 def fit_notes(count: int, shares: Tensor | None, names: Sequence[str], varies: bool) -> list[str]:
-    """What makes a head that was fitted one to distrust; an empty list if nothing does.
+    """List reasons to distrust a fitted head; empty if there are none.
 
     Args:
         count: of examples.

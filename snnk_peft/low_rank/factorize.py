@@ -33,7 +33,7 @@ class Factors:
     seconds: float
 
     def weight(self) -> Tensor:
-        """UVᵀ, (out, in)."""
+        """The product UVᵀ, (out, in)."""
         return self.U @ self.V.T
 
 

@@ -1,4 +1,4 @@
-"""What is known of a layer's inputs beyond N(0, I): their mean and covariance, which a stream of batches can sum up."""
+"""Mean and covariance of a layer's inputs, beyond N(0, I); accumulated over a stream of batches."""
 
 from __future__ import annotations
 

@@ -61,11 +61,11 @@ def adam_on_samples(problem: Problem, start: Solution) -> Solution:
 
 @LOW_RANK_INITS.register("nkp")
 def nkp(problem: Problem) -> Solution:
-    """From `baseline`."""
+    """NKP from the `baseline` factors."""
     return adam_on_samples(problem, LOW_RANK_INITS["baseline"](problem))
 
 
 @LOW_RANK_INITS.register("ws_nkp")
 def ws_nkp(problem: Problem) -> Solution:
-    """From `spectral`."""
+    """NKP from the `spectral` factors."""
     return adam_on_samples(problem, LOW_RANK_INITS["spectral"](problem))
