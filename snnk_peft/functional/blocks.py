@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-BLOCK = 2**19  # numbers in a block of features: a few such blocks fit in the cache of a processor
+BLOCK = 2**19  # values in a block of features: a few such blocks fit into the cache of a CPU
 FEWEST = 256  # tokens in a block at least
 LONGEST = 8192  # tokens in a block of causal attention on an accelerator: its prefixes take memory ∝ length²
 
@@ -29,7 +29,7 @@ def block_tokens(x: torch.Tensor, columns: int) -> int | None:
 
     Args:
         x: (B, H, L, d).
-        columns: numbers per token and head of what is made from a block.
+        columns: values per token and head of what is computed from a block.
     """
     if not takes_blocks(x):
         return None

@@ -60,7 +60,7 @@ def causal_exponential_attention(
         weighed: give log Σ_r φ_r(q_i) Σ_{j<=i} ψ_r(k_j), but for |q_i|²_Q, as a last column; not for signed features.
 
     Returns:
-        (B, H, L, D) in the dtype of v, 0 where no key counts, and M and log Z behind the last key. Weighed, (B, H, L,
+        (B, H, L, D) in the dtype of v, 0 where no key counts, and M and log Z after the last key. Weighed, (B, H, L,
         D + 1) in at least fp32, the last column about ABSENT where no key counts.
     """
     queries = queries._replace(offset=both_offsets(queries, keys), signs=keys.signs)
@@ -169,7 +169,7 @@ def _direct(
     a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear, weighed: bool
 ) -> tuple[Tensor, Tensor, Tensor | float, KeyMeans]:
     """Numerators (B, G, chunks, rows, D), denominators (..., 1), the logarithm of what both were divided by (0 unless
-    `weighed`), and the state behind the last chunk."""
+    `weighed`), and the state after the last chunk."""
     top = torch.maximum(b.detach().amax((-3, -2)), state.log_weight.detach())
     psi = b.sub_(top[:, :, None, None]).exp_()
     before = (state.log_weight - top).exp()
@@ -193,7 +193,7 @@ def _direct(
 
 
 def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear) -> tuple[Tensor, Tensor, KeyMeans]:
-    """Results (B, G, chunks, rows, D), logarithms of denominators (..., 1), and the state behind the last chunk."""
+    """Results (B, G, chunks, rows, D), logarithms of denominators (..., 1), and the state after the last chunk."""
     a, signs = a + (queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]), queries.signs
     prefixes, behind = _prefixes(means_of(b.clone(), v), state)
     within, of_within = _pairs(a.unflatten(3, (-1, b.shape[-2])), b.unsqueeze(3), signs)
@@ -246,7 +246,7 @@ def _log_products(a: Tensor, b: Tensor, signs: Tensor | None) -> tuple[Tensor, T
 
 
 def _prefixes(chunks: KeyMeans, state: KeyMeans) -> tuple[KeyMeans, KeyMeans]:
-    """M and log Z before each chunk, (B, G, chunks, m, D) and (B, G, chunks, m), and behind the last one."""
+    """M and log Z before each chunk, (B, G, chunks, m, D) and (B, G, chunks, m), and after the last one."""
     values = torch.cat((state.values.unsqueeze(2), chunks.values), 2)
     log_weight = torch.cat((state.log_weight.unsqueeze(2), chunks.log_weight), 2)
     count = log_weight.shape[2]

@@ -1,6 +1,6 @@
 """Adapters, as one computation for training and for bundles.
 
-    SNNKAdapter   r + Φ(x) Mᵀ            r = x behind a module, its output beside one (SNNK paper, Eq. 22 and App. D)
+    SNNKAdapter   r + Φ(x) Mᵀ            r = x after a module, its output beside one (SNNK paper, Eq. 22 and App. D)
     beside        [module(x), Φ(x)]      features of an adapter beside the FFN, emitted by what they stand beside
     leading       [module(h), z]         for x = [h, z]: a module that acts on the first entries only
 

@@ -26,7 +26,7 @@ from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_structured import Structured
 
 PLAIN = (Tensor, nn.Parameter)
-MANY = 1 << 17  # numbers in r, from which on a processor computes for longer than it dispatches, and gains nothing
+MANY = 1 << 17  # elements of r above which a CPU computes for longer than it dispatches, and gains nothing
 _NARROW: WeakKeyDictionary[Projection, tuple[Any, Tensor, Tensor]] = WeakKeyDictionary()
 
 

@@ -38,7 +38,7 @@ class FeatureStage(nn.Module):
         center: subtract from each feature its mean over normalised inputs, E f(z) for z ~ N(c, (scale·‖ω‖)²). A ReLU
             feature is mostly its mean; without it a readout that is trained from zero first learns a bias. Components
             that are not elementwise have no such closed form and are left as they are.
-        append_input: also return x itself, behind the features: an exact affine path through the readout.
+        append_input: also return x itself, after the features: an exact affine path through the readout.
     """
 
     shift: torch.Tensor | None
@@ -175,7 +175,7 @@ class FeatureStage(nn.Module):
         return simple
 
     def with_input(self) -> FeatureStage:
-        """[Φ(t(x)) − c, x]: the same features (the very tensors), and the input behind them."""
+        """[Φ(t(x)) − c, x]: the same features (the very tensors), and the input after them."""
         stage = copy.copy(self)
         stage.append_input = True
         return stage

@@ -8,7 +8,7 @@ query head, starts at one (several terms: at one over their number); `calibrate`
 right about the weights of far keys among each other and wrong about their sum. q and k hold √scaling here.
 
 Causal, the far keys of query i are the first i − width + 1: linear attention whose keys are late by `width` tokens.
-What was fitted to texts of some length is wrong by orders of magnitude behind it (queries and keys turn with their
+What was fitted to texts of some length is wrong by orders of magnitude beyond it (queries and keys turn with their
 positions): later queries, by count of real tokens, see near keys and sinks alone.
 
 Otherwise it is that in both directions. Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D) -> (B, H, L, D). Time
@@ -52,7 +52,7 @@ class Kept(NamedTuple):
     counts: Tensor
 
     def and_then(self, other: Kept) -> Kept:
-        """These, and others behind them."""
+        """These, and others after them."""
         return Kept(*(torch.cat(pair, -1 if pair[0].dim() == 2 else -2) for pair in zip(self, other, strict=True)))
 
     def part(self, first: int, last: int) -> Kept:
@@ -225,7 +225,7 @@ class JointAttention(nn.Module):
         reach: int | None,
         kept: KeptMaps | None = None,
     ) -> tuple[Tensor, JointState]:
-        """Causal attention of L new tokens behind a state."""
+        """Causal attention of L new tokens after a state."""
         length = q.shape[-2]
         place = new.counts.cumsum(-1)  # of each token in its text, from 1 on
         if state is not None:

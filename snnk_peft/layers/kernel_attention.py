@@ -39,7 +39,7 @@ class KernelAttention(nn.Module):
         near_field: width of the exact band (1 is the diagonal alone), or None for no band.
         joint: band and terms under one normalisation, instead of a blend of their results.
         sinks: how many of the first keys are exact as well; joint only.
-        fitted_length: tokens of the longest text that the feature maps were fitted to, or None: behind it, causal
+        fitted_length: tokens of the longest text that the feature maps were fitted to, or None: beyond it, causal
             attention gives near keys and sinks alone, or if it has none, nothing.
 
     Attributes:
@@ -148,7 +148,7 @@ class KernelAttention(nn.Module):
             mask: (B, length) bool, True where a key counts, or None.
 
         Warns:
-            UserWarning: far keys do not count behind the fitted length.
+            UserWarning: far keys do not count beyond the fitted length.
 
         Raises:
             UnsupportedError: there are no others.

@@ -1,6 +1,6 @@
 """Low-rank layers: W x + b becomes U (Vᵀ x) + b, for Linears and convolutions.
 
-W is (out, in) as in nn.Linear, U (out, rank), V (in, rank): (out + in)·rank multiply-adds instead of out·in. The kernel
+W is (out, in) as in nn.Linear, U (out, rank), V (in, rank): (out + in)·rank MACs instead of out·in. The kernel
 of a convolution, (out, in, kh, kw), is a matrix in one of two ways:
 
     split       matrix W                   Vᵀ, applied first                U, applied then

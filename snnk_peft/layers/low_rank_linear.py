@@ -78,7 +78,7 @@ class LowRank(nn.Module):
         return self.kernel_from(U @ V.T).flatten(1)
 
     def macs(self) -> tuple[int, int]:
-        """Multiply-adds per output vector (pixel): of the two factors, and of the dense layer."""
+        """Count MACs per output vector (pixel): of the two factors, and of the dense layer."""
         raise TypeError(f"{type(self).__name__} does not define macs()")
 
     def factored(self) -> nn.Module:
@@ -90,12 +90,12 @@ class LowRank(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define dense()")
 
     def fold(self) -> nn.Module:
-        """The cheaper of the two, by multiply-adds."""
+        """The cheaper of the two, by MACs."""
         factored, dense = self.macs()
         return self.factored() if factored < dense else self.dense()
 
     def fill(self, dense: Any, init: str, activation: Any, inputs: Tensor | None, seed: int) -> Any:
-        """This layer with the factors of `dense`, on its device and in its dtype; empty where it has no numbers."""
+        """Create this layer with the factors of `dense`, on its device and in its dtype; empty on the meta device."""
         if self.U.is_meta:
             return self
         with at_hand(dense):

@@ -30,7 +30,7 @@ def counted_tokens(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, A
 
     Args:
         hidden: (B, L, width), what the layer gives.
-        args: positional arguments of the layer behind the hidden states; the first is its attention mask.
+        args: positional arguments of the layer after the hidden states; the first is its attention mask.
         kwargs: named arguments.
 
     Raises:

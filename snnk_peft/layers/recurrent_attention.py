@@ -4,7 +4,7 @@
 
 and, with a near field of width w, the last w − 1 keys and values as they are (FMMformer); with one normalisation, the
 last w and the sinks (layers/joint_attention.py). Shapes: q (B, H, L, d),
-k (B, G, L, d) and v (B, G, L, D) for L new tokens, any number of them. Memory per example: G·m·(D + 1) numbers for the
+k (B, G, L, d) and v (B, G, L, D) for L new tokens, any number of them. Memory per example: G·m·(D + 1) values for the
 sums, in at least fp32, and G·(w − 1)·(d + D) for the band. Cost per token: that of the feature map, and m·D per head.
 """
 

@@ -108,7 +108,7 @@ class FitPlace(Protocol):
     """A module with slots in a model that is calibrated.
 
     Attributes:
-        original: the module that the slot stands in for.
+        original: the module that the slot replaces.
     """
 
     @property
@@ -129,7 +129,7 @@ class FitOptions:
         landmarks: rule by which rows are chosen.
         ridges: candidates for the regularisation.
         refit: whether the held-out rows are fitted as well in the end.
-        steps: of gradient descent behind a closed form, where a fitter takes any.
+        steps: of gradient descent after a closed form, where a fitter takes any.
     """
 
     landmarks: str
@@ -143,7 +143,7 @@ class Fit:
     """Result of one fit.
 
     Args:
-        size: the number that the part's size is told by (rows of W, a rank).
+        size: the size of the part (rows of W, a rank).
         tokens: rows fitted while choosing the regularisation.
         held_out_tokens: rows that the errors are measured on.
         ridge: the chosen regularisation, as a fraction of the mean feature variance; None where there is none.
@@ -152,7 +152,7 @@ class Fit:
         divergence_before: for attention, the Kullback-Leibler divergence of its weights from softmax in nats, the mean
             over the queries and heads of held-out rows; None for others.
         divergence_after: the same after the fit.
-        unknowns: of the numbers fitted, how many rows it takes to determine them: as many as a readout has features,
+        unknowns: the number of rows that determine the fitted parameters: for a readout its number of features,
             its bias counted as one. None where that is not known.
         longest: tokens of the longest text, where what is fitted depends on places in it.
     """
@@ -170,7 +170,7 @@ class Fit:
 
 
 class Fitter:
-    """Fits one slot to what it stands in for.
+    """Fits one slot to the module it replaces.
 
     Attributes:
         reads: how often `fit` reads the data.
@@ -221,7 +221,7 @@ class Slot(nn.Module):
     Attributes:
         replaces: `base` is never called.
         alone: there can be one of its class in a place.
-        lets_pass: what is behind the module still gets what the module gave, or what stands for it, at the front of its
+        lets_pass: what is after the module still gets what the module gave, or what stands for it, at the front of its
             input.
         by_row: rows of one batch can go through slots of different adapters (`adapter_names`): what it does to a row
             depends on that row alone.

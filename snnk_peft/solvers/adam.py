@@ -1,4 +1,4 @@
-"""The loop behind a closed form: steps of Adam whose learning rates fall linearly to zero."""
+"""The loop after a closed form: steps of Adam whose learning rates fall linearly to zero."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Of tokens t with features φ_t (m,) and targets y_t (l,) the count n, the means 
 
     S = Σ (φ−φ̄)(φ−φ̄)ᵀ,     C = Σ (y−ȳ)(φ−φ̄)ᵀ,     Σ (W₂(y−ȳ))² of each output
 
-are kept: m² + m l numbers whatever n is. Each batch is centred at its own mean, and merged (Chan, Golub & LeVeque):
+are kept: m² + m l values whatever n is. Each batch is centred at its own mean, and merged (Chan, Golub & LeVeque):
 
     S ← S₁ + S₂ + n₁n₂/(n₁+n₂) (φ̄₂−φ̄₁)(φ̄₂−φ̄₁)ᵀ
 

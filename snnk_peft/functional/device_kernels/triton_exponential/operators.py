@@ -209,7 +209,7 @@ attention.register_autograd(back_of_attention, setup_context=save)
 
 @operator("causal", f"({GIVEN}, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)")
 def causal(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, logarithms of denominators (B, H, L), and M and log Z behind the last key."""
+    """Outputs, logarithms of denominators (B, H, L), and M and log Z after the last key."""
     return launches.causal_attention(*given)
 
 

@@ -103,7 +103,7 @@ sums = direct(key_sums, launches.key_sums, _save_sums, _back_of_sums)
 
 @operator("causal", f"(Tensor q, {KEYS}, {STATE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 def causal(*given: Any) -> tuple[Tensor, ...]:
-    """Outputs, denominators and ρ (B, H, L), and S, z and scale behind the last key."""
+    """Outputs, denominators and ρ (B, H, L), and S, z and scale after the last key."""
     return launches.causal_attention(*given)
 
 

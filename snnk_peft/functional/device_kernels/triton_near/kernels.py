@@ -71,7 +71,7 @@ def shares(logs, seen, lse):
 
 @triton.jit
 def reach(row, ahead, L, N, width, C: tl.constexpr, CAUSAL: tl.constexpr):
-    """The first key that the queries row .. row + C see, and behind the last one."""
+    """The first key that the queries row .. row + C see, and after the last one."""
     end = tl.minimum(row + C, L) + ahead
     if not CAUSAL:
         end += width - 1
@@ -193,7 +193,7 @@ def key_back(
 ):  # fmt: skip
     """DK and DV, contiguous, of all `rep` query heads of a key head; DSINKS (B·G, parts of the queries, SINKS, d + D).
 
-    Programs behind those of the keys' parts are of the sinks, each with one part of the queries.
+    Programs after those of the keys' parts are of the sinks, each with one part of the queries.
     """
     bg, part, ahead, scale = tl.program_id(0), tl.program_id(1), N - L, scaling * LOG2E
     b, g = (bg // groups).to(tl.int64), (bg % groups).to(tl.int64)
