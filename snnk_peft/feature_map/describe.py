@@ -104,7 +104,7 @@ def describe(component: str, projection: str, dim: int, num_features: int, *, le
         f"kernel      {f.kernel_formula}",
         f"projection  {w.formula}   ({w.source})",
         f"cost        {w.cost} for W x; {f.cost} for the features",
-        f"memory      {stored_numbers(feature_map):,} numbers stored; a dense W has {dim * num_features:,}",
+        f"memory      {stored_numbers(feature_map):,} values stored; a dense W has {dim * num_features:,}",
         f"properties  {', '.join(properties(feature_map))}",
         "",
         *_measured_lines(component, projection, dim, num_features, length),

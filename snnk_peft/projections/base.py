@@ -39,13 +39,13 @@ class Projection(Drawn):
         needs_layer: whether the rows are taken from a pretrained layer, by `from_layer`; there are at most as many as
             the layer has, and they are made for its inputs as they are.
         selects_rows: whether the rows are chosen among those of that layer, by `select`, whichever these are.
-        takes_rows: whether W is plain numbers that may be any, by `take`.
+        takes_rows: whether W is an unconstrained tensor that `take` may set.
         mixture: whether rows are drawn from Gaussians with means and covariances of their own, by `gaussians`.
         of_attention: whether it is for attention only, with rows of queries and of keys for every head.
         layer_arguments: those of the member's arguments that are tensors of that layer, hence in no config.
         formula: the rows in a line, for tables.
         source: where they come from.
-        cost: multiply-adds per vector, in m = num_features and d = dim.
+        cost: MACs (multiply-accumulate operations) per vector, in m = num_features and d = dim.
         params: the member's own keyword arguments, from which it can be built again.
         redrawable, seeded, resamplable: see `Drawn`.
     """

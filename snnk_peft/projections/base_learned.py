@@ -19,7 +19,7 @@ class Learned(Projection):
 
     At the start W is a draw from N(0, I), so that a model begins with the kernel that it would have without learning.
     After that the kernel is what training made of it, hence `unbiased` is False and W must be saved. The noise does not
-    change unless `redraw_every` says so. W is computed in every forward pass, in train and eval from the same numbers.
+    change unless `redraw_every` says so. W is computed in every forward pass, in train and eval from the same noise.
 
     A member defines `initial` and `rows`; the noise is N(0, I) unless it overrides `draw` or `draw_buffers`.
     One object serves one matrix: for kernels per head use one per head, for one that the heads of a layer share, one

@@ -17,7 +17,7 @@ from snnk_peft.projections.base_drawn import site_generator
 
 
 class Structured(Projection):
-    """A matrix that is made of few numbers and can be applied by a fast transform instead of a dense product.
+    """A matrix with few parameters that a fast transform applies, instead of a dense product.
 
     A member draws its factors and says how they act on vectors; what is kept, the factors or the dense W, follows
     from `fast`. Both hold the same matrix for the same seed.

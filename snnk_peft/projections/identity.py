@@ -51,7 +51,7 @@ class Identity(Projection):
         return {"ones": torch.ones(self.dim, device="cpu")}
 
     def blank(self) -> dict[str, torch.Tensor]:
-        """A diagonal of undefined numbers."""
+        """An uninitialised diagonal."""
         return {"ones": torch.empty(self.dim, dtype=torch.float32)}
 
     def materialize(self) -> torch.Tensor:
