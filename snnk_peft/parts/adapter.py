@@ -1,6 +1,6 @@
-"""Adapters: Houlsby (behind attention and FFN), Pfeiffer (behind the FFN), parallel (beside the FFN), query_value.
+"""Adapters: Houlsby (after attention and FFN), Pfeiffer (after the FFN), parallel (beside the FFN), query_value.
 
-behind        x + scaling · v ⊙ (Φ(x) Aᵀ)         folds to  x + Φ(x) Mᵀ
+after         x + scaling · v ⊙ (Φ(x) Aᵀ)         folds to  x + Φ(x) Mᵀ
 parallel      W₂ h + scaling · v ⊙ (Φ(x) Aᵀ)      folds to  [W₂, M] [h, Φ(x)]
 query_value   W x + scaling · v ⊙ (Φ(x) Aᵀ)       folds to  [M, W] [Φ(x), x]
 """
@@ -216,7 +216,7 @@ class Behind(Slot):
         return self.adapter.stage, self.adapter.readout
 
     def fold(self, place: FoldPlace) -> None:
-        """x + scaling · v ⊙ (Φ(x) Aᵀ) becomes x + Φ(x) Mᵀ, behind the module."""
+        """x + scaling · v ⊙ (Φ(x) Aᵀ) becomes x + Φ(x) Mᵀ, after the module."""
         matrix = plain_linear(self.adapter.readout.matrix(), None)
         place.put(followed_by(place, SNNKAdapter(self.adapter.stage.simplified(), matrix)))
 
@@ -283,7 +283,7 @@ class OnHiddenUnits(Slot):
     """[activation(h), Φ(x)]: the activation acts on the hidden units only, however many of them another part leaves.
 
     Args:
-        features: of the adapter, behind the hidden units.
+        features: of the adapter, after the hidden units.
         expansion: path of the module that makes both.
     """
 
@@ -313,7 +313,7 @@ class BesideContraction(Slot):
     """contraction(h) + scaling · v ⊙ (Φ(x) Aᵀ).
 
     Args:
-        readout: holds A and v; the features come from the `BesideExpansion` slot, behind everything else.
+        readout: holds A and v; the features come from the `BesideExpansion` slot, after everything else.
     """
 
     by_row = True

@@ -86,7 +86,7 @@ class Part(NamedOptions):
         return {}
 
     def size_in_words(self) -> str:
-        """The number that the size of the part is told by, or else all options."""
+        """Describe the size of the part, or else all its options."""
         known = (getattr(self, name) for name in self.size_fields)
         return str(next((value for value in known if value is not None), dataclasses.asdict(self)))
 
@@ -190,7 +190,7 @@ class PatchContext:
 
     @property
     def family(self) -> ModelFamily:
-        """Where the modules of the model are; UnsupportedError if nobody has described it."""
+        """Where the modules of the model are; UnsupportedError if it is unknown."""
         return family_of(self.model)
 
     def modules(self, kind: type[nn.Module], pattern: str = "*") -> dict[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""Normalisation layers trained along: gains and biases of every LayerNorm or RMSNorm, a few thousand numbers.
+"""Normalisation layers trained along: gains and biases of every LayerNorm or RMSNorm, a few thousand parameters.
 
     y = g ⊙ (x − mean) / std + b        g and b are trained; nothing is added
 

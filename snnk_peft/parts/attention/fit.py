@@ -51,7 +51,7 @@ MOST = 128  # queries of a sequence when weights are formed
 
 
 class AttentionFitter(Fitter):
-    """Fits the maps of one attention to its softmax, and then the projection behind the heads to what is left.
+    """Fits the maps of one attention to its softmax, and then the output projection to what is left.
 
     Args:
         kernel: the linear attention, one term over `centroids`.
@@ -77,7 +77,7 @@ class AttentionFitter(Fitter):
         kernel.fitted_length = None  # of an earlier fit
         if any(offloaded(each) for each in (kernel, readout) if each is not None):
             raise ConfigError(
-                "the feature maps of an attention, or the projection behind its heads, are offloaded to memory or "
+                "the feature maps of an attention, or its output projection, are offloaded to memory or "
                 "disk, where a fit would not last; expected them beside the model. Calibrate before dispatching it"
             )
         self.weight: torch.Tensor | None = None

@@ -1,6 +1,6 @@
 """Fit a far field that shares its normalisation with an exact near field: maps and a factor per query head.
 
-What is recorded, kept and measured is as in fit.py, and so is the projection behind the heads; the maps are
+What is recorded, kept and measured is as in fit.py, and so is the output projection; the maps are
 those of solvers/joint_centroids.py, for the keys that are far.
 """
 

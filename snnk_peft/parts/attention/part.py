@@ -73,7 +73,7 @@ class AttentionPart(FeaturePart):
     )
     refit_output: bool = option(
         True,
-        'let `calibrate` fit the projection behind the heads as well; for projection "centroids", others leave it as '
+        'let `calibrate` fit the output projection as well; for projection "centroids", others leave it as '
         "it is. It is then part of the adapter.",
     )
     near_field: int | None = option(
@@ -225,7 +225,7 @@ class AttentionPart(FeaturePart):
         return patches
 
     def _readout(self, context: PatchContext, index: int) -> HeadsReader:
-        """The projection behind the heads of a layer."""
+        """The output projection of a layer."""
         family = context.family
         if family.attention_out is None:
             raise UnsupportedError(
@@ -233,7 +233,7 @@ class AttentionPart(FeaturePart):
                 "heads (attention_out). Use refit_output=False"
             )
         path = f"{family.layer_paths(context.model)[index]}.{family.attention_out}"
-        return HeadsReader(path, context.linear(path, "the projection behind the heads"))
+        return HeadsReader(path, context.linear(path, "the output projection"))
 
     @classmethod
     def taken_out(cls, model: Any) -> None:

@@ -2,7 +2,7 @@
 
 On model families by role ("ffn", "attention", "pooler"), on any nn.Module by the paths of its modules. The start comes
 from the dense weights ("Efficiently learning low-rank networks"); `calibrate` replaces it by the best factors for real
-inputs. Folds to two plain modules where that takes fewer multiply-adds, else to one.
+inputs. Folds to two plain modules where that takes fewer MACs, else to one.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class LowRankPart(Part):
         )
 
     def _by_role(self, context: PatchContext, present: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-        """Paths of Linears, and the function behind each, or None."""
+        """Paths of Linears, and the function after each, or None."""
         family, model = context.family, context.model
         if self.targets == "pooler":
             path = None if family.pooler is None else family.path(model, family.pooler)

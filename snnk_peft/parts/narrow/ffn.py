@@ -202,7 +202,7 @@ class NarrowBlock:
 
     Args:
         paths: of the expansion, or both, and of the contraction.
-        activation: path of the activation behind the first.
+        activation: path of the activation after the first.
         slots: in the places of `paths`.
         halves: how many expansions the first Linear holds.
         rule: by which units are kept.

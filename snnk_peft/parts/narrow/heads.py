@@ -31,7 +31,7 @@ class NarrowHeadsPart(Part):
     """Attention heads become narrower: what a head computes depends on W_qᵀ W_k and W_o W_v alone, cut to lower rank.
 
     Number of heads, softmax and its scale stay. Bundled, the four projections are plain narrower Linears, and attention
-    reads and multiplies fewer numbers; a patched model still computes at full width. The factors are trained.
+    reads and multiplies less; a patched model still computes at full width. The factors are trained.
     """
 
     head_dim: int = option(16, "dimensions of a head from now on, >= 1 and below those it has.", low=1, high=MOST)

@@ -113,7 +113,7 @@ class NarrowHeads(Slot):
         query, key, value, out = sources
         dim = query.out_features // heads
         # A bias of the keys adds the same to all logits of a query, which softmax does not see. One of the values is
-        # averaged with weights that add up to 1, and moves behind the output.
+        # averaged with weights that add up to 1, and moves after the output.
         self.four: tuple[NarrowProjection | NarrowReader, ...] = (
             NarrowProjection(query.in_features, heads, size, dim, query.bias is not None),
             NarrowProjection(key.in_features, heads, size, dim, False),

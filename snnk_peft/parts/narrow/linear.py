@@ -37,7 +37,7 @@ class NarrowLinear(Slot):
         return as_a_linear(self.linear(x.to(self.linear.weight.dtype)), x)
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Other numbers, of any dtype; without a bias, zeros where there is one."""
+        """Overwrite weight and bias, from any dtype; a missing bias is zero."""
         with torch.no_grad():
             self.linear.weight.copy_(weight)
             if self.linear.bias is not None:
@@ -49,7 +49,7 @@ class NarrowLinear(Slot):
 
 
 class OneMatrix:
-    """The numbers of a pretrained Linear, fp64 on the CPU.
+    """Weight and bias of a pretrained Linear, fp64 on the CPU.
 
     Args:
         linear: nn.Linear or transformers' Conv1D.

@@ -36,7 +36,7 @@ class FFNPart(ReplacingPart):
     linear_path: bool = option(
         False,
         "append the input itself to the features, so that the readout holds an exact affine part. Costs dim² "
-        "multiply-adds per token after bundling, and helps most at few features.",
+        "MACs per token after bundling, and helps most at few features.",
     )
     train_contraction: bool = option(
         False, "also train the contraction (the block's second matrix) of the converted layers."

@@ -37,12 +37,12 @@ ROWS = 512  # that are looked at together
 
 
 class ReplacedFitter(Fitter):
-    """Fits the readout of a stand-in, and its rows, where they are the layer's or learned.
+    """Fits the readout of a replacement, and its rows, where they are the layer's or learned.
 
     Args:
-        layer: the stand-in.
+        layer: the replacement.
         activation: path in the model of the activation that it contains, or None.
-        following: path in the model of the Linear that reads the output, or None; errors are measured behind it.
+        following: path in the model of the Linear that reads the output, or None; errors are measured after it.
         place: where it stands.
         options: of `calibrate`.
     """
@@ -217,7 +217,7 @@ class ReplacedFitter(Fitter):
         """Move the rows and solve for the readout again; what was there stays if that does not lower the error."""
         layer = self.layer
         old = {name: value.clone() for name, value in layer.state_dict().items()}
-        # All of it behind the contraction: fewer numbers than hidden units, and the error that counts.
+        # All of it after the contraction: fewer values than hidden units, and the error that counts.
         readout = self._behind(layer.A.T).T, self._behind(layer.bias)
         targets = torch.cat([self._behind(self.target(x)) for x in fitted.split(ROWS)])
         descend(layer.stage, self.moved, readout, fitted, targets, self.options.steps, self.generator)

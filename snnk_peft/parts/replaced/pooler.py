@@ -108,7 +108,7 @@ class PoolerPart(ReplacingPart):
 
 
 class ReplacePooler(Replace):
-    """The stand-in for a pooler: what reads it is the head."""
+    """Replacement of a pooler, which the task head reads."""
 
     def read_by(self, place: FoldPlace, reader: FoldPlace) -> None:
         """The head reads the features themselves."""
@@ -151,7 +151,7 @@ class NewPooler(Replace):
 
 
 class NewPoolerFitter(ReplacedFitter):
-    """Fits a pooler that stands in for nothing: its target is its input."""
+    """Fits a pooler where the original has none: its target is its input."""
 
     def target(self, x: torch.Tensor) -> torch.Tensor:
         """x itself, which the head would read."""
