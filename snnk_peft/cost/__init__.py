@@ -2,7 +2,7 @@
 
     python -m snnk_peft.cost bert-large-uncased --config snnk.yaml
 
-Models are built on the meta device, where tensors have shapes and no numbers, and run there: operations are counted as
+Models are built on the meta device, where tensors have shapes but no values, and run there: operations are counted as
 torch calls them, and no formula of an architecture is needed. `CostRow` says what each figure contains.
 """
 

@@ -150,7 +150,7 @@ def model_class(config: PretrainedConfig, task: str | None) -> Any:
 
 @contextmanager
 def _on_meta() -> Iterator[None]:
-    """Tensors are made without numbers, and what libraries say about unusual configs is left out."""
+    """Create tensors without values, and silence what libraries say about unusual configs."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -163,18 +163,18 @@ def _on_meta() -> Iterator[None]:
 
 @contextmanager
 def without_numbers(what: str) -> Iterator[None]:
-    """UnsupportedError if `what` is done by code that reads numbers, which the meta device does not have."""
+    """Raise UnsupportedError if the code for `what` reads values, which the meta device does not have."""
     try:
         yield
     except RuntimeError as error:
         raise UnsupportedError(
-            f"{what} is not possible on the meta device, where tensors have shapes and no numbers; expected code whose "
-            f"shapes do not depend on numbers (a part of your own may ask `tensor.is_meta`): {error}"
+            f"{what} is not possible on the meta device, where tensors have shapes but no values; expected code whose "
+            f"shapes do not depend on values (a part of your own may ask `tensor.is_meta`): {error}"
         ) from error
 
 
 class Builder:
-    """Makes models from one config, each anew.
+    """Builds models from one config, a fresh one per call.
 
     Args:
         config: of the pretrained model.
@@ -217,7 +217,7 @@ class Builder:
         return self.pretrained().requires_grad_(True)
 
     def lora(self, config: SNNKConfig, size: int) -> tuple[Any, int]:
-        """LoRA on queries and values with about `size` numbers, the same head trained; and its rank.
+        """Return LoRA on queries and values with about `size` parameters and the same task head trained, and its rank.
 
         Where a family has no projection of its own for them, PEFT's choice for the architecture is taken.
 
@@ -248,7 +248,7 @@ class Builder:
 
 
 def slot_parameters(model: Any) -> int:
-    """Trained numbers of a patched model outside of the modules that are trained whole."""
+    """Count the trained parameters of a patched model outside of the modules that are trained in full."""
     return sum(
         parameter.numel()
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""The command line: a table for people, and the same figures as JSON."""
+"""The command line: a table, and the same figures as JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Count the MACs and the memory of one forward pass or training step on the meta device.
 
-Every operation that torch calls is seen, in the forward pass, in the backward pass and in the optimizer: its products
+Every operation that torch calls is seen, in the forward pass, in the backward pass and in the optimizer: its MACs
 are counted by the formulas of torch's FlopCounterMode (which itself cannot run every model without gradients: its hooks
 want a history where a parameter is an input), and the memory of its results from their birth to their last reference.
 """
@@ -38,7 +38,7 @@ def _fused_backward_flops(
     return int(sdpa_backward_flop_count(gradient.shape, *_shapes(query, key, value)))
 
 
-# The fused kernel of a CPU is not among torch's; as in those for a GPU, masked products are counted.
+# The fused kernel of a CPU is not among torch's; as in those for a GPU, masked pairs are counted.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _fused: _fused_flops,
@@ -100,10 +100,10 @@ class KernelsOf(TorchFunctionMode):
 
 
 class Meter(TorchDispatchMode):
-    """Counts the products of all operations, and the bytes of the storages that are alive, each once.
+    """Counts the MACs of all operations, and the bytes of live storages, each once.
 
     Attributes:
-        flops: twice the multiply-adds so far.
+        flops: twice the MACs so far.
         now: bytes at the moment.
         peak: the most there were since it was last set.
     """
@@ -154,7 +154,7 @@ class Inference(NamedTuple):
     """One forward pass in eval mode.
 
     Attributes:
-        macs: products of numbers, each with an addition.
+        macs: multiply-accumulate operations.
         peak: bytes of everything that is alive at the worst moment, the model and the outputs included.
     """
 

@@ -20,7 +20,7 @@ from snnk_peft.parts import PARTS, Part
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
-Places = list[tuple["int | None", list[int]]]  # layer, the numbers of the templates that compete for one place in it
+Places = list[tuple["int | None", list[int]]]  # layer, the indices of the templates that compete for one place in it
 
 
 def shared_copy(model: nn.Module) -> Any:

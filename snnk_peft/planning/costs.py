@@ -1,6 +1,6 @@
 """Cost of a model, layer by layer: MACs and bytes exactly, seconds as measured on this machine.
 
-A cost is told for the whole model and for each Transformer layer in it; what remains is outside of the layers. Seconds
+A cost covers the whole model and each Transformer layer in it; the difference is spent outside of the layers. Seconds
 of layers that are built alike are pooled: such layers then cost the same, and more measurements stand behind each.
 """
 
@@ -74,14 +74,14 @@ def _by_layer(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str],
 
 
 def macs(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> Cost:
-    """Products of numbers in one forward pass, each with an addition.
+    """Count the MACs of one forward pass.
 
     Args:
         model: in eval mode.
         inputs: its keyword arguments.
         paths: of its Transformer layers.
     """
-    # Here, because it takes in torch's own counters, for which nobody who imports the package should wait.
+    # Here, because it takes in torch's own counters, which would slow down the import of the package.
     from snnk_peft.cost.meter import Meter
 
     with Meter() as meter:

@@ -1,4 +1,4 @@
-"""Plan: what `plan` decided, what it decided from, and what it predicts; a table, a file, a picture."""
+"""Plan: what `plan` decided, the measurements behind it, and what it predicts; a table, a file, a plot."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Candidate:
     Args:
         layer: index of the Transformer layer, or None for a part outside of the layers.
         part: name of the part.
-        size: rows, dimensions or what else tells its size.
+        size: its size: rows, dimensions or the like.
         saved: share of the original's cost that it saves.
-        fit_error: normalised squared error of what it stands in for, on held-out tokens; None where nothing is fitted.
+        fit_error: normalised squared error of what it replaces, on held-out tokens; None where nothing is fitted.
         output_error: what it alone does to the model's output, see `plan`.
         chosen: whether it is part of the plan.
     """
