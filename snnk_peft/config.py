@@ -53,7 +53,7 @@ class SNNKType(str, enum.Enum):
 
 @dataclass
 class SNNKConfig(NamedOptions, PeftConfig):
-    """Which parts of a model are adapted or replaced. At least one part is required.
+    """Configuration of an SNNK adapter: the parts of a model to adapt or replace. At least one is required.
 
     Args:
         adapter: non-linear adapters, or None.

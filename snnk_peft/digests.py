@@ -1,4 +1,4 @@
-"""Is a file what was saved? A digest of every tensor in the header of a safetensors file, one of every entry of a JSON.
+"""Detect damaged files: a digest of every tensor in the header of a safetensors file, and of every entry of a JSON.
 
     header of *.safetensors      __metadata__: {"snnk_digests": {tensor name: digest of dtype, shape and bytes}}
     (adapter_)config.json        "snnk_digests": {entry: digest of its value,
@@ -28,7 +28,7 @@ from snnk_peft.json_files import parse_json, read_json
 
 DIGESTS = "snnk_digests"
 WEIGHTS_END = ".safetensors"
-NOT_FINITE = " not finite"  # behind the digest of a tensor with NaN or infinity: the others need not be searched for it
+NOT_FINITE = " not finite"  # after the digest of a tensor with NaN or infinity: the others need not be searched for it
 SHOWN_FAULTS = 6  # named in a message; a wrong base model misfits in hundreds
 # Floating types whose values fit a model of any floating type; the eight-bit ones need scales that no file of ours has.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -1,11 +1,11 @@
-"""check_family: does the description of an architecture (`ModelFamily`) say the truth about a model?
+"""check_family: does the description of an architecture (`ModelFamily`) match a model?
 
 A path can name a module that exists and is never called, or one whose output nothing reads. Every part that the model
 can take is therefore put into a copy of it, and one probe batch goes through:
 
     called      the model runs, and every slot in it
     gradient    what is trained at each place gets a gradient that is not zero
-    changes     other trained numbers give another output
+    changes     other trained parameters give another output
     beliefs     what a slot takes for granted is so (`Slot.check`: hidden units give activation(a), gated ones times b)
     disabled    disable_adapter() gives the original's output back, bit by bit (softmax attention: up to rounding)
     bundle      the folded model agrees with the patched one
@@ -176,7 +176,7 @@ def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterato
     _perturb(patched)
     after = _outputs(patched, inputs)
     if all(torch.equal(after[name], value) for name, value in before.items()):
-        yield "other trained numbers leave the output as it is"
+        yield "other trained parameters leave the output as it is"
     with patched.disable_adapter():
         disabled = _outputs(patched, inputs)
     exact = all(part.disables_exactly for part in config.named_parts().values())
@@ -211,7 +211,7 @@ def _gets_gradient(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def _perturb(model: nn.Module) -> None:
-    """Give every trained number a value of its own, as training does: a part may start as the identity."""
+    """Set every trained parameter to a random value, as training would: a part may start as the identity."""
     generator = torch.Generator("cpu").manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -243,7 +243,7 @@ def _tensors(output: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, 
 
 
 def _weight(value: torch.Tensor) -> torch.Tensor:
-    """Random numbers to add outputs up with: a plain sum is constant behind a LayerNorm."""
+    """Random weights for a sum over outputs: a plain sum is constant after a LayerNorm."""
     generator = torch.Generator("cpu").manual_seed(value.numel())
     return torch.randn(value.shape, generator=generator, device="cpu").to(value.device)
 

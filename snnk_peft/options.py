@@ -37,7 +37,7 @@ TYPE_WORDS: dict[Any, tuple[str, str]] = {
     Mapping: ("a dict of arguments", "a section with keys"),
     Callable: ("a function", "a function"),
 }
-MOST = 1 << 28  # numbers of one matrix, and so of its rows and columns: a gigabyte in single precision
+MOST = 1 << 28  # entries of one matrix, and so of its rows and columns: a gigabyte in fp32
 MOST_SEED = (1 << 63) - 1
 LIMITS = {
     "above": (">", operator.gt),

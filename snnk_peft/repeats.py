@@ -1,4 +1,4 @@
-"""Rows that stand in two sets, or with two labels: what is said about them, with counts.
+"""Rows that occur in two sets, or with two labels: the warnings about them, with counts.
 
 A row is anything that can be compared: the digests that `rows` makes of batches, or texts as they were read. The score
 of rows that were fitted says nothing about new ones, and no classifier is right about one row with two labels.

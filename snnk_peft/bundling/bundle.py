@@ -1,4 +1,4 @@
-"""bundle: a patched model becomes a plain transformers model, folded, that anybody can load.
+"""bundle: fold a patched model into a plain transformers model that anybody can load.
 
 The bundle is built the way `from_pretrained` will build it: its class on the meta device from config and plan, then the
 tensors. Every tensor is copied once; what folding removes is never copied. The patched model is not changed.
@@ -43,7 +43,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
 
     Pooler and classifier become a feature map and one Linear (num_classes × num_features), an FFN becomes a feature map
     and one Linear, gates and scalings of adapters are multiplied into one matrix, a parallel adapter disappears into
-    the FFN. Dropout layers stay where they are; behind a folded pooler they act on features, which matters only if the
+    the FFN. Dropout layers stay where they are; after a folded pooler they act on features, which matters only if the
     bundle is trained further.
 
     Args:

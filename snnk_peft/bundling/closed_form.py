@@ -1,4 +1,4 @@
-"""Training a head without backpropagation (SNNK paper, section 3.3).
+"""Training a task head without backpropagation (SNNK paper, section 3.3).
 
 A head is y = W̄ φ(x) + b; of a bundle, φ are the pooler's features, of another classifier what its last Linear reads.
 For the squared error the best (W̄, b) is ridge regression on φ, found in one pass over the data with moments in fp64;

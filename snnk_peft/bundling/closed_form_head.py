@@ -1,4 +1,4 @@
-"""A head for a pretrained Transformer without backpropagation: one forward pass, statistics that add, a plain model.
+"""Task heads for pretrained Transformers without backpropagation: one forward pass, statistics that add, a plain model.
 
     head = ClosedFormHead(model, HeadFeatures([(2, "mean"), (4, "mean"), (-1, "mean"), (-1, "max")]))
     head.add(batches)                # one pass; more may come later, and head.merge(other) takes those of a shard
@@ -7,7 +7,7 @@
     model = head.bundle()            # a transformers model with this head, for pipelines and the Hub
 
 The head is ridge regression on what `HeadFeatures` read of the hidden states (heads/), so all that is kept of examples
-are moments: width² numbers, however many examples there are.
+are moments: width² values, however many examples there are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ClosedFormHead:
     Args:
         model: a transformers model: an encoder, or one with any head, which is not used. Not changed.
         features: what the head reads; the mean over the tokens of the last layer if None.
-        kind: "classes", "labels" (of which several may hold) or "numbers".
+        kind: "classes", "labels" (any number of them per example) or "numbers" (regression).
         names: of the classes, labels or numbers; those of `model.config.id2label` if None.
         remember: keep a digest of every example, so that `remove` refuses one that was not counted; see
             `HeadStatistics`.

@@ -23,7 +23,7 @@ from snnk_peft.bundling.report import BundleReport, Folded
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.model_card import hub_id
 
-# What a head tells -> `problem_type` of transformers' configs.
+# Kind of targets -> `problem_type` of transformers' configs.
 PROBLEMS = {
     "classes": "single_label_classification",
     "labels": "multi_label_classification",

@@ -93,7 +93,7 @@ def separator_of(config: Any) -> int | None:
 def second_text(reader: HeadReader, config: Any, inputs: Mapping[str, Any]) -> Tensor | None:
     """Which tokens are of the second text, (B, L) bool; None for a reader that need not know.
 
-    Those with the token type 1; of a model that has no token types, those behind the first separator.
+    Those with the token type 1; of a model that has no token types, those after the first separator.
 
     Args:
         reader: of the hidden states.

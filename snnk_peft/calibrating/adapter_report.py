@@ -12,7 +12,7 @@ class AdapterSlotReport:
     """Result for one adapter.
 
     Args:
-        path: the module that it is behind or beside.
+        path: the module that it is after or beside.
         num_features: rows of W.
         slope_before: how fast the held-out loss falls per unit of change of the adapter's output (root mean square over
             tokens), under the step that the fitted examples say is best for linear features of the rows that were

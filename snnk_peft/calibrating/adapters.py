@@ -47,7 +47,7 @@ class _Adapter:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Lengths of its inputs and outputs."""
+        """Input and output dimensions."""
         return self.stage.dim, self.readout.A.shape[0]
 
     @property
@@ -289,7 +289,7 @@ def _gradients(
 
 @torch.no_grad()
 def _settle(adapter: _Adapter, moments: GradientMoments, ridges: Sequence[float], refit: bool) -> AdapterSlotReport:
-    """Put the rows in, as long as those before: their products with the inputs have the same mean square."""
+    """Install the rows, scaled like the old ones: their projections of the inputs have the same mean square."""
     projection = adapter.stage.feature_map.projection
     before = projection.materialize().detach().double()
     try:

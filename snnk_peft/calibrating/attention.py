@@ -1,4 +1,4 @@
-"""fit_attention: learned linear attention starts at the softmax that it replaces, on the layer's own queries and keys.
+"""fit_attention: fit learned linear attention to the softmax it replaces, on the layer's own queries and keys.
 
 Function approximation at initialisation for linear attention (Definition 10.2 of "Efficiently learning low-rank
 networks"), with what the definition leaves open or gets wrong decided as follows. What is fitted are the parameters of

@@ -169,7 +169,7 @@ class Survey:
         return []
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        """(index, batch) once more.
+        """Yield (index, batch) again.
 
         Raises:
             ConfigError: there are fewer or more than at first.
@@ -206,7 +206,7 @@ class Survey:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """All modules in eval mode, and back to what they were."""
+    """Set all modules to eval mode, and restore their modes on exit."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -222,7 +222,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def placed(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """A batch on the device of the model, pictures and sounds as precise as it is."""
+    """A batch on the device of the model, images and audio in its dtype."""
     device, dtype = place_of(model), getattr(model, "dtype", None)
     return {
         key: value.to(device, dtype if key in FLOATS else None) if isinstance(value, torch.Tensor) else value

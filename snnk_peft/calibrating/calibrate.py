@@ -1,4 +1,4 @@
-"""calibrate: fit every slot that can be fitted to what it stands in for, on real activations.
+"""calibrate: fit every slot that can be fitted to the module it replaces, on real activations.
 
 The schedule of passes and nothing else: front to back, as often as each slot's fitter (`Slot.fitter`, in parts/) reads
 the batches. Inputs come from the stack as fitted so far, so a later layer repairs what an earlier one got wrong.
@@ -78,10 +78,10 @@ def calibrate(
             solvers/ridge.py, and for rows of adapters `RIDGES` of solvers/gradient_rows.py.
         refit: once the regularisation is chosen, fit to all batches, the held-out ones included. The reported error is
             the held-out one from before.
-        steps: of Adam behind the closed form of an attention part over `centroids`, per layer: the first half on the
+        steps: of Adam after the closed form of an attention part over `centroids`, per layer: the first half on the
             divergence of the weights from softmax, the second on the error of the output. 200 take a few seconds a
-            layer. And behind that of FFN and pooler, where rows are the layer's (`landmark`) or learned: they move to
-            lower the error behind the contraction, on a sample of 16,384 tokens; what does not lower it on held-out
+            layer. And after that of FFN and pooler, where rows are the layer's (`landmark`) or learned: they move to
+            lower the error after the contraction, on a sample of 16,384 tokens; what does not lower it on held-out
             tokens is not taken. 200 take one to three seconds a layer. A narrower FFN moves all of its matrices in
             the same way. 0 for the closed form alone.
         progress: show a progress bar with an estimate.

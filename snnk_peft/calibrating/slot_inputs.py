@@ -43,7 +43,7 @@ def _slot_calls(
 ) -> Iterator[tuple[int, list[Call]]]:
     """(batch index, the calls of a slot), from the stack as it is now; stops each pass there.
 
-    A layer that runs several times gives the inputs of all runs, with the original in its place: what the stand-in
+    A layer that runs several times gives the inputs of all runs, with the original in its place: what the replacement
     would make of the earlier ones is not known before it is fitted.
     """
     caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

@@ -24,7 +24,7 @@ def quantized(program: Any, sample: Inputs) -> tuple[Any, int]:
     """The graph with the weights of its Linears in int8, one scale per output; inputs are rounded as they come.
 
     Matrices of features in place of an FFN or pooler count as Linears. All else stays in floating point: embeddings,
-    norms, products of two activations, and the maps of linear attention, behind which exponentials stand. Weights take
+    norms, products of two activations, and the maps of linear attention, after which exponentials stand. Weights take
     seven of the eight bits: processors with AVX2 alone add products of eight in sixteen, which may overflow, and nobody
     knows where the file will run.
 

@@ -44,7 +44,7 @@ def _at(hidden: Tensor, position: Tensor) -> Tensor:
 
 
 def _first(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
-    """The first token, [CLS]; behind the padding where that comes first."""
+    """The first token, [CLS]; after the padding where that comes first."""
     return _at(hidden, mask.int().argmax(1))
 
 

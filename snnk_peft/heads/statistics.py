@@ -1,4 +1,4 @@
-"""The statistics that decide a head, and that add: shards merge, examples come later, examples are forgotten.
+"""The statistics that determine a task head, and that add: shards merge, examples come later, examples are forgotten.
 
 Ridge regression of targets on what a head reads needs nothing but moments (solvers/ridge.py), and moments of two
 sets of examples are those of both. So parts that were counted on different machines make the same head as one pass over
@@ -40,9 +40,9 @@ from snnk_peft.stamps import stamp_tensors
 KINDS = ("classes", "labels", "numbers")
 HEADER = "snnk_head_statistics"  # of the file, as JSON
 LEAST_CLASSES = 2
-DIGESTS = "digests"  # of the examples in that file, one behind the other
+DIGESTS = "digests"  # of the examples in that file, one after the other
 DIGEST = 16  # bytes of one
-OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in what safetensors tells of a full disk
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in the message of safetensors about a full disk
 
 
 class HeadStatistics:
@@ -50,7 +50,7 @@ class HeadStatistics:
 
     Args:
         width: of the vectors.
-        outputs: classes, labels or numbers that the head tells.
+        outputs: number of classes, labels or regression targets.
         kind: "classes", "labels" (several may hold) or "numbers".
         origin: plain data that says what made the vectors (model, features); only statistics of one origin are added.
         remember: keep a digest of every example, so that `remove` and `take_away` refuse one that was not counted.

@@ -57,7 +57,7 @@ def _numbers(what: str, array: Any, names: Sequence[str]) -> Any:
         try:
             array = array.astype(np.float64)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{what} hold entries that are no numbers ({error}); expected numbers alone") from error
+            raise ConfigError(f"{what} hold entries that are no numbers ({error}); expected numbers only") from error
         kind = "f"
     if kind not in "biuf":
         raise ConfigError(f"{what} are {array.dtype}; expected numbers")
@@ -155,14 +155,14 @@ def fit_notes(count: int, shares: Tensor | None, names: Sequence[str], varies: b
     found = []
     if not varies:
         found.append(
-            f"all {count} vectors are the same, so the head tells the mean of the targets whatever it reads; expected "
+            f"all {count} vectors are the same, so the head predicts the mean of the targets for every input; expected "
             "examples that differ"
         )
     absent = [] if shares is None else (shares <= 0).nonzero().flatten().tolist()
     if absent and shares is not None:
         told = ", ".join(repr(names[index]) if index < len(names) else str(index) for index in absent[:SHOWN])
         more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
-        only = "; all are of one class, which the head always tells" if len(absent) == len(shares) - 1 else ""
+        only = "; all are of one class, which the head always predicts" if len(absent) == len(shares) - 1 else ""
         found.append(
             f"none of {count} examples is of class {told}{more}{only}; expected examples of all {len(shares)} classes"
         )

@@ -29,8 +29,8 @@ from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 PREFIX = "base_model.model."
 INSIDE = (".snnk_slots.", ".modules_to_save.", ".original_module.", ".base_layer.")
 ADDED_BY_PEFT = {"classifier", "score", "qa_outputs"}  # for a task_type, whether the model has them or not
-# A config may ask for this many times the numbers of its file (a matrix that is drawn again is not in it), and for 256
-# MB whatever the file holds.
+# A config may ask for this many times the parameters of its file (redrawn matrices are not in it), and for 256 MB
+# whatever the file holds.
 ROOM, UNASKED = 4, 1 << 26
 
 
@@ -90,7 +90,7 @@ def plain_start(config: SNNKConfig) -> SNNKConfig:
 
 
 def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
-    """ConfigError if the config asks for far more numbers than the file can fill.
+    """ConfigError if the config asks for far more parameters than the file can fill.
 
     Args:
         trial: modules on the meta device, by path.
@@ -100,8 +100,8 @@ def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
     given = sum(math.prod(shape) for shape, _ in incoming.layout.values())
     if wanted > ROOM * given + UNASKED:
         raise ConfigError(
-            f"adapter_config.json asks for modules of {wanted:,} numbers, and {incoming.name} holds {given:,}: the two "
-            "do not belong together. Look at num_features and the params of the parts, or copy the folder again"
+            f"adapter_config.json asks for modules of {wanted:,} parameters, and {incoming.name} holds {given:,}: the "
+            "two do not belong together. Look at num_features and the params of the parts, or copy the folder again"
         )
 
 
