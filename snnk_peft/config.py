@@ -1,4 +1,4 @@
-"""The configuration: which parts of a model become SNNK layers.
+"""The configuration of an SNNK adapter.
 
 `SNNKConfig` is a `peft.PeftConfig`; it is saved as adapter_config.json next to the weights. It is plain data: sizes and
 names are checked against the registries by the parts themselves, the model is checked when it is patched.
@@ -61,14 +61,14 @@ class SNNKConfig(NamedOptions, PeftConfig):
         ffn: replacement of feed-forward blocks, or None.
         attention: linear attention, or None.
         low_rank: Linears and convolutions as products of thin ones, or None.
-        parts: further parts, any number of every kind, for instance of one kind on other layers with other sizes; parts
-            without a field above stand here. In files, dicts with the name of the part as "part".
-        seed: decides every random draw, together with the name of each place.
+        parts: further parts, any number of each kind, such as a second FFN part on other layers with another size; the
+            only place for parts without a field above. In files, dicts with the name of the part as "part".
+        seed: seed of all random draws, together with the site of each.
         save_projection: True saves the matrices W with the checkpoint. False saves 32 bytes of checksum for each and
             draws them again when loading; loading fails if the draw differs.
         modules_to_save: further modules to train and save in full. None means the model's classifier, [] nothing.
         target_modules: filled in when a model is patched: the paths of the patched modules.
-        trained_within: filled in when a model is patched: modules of `modules_to_save` that stand inside a slot.
+        trained_within: filled in when a model is patched: modules of `modules_to_save` that are inside a slot.
         made_for: filled in when a model is patched: its architecture and sizes. Another model is then refused.
         saved_embeddings: filled in when saving: tensors of the base model's embeddings that PEFT put into the file, as
             after a change of the vocabulary. Any other tensor of the base model in an adapter file is refused.
@@ -76,8 +76,8 @@ class SNNKConfig(NamedOptions, PeftConfig):
             they were rounded. An adapter that is loaded into other weights says so.
         id2label: filled in when saving: the names of a classifier's labels, by index. AutoPeftModel makes a classifier
             of as many labels with these names.
-        problem_type: filled in when saving: what such a classifier is trained for, as in transformers.
-        revision: of the base model on the Hub, as in PEFT: "v1", a branch or a commit; AutoPeftModel loads that one.
+        problem_type: filled in when saving: the classifier's problem type, as in transformers.
+        revision: revision of the base model on the Hub, as in PEFT: "v1", a branch or a commit; AutoPeftModel loads it.
         snnk_digests: in files only: digests of the other fields, which a changed value does not fit.
 
     Raises:

@@ -1,11 +1,11 @@
 """Training a task head without backpropagation (SNNK paper, section 3.3).
 
-A head is y = W̄ φ(x) + b; of a bundle, φ are the pooler's features, of another classifier what its last Linear reads.
-For the squared error the best (W̄, b) is ridge regression on φ, found in one pass over the data with moments in fp64;
-classes become one-hot targets.
+A task head is y = W̄ φ(x) + b, where φ are the pooler's features in a bundle, or the inputs of the last Linear of any
+other classifier. For the squared error the best (W̄, b) is ridge regression on φ, found in one pass over the data with
+moments in fp64; classes become one-hot targets.
 
-A head that is trained on should give logits. With p the fitted shares, π the shares of the classes and z₀ = log π, to
-first order around z₀ the softmax has the shares p where
+A head that will be trained further should give logits. With p the fitted shares, π the shares of the classes and z₀ =
+log π, to first order around z₀ the softmax has the shares p where
 
     z = z₀ + (p − π) / π,        since  ∂ softmax / ∂z = diag(π) − ππᵀ  and  Σ (p − π) = 0.
 """
@@ -71,7 +71,7 @@ def fit_closed_form(
     targets: str = "labels",
     as_logits: bool = False,
 ) -> HeadFit:
-    """Fit the head of a classifier to labels in one pass, in place; all or nothing, as `calibrate`.
+    """Fit the task head of a classifier to labels in one pass, in place; all or nothing, as `calibrate`.
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches, of any size:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
@@ -89,8 +89,8 @@ def fit_closed_form(
             generalised cross-validation, still in one pass.
         ridges: the candidates for that, as fractions of the mean squared feature deviation.
         targets: key of the targets in a batch.
-        as_logits: let the outputs for classes be logits and not the targets 0 and 1: where training goes on from. Same
-            predictions, but for classes that differ in size, whose shares they tell from the start.
+        as_logits: make the outputs for classes logits instead of the targets 0 and 1, as a start for further training.
+            Predictions are the same, except that logits reflect unequal class frequencies.
 
     Returns:
         A HeadFit. The model's head now holds the solution, rounded to its dtype.

@@ -6,8 +6,8 @@
     fitted = head.fit()              # scores, probabilities, variances, leave-one-out errors
     model = head.bundle()            # a transformers model with this head, for pipelines and the Hub
 
-The head is ridge regression on what `HeadFeatures` read of the hidden states (heads/), so all that is kept of examples
-are moments: width² values, however many examples there are.
+The head is ridge regression on features of the hidden states (`HeadFeatures`, heads/), so only moments of the examples
+are kept: width² values for any number of examples.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROUNDINGS = 8  # by which variances of what a model computes differ at most when
 
 
 class ClosedFormHead:
-    """Counts examples, fits a head to them, and puts it on the model.
+    """A task head fitted in closed form: accumulates examples, solves for the head, and puts it on the model.
 
     Args:
         model: a transformers model: an encoder, or one with any head, which is not used. Not changed.
@@ -177,12 +177,12 @@ class ClosedFormHead:
         """Forget examples that were counted here or in what was merged; arguments as in `add`.
 
         The head is then that of the other examples, to rounding: give the rows in the batches in which they were
-        counted, because a model's last bits depend on them. Columns in which the others do not differ by more than
-        such bits tell nothing then. Vectors that were kept for the temperature are dropped as well, all of them.
+        counted, because a model's last bits depend on them. Columns in which the others differ by no more than such
+        bits are then ignored. All vectors that were kept for the temperature are dropped as well.
 
-        That the rows were counted is known with `remember` only. Without it, rows that were not are noticed where a
-        class would be left with less than no examples, or a column with a negative variance; others that were not
-        leave a head of no set of examples.
+        Only `remember` verifies that the rows were counted. Without it, foreign rows are detected if they leave a class
+        with a negative count or a column with a negative variance; otherwise the result is the head of no set of
+        examples.
 
         Returns:
             How many were forgotten.
@@ -199,7 +199,7 @@ class ClosedFormHead:
 
     @outside_inference_mode
     def merge(self, other: ClosedFormHead | HeadStatistics | str | os.PathLike[str]) -> None:
-        """Count what another head, its statistics or their file counted.
+        """Add what another head has counted; also takes statistics, or their file.
 
         Raises:
             ConfigError: of another model, other features, or damaged.
@@ -229,7 +229,7 @@ class ClosedFormHead:
         ridges: Sequence[float] = HEAD_RIDGES,
         targets: str = "labels",
     ) -> FittedHead:
-        """The best head for all examples counted.
+        """Solve for the head that fits all counted examples best.
 
         Args:
             examples: batches of some hundred examples that were counted, for the temperature of probabilities; those
@@ -262,7 +262,7 @@ class ClosedFormHead:
 
     @outside_inference_mode
     def bundle(self) -> Any:
-        """The model with this head, in eval mode, sharing no memory with `model`.
+        """Return the model with this head, in eval mode, sharing no memory with `model`.
 
         Returns:
             A `PreTrainedModel` for sequence or image classification; `save_pretrained` writes a folder that loads with

@@ -1,8 +1,8 @@
 """calibrate_adapters: rows of adapters from the gradients of one labelled pass, before training.
 
-Sixteen random directions of a few hundred hold a small part of what an adapter can lower the loss by; the loss's own
-gradient tells which hold most of it (solvers/gradient_rows.py). Nothing is trained: adapters are zero before and
-after, so all of them are looked at in the same forward and backward passes.
+Sixteen random directions out of a few hundred give only a small part of the loss reduction that an adapter can reach;
+the gradient of the loss shows the best ones (solvers/gradient_rows.py). Nothing is trained: adapters are zero before
+and after, so the same forward and backward passes serve all of them.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def calibrate_adapters(
     refit: bool = True,
     progress: bool = True,
 ) -> AdapterReport:
-    """Give untrained adapters the rows along which the loss has most to gain, from one labelled pass.
+    """Set the rows of untrained adapters to the directions that reduce the loss most, from one labelled pass.
 
-    For adapters over the projections "free" (the rows are trained from there) and "informed" (they stay). The model
-    computes what it computed before. A fresh head should start at the labels' mean or shares, as recipes/finetune.py
-    does: else the gradients mostly tell that it does not.
+    For adapters over the projections "free" (whose rows are then trained) and "informed" (whose rows are fixed). The
+    model's outputs do not change. A new task head should start at the labels' mean or frequencies, as in
+    recipes/finetune.py; otherwise the gradients mostly correct the head.
 
     All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was. With several processes
     each gives its own share of the batches, as for `calibrate`.

@@ -1,7 +1,7 @@
 """calibrate: fit every slot that can be fitted to the module it replaces, on real activations.
 
-The schedule of passes and nothing else: front to back, as often as each slot's fitter (`Slot.fitter`, in parts/) reads
-the batches. Inputs come from the stack as fitted so far, so a later layer repairs what an earlier one got wrong.
+Schedules the passes: front to back, as often as each slot's fitter (`Slot.fitter`, in parts/) reads the batches.
+Inputs come from the stack as fitted so far, so a later layer repairs what an earlier one got wrong.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def calibrate(
 
     All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was.
 
-    Adapters, and linear attention over other rows than `centroids`, hold nothing that stands for a module's output. In
-    a model that has nothing else they are what is fitted: learned maps of attention with `steps`, as `fit_attention`
-    says, or the rows of adapters from labelled batches, as `calibrate_adapters` says. Beside parts that do stand in for
-    a module they stay as they are, and what is fitted sees their effect in its inputs; these two functions fit them.
+    Adapters, and linear attention over rows other than `centroids`, approximate no module's output. In a model without
+    other parts they are fitted themselves: learned maps of attention with `steps`, as by `fit_attention`, or the rows
+    of adapters from labelled batches, as by `calibrate_adapters`. Beside parts that replace a module they stay
+    unchanged, and the fits see their effect in their inputs; these two functions fit them.
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the

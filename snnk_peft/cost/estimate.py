@@ -39,7 +39,7 @@ def estimate_cost(
     processes: int = 8,
     device: str = "cuda",
 ) -> CostReport:
-    """Parameters, MACs, memory and traffic of SNNK, its bundle, LoRA and full fine-tuning.
+    """Estimate parameters, MACs, memory and traffic of SNNK, its bundle, LoRA and full fine-tuning.
 
     No weight is read or allocated, and nothing is downloaded but a config.
 
@@ -52,7 +52,7 @@ def estimate_cost(
         length: tokens per text, without padding; None for 512, or the model's positions if they are fewer.
         image_size: pixels on each side; None for what the config says.
         dtype: "float32", "bfloat16" or "float16", of the model as it is loaded (no mixed precision).
-        processes: n, among which the traffic is.
+        processes: number n of processes that share the traffic.
         device: "cuda" or "cpu", whose kernels decide what attention and dropout keep for the backward pass.
 
     Raises:

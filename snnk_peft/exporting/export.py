@@ -1,4 +1,4 @@
-"""export: a bundle becomes one file for ONNX Runtime or torch alone, checked on new shapes before it gets its name."""
+"""export: write a bundle as one file for ONNX Runtime or plain torch, checked on new shapes before it gets its name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def export(
             beside it, in `model.onnx.data`.
         sample: model inputs (tensors by name) whose names the program will have; labels are left out. None: the first
             batch, else random token ids with padding, or random images.
-        batches: real inputs, without need of labels; the program must agree on each of them, too.
+        batches: real inputs, labels optional; the program must agree on each of them, too.
         int8: only for "onnx": weights of all Linears in eight bits, one scale per output, inputs rounded as they come
             (ONNX Runtime's dynamic quantisation). Parity is then checked before rounding; the report has the share of
             equal labels on `batches` (without them on random inputs, which says little) and times beside those of fp32.

@@ -23,7 +23,7 @@ def build_feature_map(
     component_params: Mapping[str, Any] | None = None,
     projection_params: Mapping[str, Any] | None = None,
 ) -> FeatureMap:
-    """One point of the component × projection space.
+    """Build the feature map of a component over a projection.
 
     Args:
         component: a name of `COMPONENTS`, e.g. "relu".

@@ -118,8 +118,8 @@ class HeadStatistics:
     def remove(self, vectors: Any, targets: Any) -> None:
         """Forget examples that were counted before, here or in what was merged; arguments as in `add`.
 
-        That they were counted is known with `remember` only. Without it some that were not are noticed (see
-        `take_away`), and others leave statistics of no set of examples.
+        Only `remember` verifies that they were counted. Without it some foreign examples are detected (see
+        `take_away`); others leave statistics of no set of examples.
 
         Raises:
             ConfigError: shapes or values that do not fit, or examples that cannot have been counted; nothing is

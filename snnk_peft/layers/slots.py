@@ -180,8 +180,8 @@ class Fitter:
         reduces: whether `fit` sums its statistics over the processes of torch.distributed, each of which reads its own
             share of the data (the `reduce` of the accumulators in solvers/). `calibrate` refuses a fitter that
             does not when there are several; what process 0 fitted then goes to all.
-        remark: what the user of the fitted model should know, once `fit` is done; `calibrate` warns of it, once for
-            all slots that say the same.
+        remark: a warning for the user of the fitted model, set by `fit`; `calibrate` issues it once for all slots with
+            the same text.
     """
 
     remark: str | None = None
@@ -221,9 +221,9 @@ class Slot(nn.Module):
     Attributes:
         replaces: `base` is never called.
         alone: there can be one of its class in a place.
-        lets_pass: what is after the module still gets what the module gave, or what stands for it, at the front of its
+        lets_pass: the following module still receives the module's output, or its replacement, as the first part of its
             input.
-        by_row: rows of one batch can go through slots of different adapters (`adapter_names`): what it does to a row
+        by_row: rows of one batch can go through slots of different adapters (`adapter_names`): each row's output
             depends on that row alone.
     """
 

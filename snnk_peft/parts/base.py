@@ -31,7 +31,7 @@ from snnk_peft.registry import NamedOptions
 
 @dataclass
 class Part(NamedOptions):
-    """Something that can be changed in a model: options, and a plan.
+    """A kind of change to a model: options, and a plan.
 
     Attributes:
         holds_head: whether it replaces what is inside the task head, which can then not be saved in full.
@@ -97,7 +97,7 @@ class Part(NamedOptions):
 
 @dataclass
 class FeaturePart(Part):
-    """A part that consists of feature maps; `FeatureMapSpec` checks what decides those.
+    """A part that consists of feature maps; `FeatureMapSpec` checks their options.
 
     Attributes:
         attends: whether its feature maps are of queries and keys.
@@ -157,7 +157,7 @@ class Patch:
 
     Args:
         path: the module to change.
-        build: makes the slot; runs after all plans are known to be possible. None changes nothing there.
+        build: creates the slot, once all plans have been found possible. None changes nothing.
         train: whether the module itself is trained as well (and saved in full).
         replaces: whether the slot takes the module's place; no other part may do so as well.
         around_head: whether the module is a task head, which is trained inside the slot around it.
@@ -178,8 +178,8 @@ class PatchContext:
         model: a transformers model, or any module for parts that need no family.
         seed: seed of all draws.
         save_projection: whether matrices W are saved.
-        where: what the part that is planned is called in messages.
-        filled: whether a file brings all values, so that no start need be computed.
+        where: name of the planned part in messages.
+        filled: whether a checkpoint provides all values, so that no initial values are computed.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""Poolers and heads that read the mean over the tokens instead of [CLS], for checkpoints that were trained with it.
+"""Mean pooling: pooler or task head read the mean over the tokens instead of [CLS], for checkpoints trained that way.
 
     pooler(h₁)   becomes   pooler(Σ_t m_t h_t / Σ_t m_t)        h of the last layer, m 0 at padding
 
@@ -27,10 +27,10 @@ from snnk_peft.parts.base import Part, Patch, PatchContext
 @documented
 @dataclass
 class MeanPoolingPart(Part):
-    """Pool over tokens: pooler or head read the mean of the last layer's tokens without padding, not its first token.
+    """Mean pooling: pooler or task head read the mean of the last layer's tokens, padding excluded, instead of [CLS].
 
-    For encoders of texts whose last layer is read as it is (BERT, RoBERTa, DistilBERT, ELECTRA, MPNet and their kin).
-    The last hidden states of the model have the mean in their first place.
+    For text encoders without a norm after the last layer (BERT, RoBERTa, DistilBERT, ELECTRA, MPNet and variants). The
+    mean replaces the first token in the model's last hidden states.
     """
 
     def plan(self, context: PatchContext) -> list[Patch]:

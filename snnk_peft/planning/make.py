@@ -55,13 +55,12 @@ def plan(
     timings: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Plan:
-    """Choose parts, layers and sizes so that a converted model costs what it may, and errs as little as possible.
+    """Choose parts, layers and sizes that meet a cost budget with the least error.
 
-    For each candidate in each layer is measured what it saves, and the error of the model's output with this layer
-    alone converted and fitted, on held-out batches: the Kullback-Leibler divergence from the original's distribution
-    for logits, the squared error relative to the variance for anything else. The choice of least total error for each
-    cost is exact (a knapsack). Its parts are then measured together: the plan is the choice of least error that is
-    within the budget so.
+    For each candidate in each layer, its saving is measured, and the output error on held-out batches with only this
+    layer converted and fitted: the Kullback-Leibler divergence from the original's distribution for logits, the squared
+    error relative to the variance for anything else. The choice of least total error for each cost is exact (a
+    knapsack). Its parts are then measured together; the plan is the choice of least error that meets the budget.
 
     MACs and bytes are exact, so the same arguments give the same plan. Timings vary. Each is the minimum of several
     that alternate with the original's, and was reached three times; savings are rounded to steps of 0.5%, and choices

@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which parts on which layers with which sizes.
+    """The chosen parts, with layers and sizes.
 
     Args:
         config: for `get_snnk_model`; then `calibrate`.

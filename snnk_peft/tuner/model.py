@@ -160,7 +160,7 @@ def build_slots(patches: list[Patch]) -> dict[str, list[Slot]]:
 
 
 class SNNKModel(BaseTuner):
-    """PEFT's view of a patched model. Made by `get_snnk_model` or `peft.get_peft_model`, not by hand."""
+    """The PEFT tuner of a patched model; create it by `get_snnk_model` or `peft.get_peft_model`."""
 
     prefix = "snnk_"
     tuner_layer_cls = SlotLayer

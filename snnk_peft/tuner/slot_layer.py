@@ -1,4 +1,4 @@
-"""The one module that PEFT sees: wraps an original module and holds, per adapter name, what is done to it.
+"""The only module that PEFT sees: it wraps an original module and holds its slots per adapter name.
 
 All adapter bookkeeping lives here and in `model.py`; the slots themselves (layers/slots.py) never see a name.
 """

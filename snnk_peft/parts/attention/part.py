@@ -1,4 +1,4 @@
-"""Attention: softmax becomes linear attention, in all layers or some.
+"""Linear attention in place of softmax, in all layers or some.
 
 Layers that attend to a band of neighbours only (ModernBERT's local layers, sliding windows) are linear in length
 already. "all", "top-K" and "bottom-K" therefore count the layers that attend to everything, and local ones stay as they

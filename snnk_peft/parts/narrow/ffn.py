@@ -38,7 +38,7 @@ ROWS = 1024  # that are looked at together
 @documented
 @dataclass
 class NarrowFFNPart(Part):
-    """FFN blocks become narrower: some hidden units stay as they are, the contraction stands in for the others.
+    """FFN blocks become narrower: some hidden units are kept, and the contraction makes up for the others.
 
     For plain FFNs and for gated ones. `calibrate` chooses the units and repairs the contraction in closed form, from
     the second moment of what the units really give; without it the units with the largest weights stay. All matrices

@@ -9,11 +9,11 @@ Image classifiers have none: their head reads the vector x of an image, [CLS] or
     W_c x + b_c   becomes   W_c (Φ(x) Aᵀ + b) + b_c    and folds to   (W_c A) Φ(x) + (W_c b + b_c), classes × features.
 
 There is no pretrained dense layer to start from. A and b start as the best readout of x itself for Gaussian x
-(Nyström), so that the head, pretrained or new, goes on reading what it read, through num_features directions;
-`calibrate` fits them to real x. Φ sees x without the mean and scale of the LayerNorm before it or, where there is none
-(means of patches, DINOv2's pair of vectors), each vector normalised, and scaled by dim^-½: pre-activations are of size
-one. The dim^-¼ above belongs to pretrained weights; here it would leave no readout of x at width 768, because
-E[x cos(ω·x)] falls like e^(-√dim / 2).
+(Nyström), so that the head, pretrained or new, still receives x, through num_features directions; `calibrate` fits them
+to real x. Φ sees x without the mean and scale of the LayerNorm before it or, where there is none (means of patches,
+DINOv2's pair of vectors), each vector normalised, and scaled by dim^-½: pre-activations are of size one. The dim^-¼
+above belongs to pretrained weights; here it would leave no readout of x at width 768, because E[x cos(ω·x)] falls like
+e^(-√dim / 2).
 """
 
 from __future__ import annotations
