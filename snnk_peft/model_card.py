@@ -51,8 +51,7 @@ class AdapterConfig(Protocol):
     base_model_name_or_path: str | None
     task_type: Any
 
-    def named_parts(self) -> Mapping[str, Any]:
-        """The parts that are set, by name."""
+    def named_parts(self) -> Mapping[str, Any]: ...
 
 
 def write_model_card(

@@ -57,7 +57,6 @@ class HeadFit:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a metrics.json."""
         return asdict(self)
 
 

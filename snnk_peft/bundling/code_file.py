@@ -102,7 +102,6 @@ def stage_specs(specs: Iterable[Any]) -> Iterable[dict[str, Any]]:
 
 
 def _import_lines(imports: set[Import]) -> str:
-    """Import statements, one per module."""
     plain = sorted(module for module, name in imports if name is None)
     members: dict[str, list[str]] = {}
     for module, name in sorted((module, name) for module, name in imports if name is not None):

@@ -99,7 +99,6 @@ class FoldPlan:
     pooler: str | None = None
 
     def record(self, paths: Sequence[str]) -> None:
-        """Tell about modules that were folded together."""
         before = [self.table[path].original for path in paths]
         after = [self.modules[path] for path in paths]
         self.folded.append(
@@ -136,13 +135,11 @@ class PlaceInPlan:
         return self.plan.table[self.path].slots
 
     def at(self, path: str) -> FoldPlace:
-        """Return the place of another module."""
         if path not in self.plan.table:
             raise LookupError(path)
         return PlaceInPlan(self.plan, path)
 
     def put(self, module: nn.Module) -> None:
-        """Let `module` take this place."""
         self.plan.modules[self.path] = module
 
     def add(self, name: str, module: nn.Module, before: str, after: str) -> None:
@@ -157,7 +154,6 @@ class PlaceInPlan:
             self.plan.folded.append(Folded([self.path], before, after, 0, 0))
 
     def remark(self, text: str) -> None:
-        """Tell the reader of the report."""
         self.plan.remarks.append(text)
 
     def reads_features(self, stage: FoldPlace) -> None:

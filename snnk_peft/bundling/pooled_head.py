@@ -125,7 +125,6 @@ class PooledHeadModel(BundledModel):
     snnk_head: PooledHead
 
     def predict(self, inputs: dict[str, Any]) -> SequenceClassifierOutput | tuple[Any, ...]:
-        """Call `forward` by argument name."""
         labels, plain = inputs.pop("labels", None), inputs.pop("return_dict", None) is False
         shown = inputs.pop("output_hidden_states", None)
         shown = self.config.output_hidden_states if shown is None else shown

@@ -116,7 +116,6 @@ class BundleReport:
     dtype: str = field(default="float32")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self)
 
     @classmethod

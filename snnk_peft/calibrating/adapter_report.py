@@ -49,7 +49,6 @@ class AdapterReport:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a metrics.json."""
         return {"seconds": self.seconds, "settings": dict(self.settings), "slots": [asdict(s) for s in self.slots]}
 
     def __str__(self) -> str:

@@ -199,7 +199,7 @@ def _groups(adapters: Sequence[_Adapter]) -> list[list[_Adapter]]:
 def _one_pass(
     model: nn.Module, adapters: Sequence[_Adapter], survey: Survey, held_out: float, bar: Any
 ) -> list[GradientMoments]:
-    """The statistics of some adapters."""
+    """Run one pass over the batches for some adapters and return their statistics."""
     moments = [GradientMoments(*adapter.shape, adapter.readout.A.device) for adapter in adapters]
     inputs: list[list[torch.Tensor]] = [[] for _ in adapters]
     outputs: list[list[torch.Tensor]] = [[] for _ in adapters]

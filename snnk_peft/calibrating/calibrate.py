@@ -225,7 +225,6 @@ class _FitPlace:
         return unwrap(self.root.get_submodule(path))
 
     def active_at(self, path: str) -> nn.Module:
-        """The module in use there."""
         return active_module(self.root.get_submodule(path))
 
 

@@ -69,11 +69,9 @@ class CalibrationReport:
 
     @property
     def seconds(self) -> float:
-        """Wall time in total."""
         return sum(slot.seconds for slot in self.slots)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a metrics.json."""
         return {"seconds": self.seconds, "settings": dict(self.settings), "slots": [asdict(s) for s in self.slots]}
 
     def save(self, folder: str | os.PathLike[str]) -> None:

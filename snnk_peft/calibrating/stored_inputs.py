@@ -184,7 +184,7 @@ class _Pass:
 
 @contextlib.contextmanager
 def _handing_on(layers: list[nn.Module]) -> Iterator[None]:
-    """Layers that give what they are given."""
+    """Replace the forward of layers by the identity."""
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = _hand_on
@@ -216,7 +216,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _digest(inputs: Mapping[str, Any]) -> bytes:
-    """Digest of all tensors of a batch."""
     found = hashlib.sha256()
     for name, value in sorted(inputs.items()):
         if isinstance(value, torch.Tensor):

@@ -40,7 +40,6 @@ class Arccos(Component):
         self.order = order
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
-        """Elementwise 1[z > 0] z^order."""
         if self.order == 0:
             return (z > 0).to(z.dtype)
         return torch.relu(z) if self.order == 1 else torch.relu(z).square()

@@ -26,7 +26,6 @@ class Elu(Component):
     positive = True
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
-        """Elementwise elu(z) + 1."""
         return torch.nn.functional.elu(z) + 1
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

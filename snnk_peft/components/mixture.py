@@ -35,7 +35,7 @@ class Mixture(Component):
 
     @classmethod
     def fits(cls, projection: Projection | type[Projection]) -> bool:
-        """Real rows of any origin."""
+        """Accept rows from any distribution."""
         return projection.distribution in ("gaussian", "none")
 
     def tower(

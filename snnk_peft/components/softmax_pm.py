@@ -33,7 +33,7 @@ class SoftmaxPm(Component):
 
     @classmethod
     def fits(cls, projection: Projection | type[Projection]) -> bool:
-        """Real rows of any origin."""
+        """Accept rows from any distribution."""
         return projection.distribution in ("gaussian", "none")
 
     def feature_dim(self, num_features: int, dim: int) -> int:

@@ -93,7 +93,6 @@ class Taylor(Component):
         return max(1, sum(n for n, a in enumerate(self.coefficients) if a != 0))
 
     def prepare(self, projection: Projection) -> None:
-        """Check that there are rows enough."""
         needed = self.fewest_rows()
         if projection.num_features < needed:
             raise ConfigError(

@@ -189,7 +189,6 @@ class Builder:
         self.config, self.dtype, self.cls = config, dtype, model_class(config, task)
 
     def pretrained(self) -> PreTrainedModel:
-        """The model of the config."""
         make = getattr(self.cls, "from_config", None) or self.cls._from_config
         try:
             with _on_meta():
@@ -200,7 +199,7 @@ class Builder:
             ) from error
 
     def patched(self, config: SNNKConfig) -> Any:
-        """`get_snnk_model` of it; raises what that raises."""
+        """Return `get_snnk_model` of the pretrained model."""
         config = copy.deepcopy(config)
         config.save_projection = True  # else every matrix would be drawn for its checksum
         base = self.pretrained()
@@ -213,7 +212,6 @@ class Builder:
             return folded_model(patched.get_base_model())[0]
 
     def full(self) -> PreTrainedModel:
-        """The model, with every parameter trained."""
         return self.pretrained().requires_grad_(True)
 
     def lora(self, config: SNNKConfig, size: int) -> tuple[Any, int]:

@@ -57,7 +57,6 @@ class CostRow:
 
     @property
     def title(self) -> str:
-        """The method, with its detail."""
         return self.method if self.detail is None else f"{self.method}, {self.detail}"
 
 
@@ -84,7 +83,6 @@ class CostReport:
     remarks: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self)
 
     def row(self, method: str) -> CostRow:

@@ -202,7 +202,7 @@ def _beside(path: Path) -> Path:
 
 
 def _plain_model(model: nn.Module, sample: Inputs | None) -> PreTrainedModel:
-    """The model itself, or its bundle."""
+    """Return the model to export: a patched one is bundled first."""
     if any(is_of_an_adapter(module) for module in model.modules()):
         return bundle(model, probe=None if sample is None else _placed(sample, model))
     if not isinstance(model, PreTrainedModel):

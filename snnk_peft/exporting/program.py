@@ -88,7 +88,6 @@ class TorchFormat:
             return ExportedModel({"model": component}, self.exporter.export_format).to(**self.runtime())
 
     def runtime(self) -> dict[str, Any]:
-        """The runtime that executes the program."""
         return {}
 
 
@@ -113,11 +112,9 @@ class OnnxFormat(TorchFormat):
 
     @contextlib.contextmanager
     def returning(self, model: PreTrainedModel) -> Iterator[None]:
-        """The outputs of a graph have names."""
         yield
 
     def opset(self, program: Any) -> int | None:
-        """Version of the operators."""
         return int(program.opset_imports[""])
 
     def write(self, program: Any, path: Path) -> list[Path]:

@@ -74,21 +74,17 @@ class ExportReport:
 
     @property
     def path(self) -> str:
-        """The file of the program."""
         return next(iter(self.files))
 
     @property
     def bytes(self) -> int:
-        """The size of all files together."""
         return sum(self.files.values())
 
     @property
     def error(self) -> float:
-        """The largest of all shapes."""
         return max(entry.error for entry in self.parity)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

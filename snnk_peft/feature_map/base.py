@@ -64,7 +64,6 @@ class FeatureMap(nn.Module):
 
     @property
     def dim(self) -> int:
-        """Length of the input vectors."""
         return self.projection.dim
 
     @property
@@ -73,7 +72,6 @@ class FeatureMap(nn.Module):
 
     @property
     def feature_dim(self) -> int:
-        """Length of the features."""
         return self.component.feature_dim(self.num_features, self.dim)
 
     def phi(self, x: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:

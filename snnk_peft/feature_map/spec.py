@@ -58,7 +58,6 @@ class FeatureMapSpec:
         return self._member_faults(where) + self._value_faults(where)
 
     def _member_faults(self, where: str) -> list[str]:
-        """About the two names and their parameters."""
         text = f"{where}: " if where else ""
         found = []
         members: tuple[tuple[str, Registry[Any], Any, Any], ...] = (

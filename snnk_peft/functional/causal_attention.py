@@ -103,7 +103,6 @@ def _product(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, other: Tensor) -> Tensor:
-    """x + other, likewise."""
     return x + other if torch.is_grad_enabled() else x.add_(other)
 
 

@@ -73,7 +73,6 @@ class _NormalizedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor, *unused: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient for x."""
         x, centred, z, mean, rstd = ctx.saved_tensors
         inner = (dz.to(rstd.dtype) * z.to(rstd.dtype)).sum(-1, keepdim=True)
         pull = inner * rstd.square() * (-1.0 / x.shape[-1])

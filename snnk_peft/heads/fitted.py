@@ -52,7 +52,6 @@ class HeadFitReport:
     temperature: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a metrics.json."""
         return asdict(self)
 
 

@@ -88,7 +88,6 @@ class HeadStatistics:
 
     @property
     def count(self) -> int:
-        """The number of examples counted."""
         return self.moments.count
 
     @property

@@ -100,12 +100,10 @@ class FeatureStage(nn.Module):
 
     @property
     def dim(self) -> int:
-        """Length of the inputs."""
         return self.feature_map.dim
 
     @property
     def out_dim(self) -> int:
-        """Length of the outputs."""
         return self.feature_map.feature_dim + (self.dim if self.append_input else 0)
 
     def transform(self, x: torch.Tensor) -> torch.Tensor:

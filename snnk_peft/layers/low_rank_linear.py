@@ -82,7 +82,6 @@ class LowRank(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define macs()")
 
     def factored(self) -> nn.Module:
-        """Two plain layers, one after the other."""
         raise TypeError(f"{type(self).__name__} does not define factored()")
 
     def dense(self) -> nn.Module:
@@ -207,7 +206,6 @@ class LowRankLinear(LowRank):
 
     @torch.no_grad()
     def dense(self) -> nn.Linear:
-        """One Linear in → out."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
         return with_tensors(linear, rounded_product(self.U, self.V), self.bias)
 

@@ -33,7 +33,6 @@ class Factors:
     seconds: float
 
     def weight(self) -> Tensor:
-        """The product UVᵀ, (out, in)."""
         return self.U @ self.V.T
 
 

@@ -63,7 +63,6 @@ class Problem:
 
     @functools.cached_property
     def norms(self) -> Tensor:
-        """The norms of the rows, ‖w_i‖ (out,)."""
         return torch.linalg.vector_norm(self.weight, dim=1)
 
     def with_bias(self, bias: Tensor | None) -> Problem:

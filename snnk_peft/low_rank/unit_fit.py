@@ -167,7 +167,6 @@ def best_rows(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None)
 
 @functools.lru_cache(maxsize=32)
 def _energy(f: Nonlinearity) -> float:
-    """Return the energy E[f(u)²]."""
     assert f.kernel is not None
     one = torch.ones((), dtype=torch.float64)
     return float(f.kernel(one, one, one))

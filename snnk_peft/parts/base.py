@@ -213,7 +213,7 @@ class PatchContext:
         return found
 
     def linear(self, path: str, what: str) -> nn.Linear:
-        """The nn.Linear at `path`, or UnsupportedError."""
+        """Return the nn.Linear at `path`; UnsupportedError if it is none."""
         found = module_at(self.model, path, what)
         whole = [tensor for tensor in (*found.parameters(), *found.buffers()) if not tensor.is_floating_point()]
         if whole:

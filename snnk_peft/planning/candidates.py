@@ -87,7 +87,6 @@ class Template:
         return f"{part_name(type(self.part))} {self.part.size_in_words()}"
 
     def of_layers(self, chosen: Sequence[int | None]) -> Part:
-        """The part in these layers alone."""
         part: Any = self.part
         return part if None in chosen else dataclasses.replace(part, layers=list(chosen))
 
@@ -106,7 +105,6 @@ class Template:
         return found
 
     def folded(self) -> Any:
-        """The bundle with all groups in use."""
         for slots in self.groups.values():
             for layer in slots.values():
                 layer._disable_adapters = False

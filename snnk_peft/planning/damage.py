@@ -31,7 +31,6 @@ class OutputError:
         self.divergence: dict[str, tuple[float, int]] = {}  # sum, rows
 
     def update(self, original: Any, other: Any, mask: Any) -> None:
-        """Add the outputs of a batch."""
         for name in _compared(original):
             target, found = _rows(original[name], mask).double(), _rows(other[name], mask).double()
             if name.endswith("logits") and target.shape[-1] > 1 and self.problem not in OTHER_PROBLEMS:

@@ -69,7 +69,6 @@ class Plan:
 
     @property
     def choices(self) -> list[Candidate]:
-        """The candidates that were chosen."""
         return [candidate for candidate in self.candidates if candidate.chosen]
 
     def to_dict(self) -> dict[str, Any]:

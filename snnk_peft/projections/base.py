@@ -236,7 +236,6 @@ class Projection(Drawn):
         return self.materialize().square().sum(-1)
 
     def extra_repr(self) -> str:
-        """The arguments, for printing."""
         return f"dim={self.dim}, num_features={self.num_features}, seed={self.seed}, site={self.site!r}"
 
 

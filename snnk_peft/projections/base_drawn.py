@@ -141,7 +141,6 @@ class Drawn(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the draw is."""
         return self.state_tensors()[0].device
 
     def is_blank(self) -> bool:

@@ -48,7 +48,6 @@ class Learned(Projection):
         return normal_numbers(self.num_features, self.dim, generator=generator)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The noise; see `Projection.draw_buffers`."""
         return {"noise": self.draw(generator).to("cpu", torch.float32)}
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:

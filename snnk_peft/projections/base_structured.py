@@ -84,7 +84,7 @@ class Structured(Projection):
         return {name: torch.empty(factor.shape, dtype=factor.dtype) for name, factor in drawn.items()}
 
     def factors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The stored factors, numbers in `dtype`."""
+        """Return the stored factors in `dtype`."""
         return as_dtype({name: getattr(self, name) for name in self._drawn}, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

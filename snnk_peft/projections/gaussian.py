@@ -21,5 +21,4 @@ class Gaussian(Projection):
     cost = "m·d"
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """(num_features, dim) standard normal numbers."""
         return normal_numbers(self.num_features, self.dim, generator=generator)

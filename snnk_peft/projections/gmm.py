@@ -73,7 +73,6 @@ class Gmm(Learned):
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
 
     def settle(self) -> list[str]:
-        """Too few rows for the components."""
         found, least = super().settle(), 2 * self.components
         if self.num_features < least:
             found.append(
@@ -83,7 +82,6 @@ class Gmm(Learned):
         return found
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Identity covariances and zero means."""
         shape = (self.components, self.dim)
         ones = torch.ones(shape, device="cpu")
         return {
@@ -122,7 +120,6 @@ class Gmm(Learned):
         return own[..., self._members(x.device)]
 
     def covariances(self) -> torch.Tensor:
-        """Σ_c, (C, dim, dim)."""
         return torch.diag_embed(self.root.square()) if self.covariance == "diagonal" else self.root @ self.root.mT
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,6 @@ class Identity(Projection):
         return dim
 
     def settle(self) -> list[str]:
-        """The matrix is square."""
         found = super().settle()
         if self.num_features != self.dim:
             found.append(f"identity num_features is {self.num_features} with dim {self.dim}; expected {self.dim}")
@@ -51,7 +50,6 @@ class Identity(Projection):
         return {"ones": torch.ones(self.dim, device="cpu")}
 
     def blank(self) -> dict[str, torch.Tensor]:
-        """An uninitialised diagonal."""
         return {"ones": torch.empty(self.dim, dtype=torch.float32)}
 
     def materialize(self) -> torch.Tensor:

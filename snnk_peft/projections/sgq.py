@@ -63,7 +63,6 @@ class Sgq(Projection):
         return 2 * dim + 1
 
     def settle(self) -> list[str]:
-        """The rule has one size."""
         size, found = 2 * self.dim + 1, super().settle()
         if self.num_features != size:
             found.append(f"sgq num_features is {self.num_features} with dim {self.dim}; expected 2·dim + 1 = {size}")

@@ -76,7 +76,6 @@ class GradientMoments:
 
     @property
     def mean(self) -> Tensor:
-        """The mean E x, (dim,)."""
         return self.total / self.tokens
 
     @property

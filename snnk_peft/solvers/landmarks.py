@@ -92,7 +92,6 @@ class SecondMoments:
         self.count = total
 
     def covariance(self) -> Tensor:
-        """The covariance of the inputs, (dim, dim)."""
         if self.count == 0:
             raise ValueError("no vectors were accumulated; give at least one batch with an unmasked token")
         return self.scatter / self.count

@@ -29,7 +29,6 @@ class FirstForward:
         self.adapter_name = adapter_name
 
     def __call__(self, model: nn.Module, *unused: Any) -> None:
-        """After a forward pass."""
         if torch.compiler.is_compiling():
             return
         layers = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}

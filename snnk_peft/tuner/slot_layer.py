@@ -141,7 +141,6 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         raise ConfigError("SNNK layers are not linear and cannot be merged in place; use snnk_peft.bundle(model)")
 
     def unmerge(self) -> None:
-        """Not possible; see `merge`."""
         raise ConfigError("SNNK layers are never merged; there is nothing to unmerge")
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:

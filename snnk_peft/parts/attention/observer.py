@@ -35,7 +35,6 @@ class Observer:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was seen."""
         self.losses: list[torch.Tensor] = []
         self.tokens = 0
         self._sums: Any = [0.0, 0.0, 0.0]  # of squared errors, of outputs, of their squares

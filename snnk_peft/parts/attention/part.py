@@ -225,7 +225,6 @@ class AttentionPart(FeaturePart):
         return patches
 
     def _readout(self, context: PatchContext, index: int) -> HeadsReader:
-        """The output projection of a layer."""
         family = context.family
         if family.attention_out is None:
             raise UnsupportedError(

@@ -172,7 +172,6 @@ class RecurrentLayer(CacheLayerMixin):
         return self._seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
         return -1
 
     def reset(self) -> None:
@@ -180,23 +179,18 @@ class RecurrentLayer(CacheLayerMixin):
         self._maps = KeptMaps()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Example i becomes example beam_idx[i]."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every example `repeats` times."""
         self._change(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given examples."""
         self._change(lambda tensor: tensor[indices.to(tensor.device)])
 
     def offload(self) -> None:
-        """Move the state to the CPU."""
         self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Move the state back."""
         self._change(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -222,7 +216,7 @@ class RecurrentLayer(CacheLayerMixin):
 
 
 def _mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Nested tuples with every tensor changed."""
+    """Apply a function to every tensor in nested tuples."""
     if isinstance(state, torch.Tensor):
         return change(state)
     if isinstance(state, tuple):

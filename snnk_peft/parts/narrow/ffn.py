@@ -126,7 +126,6 @@ class _Block:
             )
 
     def patches(self) -> list[Patch]:
-        """The Linears, which are replaced."""
         return [Patch(path, partial(self._slot, i), replaces=True) for i, path in enumerate(self.paths)]
 
     def _slot(self, index: int) -> Slot:
@@ -155,7 +154,6 @@ class NarrowUnits(NarrowLinear):
     lets_pass = True
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """x (..., in) -> (..., out)."""
         return self.product(x)
 
     def fold(self, place: FoldPlace) -> None:
@@ -172,11 +170,9 @@ class FirstUnits(NarrowUnits):
     block: NarrowBlock
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """Second moments of the hidden units."""
         return UnitsFitter(self.block, place, options)
 
     def changes(self, path: str) -> tuple[str, ...]:
-        """All Linears of the block."""
         return self.block.paths
 
     def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:

@@ -90,7 +90,6 @@ class NarrowReader(NarrowLinear):
         return self.product(x.unflatten(-1, (self.heads, -1))[..., : self.size].flatten(-2))
 
     def fold(self, place: FoldPlace) -> None:
-        """A Linear of fewer inputs."""
         place.put(self.folded())
 
 
@@ -165,7 +164,6 @@ class FittedHeads(NarrowHeads):
     """Narrower heads that `calibrate` fits."""
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """Second moments of what the block computes."""
         return HeadsFitter(self, place, options)
 
 

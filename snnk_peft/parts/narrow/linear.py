@@ -44,7 +44,6 @@ class NarrowLinear(Slot):
                 self.linear.bias.copy_(torch.zeros_like(self.linear.bias) if bias is None else bias)
 
     def folded(self) -> nn.Linear:
-        """A plain Linear of this size."""
         return copy.deepcopy(self.linear)
 
 
