@@ -135,7 +135,7 @@ def write_model_card(
 def write_adapter_card(
     folder: str | os.PathLike[str], config: AdapterConfig, class_mapping: Mapping[str, Any] | None
 ) -> None:
-    """Put a card in the place of the one that PEFT writes beside an adapter; a card that people have edited stays.
+    """Put a card in the place of the one that PEFT writes beside an adapter; a card that users have edited stays.
 
     Args:
         folder: where PEFT has saved the adapter.
@@ -154,7 +154,7 @@ def write_adapter_card(
 
 
 def mend_card(path: Path, base_model: str | None) -> None:
-    """Give a card what the Hub needs in its header, and leave everything else as people wrote it.
+    """Give a card what the Hub needs in its header, and leave everything else as written.
 
     Args:
         path: of the card.
@@ -197,7 +197,7 @@ def mentions_import(card: str) -> bool:
 
 
 def hub_id(name: str | None) -> str | None:
-    """`name` if it can be a model id on the Hub; None for local paths, which are nobody else's business."""
+    """`name` if it can be a model id on the Hub; None for local paths, which are private."""
     valid = name is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith(".")
     return name if valid and not os.path.exists(str(name)) else None
 

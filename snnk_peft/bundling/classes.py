@@ -165,7 +165,7 @@ def original_class(cls: type) -> type[PreTrainedModel]:
 class LazyConfig(BundledConfig):
     """Mixin of the config classes: registers the architecture's model classes when the first config is made.
 
-    Model classes are costly to import, and nobody looks one up without a config.
+    Model classes are slow to import, and are never looked up without a config.
     """
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -221,7 +221,7 @@ def original_config(config: Any, original: type[Any]) -> Iterator[None]:
 CONFIG_FILE = "config.json"
 # What constructors of transformers raise without saying which entry they could not use.
 BARE = (TypeError, KeyError, AttributeError, IndexError, AssertionError, ArithmeticError, RuntimeError, MemoryError)
-# Entries of config.json that people may edit, and those that loaders and hubs write themselves.
+# Entries of config.json that users may edit, and those that loaders and the Hub write.
 FREE_ENTRIES = {"_commit_hash", "_name_or_path", "auto_map", "custom_pipelines", "id2label", "label2id", "name_or_path"}
 FREE_ENTRIES.add("transformers_version")
 
@@ -239,7 +239,7 @@ class BundledConfig:
         if not isinstance(config_dict, Mapping):
             raise ConfigError(f"config.json is {str(config_dict)[:100]!r}; expected the object of a {cls.__name__}")
         check_limits(config_dict, f"config.json of a {cls.__name__}")
-        for name in ("id2label", "label2id"):  # people may edit them
+        for name in ("id2label", "label2id"):  # users may edit them
             if not isinstance(config_dict.get(name), (Mapping, type(None))):
                 raise ConfigError(f"config.json: {name} is {str(config_dict[name])[:100]!r}; expected an object")
         for name in ("dtype", "torch_dtype"):

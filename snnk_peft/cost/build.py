@@ -174,7 +174,7 @@ def without_numbers(what: str) -> Iterator[None]:
 
 
 class Builder:
-    """Builds models from one config, a fresh one per call.
+    """Builds models from one config, a new one per call.
 
     Args:
         config: of the pretrained model.

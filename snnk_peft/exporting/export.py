@@ -114,7 +114,7 @@ def export(
     first = only_tensors(model, sample, "sample") if sample is not None else given[0] if given else None
     plain = _plain_model(model, first)
     if format == "onnx" and plain.device.type != "cpu":
-        plain = copy.deepcopy(plain).cpu()  # the graph is checked on the processor, which sums in its own order
+        plain = copy.deepcopy(plain).cpu()  # the graph is checked on the CPU, which sums in its own order
     refuse_not_finite(plain)
     first = _placed(first or probe_inputs(plain), plain)
     if absent := sorted({name for batch in given for name in first.keys() - batch.keys()}):
@@ -239,7 +239,7 @@ def _opened(form: TorchFormat, file: Path, metadata: Any) -> Any:
     except Exception as error:
         raise UnsupportedError(
             f"the exported program cannot be loaded: {type(error).__name__}: {error}. ONNX Runtime has few kernels for "
-            "half precision on the processor: export model.float()"
+            "half precision on the CPU: export model.float()"
         ) from error
 
 

@@ -25,7 +25,7 @@ def quantized(program: Any, sample: Inputs) -> tuple[Any, int]:
 
     Matrices of features in place of an FFN or pooler count as Linears. All else stays in floating point: embeddings,
     norms, products of two activations, and the maps of linear attention, after which exponentials stand. Weights take
-    seven of the eight bits: processors with AVX2 alone add products of eight in sixteen, which may overflow, and nobody
+    seven of the eight bits: CPUs with only AVX2 add products of eight bits in sixteen, which may overflow, and nobody
     knows where the file will run.
 
     Args:

@@ -92,7 +92,7 @@ class TorchFormat:
 
 
 class OnnxFormat(TorchFormat):
-    """A graph of ONNX, checked with ONNX Runtime on the processor."""
+    """An ONNX graph, checked with ONNX Runtime on the CPU."""
 
     suffix = ".onnx"
     packages = ("onnx", "onnxscript", "onnxruntime")

@@ -1,6 +1,6 @@
 """An adapter as one operation: r + β (f(z) − γ c) Mᵀ with z = α x̂ Wᵀ + b, x̂ = x or LayerNorm(x).
 
-A training step of adapters is bound by how many operations it is made of: the factors ride along in matrix products,
+A training step of adapters is bound by its number of operations: the factors ride along in matrix products,
 and the backward pass is written out. Gradients flow to x, r, W, b and M; nothing is computed for what takes none. Where
 second derivatives are asked for, the backward pass is that of the formula.
 
@@ -76,11 +76,11 @@ def adapter_sum(
     Returns:
         (..., out), in the dtype of r.
     """
-    if torch.is_grad_enabled():  # where nothing takes one, it finds that out by itself
+    if torch.is_grad_enabled():  # where nothing needs one, the function detects that itself
         found: Tensor = _AdapterSum.apply(x, residual, weight, low, bias, centres, matrix, form)
     else:
         found = _forward(x, residual, low, bias, centres, matrix, form)[0]
-    # Here, because nobody may change in place what a Function returns as a view.
+    # Here, because a view returned by a Function must not be modified in place.
     return found.view((*x.shape[:-1], found.shape[-1]))
 
 
@@ -208,7 +208,7 @@ def _product(a: Tensor, b: Tensor, factor: float, unread: Tensor, added: Tensor 
 def _readout_gradient(g: Tensor, features: Tensor, matrix: Tensor, factor: float) -> Tensor:
     """factor · gᵀ features, (out, m)."""
     if g.device.type == "cpu" and g.dtype.itemsize >= 4:
-        # gᵀz takes a processor's libraries up to ten times as long as zᵀg.
+        # gᵀz takes CPU libraries up to ten times as long as zᵀg.
         return _product(features.t(), g, factor, matrix.t()).t().contiguous()
     return _product(g.t(), features, factor, matrix)
 

@@ -7,7 +7,7 @@ chunk of 64 tokens. Within a chunk, weights are formed and cut to the lower tria
 
     direct    φ and ψ at one scale u per feature, the largest key so far or in this block: e^{a + u} and e^{b − u}.
               Two exponentials per feature. What a row sees must not vanish beside keys that come after it: its
-              denominator tells, and where one is too small the block is done again the other way.
+              denominator shows that, and where one is too small the block is recomputed the other way.
     careful   log(φ ψᵀ) by halves: rows of the second half see all keys of the first, so that there one scale per
               feature, that of the first half, loses nothing; and each half is cut in the same way. Then one softmax
               over [a + log Z, log(φ ψᵀ)]. Exact whatever the keys; for graphs and accelerators too.

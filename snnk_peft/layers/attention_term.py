@@ -4,7 +4,7 @@
 
 φ and ψ are shared by queries and keys (one W) or apart (`key_maps`); one for all heads, or one per key head. Shapes:
 q (B, H, L, d), k (B, G, N, d), v (B, G, N, D), H a multiple of G -> (B, H, L, D). On a CPU it goes block by block of
-tokens, so that features stay in the processor's cache and never exist as a whole: fresh memory costs more time than
+tokens, so that features stay in the CPU's cache and never exist as a whole: fresh memory costs more time than
 what is computed in it. Positive exponential features, which estimate softmax, enter by their logarithms
 (functional/exponential_attention.py, exponential_causal.py), all others as they are, in at least fp32
 (functional/linear_attention.py, causal_attention.py).

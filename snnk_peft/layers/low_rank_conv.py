@@ -150,7 +150,7 @@ class LowRankConv(LowRank):
         second = self.U.reshape(self.out_channels, -1, self.rank).transpose(1, 2)
         second = second.reshape(self.out_channels, self.rank, *self._sizes(False))
         # Strides as those of a dense kernel. Views pass for channels last (a 1 × 1 kernel even after contiguous()), and
-        # there the backward pass of oneDNN 3.12 (torch 2.13) writes beyond its memory on processors without AVX-512:
+        # there the backward pass of oneDNN 3.12 (torch 2.13) writes beyond its memory on CPUs without AVX-512:
         # training ended in "munmap_chunk(): invalid pointer".
         plain = torch.contiguous_format
         return first.clone(memory_format=plain), second.clone(memory_format=plain)

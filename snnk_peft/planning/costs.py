@@ -101,7 +101,7 @@ def clock(model: nn.Module) -> Callable[[], float]:
     """Seconds; on a GPU, until it has done what it was given; of a single thread, those it ran itself.
 
     What else runs on the machine then adds next to nothing: three busy programs on two cores double the least time on
-    the wall, and add 4% to the processor's.
+    the wall, and add 4% to the CPU time.
     """
     device = place_of(model)
     if device is None or device.type != "cuda":

@@ -7,7 +7,7 @@
 The paper prints Σ n where Σ^½ n is meant, and its code estimates 2K. Every component has rows with +μ and rows with −μ,
 so that kernels are real and even. Their noise is independent, unlike the paper's: with n shared between the two, all
 rows would come in equal pairs at the start (μ = 0), half of them wasted, and the gradient for μ would be zero there
-forever. Components start equal, Σ = I and μ = 0, hence at the kernel they replace; their noise tells them apart.
+forever. Components start equal, Σ = I and μ = 0, hence at the kernel they replace; their noise distinguishes them.
 
 The 2C groups of rows (component and sign) are equally large and all rows count the same: mixing weights are fixed, as
 in the paper, because learned ones would multiply every feature, and a component that should count more can have a twin.

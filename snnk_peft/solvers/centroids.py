@@ -1,7 +1,7 @@
 """Softmax attention by m typical queries in closed form: what `calibrate` puts into a `mixture` over `centroids`.
 
-The weights of a query c over all keys, e^{c·k} / Σ_j e^{c·k_j}, can be kept as one sum over the keys. A query q is told
-by how much it is like each of m such centres, so that for queries and keys of which each holds √(scaling) already:
+The weights of a query c over all keys, e^{c·k} / Σ_j e^{c·k_j}, can be kept as one sum over the keys. A query q is
+described by its similarity to m such centres. For queries and keys that already include √(scaling):
 
     weight of k for q  ∝  Σ_r softmax_r((u·u_r − ‖u_r‖²/2) / τ) · exp(c_r·k + b_r),        u = C^½ q,  u_r = C^½ c_r
     b_r = −(c_r·k̄ + ‖u_r‖²/2),     the logarithm of the mean of e^{c_r·k} over Gaussian keys N(k̄, C), negated

@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes_model(function: Function) -> Function:
-    """A function whose first argument is a model: takes it as people have it (see the module text).
+    """Decorate a function whose first argument is a model to accept models as users have them (see the module text).
 
     Raises:
         ConfigError, UnsupportedError: of the function, for what is no model, or only holds one.

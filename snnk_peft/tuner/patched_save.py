@@ -43,7 +43,7 @@ class PatchedSave:
 
 
 def guard_save(model: Any) -> None:
-    """Put the stand-in in place."""
+    """Install the replacement of `save_pretrained`."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = PatchedSave(model)
 

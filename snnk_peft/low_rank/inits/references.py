@@ -1,6 +1,6 @@
 """The starts that the paper compares with, as references.
 
-baseline            random factors: what a low-rank network starts from that is not told of W
+baseline            random factors: the start of a low-rank network that does not know W
 kernel_projection   Algorithm 1, which Theorem 2.10 wrongly calls optimal
 nkp, ws_nkp         the paper's own optimiser, Adam on Gaussian samples with the settings of its section 5, from
                     `baseline` and from the SVD (its warm start)

@@ -221,8 +221,8 @@ def is_linear(implementation: str | None) -> bool:
 def wants_weights(options: dict[str, Any]) -> bool:
     """Return True if the caller asked for attention weights.
 
-    Some models keep `output_attentions` from their attention functions (GPT-2), or find it in their config. What
-    transformers is about to collect tells in all cases.
+    Some models keep `output_attentions` from their attention functions (GPT-2), or find it in their config. The
+    outputs that transformers is about to collect show it in all cases.
     """
     collected = output_capturing._active_collector.get()
     return bool(options.get("output_attentions")) or "attentions" in (collected or ())
