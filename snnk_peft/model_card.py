@@ -241,8 +241,8 @@ def _reach(parts: Mapping[str, Any]) -> str:
     if not (lengths := found(parts)):
         return ""
     return (
-        f"\n\nLinear attention was fitted to texts of at most {min(lengths):,} tokens. In a decoder, tokens behind so "
-        "many see their nearest neighbours and the first tokens alone; without a near field, longer texts are refused."
+        f"\n\nLinear attention was fitted to texts of at most {min(lengths):,} tokens. In a decoder, later "
+        "tokens see only their nearest neighbours and the first tokens; without a near field, longer texts are refused."
     )
 
 

@@ -140,7 +140,7 @@ class Component(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define gradient()")
 
     def offsets(self, num_features: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
-        """Fixed numbers c_i that the component wants added to the projections ω_i·x, (num_features,), or None."""
+        """Fixed offsets c_i that the component adds to the projections ω_i·x, (num_features,), or None."""
         return None
 
     def activate(self, z: torch.Tensor, amplitudes: torch.Tensor | float | None = None) -> torch.Tensor:

@@ -44,13 +44,14 @@ class Taylor(Component):
         series: Annotated[
             str | Sequence[float],
             Option(
-                'the name of a function ("inverse" is 1/(1−z)), or the numbers a_0, a_1, ...', choices=tuple(SERIES)
+                'name of a function ("inverse" is 1/(1−z)), or the coefficients a_0, a_1, ...',
+                choices=tuple(SERIES),
             ),
         ] = "exp",
         degree: Annotated[
             int | None,
             Option(
-                "the last power kept, None for 4 (for numbers of your own: at most their count minus 1, which is what "
+                "the last power kept, None for 4 (for given coefficients: at most their count minus 1, which is what "
                 "None means).",
                 low=0,
                 high=LARGEST_DEGREE,

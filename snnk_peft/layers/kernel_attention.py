@@ -160,7 +160,7 @@ class KernelAttention(nn.Module):
             return
         told = (
             f"linear attention was fitted (calibrate) to texts of at most {self.fitted_length} tokens, and what it "
-            "gives behind them is wrong by orders of magnitude: positions there are unlike all that was seen"
+            "gives beyond them is wrong by orders of magnitude: positions there are unlike all that was seen"
         )
         remedy = "Calibrate on texts as long as those that the model will read"
         if self.joint is None:

@@ -38,14 +38,14 @@ class AdapterPart(FeaturePart):
         "houlsby",
         '"houlsby" (after attention and after the FFN), "pfeiffer" (after the FFN only), "parallel" (beside the FFN: '
         'reads the FFN\'s input, adds to its output; folds completely when bundled) or "query_value" (beside the query '
-        "and value projections, LoRA's place; each becomes one Linear of [Φ(x), x] when bundled; the bias of a fresh "
-        "head should start at the labels' mean or shares, as in recipes/finetune.py).",
+        "and value projections, LoRA's place; each becomes one Linear of [Φ(x), x] when bundled; the bias of a new "
+        "task head should start at the labels' mean or frequencies, as in recipes/finetune.py).",
         choices=("houlsby", "pfeiffer", "parallel", "query_value"),
     )
     init: str = option(
         "default",
-        '"default" is what won on GLUE: normalised inputs, A = 0, no gate. "paper" is the paper\'s form: raw inputs, '
-        'A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) behind a gate.',
+        '"default" works best on GLUE: normalised inputs, A = 0, no gate. "paper" is the paper\'s form: raw inputs, '
+        'A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) with a gate.',
         choices=("default", "paper", "random"),
     )
     gate: bool | None = option(None, "whether there is a trainable vector v; None follows `init`.")

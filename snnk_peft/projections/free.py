@@ -45,7 +45,7 @@ class Free(Learned):
                 choices=("gaussian", "orf"),
             ),
         ] = "gaussian",
-        bias: Annotated[bool, Option("also learn numbers c that are added to Wx, zero at the start.")] = False,
+        bias: Annotated[bool, Option("also learn a bias c that is added to Wx, zero at the start.")] = False,
         **kwargs: object,
     ):
         self.init, self.with_bias, self.params = init, bias, {"init": init, "bias": bias}

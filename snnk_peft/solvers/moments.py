@@ -186,7 +186,7 @@ class Moments:
         if (ours is None) != (theirs is None) or (
             ours is not None and theirs is not None and not torch.equal(ours.cpu(), theirs.cpu())
         ):
-            raise ConfigError("cannot merge accumulators that measure errors behind different output weights")
+            raise ConfigError("cannot merge accumulators that measure errors after different output weights")
 
     def tensors(self) -> dict[str, Tensor]:
         """All that was accumulated, as tensors that a file can hold; see `of_tensors`."""

@@ -78,7 +78,7 @@ class AttentionPart(FeaturePart):
     )
     near_field: int | None = option(
         None,
-        "width of an exact softmax band around the diagonal, or None for none. Costs near_field products per token.",
+        "width of an exact softmax band around the diagonal, or None. Costs near_field dot products per token.",
         low=1,
         high=1 << 20,
     )
@@ -98,8 +98,8 @@ class AttentionPart(FeaturePart):
     )
     fitted_length: int | None = option(
         None,
-        "tokens of the longest text that `calibrate` fitted the far field to, which it writes here: behind so many, a "
-        "decoder's far keys do not count, since what the fit makes of them is wrong. None: not fitted, or not known.",
+        "tokens of the longest text that `calibrate` fitted the far field to; written by `calibrate`. Beyond it, a "
+        "decoder's far keys do not count, since the fit is wrong there. None: not fitted, or not known.",
         low=1,
         high=1 << 30,
     )

@@ -34,7 +34,7 @@ class NarrowHeadsPart(Part):
     reads and multiplies less; a patched model still computes at full width. The factors are trained.
     """
 
-    head_dim: int = option(16, "dimensions of a head from now on, >= 1 and below those it has.", low=1, high=MOST)
+    head_dim: int = option(16, "new dimension of each attention head, >= 1 and below the old one.", low=1, high=MOST)
     init: str = option(
         "data",
         'how the factors are found: "spectral" (singular vectors of the weights; `calibrate` leaves them) or "data" '

@@ -93,7 +93,7 @@ class Replace(Slot):
         if taken:
             reason = "another part replaces the Linear that reads its output"
         elif self.activation is None:
-            reason = "the activation behind it is called inside the model's forward()"
+            reason = "the activation after it is called inside the model's forward()"
         place.remark(f"{place.path}: its readout stays a Linear of its own, because {reason}")
 
     def read_by(self, place: FoldPlace, reader: FoldPlace) -> None:
