@@ -67,7 +67,7 @@ def label_note(name: str, given: Iterable[Hashable], labels: Iterable[Hashable])
     if not several:
         return None
     return (
-        f"{len(several)} of the {len(found)} different rows of {name} stand there with more than one label "
+        f"{len(several)} of the {len(found)} different rows of {name} occur with more than one label "
         f"({sum(map(len, several))} of {sum(map(len, found.values()))} rows): no model is right about all of them. "
         "Correct the labels, or leave one of each"
     )

@@ -112,7 +112,7 @@ def second_text(reader: HeadReader, config: Any, inputs: Mapping[str, Any]) -> T
     separator = separator_of(config)
     if ids is None or separator is None:
         raise UnsupportedError(
-            "the head reads pairs of texts, and nothing tells which tokens are of the second one; expected "
+            "the head reads pairs of texts, and nothing marks the tokens of the second one; expected "
             "token_type_ids, or input_ids and the separator in config.sep_token_id or config.eos_token_id"
         )
     separates = (ids == separator).int()

@@ -20,7 +20,7 @@ def draw(slots: Sequence[Any]) -> bytes:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ImportError(
-            "the picture of a calibration needs matplotlib, which is not installed: pip install snnk-peft[demo]; "
+            "plotting a calibration needs matplotlib, which is not installed: pip install snnk-peft[demo]; "
             "report.to_dict() needs nothing"
         ) from error
     panels: list[tuple[str, list[Any], list[Any]]] = [

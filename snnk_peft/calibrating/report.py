@@ -108,7 +108,7 @@ class CalibrationReport:
             lines.append(f"{line}  {'-' if s.ridge is None else f'{s.ridge:.0e}':>7}  {s.seconds:>7.1f}")
         if fitted := {s.longest for s in self.slots if s.longest is not None}:
             lines.append(
-                f"Attention was fitted to texts of at most {min(fitted)} tokens. Behind so many, a decoder's tokens "
+                f"Attention was fitted to texts of at most {min(fitted)} tokens. Beyond that, a decoder's tokens "
                 "see near keys alone (without a near field, longer texts are refused)"
             )
         return "\n".join(lines)

@@ -56,7 +56,7 @@ def _last(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
 def _of_either(hidden: Tensor, mask: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
     """Means over the first and over the second text, 0 for a text without tokens."""
     if second is None:
-        raise ValueError("the head reads pairs of texts; expected to be told which tokens are of the second one")
+        raise ValueError("the head reads pairs of texts; expected a mask of the second text's tokens")
 
     def mean(part: Tensor) -> Tensor:
         return (hidden * part.unsqueeze(-1)).sum(1) / part.sum(1, keepdim=True).clamp_min(1)

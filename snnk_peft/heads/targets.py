@@ -89,7 +89,7 @@ def require_finite(what: str, found: Tensor) -> None:
     if wrong.any():
         raise ConfigError(
             f"{int(wrong.sum())} of {len(found)} {what} hold NaN or infinity, the first in row "
-            f"{int(wrong.int().argmax())}; expected finite numbers. Leave these examples out, or mend what made them"
+            f"{int(wrong.int().argmax())}; expected finite numbers. Leave these examples out, or correct their source"
         )
 
 

@@ -226,7 +226,7 @@ def _unreachable(nearest: float, share: float, of: str, how: str) -> ConfigError
     if met > 1:
         told = f"leaves {nearest:.3f}, so the nearest that can be met is '{met:.2f}x'. Give that"
     else:
-        told = "saves nothing that could be told. Give larger inputs"
+        told = "saves nothing measurable. Give larger inputs"
     return ConfigError(
         f"budget leaves {share:.3f} of the {of} ({1 / share:.2f}x); the cheapest choice of the candidates, {how}, "
         f"{told}, smaller candidates as parts=[...], or another unit (latency, macs, bytes)"

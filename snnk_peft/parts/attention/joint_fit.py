@@ -53,7 +53,7 @@ class JointFitter(AttentionFitter):
         if not batches:
             raise ConfigError(
                 f"the longest sequence that was given has {longest} tokens, all within near_field={joint.width} and "
-                f"sinks={joint.sinks} of each other, so nothing tells how far keys are attended to; expected sequences "
+                f"sinks={joint.sinks} of each other, so nothing shows how far keys are attended to; expected sequences "
                 f"longer than {joint.width + joint.sinks}. Give longer ones, or a narrower near_field"
             )
         if self.room is not None and longest < self.room:

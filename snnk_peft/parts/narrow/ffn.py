@@ -119,7 +119,7 @@ class _Block:
         self.rule, self.filled = part.rule, context.filled
         if wrong := [each.out_features for each in expansions if each.out_features != self.halves * self.units]:
             raise UnsupportedError(
-                f"{what}: {self.paths[0]!r} of {type(model).__name__} gives {wrong[0]} numbers and {self.paths[-1]!r} "
+                f"{what}: {self.paths[0]!r} of {type(model).__name__} gives {wrong[0]} features and {self.paths[-1]!r} "
                 f"reads {self.units}; expected {self.halves * self.units}. A gated FFN is activation(a) * b, where two "
                 "Linears (ffn_in, ffn_up) or one (ffn_in) make a and b; describe it with ModelFamily and "
                 "register_family"

@@ -95,7 +95,7 @@ class PoolerPart(ReplacingPart):
     def _new(self, context: PatchContext, path: str, alone: bool) -> Patch:
         if hasattr(context.model.get_submodule(path), "original_module"):  # PEFT's modules_to_save
             raise ConfigError(
-                f"{context.where}: another adapter saves {path!r} in full, and a new pooler stands around a head of "
+                f"{context.where}: another adapter saves {path!r} in full, and a new pooler wraps a head of "
                 "its own; expected a head that no adapter trains. Load the adapters into separate copies of the model"
             )
         head = context.linear(path, f"{context.where}: the head that reads the image's vector")
