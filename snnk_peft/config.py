@@ -168,7 +168,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
             self.target_modules = tuple(self.target_modules)
 
     def _take_digests(self) -> list[str]:
-        """Messages for fields of a file that are not what was saved; whoever changes the object later may do so."""
+        """List the fields of a file that changed since saving; objects may be changed freely after loading."""
         digests, self.snnk_digests = self.snnk_digests, None
         if digests is None:
             return []
@@ -223,7 +223,7 @@ def part_name(cls: type[Part]) -> str:
 
 
 def _part_from(where: str, cls: type[Part], given: object) -> tuple[Any, list[str]]:
-    """A part, from itself or a plain dict (JSON, YAML) of its fields, and the messages about what is wrong."""
+    """Build a part from itself or a plain dict (JSON, YAML) of its fields; also returns what is wrong."""
     if given is None or isinstance(given, cls):
         return given, []
     if not isinstance(given, Mapping):

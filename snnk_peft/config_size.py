@@ -24,7 +24,7 @@ PARAMETERS_PER_TENSOR, SPARE_PARAMETERS, UNHEARD_OF = 8, 1000, 100_000
 
 @contextlib.contextmanager
 def building_within(most: int, of: str) -> Iterator[None]:
-    """A context in which at most so many parameters are made: a config may ask for ten million layers.
+    """Limit the number of parameters created in a context: a config may ask for ten million layers.
 
     Args:
         most: how many.
@@ -52,7 +52,7 @@ def building_within(most: int, of: str) -> Iterator[None]:
 
 
 def _check_indices(home: Path) -> None:
-    """ConfigError if an index of shards is none; transformers believes what it reads there."""
+    """Raise ConfigError for an invalid index of shards, which transformers would trust."""
     for path in home.glob("model.safetensors.index*.json"):
         content = read_json(path)
         files = content.get("weight_map") if isinstance(content, dict) else None

@@ -106,7 +106,7 @@ def content_faults(
     digests: Future[dict[str, str]] | None = None,
     config: Path | None = None,
 ) -> list[str]:
-    """Messages for the tensors of an open file that hold NaN or infinity, or are not what was saved.
+    """List the tensors of an open file that hold NaN or infinity, or differ from what was saved.
 
     Args:
         path: of the file.
@@ -157,7 +157,7 @@ def _weights_in(config: Path) -> dict[str, str] | None:
 
 
 def read_digests(config: Path) -> dict[str, str]:
-    """The digests in a config; none if there are none, or if it cannot be read, which others then say."""
+    """Return the digests in a config; none if it has none or cannot be read, which others report."""
     try:
         content = read_json(config)
     except ConfigError:
@@ -186,14 +186,14 @@ def saved_digests(file: Any) -> Mapping[str, str] | None:
 
 
 def refuse(path: object, what: str, faults: list[str]) -> None:
-    """ConfigError about a file, if there are faults; the first few are listed."""
+    """Raise ConfigError about a file if there are faults; the first few are listed."""
     if faults:
         more = [f"... and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []
         raise ConfigError([f"{path} {what}", *faults[:SHOWN_FAULTS], *more])
 
 
 def entry_faults(content: Mapping[str, Any], saved: object, free: Collection[str] | None = None) -> list[str]:
-    """Messages for the entries of a JSON file that are not what was saved.
+    """List the entries of a JSON file that differ from what was saved.
 
     Args:
         content: the entries.

@@ -225,7 +225,7 @@ def _outputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _tensors(output: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The floating outputs, 0 at padded tokens: there a model may compute what it likes."""
+    """Return the floating outputs, 0 at padded tokens, where a model may compute anything."""
     several = [
         (f"{key}[{i}]", v) for key, value in output.items() if isinstance(value, tuple) for i, v in enumerate(value)
     ]

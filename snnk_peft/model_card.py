@@ -154,7 +154,7 @@ def write_adapter_card(
 
 
 def mend_card(path: Path, base_model: str | None) -> None:
-    """Give a card what the Hub needs in its header, and leave everything else as written.
+    """Add the header fields that the Hub needs to a card, and leave everything else as written.
 
     Args:
         path: of the card.

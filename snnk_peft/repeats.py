@@ -34,7 +34,7 @@ def count_repeated(given: Iterable[Hashable], fitted: Set[Hashable]) -> int:
 
 
 def repeat_note(name: str, given: Iterable[Hashable], fitted_name: str, fitted: Iterable[Hashable]) -> str | None:
-    """A sentence about rows that are scored and were fitted as well; None if there is none.
+    """Return a sentence about rows that are scored and were fitted as well; None if there is none.
 
     Args:
         name: what the scored rows are called, such as "validation".
@@ -53,7 +53,7 @@ def repeat_note(name: str, given: Iterable[Hashable], fitted_name: str, fitted: 
 
 
 def label_note(name: str, given: Iterable[Hashable], labels: Iterable[Hashable]) -> str | None:
-    """A sentence about rows that stand more than once with labels that differ; None if there is none.
+    """Return a sentence about rows that occur more than once with different labels; None if there is none.
 
     Args:
         name: what the rows are called, such as "train".

@@ -224,7 +224,7 @@ def bundle_model_class(base: type[PreTrainedModel], pooled: bool = False) -> typ
 
 
 def auto_classes(base: type[PreTrainedModel]) -> list[type[_BaseAutoModelClass]]:
-    """The Auto classes that give `base` for its config; AutoModel for a class that transformers has under none."""
+    """Return the Auto classes that load `base` from its config; AutoModel for a class that is under none."""
     return [auto for auto in AUTO_CLASSES if base in _members(auto, base.config_class)] or [transformers.AutoModel]
 
 

@@ -140,7 +140,7 @@ def fit_closed_form(
 def _pass(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], targets: str
 ) -> tuple[str, nn.Linear, GramAccumulator, bool]:
-    """Path and module of the head, the moments of what it reads and of its targets, and whether these are classes."""
+    """Run the pass; returns path and module of the head, the moments, and whether targets are classes."""
     bundled = isinstance(model, SavedBundle) and model.config.snnk_plan.get("head") is not None
     found = bundled_head(model)[:2] if bundled else None
     names = list((getattr(getattr(model, "config", None), "id2label", None) or {}).values())
@@ -261,7 +261,7 @@ def head_features(model: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) 
 
 
 def _pairs(features: torch.Tensor, given: torch.Tensor, outputs: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Features (n, m) and targets (n, outputs) of what counts, and whether these are of classes."""
+    """Return features (n, m) and targets (n, outputs) of the examples that count, and whether these are classes."""
     floating, shape = given.is_floating_point(), tuple(given.shape)
     if not floating and features.ndim == 3 and shape == features.shape[:2]:  # of words; others are negative
         features, given = features[given >= 0], given[given >= 0]

@@ -127,7 +127,7 @@ class ClosedFormHead:
     def _counted(
         self, batches: Iterable[Mapping[str, Any]], targets: str
     ) -> tuple[HeadStatistics, TokenSample, LabelledRows]:
-        """Statistics of batches by themselves, so that a fault in a late one counts none of them."""
+        """Accumulate separate statistics of batches, so that a fault in a late one counts none of them."""
         refuse_not_finite(self.encoder)
         found, known = self.statistics.empty(), LabelledRows()
         sample = TokenSample(SAMPLE, torch.Generator().manual_seed(0))
@@ -168,7 +168,7 @@ class ClosedFormHead:
         return found.count
 
     def _keep(self, sample: TokenSample | None) -> None:
-        """The larger sample of two; an empty one as well, so that every process of a group has one."""
+        """Return the larger of two samples; an empty one too, so that every process of a group has one."""
         if self._sample is None or (sample is not None and sample.count > self._sample.count):
             self._sample = sample
 

@@ -74,7 +74,7 @@ def _unwrap(module: nn.Module, path: str) -> Place:
 
 @dataclass
 class FoldPlan:
-    """New modules by path, and what to tell about them.
+    """New modules by path, and their report.
 
     Args:
         table: the places of the model.
@@ -143,7 +143,7 @@ class PlaceInPlan:
         self.plan.modules[self.path] = module
 
     def add(self, name: str, module: nn.Module, before: str, after: str) -> None:
-        """Put `module` inside the one that stands here."""
+        """Put `module` inside the module at this place."""
         self.plan.additions[f"{self.path}.{name}"] = module
         self.plan.folded.append(Folded([self.path], before, after, 0, stored_bytes(module, self.plan.dtype)))
 

@@ -32,7 +32,7 @@ PROBLEMS = {
 
 
 def classifier_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class of transformers that classifies what this model's encoder reads.
+    """Return transformers' classifier class for this model's encoder.
 
     Raises:
         UnsupportedError: there is none.

@@ -129,7 +129,7 @@ FINISHERS: dict[str, Callable[[Any], None]] = {}
 
 
 def build_module(spec: Spec, present: nn.Module) -> nn.Module:
-    """The module that `spec` describes; `present` is the one that stands at this place so far.
+    """Build the module that `spec` describes; `present` is the current module at this place.
 
     Raises:
         ConfigError: everything that is wrong with the spec.
@@ -170,7 +170,7 @@ def head_outputs(model: Any) -> set[str]:
 
 
 def with_outputs(modules: Mapping[str, Spec], heads: set[str], config: Any) -> dict[str, Spec]:
-    """The plan with as many outputs of the head as the config has labels: those are free to change.
+    """Return the plan with as many outputs of the head as the config has labels, a number that may change.
 
     Args:
         modules: as saved, in config.json, which stays as it is.
@@ -227,7 +227,7 @@ FREE_ENTRIES.add("transformers_version")
 
 
 class BundledConfig:
-    """Mixin of the config classes of bundles: config.json must be what was saved."""
+    """Mixin of the config classes of bundles: config.json must be unchanged since saving."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

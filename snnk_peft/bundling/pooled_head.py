@@ -1,4 +1,4 @@
-"""A bundle whose head reads pooled hidden states of any layers, where the original class reads one vector of the last.
+"""Bundles whose task head reads pooled hidden states of any layers; the original class reads one vector of the last.
 
     pooled_head     logits = A φ + a,  φ of heads/features.py      spec: views, stage, width, layers, outputs
 
@@ -27,7 +27,7 @@ HEAD = "snnk_head"  # path of the head in the model
 
 
 class PooledHead(nn.Module):
-    """One matrix over what a `HeadReader` makes of hidden states.
+    """A linear head over the output of a `HeadReader`.
 
     Args:
         reader: makes φ.
@@ -85,7 +85,7 @@ def hidden_states_of(encoder: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any
 
 
 def separator_of(config: Any) -> int | None:
-    """The token that stands between two texts, as far as a model's configuration says."""
+    """Return the token that separates two texts, if the model's configuration names one."""
     found = [getattr(config, name, None) for name in ("sep_token_id", "eos_token_id")]
     return next((value for value in found if isinstance(value, int)), None)
 

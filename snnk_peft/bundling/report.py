@@ -1,4 +1,4 @@
-"""BundleReport: what `bundle` folded, what it saved, and how close the result is. Plain data; stored in the config.
+"""BundleReport: folded modules, savings and parity of a bundle. Plain data; stored in the config.
 
 Layers that were folded alike are shown as one entry: `encoder.layer.{0-5}.output.dense`.
 """

@@ -141,7 +141,7 @@ def adapters_with_rows(model: nn.Module) -> bool:
 
 
 def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str]]:
-    """The adapters whose rows can be made, and what is wrong."""
+    """Collect the adapters whose rows can be computed, and what is wrong."""
     root = root_of(model)
 
     def slots_at(path: str) -> list[Slot]:
@@ -232,7 +232,7 @@ def _one_pass(
 
 
 def _keeping(kept: list[torch.Tensor], stage: FeatureStage) -> Any:
-    """A hook that keeps what the rows see."""
+    """Return a hook that records the inputs of the rows."""
 
     def keep(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         with torch.no_grad():

@@ -27,7 +27,7 @@ IMAGES = 'a tensor, as processor(images, return_tensors="pt") gives it'
 
 
 def as_tensors(batch: Mapping[str, Any], targets: str | None = None) -> tuple[dict[str, Any], list[str]]:
-    """The batch with tensors, on one axis of examples, and what is wrong with it ("holds ..."), in words.
+    """Convert a batch to tensors with one batch axis; also returns what is wrong with it ("holds ...").
 
     Args:
         batch: model inputs by name.
@@ -60,7 +60,7 @@ def as_tensors(batch: Mapping[str, Any], targets: str | None = None) -> tuple[di
 
 
 def _tensor(value: Any) -> torch.Tensor | str | None:
-    """A value as tensor; what it is in words, if there is not exactly one way; None for what is no data."""
+    """Convert a value to a tensor; a description if that is ambiguous; None if it is no data."""
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             return "a nested tensor"

@@ -119,7 +119,7 @@ def fit_attention(
 
 
 def learned_kernels(model: nn.Module) -> list[KernelAttention]:
-    """The active linear attention of a model that stands for softmax over all tokens and can learn."""
+    """Return the active linear attention of a model that replaces softmax over all tokens and is trainable."""
     return [observer.kernel for observer in _observers(model, LOSSES[0])]
 
 
@@ -130,7 +130,7 @@ def loss_of(model: nn.Module) -> str:
 
 
 def _observers(model: nn.Module, loss: str) -> list[Observer]:
-    """One per attention module whose active linear attention stands for softmax over all tokens and can learn."""
+    """Create an observer per attention module with active, trainable linear attention in place of full softmax."""
     found = []
     for path, layer in model.named_modules():
         if not isinstance(layer, SlotLayer):
@@ -225,7 +225,7 @@ def _descend(
     learning_rate: float,
     progress: bool,
 ) -> None:
-    """Adam on the loss of all layers together; each has parameters of its own, so each gets what it would get alone."""
+    """Minimise the summed loss of all layers by Adam; layers share no parameters, so each is fitted independently."""
     parameters = list(dict.fromkeys(p for observer in observers for p in _learned(observer.kernel)))
     before = [parameter.grad for parameter in parameters]
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)

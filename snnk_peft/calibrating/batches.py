@@ -28,7 +28,7 @@ def read(batches: Batches) -> Iterator[Any]:
 
 
 def refuse_no_batches(batches: Any) -> None:
-    """ConfigError for what does not hold batches: a single one, a text, nothing."""
+    """Raise ConfigError for what does not hold batches: a single batch, a text, nothing."""
     expected = f"expected a list of dicts of model inputs, such as a tokenizer {GIVES}, or a DataLoader"
     if isinstance(batches, Mapping):
         inside = ", ".join(map(str, batches))

@@ -180,7 +180,7 @@ def _fit_all(
     options: FitOptions,
     progress: bool,
 ) -> tuple[list[SlotReport], list[str]]:
-    """Fit the slots one after the other, in the order in which the model runs them; and what is to be said of it."""
+    """Fit the slots in the order in which the model runs them, and collect their remarks."""
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:

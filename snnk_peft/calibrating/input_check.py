@@ -36,7 +36,7 @@ class InputCheck:
         self._found: list[str] = []
 
     def look(self, index: int | None, batch: Any, name: str = "batch", targets: str | None = None) -> Batch | None:
-        """The batch as tensors; None for what is no dict of model inputs.
+        """Convert a batch to tensors; None if it is not a dict of model inputs.
 
         Args:
             index: its number, None for one that stands alone.
@@ -133,7 +133,7 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 def _padding(model: nn.Module) -> tuple[int, ...]:
-    """The token that stands for padding; where the model names none, the one that ends a text usually does."""
+    """Return the padding token; where the model names none, the end-of-text token, which is the usual choice."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return ()

@@ -31,7 +31,7 @@ Run = Callable[[int, Mapping[str, Any]], object]
 
 
 class _Seen(Exception):  # noqa: N818 - control flow, not an error
-    """Ends a run whose only purpose was to see what a slot is given."""
+    """Ends a run that only serves to record a slot's input."""
 
 
 class StoredInputs:
@@ -88,14 +88,14 @@ class StoredInputs:
             hook.remove()
 
     def load(self, index: int, digest: bytes, layer: int) -> tuple[int, torch.Tensor] | None:
-        """The layer at or before `layer` whose input is stored, and this input; None if there is none of this batch."""
+        """Return the last layer up to `layer` with a stored input for this batch, and this input, or None."""
         kept = self._kept.get(index)
         if kept is None or kept[1] != digest or kept[0] > layer:
             return None
         return kept[0], load_file(self._file(index))["hidden"]
 
     def save(self, index: int, digest: bytes, layer: int, hidden: torch.Tensor) -> None:
-        """Keep the input of a layer in place of what was kept of this batch."""
+        """Store the input of a layer, replacing the earlier one of this batch."""
         if self._kept.get(index) == (layer, digest):
             return
         try:

@@ -101,7 +101,7 @@ class Component(nn.Module):
         return 1
 
     def prepare(self, projection: Projection) -> None:
-        """Called once when a FeatureMap pairs this component with its matrix: the place to draw what else is random.
+        """Set up anything else that is random, when a FeatureMap pairs this component with its matrix.
 
         Raises:
             ConfigError: the component cannot work with this matrix.
@@ -157,7 +157,7 @@ class Component(nn.Module):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """The features of one tower, x (..., dim) -> (..., feature_dim); what a member that is not elementwise defines.
+        """Compute the features of one tower, x (..., dim) -> (..., feature_dim); overridden if not elementwise.
 
         Args:
             x: the vectors, (..., length, dim) where statistics are given.

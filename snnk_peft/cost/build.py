@@ -1,4 +1,4 @@
-"""Models from configs, on the meta device: the pretrained one, and what SNNK, bundling and LoRA make of it."""
+"""Models from configs, on the meta device: the pretrained one, and its SNNK, bundled and LoRA forms."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def read_model_config(model: str | Path | PretrainedConfig) -> PretrainedConfig:
 
 
 def prepare(config: Any, num_labels: int | None = None, image_size: int | None = None) -> None:
-    """Write into a config what decides about shapes; no keys are cached.
+    """Set the fields of a config that determine shapes; no keys are cached.
 
     Args:
         config: of a model.

@@ -47,7 +47,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 class KernelsOf(TorchFunctionMode):
-    """Lets the meta device keep what a device's kernels keep for the backward pass.
+    """Make the meta device save for the backward pass what a device's kernels save.
 
     On the meta device torch takes attention and dropout apart, and would keep the weights of every pair of tokens. All
     fused attention kernels keep the same: query, key, value, output and one number per query.
@@ -196,7 +196,7 @@ def measure_inference(model: nn.Module, inputs: Mapping[str, torch.Tensor], devi
 
 
 def measure_training(model: nn.Module, inputs: Mapping[str, torch.Tensor], device: str) -> Training:
-    """Make one step on the meta device; what has `requires_grad` is trained.
+    """Make one step on the meta device, training every parameter with `requires_grad`.
 
     Args:
         model: its training flag is changed to train.

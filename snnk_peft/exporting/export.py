@@ -233,7 +233,7 @@ def _traced(form: TorchFormat, model: PreTrainedModel, sample: Inputs, axes: Axe
 
 
 def _opened(form: TorchFormat, file: Path, metadata: Any) -> Any:
-    """The program in a file; what cannot be loaded is of no use to anybody."""
+    """Load the program of a file, or raise: a program that does not load is useless."""
     try:
         return form.run(file, metadata)
     except Exception as error:

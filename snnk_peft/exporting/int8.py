@@ -1,4 +1,4 @@
-"""Int8 Linears: ONNX Runtime's dynamic quantisation of a graph, and what it does to the outputs and to the time."""
+"""Int8 Linears by ONNX Runtime's dynamic quantisation, with their effect on outputs and time."""
 
 from __future__ import annotations
 

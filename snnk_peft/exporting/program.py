@@ -182,7 +182,7 @@ def as_it_was(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the exporters' progress, and without their warnings about versions: what comes out is checked."""
+    """Silence the exporters' progress and version warnings: their output is checked."""
     loggers = [logging.getLogger(name) for name in ("transformers", "torch.onnx", "onnxscript", "onnx_ir", "root")]
     levels = [logger.level for logger in loggers]
     try:

@@ -1,4 +1,4 @@
-"""ExportReport: what `export` wrote, and how close it is to the model. Plain data."""
+"""ExportReport: files and parity of `export`. Plain data."""
 
 from __future__ import annotations
 

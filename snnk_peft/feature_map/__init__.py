@@ -1,4 +1,4 @@
-"""FeatureMap = component ∘ projection (base.py), and what is known of one before it is built (spec.py)."""
+"""FeatureMap = component ∘ projection (base.py), and its description before it is built (spec.py)."""
 
 from __future__ import annotations
 

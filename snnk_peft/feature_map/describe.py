@@ -23,7 +23,7 @@ _PAIRS = 64
 
 
 def partners(component: str) -> list[str]:
-    """The projections whose rows are of the kind that a component needs."""
+    """List the projections that a component can use."""
     return [name for name in PROJECTIONS.names() if COMPONENTS[component].fits(PROJECTIONS[name])]
 
 
@@ -94,7 +94,7 @@ def measured_error(
 
 
 def describe(component: str, projection: str, dim: int, num_features: int, *, length: float = 1.0) -> str:
-    """A page about one pair: formulas, kernel, sizes, costs and what was measured."""
+    """Render a page about one pair: formulas, kernel, sizes, costs and measurements."""
     feature_map = build_feature_map(component, projection, dim, num_features)
     f, w = feature_map.component, feature_map.projection
     lines = [

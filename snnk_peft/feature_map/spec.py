@@ -1,4 +1,4 @@
-"""A feature map that is not built yet, as plain data: what configs, plans of bundles and calls say about one.
+"""A feature map that is not built yet, as plain data, for configs, plans of bundles and calls.
 
 All of them are checked here, in one dialect, and built here.
 """
@@ -50,7 +50,7 @@ class FeatureMapSpec:
     save: bool = option(True, "whether W is saved with a checkpoint; see `Drawn`.")
 
     def faults(self, where: str = "") -> list[str]:
-        """Messages about everything that is wrong, as far as it shows before the map is built.
+        """List everything that is wrong and can be known before the map is built.
 
         Args:
             where: path of this spec in the config or file; each message starts with it.
@@ -154,7 +154,7 @@ class FeatureMapSpec:
 
     @classmethod
     def of(cls, feature_map: FeatureMap) -> FeatureMapSpec:
-        """The spec of a map that exists; what the map has learned is not part of it.
+        """Return the spec of an existing map, without what it has learned.
 
         Args:
             feature_map: its component and projection are registered.

@@ -1,4 +1,4 @@
-"""The seam under what costs the time: plain torch everywhere, and a kernel written for one device type where it serves.
+"""Dispatch of the expensive operations: plain torch everywhere, and kernels for one device type where they apply.
 
 Each of OPERATIONS is a function that is written in torch: in eager mode, compiled, exported, on the meta device, with
 gradients. A device kernel is another function for one of them: the same arguments, results of the same shapes and

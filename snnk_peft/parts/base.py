@@ -60,7 +60,7 @@ class Part(NamedOptions):
         """UnsupportedError for a model of any family, known or not, that cannot take the part."""
 
     def undrawn(self) -> Part:
-        """A part of the same sizes whose start needs neither the pretrained weights nor a second draw."""
+        """Return a part of the same sizes whose start needs neither the pretrained weights nor a second draw."""
         return self
 
     def not_drawn(self) -> str | None:
@@ -92,7 +92,7 @@ class Part(NamedOptions):
 
     @classmethod
     def taken_out(cls, model: nn.Module) -> None:
-        """All slots of all parts were taken out of the model: undo what `Slot.placed` did to it as a whole."""
+        """Undo what `Slot.placed` did to the model as a whole, once all slots of all parts were removed."""
 
 
 @dataclass

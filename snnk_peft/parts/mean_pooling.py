@@ -56,9 +56,9 @@ class MeanFirst(Slot):
     """The last layer, with the mean over its tokens in the first one's place."""
 
     def forward(self, base: Base, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """x (B, L, width); gives what the layer gives."""
+        """Run the layer on x (B, L, width), and put the mean in the first token's place."""
         return mean_first(base(x, *args, **kwargs), args, kwargs)
 
     def fold(self, place: FoldPlace) -> None:
-        """The layer stays, and does so by itself."""
+        """Keep the layer, which then pools by itself."""
         place.alter("mean_first", "the first token", "the mean over the tokens")

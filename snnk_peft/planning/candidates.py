@@ -24,7 +24,7 @@ Places = list[tuple["int | None", list[int]]]  # layer, the indices of the templ
 
 
 def shared_copy(model: nn.Module) -> Any:
-    """A copy of the modules, whose tensors are those of the original: patching it changes nothing there."""
+    """Copy the modules but share the tensors: patching the copy leaves the original unchanged."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
@@ -172,7 +172,7 @@ def _overlap(one: set[str], other: set[str]) -> bool:
 
 @contextmanager
 def replayed(root: nn.Module, outputs: Mapping[str, Any]) -> Iterator[None]:
-    """Layers that are not computed again: in the context they return what they are known to give.
+    """Skip layers in a context: they return their known outputs.
 
     Args:
         root: the model.

@@ -126,7 +126,7 @@ def seconds(
     paths: Sequence[str],
     alike: Mapping[str, Sequence[Any]],
 ) -> dict[str, Cost]:
-    """Seconds of a forward pass of each model, which take turns, so that a machine that slows down slows all of them.
+    """Time a forward pass of each model in turn, so that a slow phase of the machine affects all of them.
 
     Of all rounds, and of all layers that are built alike, the least counts: what else a machine does only adds. Rounds
     go on until each of these has been reached three times, up to `MOST`.
@@ -197,7 +197,7 @@ class Timings:
         self.known = _SINCE_START if self.path is None else _read(self.path)
 
     def get(self, of: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
-        """Plain data: what `measure` gives, or gave when it was asked about the same.
+        """Return what `measure` gives, or gave for the same question before: plain data.
 
         Args:
             of: plain data that says what is measured, and on what.
@@ -210,7 +210,7 @@ class Timings:
         return self.known[key]
 
     def least(self, of: Mapping[str, Any], measure: Callable[[], list[float]], times: int) -> list[float]:
-        """The least of each number that `measure` gives, measured so many times in all, today's and earlier ones.
+        """Return the minimum of each value of `measure` over so many measurements, stored ones included.
 
         Args:
             of: as in `get`.

@@ -256,7 +256,7 @@ def _errors(templates: Sequence[Template], sample: Sample, progress: bool) -> tu
 def _settle(
     templates: Sequence[Template], found: Places, points: Sequence[Point], share: float, seed: int, measure: Measure
 ) -> tuple[int, SNNKConfig, float]:
-    """The first point whose parts together are within the budget: the one before is not, as is known of the very first.
+    """Return the first point whose parts together meet the budget; those of the point before do not.
 
     What parts cost together is near to what they cost alone, and more where less is converted: where the first choice
     costs too much or too little, the next one is where it would be right in proportion, and then halfway between.

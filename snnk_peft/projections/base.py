@@ -125,7 +125,8 @@ class Projection(Drawn):
     def from_layer(
         cls, layer: nn.Linear, num_features: int, *, importance: torch.Tensor | None = None, **kwargs: Any
     ) -> Projection:
-        """W for features that stand in for a pretrained layer: here a draw for its inputs, whatever its weights are.
+        """Create W for features that replace a pretrained layer: here a draw for its inputs, independent of its
+        weights.
 
         Args:
             layer: what is replaced; its inputs are those of W.

@@ -120,7 +120,7 @@ class Drawn(nn.Module):
 
     @torch.no_grad()
     def advance(self) -> None:
-        """One training step has passed: every `redraw_every`-th one draws anew. Does nothing in eval.
+        """Count a training step, and redraw after every `redraw_every`-th. Does nothing in eval.
 
         Never called by a forward pass, of which gradient checkpointing makes two per step.
         """

@@ -64,7 +64,7 @@ class Structured(Projection):
         raise TypeError(f"{type(self).__name__} does not define project(); see Structured")
 
     def dense(self, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """W (num_features, dim) from its factors: here, what the fast transform makes of the unit vectors."""
+        """Compute W (num_features, dim) from its factors: the fast transform of the unit vectors."""
         like = next(factor for factor in factors.values() if factor.is_floating_point())
         return self.project(torch.eye(self.dim, dtype=like.dtype, device=like.device), factors).T.contiguous()
 
@@ -98,7 +98,7 @@ class Structured(Projection):
             return self.project(x.to(wide), self.factors(wide)).to(x.dtype)
 
     def materialize(self) -> torch.Tensor:
-        """W as a dense (num_features, dim) tensor; formed anew on each call if fast."""
+        """Return W as a dense (num_features, dim) tensor; recomputed on each call if fast."""
         if not self.fast:
             return super().materialize()
         wide = torch.promote_types(self.dtype, torch.float32)

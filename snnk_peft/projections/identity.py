@@ -53,7 +53,7 @@ class Identity(Projection):
         return {"ones": torch.empty(self.dim, dtype=torch.float32)}
 
     def materialize(self) -> torch.Tensor:
-        """I, (dim, dim), formed anew on each call."""
+        """Return I, (dim, dim), created on each call."""
         return torch.diag(self.ones)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Softmax attention by m typical queries in closed form: what `calibrate` puts into a `mixture` over `centroids`.
+"""Softmax attention by m typical queries in closed form, for `mixture` over `centroids`.
 
 The weights of a query c over all keys, e^{c·k} / Σ_j e^{c·k_j}, can be kept as one sum over the keys. A query q is
 described by its similarity to m such centres. For queries and keys that already include √(scaling):
@@ -53,7 +53,7 @@ class CentroidMaps(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Queries and keys of one batch, each times √(scaling), and what softmax makes of them.
+    """Queries and keys of one batch, each times √(scaling), and their softmax attention.
 
     Attributes:
         q: (B, G, R, L, d).
@@ -163,7 +163,7 @@ def divergence(maps: CentroidMaps, scores: Scores) -> Tensor:
 
 
 def output_error(maps: CentroidMaps, scores: Scores, readout: Tensor | None) -> Tensor:
-    """Squared error of what the heads give, by the variance of what softmax gives; a number.
+    """Return the squared error of the heads' outputs relative to the variance of softmax's, a scalar.
 
     Args:
         maps: instead of softmax.

@@ -30,7 +30,7 @@ _RANK = 1e-10  # of the largest squared singular value: below is what rounding i
 
 
 class GradientMoments:
-    """Sums over tokens of what an adapter's place is given and of the loss's gradient at what it gives.
+    """Sums over tokens of an adapter's inputs and of the loss's gradient at its outputs.
 
     Args:
         dim: length of the inputs.

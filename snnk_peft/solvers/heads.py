@@ -46,7 +46,7 @@ def narrow_products(left: Tensor, right: Tensor, size: int) -> tuple[Tensor, Ten
 
 
 def narrow_values(gram: Tensor, cross: Tensor, heads: int, size: int) -> Tensor:
-    """Which directions of every head's output to keep, so that a linear map of them all gives the target best.
+    """Choose the directions of every head's output from which a linear map reproduces the target best.
 
     Reduced-rank regression of one head after the other on what the others leave, since heads partly say the same, is
     where it starts. Further sweeps creep (thousands of them, where heads say nearly the same): L-BFGS goes on from

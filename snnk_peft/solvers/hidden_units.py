@@ -1,4 +1,4 @@
-"""Fewer hidden units in closed form: which of them an FFN keeps, and the contraction that stands in for the others.
+"""Fewer hidden units in closed form: the units that an FFN keeps, and a contraction that makes up for the others.
 
 An FFN gives W h, a narrower one A h_S for the kept units S. With the second moment C of all hidden units (centred where
 a bias is fitted as well) no token is needed again:

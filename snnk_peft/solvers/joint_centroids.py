@@ -169,7 +169,7 @@ def joint_divergence(maps: JointMaps, scores: NearScores) -> Tensor:
 
 
 def joint_output_error(maps: JointMaps, scores: NearScores, readout: Tensor | None) -> Tensor:
-    """Squared error of what the heads give, by the variance of what softmax gives; a number.
+    """Return the squared error of the heads' outputs relative to the variance of softmax's, a scalar.
 
     Args:
         maps: of the far field.

@@ -1,4 +1,4 @@
-"""Landmarks in closed form: which hidden units of a layer to keep, and the readout that stands in for the others.
+"""Landmarks in closed form: the hidden units of a layer to keep, and a readout that makes up for the others.
 
 A landmark feature is a hidden unit of the layer being replaced, so the covariance C of all hidden units (l, l) holds
 everything: for kept units S the best readout is A = C[:, S] (C[S, S] + λ)⁻¹, its error seen after the contraction W₂

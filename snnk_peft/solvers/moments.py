@@ -1,4 +1,4 @@
-"""The moments of features and targets, which add: batches, shards and machines together hold what one pass would.
+"""Moments of features and targets. They add: batches, shards and machines together hold what one pass would.
 
 Of tokens t with features φ_t (m,) and targets y_t (l,) the count n, the means φ̄ and ȳ, and
 
@@ -133,7 +133,7 @@ class Moments:
             self._rounding += other._rounding.to(self._gram)
 
     def remove(self, other: Moments, noise: float = 0.0) -> None:
-        """Take away tokens that were added before, so that nothing of them is left but rounding.
+        """Remove tokens that were added before; only rounding errors of them remain.
 
         A column in which the others do not differ is constant then, as `normal_equations` has it.
 
@@ -195,7 +195,7 @@ class Moments:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """One with an intercept and without output weight, from what `tensors` gave.
+        """Restore an accumulator with an intercept and without output weight from `tensors`.
 
         Raises:
             ConfigError: tensors that are missing, or whose shapes do not fit.

@@ -85,7 +85,7 @@ def cross_validated(
     ridges: Sequence[float] = DEFAULT_RIDGES,
     eigen: tuple[Tensor, Tensor] | None = None,
 ) -> RidgeFit:
-    """The readout whose ridge has the least generalised cross-validation error, however many are tried.
+    """Return the readout whose ridge has the least generalised cross-validation error.
 
     Ridges that leave less than a quarter of the degrees of freedom are taken only if all do: with as many features as
     examples the error is then a quotient of two numbers near 0, which repeated examples and rounding decide.

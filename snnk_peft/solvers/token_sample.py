@@ -1,4 +1,4 @@
-"""A random choice of vectors, so many at most, however many come: reservoir sampling (Vitter 1985, algorithm R).
+"""A random sample of at most a given number of vectors: reservoir sampling (Vitter 1985, algorithm R).
 
 Vector number i (from 0) takes a place j drawn from 0 to i if there is such a place, j < most; every vector is then kept
 with the same chance. The draws follow the vectors one by one, so how they come in batches makes no difference.

@@ -50,7 +50,7 @@ def name_faults(name: object, saved: Collection[str] = ()) -> list[str]:
 
 
 def put_back(model: nn.Module, adapter_name: str, state: dict[str, torch.Tensor], others: Collection[str]) -> None:
-    """Add to `state`, in place, what PEFT took for tensors of other adapters.
+    """Add to `state`, in place, the tensors that PEFT took for those of other adapters.
 
     Args:
         model: the patched model.

@@ -108,7 +108,7 @@ def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
 def check_weights(
     config: SNNKConfig, model: nn.Module, slots: Mapping[str, list[Slot]], saved: list[str] | None, incoming: Incoming
 ) -> None:
-    """ConfigError if what is about to be loaded does not fit; nothing is changed.
+    """Raise ConfigError if the tensors to load do not fit; nothing is changed.
 
     Args:
         config: as loaded.

@@ -1,4 +1,4 @@
-"""The doors through which adapter weights come in, and what is known there: which file will be read.
+"""The loading methods through which adapter weights come in, where it is known which file will be read.
 
 PEFT and transformers put an adapter's modules into the model first and read its file afterwards, and neither tells the
 tuner which file. So the three methods that load adapters note what they were given, for as long as they run; the tuner
@@ -182,7 +182,7 @@ def open_door() -> Door | None:
 
 @contextlib.contextmanager
 def _through(source: object, options: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None) -> Iterator[Door]:
-    """Note what is loaded. A method that calls another one of them is the door."""
+    """Note what is loaded; of nested loading methods, the outermost one counts."""
     outer = _open.get()
     if outer is not None:
         yield outer
@@ -277,7 +277,7 @@ def _watch_transformers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_doors() -> None:
-    """Let PEFT's and transformers' loading methods note what they are given; once."""
+    """Wrap the loading methods of PEFT and transformers, once, to note their arguments."""
     PretrainedConfig._dict_from_json_file = classmethod(_watch_json(PretrainedConfig._dict_from_json_file.__func__))  # type: ignore
     # Every Auto class has a copy of its own of `from_pretrained`; what all of them call is one function.
     auto_factory.find_adapter_config_file = _watch_search(auto_factory.find_adapter_config_file)

@@ -70,7 +70,8 @@ def plain_model(model: Any) -> nn.Module:
 
 
 def refuse_holders(model: Any) -> None:
-    """ConfigError or UnsupportedError for what is no module, and for a SentenceTransformer: names the model inside."""
+    """Raise ConfigError or UnsupportedError for anything but a module, and for a SentenceTransformer, naming its
+    model."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         inside = f", such as its .model (a {type(model.model).__name__})" if hasattr(model, "model") else ""
@@ -106,7 +107,7 @@ def _unusual(model: Any) -> bool:
 
 
 def as_usual(model: Any) -> contextlib.ExitStack:
-    """A context outside of inference_mode, and without compiled code if there is some in the model."""
+    """Leave inference_mode, and disable compiled code of the model, in a context."""
     stack = contextlib.ExitStack()
     if _has_compiled(model):
         stack.enter_context(torch.compiler.set_stance("force_eager"))

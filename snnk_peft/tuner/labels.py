@@ -32,7 +32,7 @@ def note_labels(config: SNNKConfig, model: Any) -> None:
 
 
 def take_labels(config: SNNKConfig, model: Any) -> None:
-    """Names of labels for a model that has the names transformers makes up; what an adapter brings.
+    """Give a model with transformers' placeholder label names those of an adapter.
 
     Args:
         config: of an adapter that was loaded.
@@ -46,7 +46,7 @@ def take_labels(config: SNNKConfig, model: Any) -> None:
 
 
 def label_options(config: SNNKConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with which `from_pretrained` of transformers makes a model for an adapter; what a user gives wins.
+    """Return the options with which `from_pretrained` creates a model for an adapter; the user's options win.
 
     Args:
         config: of the adapter.

@@ -37,7 +37,7 @@ class RowAdapters:
         self.widths: dict[str, int] = {}
 
     def run(self, where: nn.Module, ways: Callable[[str], Callable[..., Any]], args: Any, kwargs: Any) -> torch.Tensor:
-        """The output of a module whose rows go different ways.
+        """Compute the output of a module whose rows use different adapters.
 
         Args:
             where: the module, for messages.

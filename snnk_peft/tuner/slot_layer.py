@@ -60,7 +60,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
             return getattr(inside, name)
 
     def add_slot(self, adapter_name: str, slot: Slot) -> None:
-        """Put `slot` around what `adapter_name` already does here."""
+        """Add `slot` around the slots that `adapter_name` already has here."""
         if adapter_name not in self.snnk_slots:
             self.snnk_slots[adapter_name] = nn.ModuleList()
         self.slots_of(adapter_name).append(slot)

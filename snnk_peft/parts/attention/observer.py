@@ -1,4 +1,4 @@
-"""Softmax and, beside it, how far the linear attention of a layer is from it: what `fit_attention` minimises."""
+"""Softmax attention, and beside it the error of a layer's linear attention, which `fit_attention` minimises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_weights
 
 
 class Observer:
-    """Stands where an attention module asks for its kernel: gives softmax, and keeps the loss of the kernel beside it.
+    """Takes the kernel's place in an attention module: returns softmax, and records the loss of the kernel.
 
     Args:
         path: of the attention module.

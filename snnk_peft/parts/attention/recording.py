@@ -68,7 +68,7 @@ class Recorded(NamedTuple):
 
 
 class Recorder:
-    """Stands where an attention module asks for its kernel: gives softmax, and keeps what it was given."""
+    """Takes the kernel's place in an attention module: returns softmax, and records its inputs."""
 
     near_field = None
 
@@ -96,7 +96,7 @@ class Recorder:
 
 
 class Sample:
-    """A random choice of what was recorded, of so many tokens at most, however many come: reservoir sampling.
+    """A random sample of calls, of at most a given number of tokens: reservoir sampling.
 
     Args:
         tokens: at most so many are kept, but at least one call.

@@ -72,7 +72,7 @@ class FittedAttend(Attend):
         self.part.fitted_length = self.kernel.fitted_length
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """The rows in closed form, and steps from there if asked for; then the output projection."""
+        """Return the fitter: rows in closed form, optional steps, then the output projection."""
         kind = AttentionFitter if self.kernel.joint is None else JointFitter
         if self.readout is None:
             return kind(self.kernel, None, None, place, options)

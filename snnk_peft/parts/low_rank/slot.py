@@ -1,4 +1,4 @@
-"""The slot of the low-rank part: what it computes, how it is fitted to real inputs, and what it folds to."""
+"""The slot of the low-rank part: its forward, its fit to real inputs, its folded form."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ class NarrowBlock:
 
 
 class UnitsFitter(Fitter):
-    """Chooses the units and repairs the contraction, from the moments of what all units give for the same inputs.
+    """Chooses the units and repairs the contraction, from second moments of all units over the same inputs.
 
     One pass; memory is the square of the number of units, and with `steps` a sample of the inputs, whatever the number
     of tokens. With `steps`, gradient descent on the sample moves all matrices from there, as long as held-out tokens

@@ -28,7 +28,7 @@ NORM = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")  # what a norm of queri
 @documented
 @dataclass
 class NarrowHeadsPart(Part):
-    """Attention heads become narrower: what a head computes depends on W_qᵀ W_k and W_o W_v alone, cut to lower rank.
+    """Attention heads become narrower: a head depends only on W_qᵀ W_k and W_o W_v, which are cut to lower rank.
 
     Number of heads, softmax and its scale stay. Bundled, the four projections are plain narrower Linears, and attention
     reads and multiplies less; a patched model still computes at full width. The factors are trained.

@@ -168,7 +168,7 @@ class ReplacedFitter(Fitter):
         return self.layer.stage(x.to(self.layer.A.dtype))
 
     def _closed_form(self, train: Any, test: Any, *samples: torch.Tensor) -> RidgeFit:
-        """Choose the rows, where there is a choice, and put in the best readout."""
+        """Choose the rows, if there is a choice, and solve for the readout."""
         if self.landmarks is None:
             return self._take(fit_ridge(train, test, self.options.ridges, refit=self.options.refit))
         chosen = self._select_rows(train).to(train.mean.device)
@@ -214,7 +214,7 @@ class ReplacedFitter(Fitter):
         return fit
 
     def _descend(self, start: RidgeFit, fitted: torch.Tensor, held_out: torch.Tensor) -> RidgeFit:
-        """Move the rows and solve for the readout again; what was there stays if that does not lower the error."""
+        """Move the rows and solve for the readout again; undone unless the error falls."""
         layer = self.layer
         old = {name: value.clone() for name, value in layer.state_dict().items()}
         # All of it after the contraction: fewer values than hidden units, and the error that counts.
