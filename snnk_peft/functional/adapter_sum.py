@@ -216,7 +216,7 @@ def _readout_gradient(g: Tensor, features: Tensor, matrix: Tensor, factor: float
 def _input_gradient(
     dz: Tensor, x: Tensor, low: Tensor, form: AdapterForm, scale: float, moments: _Moments, added: Tensor | None
 ) -> Tensor:
-    """The gradient for x (tokens, dim), and what is added to it, in the dtype of x."""
+    """Return the gradient for x (tokens, dim) plus a further term, in the dtype of x."""
     if not form.normalize and added is not None and added.dtype == dz.dtype:
         return torch.addmm(added, dz, low, alpha=scale)
     found = _product(dz, low, scale, low.select(0, 0))

@@ -82,7 +82,7 @@ def joined(blocks: Iterator[torch.Tensor], size: int | None, length: int) -> tor
 
 
 class BlockMemory:
-    """Memory that steps share, and the blocks of a loop: fresh memory would cost more than what is computed in it.
+    """Memory shared by the steps of a loop over blocks: allocating anew would cost more than the computation.
 
     Args:
         like: a tensor on its device and in its dtype.

@@ -160,7 +160,7 @@ def attend_means(q: Tensor, means: KeyMeans, features: LogLinear, memory: BlockM
 
 
 def log_weights(q: Tensor, means: KeyMeans, features: LogLinear) -> Tensor:
-    """log Σ_r φ_r(q) Z_r, (B, H, L): what `attend_means` divides by, but for |q|²_Q; without signs.
+    """Compute log Σ_r φ_r(q) Z_r, (B, H, L), the denominator of `attend_means` without |q|²_Q and signs.
 
     Args:
         q: queries, (B, H, L, d).

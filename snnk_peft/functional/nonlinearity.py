@@ -88,7 +88,7 @@ def _shifted_leaky(s1: Tensor, s2: Tensor, rho: Tensor, m1: Tensor, m2: Tensor) 
 
 
 class Nonlinearity(NamedTuple):
-    """An elementwise function and what is known of it.
+    """An elementwise function with its known properties.
 
     Attributes:
         function: tensor -> tensor of the same shape.

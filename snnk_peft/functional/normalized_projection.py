@@ -64,7 +64,7 @@ class _NormalizedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Keep what the backward pass reads; mean and rstd take no gradient."""
+        """Save the tensors for the backward pass; mean and rstd take no gradient."""
         x, centred, _ = inputs
         z, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)

@@ -133,7 +133,7 @@ class HeadFeatures:
 
     @classmethod
     def across(cls, layers: int, feature_map: Mapping[str, Any] | None = None, *, pairs: bool = False) -> HeadFeatures:
-        """Means after a third, two thirds and all of so many layers, and the maximum after all.
+        """Choose the means after a third, two thirds and all of the layers, and the maximum after all.
 
         Args:
             layers: of the model.

@@ -65,7 +65,7 @@ def _numbers(what: str, array: Any, names: Sequence[str]) -> Any:
 
 
 def _is_nan(value: Any) -> bool:
-    """NaN, NaT and what pandas has for missing, none of which equals itself; False for all else."""
+    """Return True for NaN, NaT and pandas' missing values, none of which equals itself."""
     try:
         return not bool(value == value)
     except (TypeError, ValueError):

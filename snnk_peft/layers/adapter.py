@@ -20,7 +20,7 @@ from snnk_peft.layers.feature_stage import FeatureStage
 
 
 class SNNKAdapter(nn.Module):
-    """r + Φ(x) Mᵀ: features, a readout, and what they are added to.
+    """The adapter r + Φ(x) Mᵀ, with a residual r.
 
     Args:
         stage: Φ, over inputs of length dim.

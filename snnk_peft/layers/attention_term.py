@@ -76,7 +76,7 @@ class AttentionTerm(nn.Module):
         state: State | None = None,
         kept: KeptMaps | None = None,
     ) -> tuple[torch.Tensor, State]:
-        """(B, H, L, D), and what is kept of all keys. Causal: the queries are the last L positions.
+        """Compute attention (B, H, L, D), and the state of all keys. Causal: the queries are the last L positions.
 
         Args:
             q: queries.
@@ -108,7 +108,7 @@ class AttentionTerm(nn.Module):
         return causal_exponential_attention(q, k, v, *logarithms, mask, means)
 
     def prepared(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
-        """`logarithms`, formed anew only where they may have changed; arguments as there."""
+        """Return `logarithms`, cached while they cannot have changed; arguments as there."""
         if statistics:
             return self.logarithms(statistics, root, like)
         maps = self.feature_maps if self.key_maps is None else (*self.feature_maps, *self.key_maps)

@@ -107,7 +107,7 @@ class FeatureStage(nn.Module):
         return self.feature_map.feature_dim + (self.dim if self.append_input else 0)
 
     def transform(self, x: torch.Tensor) -> torch.Tensor:
-        """t(x): what Φ sees, without `normalize`."""
+        """Compute t(x), the input of Φ, without `normalize`."""
         if self.shift is not None and self.inverse_std is not None:
             x = (x - self.shift.to(x.dtype)) * self.inverse_std.to(x.dtype)
         return x if self.scale == 1.0 else x * self.scale

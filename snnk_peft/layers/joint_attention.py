@@ -81,7 +81,7 @@ class JointState(NamedTuple):
 
 
 class JointAttention(nn.Module):
-    """The fields of one layer, and what joins them.
+    """Combines the near and far fields of one layer under one normalisation.
 
     Args:
         width: of the exact band, 1 is the diagonal alone.

@@ -31,7 +31,7 @@ class Term(Protocol):
 
 
 class _Empty:
-    """Copies and pickles of what keeps are empty."""
+    """Base of caches, whose copies and pickles are empty."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return type(self)()

@@ -189,7 +189,7 @@ class KernelAttention(nn.Module):
         causal: bool = False,
         scaling: float | None = None,
     ) -> torch.Tensor:
-        """The weights (B, H, L, N) that `forward` multiplies values with: what it makes of the unit vectors.
+        """Return the weights (B, H, L, N) that `forward` multiplies the values with.
 
         Rows sum to one, or with several fields to the sum of a head's blending weights (one at the start); rows
         without a key are 0. Weights of features that are not positive can be negative.

@@ -23,7 +23,7 @@ __all__ = ["SPLITS", "LowRank", "LowRankConv", "LowRankConv1d", "LowRankConv2d",
 
 
 def low_rank_class(module: nn.Module) -> type[LowRankLinear] | type[LowRankConv]:
-    """The class that stands for a dense nn.Linear, nn.Conv1d or nn.Conv2d."""
+    """Return the low-rank class for a dense nn.Linear, nn.Conv1d or nn.Conv2d."""
     if isinstance(module, nn.Linear):
         return LowRankLinear
     return LowRankConv1d if isinstance(module, nn.Conv1d) else LowRankConv2d

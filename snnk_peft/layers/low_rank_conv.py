@@ -1,4 +1,4 @@
-"""Low-rank convolutions: two small ones that stand for one; which, low_rank.py says."""
+"""Low-rank convolutions: two small ones in place of one; see low_rank.py for the two ways."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPLITS = ("spatial", "channel")
 
 
 class LowRankConv(LowRank):
-    """Two convolutions that stand for one; `LowRankConv1d` and `LowRankConv2d` say of how many dimensions.
+    """Two convolutions in place of one; `LowRankConv1d` and `LowRankConv2d` set the number of dimensions.
 
     Args:
         in_channels: of the input.
@@ -200,8 +200,7 @@ class LowRankConv(LowRank):
         return found.transpose(1, 2).reshape(-1, found.shape[1])
 
     def macs(self) -> tuple[int, int]:
-        """Count as `LowRank.macs` does; the first convolution also runs at pixels that the second one's stride
-        skips."""
+        """Count as `LowRank.macs`; the first convolution also runs at pixels that the stride of the second skips."""
         positions = math.prod(self._of(self.stride, False, 1))
         dense = self.in_channels * self.out_channels * math.prod(self.kernel_size)
         return self.V.numel() * positions + self.U.numel(), dense

@@ -70,11 +70,11 @@ class LowRank(nn.Module):
         return self.U @ self.V.T
 
     def kernel_from(self, matrix: Tensor) -> Tensor:
-        """The dense weight that a matrix (rows, columns) stands for; the other way round than `matrix_of`."""
+        """Convert a matrix (rows, columns) to the dense weight; the inverse of `matrix_of`."""
         return matrix
 
     def product(self, U: Tensor, V: Tensor) -> Tensor:
-        """The weight (out, in·Πkernel) that factors stand for."""
+        """Return the dense weight of the factors, (out, in·Πkernel)."""
         return self.kernel_from(U @ V.T).flatten(1)
 
     def macs(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""KernelAttention token by token: what it remembers of all earlier tokens has a size that does not grow with them.
+"""KernelAttention token by token, with a state whose size does not grow with the number of tokens.
 
     S_i = S_{i-1} + ψ(k_i) v_iᵀ,  z_i = z_{i-1} + ψ(k_i),  out_i = φ(q_i) S_i / φ(q_i) z_i   (Katharopoulos et al. 2020)
 

@@ -85,10 +85,10 @@ class FoldPlace(Protocol):
         """Let `module` take this place."""
 
     def add(self, name: str, module: nn.Module, before: str, after: str) -> None:
-        """Put `module` inside the one that stands here, under a new name; `before` and `after` say what that means."""
+        """Put `module` inside the module here, under a new name; `before` and `after` describe the change."""
 
     def alter(self, kind: str, before: str = "", after: str = "", **values: Any) -> None:
-        """Keep the module that stands here and let it work otherwise, as a kind of `bundling/modules.py` says.
+        """Keep the module here but change its behaviour, by a kind of `bundling/modules.py`.
 
         Args:
             kind: "heads" (an attention module splits into heads of `size`) or "mean_first" (a layer gives the mean).
@@ -249,10 +249,10 @@ class Slot(nn.Module):
         return None
 
     def after_fit(self) -> None:
-        """Called when all slots of a model have been fitted: write to the config what belongs there."""
+        """Write to the config what the fits determined; called once all slots of a model have been fitted."""
 
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout] | None:
-        """The features of an adapter and what adds them to an output, if the features are made here.
+        """Return the features of an adapter and the readout that adds them to an output, if the features are made here.
 
         Args:
             slots_at: the active slots at a path of the unpatched model.
@@ -273,7 +273,7 @@ class Slot(nn.Module):
         return (path,)
 
     def fold(self, place: FoldPlace) -> None:
-        """Put plain modules in the place of the slot and of what it acts on; slots that replace come first.
+        """Replace the slot and the module it acts on by plain modules; replacing slots are folded first.
 
         Raises:
             UnsupportedError: there is no plain form here.
@@ -290,7 +290,7 @@ def no_folded_form(place: FoldPlace, slot: Slot) -> UnsupportedError:
 
 
 def check_passing(places: Iterable[FoldPlace]) -> None:
-    """UnsupportedError if a slot in one of these places lets nothing pass to what is folded together across them."""
+    """Raise UnsupportedError if a slot in one of these places passes nothing on to the modules after it."""
     for place in places:
         for slot in place.slots:
             if not slot.lets_pass:
@@ -313,7 +313,7 @@ class Retrained(Slot):
             self.module = copy.deepcopy(module)
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """The original's signature; PEFT keeps what is trained in fp32, also in a model of half precision."""
+        """Run the copy in its own dtype: PEFT keeps trained parameters in fp32, also in half-precision models."""
         own = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), x.dtype)
         if own == x.dtype or not x.is_floating_point():
             return self.module(x, *args, **kwargs)

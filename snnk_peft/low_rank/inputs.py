@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class InputMoments(NamedTuple):
-    """Inputs x ~ N(mean, covariance): enough for what is linear in x, and a model of the inputs for what is not.
+    """Inputs x ~ N(mean, covariance): exact for what is linear in x, a model of the inputs otherwise.
 
     Attributes:
         mean: E x, (in,).

@@ -1,4 +1,4 @@
-"""The best norm and mean of a single output, given how well it may correlate with the one it stands for.
+"""The best norm and mean of a single output, given its highest possible correlation with the original output.
 
 With t = ‖w‖, bias b and correlation ρ, the best f(m + s u) for f(b + t v) is a least-squares fit in one dimension:
 

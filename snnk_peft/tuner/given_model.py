@@ -70,8 +70,7 @@ def plain_model(model: Any) -> nn.Module:
 
 
 def refuse_holders(model: Any) -> None:
-    """Raise ConfigError or UnsupportedError for anything but a module, and for a SentenceTransformer, naming its
-    model."""
+    """Raise ConfigError or UnsupportedError for what is no module, and for a SentenceTransformer, naming its model."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         inside = f", such as its .model (a {type(model.model).__name__})" if hasattr(model, "model") else ""

@@ -142,7 +142,7 @@ class LowRankPart(Part):
         return patches
 
     def _targets(self, context: PatchContext) -> dict[str, tuple[nn.Module, Any]]:
-        """The modules, and what follows each."""
+        """Find the modules, and the activation after each."""
         present = dict(plain_modules(context.model))
         if isinstance(self.targets, str) and self.targets in ROLES:
             found = dict(self._by_role(context, present))
@@ -220,7 +220,7 @@ class LowRankPart(Part):
             )
 
     def _rank(self, path: str, dense: nn.Module) -> tuple[int, str | None]:
-        """The rank for a module, and what is wrong with it."""
+        """Return the rank for a module, and what is wrong with it."""
         with torch.device("meta"):
             thin = _like(dense, 1, self.split)
         rows, columns = len(thin.U), len(thin.V)
