@@ -1,4 +1,4 @@
-"""The configuration: which parts of a model become SNNK layers.
+"""The configuration of an SNNK adapter.
 
 `SNNKConfig` is a `peft.PeftConfig`; it is saved as adapter_config.json next to the weights. It is plain data: sizes and
 names are checked against the registries by the parts themselves, the model is checked when it is patched.
@@ -53,7 +53,7 @@ class SNNKType(str, enum.Enum):
 
 @dataclass
 class SNNKConfig(NamedOptions, PeftConfig):
-    """Which parts of a model are adapted or replaced. At least one part is required.
+    """Configuration of an SNNK adapter: the parts of a model to adapt or replace. At least one is required.
 
     Args:
         adapter: non-linear adapters, or None.
@@ -61,14 +61,14 @@ class SNNKConfig(NamedOptions, PeftConfig):
         ffn: replacement of feed-forward blocks, or None.
         attention: linear attention, or None.
         low_rank: Linears and convolutions as products of thin ones, or None.
-        parts: further parts, any number of every kind, for instance of one kind on other layers with other sizes; parts
-            without a field above stand here. In files, dicts with the name of the part as "part".
-        seed: decides every random draw, together with the name of each place.
+        parts: further parts, any number of each kind, such as a second FFN part on other layers with another size; the
+            only place for parts without a field above. In files, dicts with the name of the part as "part".
+        seed: seed of all random draws, together with the site of each.
         save_projection: True saves the matrices W with the checkpoint. False saves 32 bytes of checksum for each and
             draws them again when loading; loading fails if the draw differs.
         modules_to_save: further modules to train and save in full. None means the model's classifier, [] nothing.
         target_modules: filled in when a model is patched: the paths of the patched modules.
-        trained_within: filled in when a model is patched: modules of `modules_to_save` that stand inside a slot.
+        trained_within: filled in when a model is patched: modules of `modules_to_save` that are inside a slot.
         made_for: filled in when a model is patched: its architecture and sizes. Another model is then refused.
         saved_embeddings: filled in when saving: tensors of the base model's embeddings that PEFT put into the file, as
             after a change of the vocabulary. Any other tensor of the base model in an adapter file is refused.
@@ -76,8 +76,8 @@ class SNNKConfig(NamedOptions, PeftConfig):
             they were rounded. An adapter that is loaded into other weights says so.
         id2label: filled in when saving: the names of a classifier's labels, by index. AutoPeftModel makes a classifier
             of as many labels with these names.
-        problem_type: filled in when saving: what such a classifier is trained for, as in transformers.
-        revision: of the base model on the Hub, as in PEFT: "v1", a branch or a commit; AutoPeftModel loads that one.
+        problem_type: filled in when saving: the classifier's problem type, as in transformers.
+        revision: revision of the base model on the Hub, as in PEFT: "v1", a branch or a commit; AutoPeftModel loads it.
         snnk_digests: in files only: digests of the other fields, which a changed value does not fit.
 
     Raises:
@@ -168,7 +168,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
             self.target_modules = tuple(self.target_modules)
 
     def _take_digests(self) -> list[str]:
-        """Messages for fields of a file that are not what was saved; whoever changes the object later may do so."""
+        """List the fields of a file that changed since saving; objects may be changed freely after loading."""
         digests, self.snnk_digests = self.snnk_digests, None
         if digests is None:
             return []
@@ -223,7 +223,7 @@ def part_name(cls: type[Part]) -> str:
 
 
 def _part_from(where: str, cls: type[Part], given: object) -> tuple[Any, list[str]]:
-    """A part, from itself or a plain dict (JSON, YAML) of its fields, and the messages about what is wrong."""
+    """Build a part from itself or a plain dict (JSON, YAML) of its fields; also returns what is wrong."""
     if given is None or isinstance(given, cls):
         return given, []
     if not isinstance(given, Mapping):
@@ -234,7 +234,7 @@ def _part_from(where: str, cls: type[Part], given: object) -> tuple[Any, list[st
 
 
 def _listed_part(where: str, given: object) -> tuple[Any, list[str]]:
-    """The same for an entry of `parts`, which names its part."""
+    """Like `_part_from`, for an entry of `parts`, which names its part."""
     if isinstance(given, Mapping):
         name = given.get("part")
         if name not in PARTS:

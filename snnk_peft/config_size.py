@@ -1,4 +1,4 @@
-"""How large a model a config may ask for, by what the weights beside it hold: it takes one line to ask for 10⁷ layers.
+"""An upper bound on the model a config may ask for, from the weights beside it: one line can ask for 10⁷ layers.
 
 Part of the code file of every bundle.
 """
@@ -24,7 +24,7 @@ PARAMETERS_PER_TENSOR, SPARE_PARAMETERS, UNHEARD_OF = 8, 1000, 100_000
 
 @contextlib.contextmanager
 def building_within(most: int, of: str) -> Iterator[None]:
-    """A context in which at most so many parameters are made: a config may ask for ten million layers.
+    """Limit the number of parameters created in a context: a config may ask for ten million layers.
 
     Args:
         most: how many.
@@ -52,7 +52,7 @@ def building_within(most: int, of: str) -> Iterator[None]:
 
 
 def _check_indices(home: Path) -> None:
-    """ConfigError if an index of shards is none; transformers believes what it reads there."""
+    """Raise ConfigError for an invalid index of shards, which transformers would trust."""
     for path in home.glob("model.safetensors.index*.json"):
         content = read_json(path)
         files = content.get("weight_map") if isinstance(content, dict) else None
@@ -63,7 +63,7 @@ def _check_indices(home: Path) -> None:
 
 
 def weights_of(folder: Any, subfolder: str | None) -> tuple[int, str]:
-    """How many parameters a config may ask for, by the weights in a local folder, and why no more."""
+    """Return how many parameters a config may ask for, given the weights in a local folder, and the reason."""
     home = Path(folder) / (subfolder or "") if isinstance(folder, (str, os.PathLike)) else None
     held = 0
     if home is not None and not (home / "model.safetensors").exists():

@@ -1,4 +1,4 @@
-"""Is a file what was saved? A digest of every tensor in the header of a safetensors file, one of every entry of a JSON.
+"""Detect damaged files: a digest of every tensor in the header of a safetensors file, and of every entry of a JSON.
 
     header of *.safetensors      __metadata__: {"snnk_digests": {tensor name: digest of dtype, shape and bytes}}
     (adapter_)config.json        "snnk_digests": {entry: digest of its value,
@@ -28,7 +28,7 @@ from snnk_peft.json_files import parse_json, read_json
 
 DIGESTS = "snnk_digests"
 WEIGHTS_END = ".safetensors"
-NOT_FINITE = " not finite"  # behind the digest of a tensor with NaN or infinity: the others need not be searched for it
+NOT_FINITE = " not finite"  # after the digest of a tensor with NaN or infinity: the others need not be searched for it
 SHOWN_FAULTS = 6  # named in a message; a wrong base model misfits in hundreds
 # Floating types whose values fit a model of any floating type; the eight-bit ones need scales that no file of ours has.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -106,7 +106,7 @@ def content_faults(
     digests: Future[dict[str, str]] | None = None,
     config: Path | None = None,
 ) -> list[str]:
-    """Messages for the tensors of an open file that hold NaN or infinity, or are not what was saved.
+    """List the tensors of an open file that hold NaN or infinity, or differ from what was saved.
 
     Args:
         path: of the file.
@@ -157,7 +157,7 @@ def _weights_in(config: Path) -> dict[str, str] | None:
 
 
 def read_digests(config: Path) -> dict[str, str]:
-    """The digests in a config; none if there are none, or if it cannot be read, which others then say."""
+    """Return the digests in a config; none if it has none or cannot be read, which others report."""
     try:
         content = read_json(config)
     except ConfigError:
@@ -167,7 +167,7 @@ def read_digests(config: Path) -> dict[str, str]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity."""
+    """Return True if a tensor holds neither NaN nor infinity."""
     return tensor.dtype not in FLOATS or bool(tensor.isfinite().all())
 
 
@@ -186,14 +186,14 @@ def saved_digests(file: Any) -> Mapping[str, str] | None:
 
 
 def refuse(path: object, what: str, faults: list[str]) -> None:
-    """ConfigError about a file, if there are faults; the first few are listed."""
+    """Raise ConfigError about a file if there are faults; the first few are listed."""
     if faults:
         more = [f"... and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []
         raise ConfigError([f"{path} {what}", *faults[:SHOWN_FAULTS], *more])
 
 
 def entry_faults(content: Mapping[str, Any], saved: object, free: Collection[str] | None = None) -> list[str]:
-    """Messages for the entries of a JSON file that are not what was saved.
+    """List the entries of a JSON file that differ from what was saved.
 
     Args:
         content: the entries.

@@ -37,7 +37,7 @@ class UnknownOptionError(ConfigError, TypeError):
 
 
 class UnsupportedError(TypeError):
-    """This model or layer cannot be patched. Says what was looked for and what was found."""
+    """A model or layer cannot be patched. The message says what was expected and what was found."""
 
 
 class NumericalError(ArithmeticError):

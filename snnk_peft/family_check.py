@@ -1,11 +1,11 @@
-"""check_family: does the description of an architecture (`ModelFamily`) say the truth about a model?
+"""check_family: does the description of an architecture (`ModelFamily`) match a model?
 
 A path can name a module that exists and is never called, or one whose output nothing reads. Every part that the model
 can take is therefore put into a copy of it, and one probe batch goes through:
 
     called      the model runs, and every slot in it
     gradient    what is trained at each place gets a gradient that is not zero
-    changes     other trained numbers give another output
+    changes     other trained parameters give another output
     beliefs     what a slot takes for granted is so (`Slot.check`: hidden units give activation(a), gated ones times b)
     disabled    disable_adapter() gives the original's output back, bit by bit (softmax attention: up to rounding)
     bundle      the folded model agrees with the patched one
@@ -47,7 +47,7 @@ SHOWN = 6  # places named in a message
 
 @dataclass(frozen=True)
 class FamilyReport:
-    """What `check_family` found; printing it gives a table.
+    """Result of `check_family`; print it for a table.
 
     Args:
         model_class: the class of the model.
@@ -150,7 +150,7 @@ def _reason_against(model: nn.Module, config: SNNKConfig) -> str | None:
 
 
 def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with one part in one model, which is changed."""
+    """Try one part in one model, which is changed, and return what is wrong."""
     before = _outputs(model.eval(), inputs)
     patched = get_snnk_model(model, config).eval()
     layers = {name.removeprefix("base_model.model."): m for name, m in patched.named_modules() if _holds(m)}
@@ -176,7 +176,7 @@ def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterato
     _perturb(patched)
     after = _outputs(patched, inputs)
     if all(torch.equal(after[name], value) for name, value in before.items()):
-        yield "other trained numbers leave the output as it is"
+        yield "other trained parameters leave the output as it is"
     with patched.disable_adapter():
         disabled = _outputs(patched, inputs)
     exact = all(part.disables_exactly for part in config.named_parts().values())
@@ -192,7 +192,7 @@ def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterato
 
 
 def _wrong_beliefs(patched: Any, inputs: Mapping[str, Any]) -> Iterator[str]:
-    """What slots take for granted and is not so; see `Slot.check`."""
+    """Collect the wrong assumptions of slots; see `Slot.check`."""
     with patched.disable_adapter(), torch.no_grad():
         for slot in [module for module in patched.modules() if isinstance(module, Slot)]:
             yield from slot.check(patched.get_base_model(), lambda: patched(**inputs))
@@ -203,7 +203,7 @@ def _holds(module: nn.Module) -> bool:
 
 
 def _gets_gradient(layer: nn.Module) -> bool:
-    """Whether something that is trained here has a gradient; also where nothing is (an activation that is left out)."""
+    """Return True if a trained parameter here has a gradient, or if there is none to train (an omitted activation)."""
     inside = {p for child in layer.modules() if child is not layer and _holds(child) for p in child.parameters()}
     trained = [p for p in layer.parameters() if p.requires_grad and p not in inside]
     return not trained or any(p.grad is not None and bool(p.grad.count_nonzero()) for p in trained)
@@ -211,7 +211,7 @@ def _gets_gradient(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def _perturb(model: nn.Module) -> None:
-    """Give every trained number a value of its own, as training does: a part may start as the identity."""
+    """Set every trained parameter to a random value, as training would: a part may start as the identity."""
     generator = torch.Generator("cpu").manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -225,7 +225,7 @@ def _outputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _tensors(output: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The floating outputs, 0 at padded tokens: there a model may compute what it likes."""
+    """Return the floating outputs, 0 at padded tokens, where a model may compute anything."""
     several = [
         (f"{key}[{i}]", v) for key, value in output.items() if isinstance(value, tuple) for i, v in enumerate(value)
     ]
@@ -243,7 +243,7 @@ def _tensors(output: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, 
 
 
 def _weight(value: torch.Tensor) -> torch.Tensor:
-    """Random numbers to add outputs up with: a plain sum is constant behind a LayerNorm."""
+    """Random weights for a sum over outputs: a plain sum is constant after a LayerNorm."""
     generator = torch.Generator("cpu").manual_seed(value.numel())
     return torch.randn(value.shape, generator=generator, device="cpu").to(value.device)
 

@@ -46,13 +46,12 @@ PEFT_TITLE = "# Model Card for Model ID"
 
 
 class AdapterConfig(Protocol):
-    """What a card takes from the config of an adapter."""
+    """The fields of an adapter's config that a card shows."""
 
     base_model_name_or_path: str | None
     task_type: Any
 
-    def named_parts(self) -> Mapping[str, Any]:
-        """The parts that are set, by name."""
+    def named_parts(self) -> Mapping[str, Any]: ...
 
 
 def write_model_card(
@@ -136,7 +135,7 @@ def write_model_card(
 def write_adapter_card(
     folder: str | os.PathLike[str], config: AdapterConfig, class_mapping: Mapping[str, Any] | None
 ) -> None:
-    """Put a card in the place of the one that PEFT writes beside an adapter; a card that people have edited stays.
+    """Put a card in the place of the one that PEFT writes beside an adapter; a card that users have edited stays.
 
     Args:
         folder: where PEFT has saved the adapter.
@@ -155,7 +154,7 @@ def write_adapter_card(
 
 
 def mend_card(path: Path, base_model: str | None) -> None:
-    """Give a card what the Hub needs in its header, and leave everything else as people wrote it.
+    """Add the header fields that the Hub needs to a card, and leave everything else as written.
 
     Args:
         path: of the card.
@@ -183,7 +182,7 @@ def _listed(value: object) -> list[str]:
 
 
 def _is_public(tag: str) -> bool:
-    """Whether a tag names no local path, as PEFT's "base_model:adapter:/home/me/model" does."""
+    """Return False for a tag that names a local path, as PEFT's "base_model:adapter:/home/me/model" does."""
     return not tag.startswith("base_model:") or hub_id(tag.rpartition(":")[2]) is not None
 
 
@@ -193,12 +192,12 @@ def template() -> str:
 
 
 def mentions_import(card: str) -> bool:
-    """Whether a card tells its readers to import this package."""
+    """Return True if a card tells its readers to import this package."""
     return "import snnk_peft" in card
 
 
 def hub_id(name: str | None) -> str | None:
-    """`name` if it can be a model id on the Hub; None for local paths, which are nobody else's business."""
+    """`name` if it can be a model id on the Hub; None for local paths, which are private."""
     valid = name is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith(".")
     return name if valid and not os.path.exists(str(name)) else None
 
@@ -231,7 +230,7 @@ def _load(name: str, is_adapter: bool) -> str:
 
 
 def _reach(parts: Mapping[str, Any]) -> str:
-    """How long texts may be."""
+    """State the longest supported text."""
 
     def found(data: Any) -> list[int]:
         if not isinstance(data, Mapping):
@@ -242,8 +241,8 @@ def _reach(parts: Mapping[str, Any]) -> str:
     if not (lengths := found(parts)):
         return ""
     return (
-        f"\n\nLinear attention was fitted to texts of at most {min(lengths):,} tokens. In a decoder, tokens behind so "
-        "many see their nearest neighbours and the first tokens alone; without a near field, longer texts are refused."
+        f"\n\nLinear attention was fitted to texts of at most {min(lengths):,} tokens. In a decoder, later "
+        "tokens see only their nearest neighbours and the first tokens; without a near field, longer texts are refused."
     )
 
 

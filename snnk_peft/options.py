@@ -37,7 +37,7 @@ TYPE_WORDS: dict[Any, tuple[str, str]] = {
     Mapping: ("a dict of arguments", "a section with keys"),
     Callable: ("a function", "a function"),
 }
-MOST = 1 << 28  # numbers of one matrix, and so of its rows and columns: a gigabyte in single precision
+MOST = 1 << 28  # entries of one matrix, and so of its rows and columns: a gigabyte in fp32
 MOST_SEED = (1 << 63) - 1
 LIMITS = {
     "above": (">", operator.gt),
@@ -54,7 +54,7 @@ def closest(given: object, valid: Iterable[str]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What is known about one value.
+    """Description of one value.
 
     Args:
         help: one sentence or two.
@@ -118,7 +118,7 @@ class Option:
         return [(*known, getattr(self, name)) for name, known in LIMITS.items() if getattr(self, name) is not None]
 
     def expected(self, yaml: bool = False) -> str:
-        """What fits, in words."""
+        """Describe the values that fit."""
         limits = " and ".join(f"{sign} {limit:.10g}" for sign, _, limit in self._limits())
         words = [repr(choice) for choice in self.choices]
         for kind in self._free_kinds():
@@ -131,7 +131,7 @@ class Option:
 
 
 def fits_type(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotated type; of one that nothing is known about, everything is."""
+    """Return True if a value matches an annotated type; unsupported annotations accept everything."""
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is Any:
         return True
@@ -196,7 +196,7 @@ def value_faults(where: str, options: Mapping[str, Option], values: Mapping[str,
 
 
 def option_faults(where: str, settings: Any) -> list[str]:
-    """The same for the fields of a dataclass."""
+    """List the faults of a dataclass of options."""
     cls: Any = type(settings)
     return value_faults(where, options_of(cls), vars(settings))
 

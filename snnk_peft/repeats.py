@@ -1,4 +1,4 @@
-"""Rows that stand in two sets, or with two labels: what is said about them, with counts.
+"""Rows that occur in two sets, or with two labels: the warnings about them, with counts.
 
 A row is anything that can be compared: the digests that `rows` makes of batches, or texts as they were read. The score
 of rows that were fitted says nothing about new ones, and no classifier is right about one row with two labels.
@@ -29,12 +29,12 @@ def rows(batch: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def count_repeated(given: Iterable[Hashable], fitted: Set[Hashable]) -> int:
-    """How many of the given rows are also among the fitted ones."""
+    """Count the given rows that are also among the fitted ones."""
     return sum(row in fitted for row in given)
 
 
 def repeat_note(name: str, given: Iterable[Hashable], fitted_name: str, fitted: Iterable[Hashable]) -> str | None:
-    """A sentence about rows that are scored and were fitted as well; None if there is none.
+    """Return a sentence about rows that are scored and were fitted as well; None if there is none.
 
     Args:
         name: what the scored rows are called, such as "validation".
@@ -53,7 +53,7 @@ def repeat_note(name: str, given: Iterable[Hashable], fitted_name: str, fitted: 
 
 
 def label_note(name: str, given: Iterable[Hashable], labels: Iterable[Hashable]) -> str | None:
-    """A sentence about rows that stand more than once with labels that differ; None if there is none.
+    """Return a sentence about rows that occur more than once with different labels; None if there is none.
 
     Args:
         name: what the rows are called, such as "train".
@@ -67,7 +67,7 @@ def label_note(name: str, given: Iterable[Hashable], labels: Iterable[Hashable])
     if not several:
         return None
     return (
-        f"{len(several)} of the {len(found)} different rows of {name} stand there with more than one label "
+        f"{len(several)} of the {len(found)} different rows of {name} occur with more than one label "
         f"({sum(map(len, several))} of {sum(map(len, found.values()))} rows): no model is right about all of them. "
         "Correct the labels, or leave one of each"
     )

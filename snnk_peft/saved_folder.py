@@ -56,7 +56,7 @@ def written_whole(
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Delete what this process, or one of this machine that is no more, did not finish."""
+    """Delete the unfinished files of this process, or of a dead one of this machine."""
     host = f"@{socket.gethostname()}.tmp"
     for found in target.glob(f".saving.*{glob.escape(host)}"):
         number = found.name.removeprefix(".saving.").removesuffix(host)

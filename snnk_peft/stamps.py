@@ -27,7 +27,7 @@ def stamp_together(config: Path, free: Collection[str], weights: Iterable[Path],
 
     Args:
         config: a JSON file.
-        free: its entries without digests, which people may edit.
+        free: its entries without digests, which users may edit.
         weights: safetensors files.
         before: the config that this one replaces. What else it names are other variants (float16) of the same model, if
             it says the same.
@@ -74,7 +74,7 @@ def stamp_entries(path: Path, free: Collection[str], weights: Mapping[str, str] 
 
     Args:
         path: of the file.
-        free: entries without, which people may edit.
+        free: entries without, which users may edit.
         weights: digests of the files that were saved with it, by name.
     """
     content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""YAML of people, read within bounds: a few lines of aliases can stand for more than any memory holds."""
+"""YAML written by users, read within bounds: a few lines of aliases can expand to more than any memory holds."""
 
 from __future__ import annotations
 

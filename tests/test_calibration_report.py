@@ -111,7 +111,7 @@ def test_without_matplotlib_nothing_is_written(tmp_path: Path, monkeypatch: pyte
         (FFNPart(num_features=20), 21),
         (FFNPart(num_features=4, linear_path=True), 21),  # 4 features and 16 inputs
         (AttentionPart(**PART, num_features=40, refit_output=False), 40),
-        (AttentionPart(**PART, num_features=4), 17),  # the projection behind the heads reads 16 numbers
+        (AttentionPart(**PART, num_features=4), 17),  # the output projection reads 16 features
         (LowRankPart(rank=12, targets="*.output.dense"), 13),
     ],
 )

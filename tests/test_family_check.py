@@ -157,7 +157,7 @@ class Counting(torch.nn.Module):
 @pytest.mark.parametrize(
     ("end", "message"),
     [
-        (Blinded, "other trained numbers leave the output as it is"),
+        (Blinded, "other trained parameters leave the output as it is"),
         (Counting, "with disable_adapter(), logits differs"),
     ],
 )

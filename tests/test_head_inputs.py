@@ -106,7 +106,7 @@ def test_one_example_is_no_head(fit: Fit) -> None:
 
 
 @of_every_door
-@pytest.mark.filterwarnings("ignore:1 of the 1 different rows of batches stand there with more than one label")
+@pytest.mark.filterwarnings("ignore:1 of the 1 different rows of batches occur with more than one label")
 def test_equal_rows_and_classes_without_examples_are_said(fit: Fit) -> None:
     with pytest.warns(NumericalWarning, match="all 24 vectors are the same"):
         assert not fit(IDS[:1].expand(N, -1), LABELS).any()
@@ -199,7 +199,7 @@ def test_calibration_error_of_what_is_none() -> None:
 def test_one_text_with_two_labels_is_told_with_counts(fit: Fit) -> None:
     rows = torch.cat((IDS, IDS[:2], IDS[1:2]))  # the first with another label, the second twice with its own
     labels = [*LABELS, 2, *LABELS[1:2], *LABELS[1:2]]
-    told = r"1 of the 24 different rows of batches stand there with more than one label \(2 of 27 rows\)"
+    told = r"1 of the 24 different rows of batches occur with more than one label \(2 of 27 rows\)"
     with pytest.warns(NumericalWarning, match=told):
         fit(rows, labels)
 

@@ -61,5 +61,5 @@ def test_notes_count_what_repeats_and_what_contradicts():
     assert repeat_note("validation", validation, "train", train).startswith("3 of 4 rows of validation are also among")
     assert repeat_note("validation", ["new"], "train", train) is None
     told = label_note("train", train, [1, 0, 0, 1, 1])
-    assert told.startswith("1 of the 3 different rows of train stand there with more than one label (3 of 5 rows)")
+    assert told.startswith("1 of the 3 different rows of train occur with more than one label (3 of 5 rows)")
     assert label_note("train", train, [1, 0, 1, 1, 1]) is None

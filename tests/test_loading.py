@@ -258,7 +258,7 @@ def test_a_config_that_asks_for_too_much_allocates_nothing(name, folders, tmp_pa
     content[part] |= {"num_features": 10_000_000, "projection": "gaussian"}  # drawn at once, not in a loop
     (folder / "adapter_config.json").write_text(json.dumps(content))
     for load in (peft.PeftModel.from_pretrained, lambda base, folder: base.load_adapter(str(folder))):
-        with LargestTensor(10_000_000), pytest.raises(ConfigError, match=r"asks for modules of [\d,]+ numbers"):
+        with LargestTensor(10_000_000), pytest.raises(ConfigError, match=r"asks for modules of [\d,]+ parameters"):
             load(copy.deepcopy(folders.base), folder)
 
 

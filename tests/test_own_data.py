@@ -256,7 +256,7 @@ def spans(tags: list[str]) -> set[tuple[int, int, str]]:
     return {(m.start(), m.end(), m[0].lower()[0]) for m in re.finditer("Pp*|Ll*|p+|l+", text)}
 
 
-@pytest.mark.filterwarnings("ignore:.*stand there with more than one label")  # tags are drawn
+@pytest.mark.filterwarnings("ignore:.*occur with more than one label")  # tags are drawn
 @pytest.mark.parametrize("method", ["snnk", "lora"])
 def test_words_with_tags(here: Path, method: str) -> None:
     eval_rows = tagged(10, 1)

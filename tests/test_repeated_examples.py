@@ -34,7 +34,7 @@ def test_rows_of_a_table(tmp_path: Path) -> None:
     data = task.load()
     repeated, two = repeat_notes(task, data["train"], {"validation": data["validation"]})
     assert repeated.startswith("2 of 3 rows of validation are also among those of train")
-    assert two.startswith("1 of the 3 different rows of train stand there with more than one label (2 of 4 rows)")
+    assert two.startswith("1 of the 3 different rows of train occur with more than one label (2 of 4 rows)")
     assert repeat_notes(task, data["train"].select([2, 3]), {"validation": data["validation"].select([0, 2])}) == []
 
 

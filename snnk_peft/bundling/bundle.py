@@ -1,4 +1,4 @@
-"""bundle: a patched model becomes a plain transformers model, folded, that anybody can load.
+"""bundle: fold a patched model into a plain transformers model that anybody can load.
 
 The bundle is built the way `from_pretrained` will build it: its class on the meta device from config and plan, then the
 tensors. Every tensor is copied once; what folding removes is never copied. The patched model is not changed.
@@ -43,7 +43,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
 
     Pooler and classifier become a feature map and one Linear (num_classes × num_features), an FFN becomes a feature map
     and one Linear, gates and scalings of adapters are multiplied into one matrix, a parallel adapter disappears into
-    the FFN. Dropout layers stay where they are; behind a folded pooler they act on features, which matters only if the
+    the FFN. Dropout layers stay where they are; after a folded pooler they act on features, which matters only if the
     bundle is trained further.
 
     Args:
@@ -199,7 +199,7 @@ def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state
 
 
 def untied(tied: Mapping[str, str], state: Tensors) -> bool:
-    """Whether weights that a config ties, {copy: source}, have become two; on the meta device nothing was trained."""
+    """Return True if weights that a config ties, {copy: source}, have diverged; never on the meta device."""
     pairs = [(state[copy], state[source]) for copy, source in tied.items() if copy in state and source in state]
     return any(not copy.is_meta and not torch.equal(copy, source) for copy, source in pairs)
 
@@ -295,7 +295,7 @@ def _unique(modules: Any) -> Tensors:
 
 
 def _size(tensors: Tensors) -> tuple[int, int]:
-    """Numbers and bytes."""
+    """Count parameters and bytes."""
     return (
         sum(tensor.numel() for tensor in tensors.values()),
         sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),

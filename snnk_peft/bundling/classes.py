@@ -46,7 +46,7 @@ class SavedBundle(BundledModel):
 
     @property
     def bundle_report(self) -> BundleReport:
-        """What was folded, sizes, parity; kept in the config."""
+        """The report of `bundle`: what was folded, sizes, parity; stored in the config."""
         return BundleReport.from_dict(self.config.snnk_plan["report"])
 
     def save_pretrained(
@@ -142,14 +142,14 @@ class SavedBundle(BundledModel):
 
 
 def _is_outdated(variant: str | None, old: Path) -> bool:
-    """Whether a file is of the weights that are replaced: transformers reads one file before an index."""
+    """Return True for a weights file that is being replaced: transformers prefers a single file over an index."""
     name = f"\\.{re.escape(variant)}" if variant else ""
     pattern = rf"model{name}(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index{name}\.json"
     return re.fullmatch(pattern, old.name) is not None
 
 
 def is_portable(base: type[PreTrainedModel]) -> bool:
-    """Whether the class can be imported from transformers alone, as the code file does."""
+    """Return True if the class can be imported from transformers alone, as the code file does."""
     return (
         base.__module__.startswith("transformers.") and getattr(import_module(base.__module__), base.__name__) is base
     )
@@ -165,11 +165,10 @@ def original_class(cls: type) -> type[PreTrainedModel]:
 class LazyConfig(BundledConfig):
     """Mixin of the config classes: registers the architecture's model classes when the first config is made.
 
-    Model classes are costly to import, and nobody looks one up without a config.
+    Model classes are slow to import, and are never looked up without a config.
     """
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """As in transformers."""
         plan = kwargs.get("snnk_plan")
         register_models(type(self), plan.get("model_class") if isinstance(plan, Mapping) else None)
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -225,7 +224,7 @@ def bundle_model_class(base: type[PreTrainedModel], pooled: bool = False) -> typ
 
 
 def auto_classes(base: type[PreTrainedModel]) -> list[type[_BaseAutoModelClass]]:
-    """The Auto classes that give `base` for its config; AutoModel for a class that transformers has under none."""
+    """Return the Auto classes that load `base` from its config; AutoModel for a class that is under none."""
     return [auto for auto in AUTO_CLASSES if base in _members(auto, base.config_class)] or [transformers.AutoModel]
 
 

@@ -1,11 +1,11 @@
-"""Training a head without backpropagation (SNNK paper, section 3.3).
+"""Training a task head without backpropagation (SNNK paper, section 3.3).
 
-A head is y = W̄ φ(x) + b; of a bundle, φ are the pooler's features, of another classifier what its last Linear reads.
-For the squared error the best (W̄, b) is ridge regression on φ, found in one pass over the data with moments in fp64;
-classes become one-hot targets.
+A task head is y = W̄ φ(x) + b, where φ are the pooler's features in a bundle, or the inputs of the last Linear of any
+other classifier. For the squared error the best (W̄, b) is ridge regression on φ, found in one pass over the data with
+moments in fp64; classes become one-hot targets.
 
-A head that is trained on should give logits. With p the fitted shares, π the shares of the classes and z₀ = log π, to
-first order around z₀ the softmax has the shares p where
+A head that will be trained further should give logits. With p the fitted shares, π the shares of the classes and z₀ =
+log π, to first order around z₀ the softmax has the shares p where
 
     z = z₀ + (p − π) / π,        since  ∂ softmax / ∂z = diag(π) − ππᵀ  and  Σ (p − π) = 0.
 """
@@ -40,7 +40,7 @@ from snnk_peft.tuner.given_model import refuse_inference_tensors, takes_model
 
 @dataclass(frozen=True)
 class HeadFit:
-    """What `fit_closed_form` did.
+    """Result of `fit_closed_form`.
 
     Args:
         head: path of the fitted Linear.
@@ -57,7 +57,6 @@ class HeadFit:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a metrics.json."""
         return asdict(self)
 
 
@@ -71,7 +70,7 @@ def fit_closed_form(
     targets: str = "labels",
     as_logits: bool = False,
 ) -> HeadFit:
-    """Fit the head of a classifier to labels in one pass, in place; all or nothing, as `calibrate`.
+    """Fit the task head of a classifier to labels in one pass, in place; all or nothing, as `calibrate`.
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches, of any size:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
@@ -89,8 +88,8 @@ def fit_closed_form(
             generalised cross-validation, still in one pass.
         ridges: the candidates for that, as fractions of the mean squared feature deviation.
         targets: key of the targets in a batch.
-        as_logits: let the outputs for classes be logits and not the targets 0 and 1: where training goes on from. Same
-            predictions, but for classes that differ in size, whose shares they tell from the start.
+        as_logits: make the outputs for classes logits instead of the targets 0 and 1, as a start for further training.
+            Predictions are the same, except that logits reflect unequal class frequencies.
 
     Returns:
         A HeadFit. The model's head now holds the solution, rounded to its dtype.
@@ -141,7 +140,7 @@ def fit_closed_form(
 def _pass(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], targets: str
 ) -> tuple[str, nn.Linear, GramAccumulator, bool]:
-    """Path and module of the head, the moments of what it reads and of its targets, and whether these are classes."""
+    """Run the pass; returns path and module of the head, the moments, and whether targets are classes."""
     bundled = isinstance(model, SavedBundle) and model.config.snnk_plan.get("head") is not None
     found = bundled_head(model)[:2] if bundled else None
     names = list((getattr(getattr(model, "config", None), "id2label", None) or {}).values())
@@ -249,7 +248,7 @@ def bundled_head(model: nn.Module) -> tuple[str, nn.Linear, FeatureStage]:
 
 @torch.no_grad()
 def head_features(model: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """What the head reads for these inputs, (n, features), in eval mode."""
+    """Compute the inputs of the head for a batch, (n, features), in eval mode."""
     caught: list[torch.Tensor] = []
     hook = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
     try:
@@ -262,7 +261,7 @@ def head_features(model: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) 
 
 
 def _pairs(features: torch.Tensor, given: torch.Tensor, outputs: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Features (n, m) and targets (n, outputs) of what counts, and whether these are of classes."""
+    """Return features (n, m) and targets (n, outputs) of the examples that count, and whether these are classes."""
     floating, shape = given.is_floating_point(), tuple(given.shape)
     if not floating and features.ndim == 3 and shape == features.shape[:2]:  # of words; others are negative
         features, given = features[given >= 0], given[given >= 0]

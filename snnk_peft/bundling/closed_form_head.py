@@ -1,4 +1,4 @@
-"""A head for a pretrained Transformer without backpropagation: one forward pass, statistics that add, a plain model.
+"""Task heads for pretrained Transformers without backpropagation: one forward pass, statistics that add, a plain model.
 
     head = ClosedFormHead(model, HeadFeatures([(2, "mean"), (4, "mean"), (-1, "mean"), (-1, "max")]))
     head.add(batches)                # one pass; more may come later, and head.merge(other) takes those of a shard
@@ -6,8 +6,8 @@
     fitted = head.fit()              # scores, probabilities, variances, leave-one-out errors
     model = head.bundle()            # a transformers model with this head, for pipelines and the Hub
 
-The head is ridge regression on what `HeadFeatures` read of the hidden states (heads/), so all that is kept of examples
-are moments: width² numbers, however many examples there are.
+The head is ridge regression on features of the hidden states (`HeadFeatures`, heads/), so only moments of the examples
+are kept: width² values for any number of examples.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ ROUNDINGS = 8  # by which variances of what a model computes differ at most when
 
 
 class ClosedFormHead:
-    """Counts examples, fits a head to them, and puts it on the model.
+    """A task head fitted in closed form: accumulates examples, solves for the head, and puts it on the model.
 
     Args:
         model: a transformers model: an encoder, or one with any head, which is not used. Not changed.
         features: what the head reads; the mean over the tokens of the last layer if None.
-        kind: "classes", "labels" (of which several may hold) or "numbers".
+        kind: "classes", "labels" (any number of them per example) or "numbers" (regression).
         names: of the classes, labels or numbers; those of `model.config.id2label` if None.
         remember: keep a digest of every example, so that `remove` refuses one that was not counted; see
             `HeadStatistics`.
@@ -104,7 +104,7 @@ class ClosedFormHead:
 
     @torch.no_grad()
     def vectors(self, inputs: Mapping[str, Any]) -> Tensor:
-        """What the head reads for these inputs: (examples, width), in eval mode.
+        """Compute the inputs of the head for a batch, (examples, width), in eval mode.
 
         Raises:
             UnsupportedError: the model gives no hidden states of one vector per token.
@@ -120,14 +120,14 @@ class ClosedFormHead:
         return self.reader(states, mask, second_text(self.reader, self.model.config, given))
 
     def _parts(self, batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Inputs and targets."""
+        """Split each batch into inputs and targets."""
         for batch in checked(self.model, batches, targets):
             yield {name: value for name, value in batch.items() if name != targets}, batch[targets]
 
     def _counted(
         self, batches: Iterable[Mapping[str, Any]], targets: str
     ) -> tuple[HeadStatistics, TokenSample, LabelledRows]:
-        """Statistics of batches by themselves, so that a fault in a late one counts none of them."""
+        """Accumulate separate statistics of batches, so that a fault in a late one counts none of them."""
         refuse_not_finite(self.encoder)
         found, known = self.statistics.empty(), LabelledRows()
         sample = TokenSample(SAMPLE, torch.Generator().manual_seed(0))
@@ -168,7 +168,7 @@ class ClosedFormHead:
         return found.count
 
     def _keep(self, sample: TokenSample | None) -> None:
-        """The larger sample of two; an empty one as well, so that every process of a group has one."""
+        """Return the larger of two samples; an empty one too, so that every process of a group has one."""
         if self._sample is None or (sample is not None and sample.count > self._sample.count):
             self._sample = sample
 
@@ -177,12 +177,12 @@ class ClosedFormHead:
         """Forget examples that were counted here or in what was merged; arguments as in `add`.
 
         The head is then that of the other examples, to rounding: give the rows in the batches in which they were
-        counted, because a model's last bits depend on them. Columns in which the others do not differ by more than
-        such bits tell nothing then. Vectors that were kept for the temperature are dropped as well, all of them.
+        counted, because a model's last bits depend on them. Columns in which the others differ by no more than such
+        bits are then ignored. All vectors that were kept for the temperature are dropped as well.
 
-        That the rows were counted is known with `remember` only. Without it, rows that were not are noticed where a
-        class would be left with less than no examples, or a column with a negative variance; others that were not
-        leave a head of no set of examples.
+        Only `remember` verifies that the rows were counted. Without it, foreign rows are detected if they leave a class
+        with a negative count or a column with a negative variance; otherwise the result is the head of no set of
+        examples.
 
         Returns:
             How many were forgotten.
@@ -199,7 +199,7 @@ class ClosedFormHead:
 
     @outside_inference_mode
     def merge(self, other: ClosedFormHead | HeadStatistics | str | os.PathLike[str]) -> None:
-        """Count what another head, its statistics or their file counted.
+        """Add what another head has counted; also takes statistics, or their file.
 
         Raises:
             ConfigError: of another model, other features, or damaged.
@@ -229,7 +229,7 @@ class ClosedFormHead:
         ridges: Sequence[float] = HEAD_RIDGES,
         targets: str = "labels",
     ) -> FittedHead:
-        """The best head for all examples counted.
+        """Solve for the head that fits all counted examples best.
 
         Args:
             examples: batches of some hundred examples that were counted, for the temperature of probabilities; those
@@ -262,7 +262,7 @@ class ClosedFormHead:
 
     @outside_inference_mode
     def bundle(self) -> Any:
-        """The model with this head, in eval mode, sharing no memory with `model`.
+        """Return the model with this head, in eval mode, sharing no memory with `model`.
 
         Returns:
             A `PreTrainedModel` for sequence or image classification; `save_pretrained` writes a folder that loads with
@@ -301,7 +301,7 @@ class ClosedFormHead:
 
     @torch.no_grad()
     def _difference(self, made: nn.Module, temperature: float, shift: float) -> float:
-        """Of the logits of bundle and fitted head on random inputs, relative to the largest."""
+        """Compare the logits of bundle and fitted head on random inputs; returns the relative error."""
         assert self.fitted is not None
         inputs = probe_inputs(self.model)
         if self.reader.features.of_pairs:
@@ -316,7 +316,7 @@ class ClosedFormHead:
 
 
 def _checked(names: Any) -> list[str]:
-    """Different texts."""
+    """Refuse names that are not distinct texts."""
     found = [] if isinstance(names, str) else [str(name) for name in names]
     if len(set(found)) < max(1, len(found)):
         raise ConfigError(f"names is {names!r}; expected different texts, one per class, label or number")
@@ -324,6 +324,6 @@ def _checked(names: Any) -> list[str]:
 
 
 def _digest(encoder: nn.Module) -> str:
-    """Of all tensors but the pooler's, which are not read and often random: statistics of others must not be added."""
+    """Digest of all tensors but the pooler's, which are unused and often random."""
     tensors = {name: tensor for name, tensor in encoder.state_dict().items() if not name.startswith("pooler.")}
     return value_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})

@@ -102,7 +102,6 @@ def stage_specs(specs: Iterable[Any]) -> Iterable[dict[str, Any]]:
 
 
 def _import_lines(imports: set[Import]) -> str:
-    """Import statements, one per module."""
     plain = sorted(module for module, name in imports if name is None)
     members: dict[str, list[str]] = {}
     for module, name in sorted((module, name) for module, name in imports if name is not None):
@@ -156,7 +155,7 @@ def _is_own(node: ast.stmt) -> bool:
 
 
 def _visit(name: str, order: list[str]) -> None:
-    """Append `name` behind its dependencies."""
+    """Append `name` after its dependencies."""
     if name in order:
         return
     for node in _tree(name)[1].body:

@@ -74,7 +74,7 @@ def _unwrap(module: nn.Module, path: str) -> Place:
 
 @dataclass
 class FoldPlan:
-    """New modules by path, and what to tell about them.
+    """New modules by path, and their report.
 
     Args:
         table: the places of the model.
@@ -99,7 +99,6 @@ class FoldPlan:
     pooler: str | None = None
 
     def record(self, paths: Sequence[str]) -> None:
-        """Tell about modules that were folded together."""
         before = [self.table[path].original for path in paths]
         after = [self.modules[path] for path in paths]
         self.folded.append(
@@ -122,31 +121,29 @@ class PlaceInPlan:
 
     @property
     def module(self) -> nn.Module:
-        """What stands here so far."""
+        """The module at this place, as folded so far."""
         return self.plan.modules.get(self.path, self.plan.table[self.path].module)
 
     @property
     def original(self) -> bool:
-        """Whether nothing was put here yet."""
+        """True while nothing has replaced the original module."""
         return self.path not in self.plan.modules
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """What the active adapters do here, innermost first."""
+        """The slots of the active adapters, innermost first."""
         return self.plan.table[self.path].slots
 
     def at(self, path: str) -> FoldPlace:
-        """Another module."""
         if path not in self.plan.table:
             raise LookupError(path)
         return PlaceInPlan(self.plan, path)
 
     def put(self, module: nn.Module) -> None:
-        """Let `module` take this place."""
         self.plan.modules[self.path] = module
 
     def add(self, name: str, module: nn.Module, before: str, after: str) -> None:
-        """Put `module` inside the one that stands here."""
+        """Put `module` inside the module at this place."""
         self.plan.additions[f"{self.path}.{name}"] = module
         self.plan.folded.append(Folded([self.path], before, after, 0, stored_bytes(module, self.plan.dtype)))
 
@@ -157,7 +154,6 @@ class PlaceInPlan:
             self.plan.folded.append(Folded([self.path], before, after, 0, 0))
 
     def remark(self, text: str) -> None:
-        """Tell the reader of the report."""
         self.plan.remarks.append(text)
 
     def reads_features(self, stage: FoldPlace) -> None:

@@ -23,7 +23,7 @@ from snnk_peft.bundling.report import BundleReport, Folded
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.model_card import hub_id
 
-# What a head tells -> `problem_type` of transformers' configs.
+# Kind of targets -> `problem_type` of transformers' configs.
 PROBLEMS = {
     "classes": "single_label_classification",
     "labels": "multi_label_classification",
@@ -32,7 +32,7 @@ PROBLEMS = {
 
 
 def classifier_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class of transformers that classifies what this model's encoder reads.
+    """Return transformers' classifier class for this model's encoder.
 
     Raises:
         UnsupportedError: there is none.
@@ -91,7 +91,7 @@ def with_head(model: PreTrainedModel, head: PooledHead, names: list[str], proble
 
 
 def _encoder_plan(model: PreTrainedModel, planned: dict[str, Any], inside: str) -> dict[str, Any]:
-    """What a bundle exchanged in its encoder, by its paths in a classifier."""
+    """Return the plan of a bundled encoder, with the paths it has inside a classifier."""
     if model.base_model is model:  # its paths have no prefix
         return {inside + path: spec for path, spec in planned.items()}
     own = f"{model.base_model_prefix}."
@@ -112,7 +112,7 @@ def _volatile(prefix: str, part: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def head_report(model: PreTrainedModel, made: Any, error: float, tolerance: float) -> BundleReport:
-    """What `with_head` did, for config and model card."""
+    """Report of `with_head`, for config and model card."""
     before, after = _size(model), _size(made)
     head: PooledHead = made.snnk_head
     views = ", ".join(f"{pool} of {layer}" for layer, pool in head.reader.features.views)

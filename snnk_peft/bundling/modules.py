@@ -1,4 +1,4 @@
-"""What a bundled model is made of, and how it is built again from plain data.
+"""The building blocks of a bundled model, and how it is rebuilt from plain data.
 
 A bundled model is a transformers model in which some modules were exchanged after construction. The exchange is the
 plan, {module path: spec}, stored in the config; a spec says what stands at that path:
@@ -129,7 +129,7 @@ FINISHERS: dict[str, Callable[[Any], None]] = {}
 
 
 def build_module(spec: Spec, present: nn.Module) -> nn.Module:
-    """The module that `spec` describes; `present` is the one that stands at this place so far.
+    """Build the module that `spec` describes; `present` is the current module at this place.
 
     Raises:
         ConfigError: everything that is wrong with the spec.
@@ -170,7 +170,7 @@ def head_outputs(model: Any) -> set[str]:
 
 
 def with_outputs(modules: Mapping[str, Spec], heads: set[str], config: Any) -> dict[str, Spec]:
-    """The plan with as many outputs of the head as the config has labels: those are free to change.
+    """Return the plan with as many outputs of the head as the config has labels, a number that may change.
 
     Args:
         modules: as saved, in config.json, which stays as it is.
@@ -221,17 +221,17 @@ def original_config(config: Any, original: type[Any]) -> Iterator[None]:
 CONFIG_FILE = "config.json"
 # What constructors of transformers raise without saying which entry they could not use.
 BARE = (TypeError, KeyError, AttributeError, IndexError, AssertionError, ArithmeticError, RuntimeError, MemoryError)
-# Entries of config.json that people may edit, and those that loaders and hubs write themselves.
+# Entries of config.json that users may edit, and those that loaders and the Hub write.
 FREE_ENTRIES = {"_commit_hash", "_name_or_path", "auto_map", "custom_pipelines", "id2label", "label2id", "name_or_path"}
 FREE_ENTRIES.add("transformers_version")
 
 
 class BundledConfig:
-    """Mixin of the config classes of bundles: config.json must be what was saved."""
+    """Mixin of the config classes of bundles: config.json must be unchanged since saving."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; a change is refused before anything is made of it.
+        """Build a config as transformers does, after checking the entries against their digest.
 
         Raises:
             ConfigError: an entry does not fit its digest.
@@ -239,7 +239,7 @@ class BundledConfig:
         if not isinstance(config_dict, Mapping):
             raise ConfigError(f"config.json is {str(config_dict)[:100]!r}; expected the object of a {cls.__name__}")
         check_limits(config_dict, f"config.json of a {cls.__name__}")
-        for name in ("id2label", "label2id"):  # people may edit them
+        for name in ("id2label", "label2id"):  # users may edit them
             if not isinstance(config_dict.get(name), (Mapping, type(None))):
                 raise ConfigError(f"config.json: {name} is {str(config_dict[name])[:100]!r}; expected an object")
         for name in ("dtype", "torch_dtype"):
@@ -293,7 +293,7 @@ def checked_files(model: nn.Module, files: Sequence[str], quantized: bool, fresh
 
 
 def _name(key: Any) -> str:
-    """Of a tensor in transformers' loading info, which adds the two shapes where they differ."""
+    """Return a tensor's name from transformers' loading info, which adds both shapes where they differ."""
     return key if isinstance(key, str) else str(key[0])
 
 
@@ -344,7 +344,7 @@ class BundledModel:
 
     @classmethod
     def get_init_context(cls, *args: Any, **kwargs: Any) -> list[Any]:
-        """As in transformers, without initial values: loading is strict, so that every tensor comes from the file."""
+        """Skip initial values: loading is strict, so every tensor comes from the file."""
         from transformers.initialization import no_init_weights
 
         return [*super().get_init_context(*args, **kwargs), no_init_weights()]  # type: ignore[misc]
@@ -353,7 +353,7 @@ class BundledModel:
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **options: Any
     ) -> Any:
-        """As in transformers, which knows here which files it will read; `expected_keys` are those of an adapter."""
+        """Load the files that transformers found; `expected_keys` are those of an adapter."""
         load = super(BundledModel, type(model))._load_pretrained_model  # type: ignore[misc]
         files = checkpoint_files if checkpoint_files and "expected_keys" not in options else ()
         fresh = model._head_tensors() if load_config.ignore_mismatched_sizes else set()
@@ -372,7 +372,7 @@ class BundledModel:
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As in transformers, and strict.
+        """Load as transformers does, but strictly.
 
         Raises:
             ConfigError: the files do not hold exactly the tensors of this bundle, or a redrawn matrix differs.

@@ -1,4 +1,4 @@
-"""A bundle whose head reads pooled hidden states of any layers, where the original class reads one vector of the last.
+"""Bundles whose task head reads pooled hidden states of any layers; the original class reads one vector of the last.
 
     pooled_head     logits = A φ + a,  φ of heads/features.py      spec: views, stage, width, layers, outputs
 
@@ -27,7 +27,7 @@ HEAD = "snnk_head"  # path of the head in the model
 
 
 class PooledHead(nn.Module):
-    """One matrix over what a `HeadReader` makes of hidden states.
+    """A linear head over the output of a `HeadReader`.
 
     Args:
         reader: makes φ.
@@ -85,7 +85,7 @@ def hidden_states_of(encoder: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any
 
 
 def separator_of(config: Any) -> int | None:
-    """The token that stands between two texts, as far as a model's configuration says."""
+    """Return the token that separates two texts, if the model's configuration names one."""
     found = [getattr(config, name, None) for name in ("sep_token_id", "eos_token_id")]
     return next((value for value in found if isinstance(value, int)), None)
 
@@ -93,7 +93,7 @@ def separator_of(config: Any) -> int | None:
 def second_text(reader: HeadReader, config: Any, inputs: Mapping[str, Any]) -> Tensor | None:
     """Which tokens are of the second text, (B, L) bool; None for a reader that need not know.
 
-    Those with the token type 1; of a model that has no token types, those behind the first separator.
+    Those with the token type 1; of a model that has no token types, those after the first separator.
 
     Args:
         reader: of the hidden states.
@@ -112,7 +112,7 @@ def second_text(reader: HeadReader, config: Any, inputs: Mapping[str, Any]) -> T
     separator = separator_of(config)
     if ids is None or separator is None:
         raise UnsupportedError(
-            "the head reads pairs of texts, and nothing tells which tokens are of the second one; expected "
+            "the head reads pairs of texts, and nothing marks the tokens of the second one; expected "
             "token_type_ids, or input_ids and the separator in config.sep_token_id or config.eos_token_id"
         )
     separates = (ids == separator).int()
@@ -125,7 +125,6 @@ class PooledHeadModel(BundledModel):
     snnk_head: PooledHead
 
     def predict(self, inputs: dict[str, Any]) -> SequenceClassifierOutput | tuple[Any, ...]:
-        """What `forward` returns, for its arguments by name."""
         labels, plain = inputs.pop("labels", None), inputs.pop("return_dict", None) is False
         shown = inputs.pop("output_hidden_states", None)
         shown = self.config.output_hidden_states if shown is None else shown

@@ -14,7 +14,7 @@ from snnk_peft.functional.precision import full_precision
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 EXAMPLES, TOKENS = 4, 16
-ANY_SIZE = 64  # of pictures for models whose config names no size (ResNet): convolutions read any
+ANY_SIZE = 64  # of images, for models whose config names none (ResNet): convolutions read any
 
 
 def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -54,11 +54,11 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def text_room(config: Any) -> int | None:
-    """How many tokens a text may have at most; None if the config does not say."""
+    """Return the largest number of tokens in a text; None if the config does not say."""
     positions, pad = getattr(config, "max_position_embeddings", None), getattr(config, "pad_token_id", None)
     if positions is None or pad is None or pad >= positions - 1:
         return positions
-    return positions - (pad + 1)  # position ids of the RoBERTa family start behind the padding id
+    return positions - (pad + 1)  # position ids of the RoBERTa family start after the padding id
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""BundleReport: what `bundle` folded, what it saved, and how close the result is. Plain data; stored in the config.
+"""BundleReport: folded modules, savings and parity of a bundle. Plain data; stored in the config.
 
 Layers that were folded alike are shown as one entry: `encoder.layer.{0-5}.output.dense`.
 """
@@ -37,7 +37,7 @@ class FoldedAlike:
     """Folded groups that differ only in the number of their layer.
 
     Args:
-        paths: the modules, with the numbers of all layers in one pair of braces.
+        paths: the modules, with the indices of all layers in one pair of braces.
         count: how many groups these are.
         folded: one of them.
     """
@@ -80,7 +80,7 @@ def _joined(paths: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class BundleReport:
-    """What `bundle` did.
+    """Result of `bundle`.
 
     Args:
         model_class: class of the bundle.
@@ -88,9 +88,9 @@ class BundleReport:
         parts: the fields of the SNNK parts that were folded, per adapter name.
         folded: one entry per folded group.
         remarks: what could not be folded further, and why.
-        parameters_base: numbers in a checkpoint of the pretrained model; matrices of feature maps count as well.
-        parameters_patched: numbers in the patched model: the pretrained model and the active adapters.
-        parameters_after: numbers in a checkpoint of the bundle.
+        parameters_base: parameters in a checkpoint of the pretrained model; matrices of feature maps count as well.
+        parameters_patched: parameters of the patched model: the pretrained model and the active adapters.
+        parameters_after: parameters in a checkpoint of the bundle.
         bytes_base: the same in bytes.
         bytes_patched: the same in bytes.
         bytes_after: the same in bytes.
@@ -116,7 +116,6 @@ class BundleReport:
     dtype: str = field(default="float32")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self)
 
     @classmethod

@@ -1,1 +1,1 @@
-"""What the calibrate verb does: batches are checked, passes are scheduled, parts are fitted, all or nothing."""
+"""The calibrate verb: batches are checked, passes are scheduled, parts are fitted, all or nothing."""

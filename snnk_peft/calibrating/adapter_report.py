@@ -1,4 +1,4 @@
-"""What `calibrate_adapters` found at each adapter, as a table and as plain data."""
+"""The report of `calibrate_adapters`: one row per adapter, as a table and as plain data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AdapterSlotReport:
-    """What one adapter was given.
+    """Result for one adapter.
 
     Args:
-        path: the module that it is behind or beside.
+        path: the module that it is after or beside.
         num_features: rows of W.
         slope_before: how fast the held-out loss falls per unit of change of the adapter's output (root mean square over
             tokens), under the step that the fitted examples say is best for linear features of the rows that were
@@ -36,7 +36,7 @@ class AdapterSlotReport:
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """What `calibrate_adapters` did; print it for a table.
+    """Result of `calibrate_adapters`; print it for a table.
 
     Args:
         slots: one entry per adapter, front to back.
@@ -49,7 +49,6 @@ class AdapterReport:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a metrics.json."""
         return {"seconds": self.seconds, "settings": dict(self.settings), "slots": [asdict(s) for s in self.slots]}
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
 """calibrate_adapters: rows of adapters from the gradients of one labelled pass, before training.
 
-Sixteen random directions of a few hundred hold a small part of what an adapter can lower the loss by; the loss's own
-gradient tells which hold most of it (solvers/gradient_rows.py). Nothing is trained: adapters are zero before and
-after, so all of them are looked at in the same forward and backward passes.
+Sixteen random directions out of a few hundred give only a small part of the loss reduction that an adapter can reach;
+the gradient of the loss shows the best ones (solvers/gradient_rows.py). Nothing is trained: adapters are zero before
+and after, so the same forward and backward passes serve all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FP16_SCALE = 1024.0  # gradients of a loss in fp16 vanish otherwise
 
 @dataclass(frozen=True)
 class _Adapter:
-    """One place."""
+    """An adapter whose rows can be computed."""
 
     path: str
     stage: FeatureStage
@@ -47,7 +47,7 @@ class _Adapter:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Lengths of its inputs and outputs."""
+        """Input and output dimensions."""
         return self.stage.dim, self.readout.A.shape[0]
 
     @property
@@ -66,11 +66,11 @@ def calibrate_adapters(
     refit: bool = True,
     progress: bool = True,
 ) -> AdapterReport:
-    """Give untrained adapters the rows along which the loss has most to gain, from one labelled pass.
+    """Set the rows of untrained adapters to the directions that reduce the loss most, from one labelled pass.
 
-    For adapters over the projections "free" (the rows are trained from there) and "informed" (they stay). The model
-    computes what it computed before. A fresh head should start at the labels' mean or shares, as recipes/finetune.py
-    does: else the gradients mostly tell that it does not.
+    For adapters over the projections "free" (whose rows are then trained) and "informed" (whose rows are fixed). The
+    model's outputs do not change. A new task head should start at the labels' mean or frequencies, as in
+    recipes/finetune.py; otherwise the gradients mostly correct the head.
 
     All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was. With several processes
     each gives its own share of the batches, as for `calibrate`.
@@ -136,12 +136,12 @@ def calibrate_adapters(
 
 
 def adapters_with_rows(model: nn.Module) -> bool:
-    """Whether there are active adapters over rows that can be made."""
+    """Return True if there are active adapters whose rows can be computed."""
     return bool(_adapters(model)[0])
 
 
 def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str]]:
-    """The adapters whose rows can be made, and what is wrong."""
+    """Collect the adapters whose rows can be computed, and what is wrong."""
     root = root_of(model)
 
     def slots_at(path: str) -> list[Slot]:
@@ -184,7 +184,7 @@ def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str]]:
 
 
 def _groups(adapters: Sequence[_Adapter]) -> list[list[_Adapter]]:
-    """As many together as there is room for."""
+    """Group adapters so that the statistics of each group fit into memory."""
     groups: list[list[_Adapter]] = []
     left = 0
     for adapter in adapters:
@@ -199,7 +199,7 @@ def _groups(adapters: Sequence[_Adapter]) -> list[list[_Adapter]]:
 def _one_pass(
     model: nn.Module, adapters: Sequence[_Adapter], survey: Survey, held_out: float, bar: Any
 ) -> list[GradientMoments]:
-    """The statistics of some adapters."""
+    """Run one pass over the batches for some adapters and return their statistics."""
     moments = [GradientMoments(*adapter.shape, adapter.readout.A.device) for adapter in adapters]
     inputs: list[list[torch.Tensor]] = [[] for _ in adapters]
     outputs: list[list[torch.Tensor]] = [[] for _ in adapters]
@@ -232,7 +232,7 @@ def _one_pass(
 
 
 def _keeping(kept: list[torch.Tensor], stage: FeatureStage) -> Any:
-    """A hook that keeps what the rows see."""
+    """Return a hook that records the inputs of the rows."""
 
     def keep(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         with torch.no_grad():
@@ -289,7 +289,7 @@ def _gradients(
 
 @torch.no_grad()
 def _settle(adapter: _Adapter, moments: GradientMoments, ridges: Sequence[float], refit: bool) -> AdapterSlotReport:
-    """Put the rows in, as long as those before: their products with the inputs have the same mean square."""
+    """Install the rows, scaled like the old ones: their projections of the inputs have the same mean square."""
     projection = adapter.stage.feature_map.projection
     before = projection.materialize().detach().double()
     try:

@@ -1,4 +1,4 @@
-"""What changes a model step by step, and is to change all of it or nothing.
+"""Transactions on a model: either all of its step-by-step changes are made, or none.
 
 Of tensors, only those that are written to are kept: those of the active slots, or what the caller names. Of everything
 else that a module holds (hooks, flags, whose attention it asks for), the references are, of every module of the model.
@@ -68,17 +68,17 @@ class _Attributes:
 
 
 class _Tensor:
-    """The numbers of one tensor, its gradient and whether it has one."""
+    """Saves the values of one tensor, its gradient and whether it has one."""
 
     def __init__(self, tensor: torch.Tensor):
-        self.tensor, self.numbers = tensor, tensor.detach().clone()
+        self.tensor, self.values = tensor, tensor.detach().clone()
         self.trained, self.gradient = tensor.requires_grad, tensor.grad
 
     def restore(self) -> None:
         self.tensor.requires_grad_(self.trained)
         self.tensor.grad = self.gradient
         with torch.no_grad():
-            self.tensor.copy_(self.numbers)
+            self.tensor.copy_(self.values)
 
 
 def _become(target: dict[Any, Any], content: dict[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A batch as people have it becomes tensors, where there is exactly one way; what is wrong is said otherwise.
+"""Convert a user's batch to tensors where the conversion is unambiguous, and report what is wrong otherwise.
 
 Lists of equal length and arrays become tensors, and a row of a data set (whose `input_ids` have one axis) a batch of
 one example. Rows of several lengths are not padded here: what padding is, only the tokenizer knows. Nor are lists of
@@ -18,20 +18,20 @@ EXAMPLE_AXES = {"input_ids": 1, "inputs_embeds": 2, "pixel_values": 3, "input_fe
 INPUTS = {*EXAMPLE_AXES, "attention_mask", "token_type_ids", "position_ids", "input_values", "pixel_mask"}
 LABELS = ("label", "labels")
 FLOATS = {"inputs_embeds", "pixel_values", "input_features", "input_values"}
-TAKEN = (torch.int32, torch.int64, torch.bool)  # of whole numbers, by every model
+TAKEN = (torch.int32, torch.int64, torch.bool)  # integer inputs that every model takes
 ASKED = (
     'a tensor (examples, tokens), as tokenizer(texts, padding=True, return_tensors="pt") gives it, or a DataLoader '
     "whose collate_fn pads (DataCollatorWithPadding(tokenizer))"
 )
-PICTURES = 'a tensor, as processor(images, return_tensors="pt") gives it'
+IMAGES = 'a tensor, as processor(images, return_tensors="pt") gives it'
 
 
 def as_tensors(batch: Mapping[str, Any], targets: str | None = None) -> tuple[dict[str, Any], list[str]]:
-    """The batch with tensors, on one axis of examples, and what is wrong with it ("holds ..."), in words.
+    """Convert a batch to tensors with one batch axis; also returns what is wrong with it ("holds ...").
 
     Args:
         batch: model inputs by name.
-        targets: another name of labels. Labels that are no numbers stay as they are, without a word.
+        targets: another name of labels. Non-numeric labels are kept as they are.
     """
     found: dict[str, Any] = {}
     wrong: dict[tuple[str, str], list[str]] = {}
@@ -41,13 +41,13 @@ def as_tensors(batch: Mapping[str, Any], targets: str | None = None) -> tuple[di
         if isinstance(made, torch.Tensor):
             found[name] = _whole(made) if name in labels else made
             if name not in labels and (fault := _type_fault(name, made)):
-                wrong.setdefault((fault, ASKED if name == "input_ids" else PICTURES), []).append(name)
+                wrong.setdefault((fault, ASKED if name == "input_ids" else IMAGES), []).append(name)
             elif name in INPUTS and made.dtype not in TAKEN and not made.is_floating_point():
                 found[name] = made.long()
         elif made is None or name in labels:
             found[name] = value
         elif name in INPUTS or isinstance(value, str) or (isinstance(value, (list, tuple)) and _texts(value)):
-            asked = PICTURES if name in FLOATS else ASKED
+            asked = IMAGES if name in FLOATS else ASKED
             if name not in INPUTS:
                 asked = f'model inputs alone: leave it out (dataset.remove_columns(["{name}"])), or tokenize it'
             wrong.setdefault((made, asked), []).append(name)
@@ -60,7 +60,7 @@ def as_tensors(batch: Mapping[str, Any], targets: str | None = None) -> tuple[di
 
 
 def _tensor(value: Any) -> torch.Tensor | str | None:
-    """A value as tensor; what it is in words, if there is not exactly one way; None for what is no data."""
+    """Convert a value to a tensor; a description if that is ambiguous; None if it is no data."""
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             return "a nested tensor"
@@ -101,17 +101,17 @@ def _of_list(value: Any) -> torch.Tensor | str:
 
 
 def _texts(value: Any) -> bool:
-    """Whether a text is in lists of lists."""
+    """Return True if nested lists hold a text."""
     return any(isinstance(each, str) or (isinstance(each, (list, tuple)) and _texts(each)) for each in value)
 
 
 def _whole(labels: torch.Tensor) -> torch.Tensor:
-    """Classes as losses take them."""
+    """Convert class labels to the dtype that losses take."""
     return labels if labels.is_floating_point() or labels.dtype == torch.bool else labels.long()
 
 
 def _type_fault(name: str, value: torch.Tensor) -> str | None:
-    """In words, a tensor of the wrong kind of numbers."""
+    """Describe a tensor of the wrong dtype."""
     kind = str(value.dtype).removeprefix("torch.")
     if (name == "input_ids" and value.is_floating_point()) or (name in FLOATS and not value.is_floating_point()):
         return f"a tensor of {kind}"
@@ -119,7 +119,7 @@ def _type_fault(name: str, value: torch.Tensor) -> str | None:
 
 
 def _of_one_example(batch: dict[str, Any], labels: set[str]) -> dict[str, Any]:
-    """With an axis for the examples, if it is a single one without."""
+    """Add a batch axis to a single example without one."""
     main = next((name for name in EXAMPLE_AXES if isinstance(batch.get(name), torch.Tensor)), None)
     if main is None or batch[main].ndim != EXAMPLE_AXES[main] or "cu_seq_lens_q" in batch:
         return batch

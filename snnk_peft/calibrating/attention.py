@@ -1,11 +1,11 @@
-"""fit_attention: learned linear attention starts at the softmax that it replaces, on the layer's own queries and keys.
+"""fit_attention: fit learned linear attention to the softmax it replaces, on the layer's own queries and keys.
 
 Function approximation at initialisation for linear attention (Definition 10.2 of "Efficiently learning low-rank
-networks"), with what the definition leaves open or gets wrong decided as follows. What is fitted are the parameters of
-the feature maps (and of the blend, if there are several fields), not new queries and keys: those of a pretrained model
-are known. Its Gaussian values V, drawn apart from Q and K, cannot come out of a layer, which makes both of the same
-tokens; so queries, keys and values are real ones here. Its squared error for such V has a closed form all the same,
-‖Â − A‖²_F of the attention weights: loss="weights".
+networks"), with these choices where the definition is open or wrong. The parameters of the feature maps (and of the
+blend, if there are several fields) are fitted, not new queries and keys, which are known for a pretrained model. The
+definition draws Gaussian values V independently of Q and K, but a layer computes all three from the same tokens; so
+real queries, keys and values are used. Its squared error for such V has a closed form all the same, ‖Â − A‖²_F of the
+attention weights: loss="weights".
 
 All layers are fitted at once: in each forward pass every layer computes softmax, which keeps the inputs of the next one
 what they were, and beside it the loss of its linear attention, whose gradient ends at the queries and keys.
@@ -54,8 +54,8 @@ def fit_attention(
 ) -> CalibrationReport:
     """Fit learned feature maps of linear attention to the softmax attention that they replace, without labels.
 
-    Layers that attend to a band keep their maps: what these do beyond the band, no softmax did. So do layers whose maps
-    have nothing to learn. Everything else of the model stays as it is. Call it before training, after `calibrate`.
+    Layers that attend to a band keep their maps, since there is no softmax beyond the band to fit; so do layers whose
+    maps have no parameters. The rest of the model does not change. Call it before training, after `calibrate`.
 
     All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was.
 
@@ -63,7 +63,7 @@ def fit_attention(
         model: a model from `get_snnk_model` whose active adapter has an AttentionPart with a learned projection
             ("free", "gmm" and so on), not yet wrapped by DDP or FSDP.
         batches: model-input dicts, as for `calibrate`: a list, a DataLoader or a function that returns an iterator,
-            always in the same order. Labels are ignored. Read again and again until all steps are done.
+            always in the same order. Labels are ignored. Read repeatedly until all steps are done.
         steps: of Adam, one batch each; its learning rate falls linearly to zero.
         learning_rate: of the first step.
         loss: per query and head, "cross_entropy" of the attention weights (as Kullback-Leibler divergence; for positive
@@ -119,7 +119,7 @@ def fit_attention(
 
 
 def learned_kernels(model: nn.Module) -> list[KernelAttention]:
-    """The active linear attention of a model that stands for softmax over all tokens and can learn."""
+    """Return the active linear attention of a model that replaces softmax over all tokens and is trainable."""
     return [observer.kernel for observer in _observers(model, LOSSES[0])]
 
 
@@ -130,7 +130,7 @@ def loss_of(model: nn.Module) -> str:
 
 
 def _observers(model: nn.Module, loss: str) -> list[Observer]:
-    """One per attention module whose active linear attention stands for softmax over all tokens and can learn."""
+    """Create an observer per attention module with active, trainable linear attention in place of full softmax."""
     found = []
     for path, layer in model.named_modules():
         if not isinstance(layer, SlotLayer):
@@ -225,7 +225,7 @@ def _descend(
     learning_rate: float,
     progress: bool,
 ) -> None:
-    """Adam on the loss of all layers together; each has parameters of its own, so each gets what it would get alone."""
+    """Minimise the summed loss of all layers by Adam; layers share no parameters, so each is fitted independently."""
     parameters = list(dict.fromkeys(p for observer in observers for p in _learned(observer.kernel)))
     before = [parameter.grad for parameter in parameters]
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)

@@ -28,7 +28,7 @@ def read(batches: Batches) -> Iterator[Any]:
 
 
 def refuse_no_batches(batches: Any) -> None:
-    """ConfigError for what does not hold batches: a single one, a text, nothing."""
+    """Raise ConfigError for what does not hold batches: a single batch, a text, nothing."""
     expected = f"expected a list of dicts of model inputs, such as a tokenizer {GIVES}, or a DataLoader"
     if isinstance(batches, Mapping):
         inside = ", ".join(map(str, batches))
@@ -103,7 +103,7 @@ def is_held_out(index: int, fraction: float) -> bool:
 
 
 class Survey:
-    """What one look at all batches tells; iterate over it to read them again, as often as wanted.
+    """The result of reading all batches once; iterate over it to read them again, any number of times.
 
     Everything that can be known about them before the model runs is checked here, and whether later reads give the
     same is checked then. With several processes each looks at its own share, and all of them find the same faults.
@@ -147,7 +147,7 @@ class Survey:
             known.warn_if_repeated()
 
     def _faults(self, found: list[str], held_out: float) -> list[str]:
-        """Of all processes."""
+        """Collect the faults of all processes."""
         fitted = sum(not is_held_out(index, held_out) for index in range(self.total))
         shares = gathered((self.total, fitted, found))
         total, fitted = (sum(column) for column in list(zip(*shares, strict=True))[:2])
@@ -169,7 +169,7 @@ class Survey:
         return []
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        """(index, batch) once more.
+        """Yield (index, batch) again.
 
         Raises:
             ConfigError: there are fewer or more than at first.
@@ -206,7 +206,7 @@ class Survey:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """All modules in eval mode, and back to what they were."""
+    """Set all modules to eval mode, and restore their modes on exit."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -217,12 +217,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """What a batch gives the model: no labels, on its device, pictures and sounds as precise as it is."""
+    """Return a batch as the model takes it: without labels, on its device, images and audio in its dtype."""
     return {key: value for key, value in placed(model, batch).items() if key not in LABELS}
 
 
 def placed(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """A batch on the device of the model, pictures and sounds as precise as it is."""
+    """A batch on the device of the model, images and audio in its dtype."""
     device, dtype = place_of(model), getattr(model, "dtype", None)
     return {
         key: value.to(device, dtype if key in FLOATS else None) if isinstance(value, torch.Tensor) else value

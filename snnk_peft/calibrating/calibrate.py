@@ -1,7 +1,7 @@
-"""calibrate: fit every slot that can be fitted to what it stands in for, on real activations.
+"""calibrate: fit every slot that can be fitted to the module it replaces, on real activations.
 
-The schedule of passes and nothing else: front to back, as often as each slot's fitter (`Slot.fitter`, in parts/) reads
-the batches. Inputs come from the stack as fitted so far, so a later layer repairs what an earlier one got wrong.
+Schedules the passes: front to back, as often as each slot's fitter (`Slot.fitter`, in parts/) reads the batches.
+Inputs come from the stack as fitted so far, so a later layer repairs what an earlier one got wrong.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def calibrate(
 
     All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was.
 
-    Adapters, and linear attention over other rows than `centroids`, hold nothing that stands for a module's output. In
-    a model that has nothing else they are what is fitted: learned maps of attention with `steps`, as `fit_attention`
-    says, or the rows of adapters from labelled batches, as `calibrate_adapters` says. Beside parts that do stand in for
-    a module they stay as they are, and what is fitted sees their effect in its inputs; these two functions fit them.
+    Adapters, and linear attention over rows other than `centroids`, approximate no module's output. In a model without
+    other parts they are fitted themselves: learned maps of attention with `steps`, as by `fit_attention`, or the rows
+    of adapters from labelled batches, as by `calibrate_adapters`. Beside parts that replace a module they stay
+    unchanged, and the fits see their effect in their inputs; these two functions fit them.
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
@@ -78,10 +78,10 @@ def calibrate(
             solvers/ridge.py, and for rows of adapters `RIDGES` of solvers/gradient_rows.py.
         refit: once the regularisation is chosen, fit to all batches, the held-out ones included. The reported error is
             the held-out one from before.
-        steps: of Adam behind the closed form of an attention part over `centroids`, per layer: the first half on the
+        steps: of Adam after the closed form of an attention part over `centroids`, per layer: the first half on the
             divergence of the weights from softmax, the second on the error of the output. 200 take a few seconds a
-            layer. And behind that of FFN and pooler, where rows are the layer's (`landmark`) or learned: they move to
-            lower the error behind the contraction, on a sample of 16,384 tokens; what does not lower it on held-out
+            layer. And after that of FFN and pooler, where rows are the layer's (`landmark`) or learned: they move to
+            lower the error after the contraction, on a sample of 16,384 tokens; what does not lower it on held-out
             tokens is not taken. 200 take one to three seconds a layer. A narrower FFN moves all of its matrices in
             the same way. 0 for the closed form alone.
         progress: show a progress bar with an estimate.
@@ -180,7 +180,7 @@ def _fit_all(
     options: FitOptions,
     progress: bool,
 ) -> tuple[list[SlotReport], list[str]]:
-    """Fit the slots one after the other, in the order in which the model runs them; and what is to be said of it."""
+    """Fit the slots in the order in which the model runs them, and collect their remarks."""
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -225,7 +225,6 @@ class _FitPlace:
         return unwrap(self.root.get_submodule(path))
 
     def active_at(self, path: str) -> nn.Module:
-        """The module in use there."""
         return active_module(self.root.get_submodule(path))
 
 
@@ -235,7 +234,7 @@ def slot_to_fit(layer: SlotLayer) -> Slot | None:
 
 
 def fitter_of(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter:
-    """How the slot of a layer that can be fitted is fitted in `model`."""
+    """Return the fitter for the slot of a layer that can be fitted."""
     slot = slot_to_fit(layer)
     assert slot is not None
     found = slot.fitter(_FitPlace(root_of(model), unwrap(layer.base_layer)), options)
@@ -271,7 +270,7 @@ def _fit_slot(name: str, layer: SlotLayer, fitter: Fitter, data: SlotInputs) -> 
 
 
 def _settings(layer: SlotLayer) -> dict[str, Any]:
-    """Of the feature maps of the slot that was fitted, which are alike."""
+    """Return the settings of the fitted slot's feature maps, which all share them."""
     slot = slot_to_fit(layer)
     assert slot is not None
     found = next((module for module in slot.modules() if isinstance(module, FeatureMap)), None)

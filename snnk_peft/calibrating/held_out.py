@@ -65,7 +65,7 @@ class LabelledRows:
         self.rows, self.labels = (list(chain.from_iterable(column)) for column in zip(*shares, strict=True))
 
     def warn_if_contradicting(self, stacklevel: int = 3) -> None:
-        """NumericalWarning if some rows stand there with more than one label; `stacklevel` as in `warnings.warn`."""
+        """Warn if rows occur with more than one label (NumericalWarning); `stacklevel` as in `warnings.warn`."""
         note = label_note("batches", self.rows, self.labels)
         if note is not None:
             warnings.warn(note, NumericalWarning, stacklevel=stacklevel)

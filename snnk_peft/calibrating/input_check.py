@@ -1,4 +1,4 @@
-"""What is wrong with batches of model inputs, as far as it shows before a model runs.
+"""Faults in batches of model inputs that can be found before the model runs.
 
 Padding without a mask cannot be told from text in general. It can where the model or its tokenizer's convention names
 a token for padding: two of them in a row at either end of a sequence are no text.
@@ -36,7 +36,7 @@ class InputCheck:
         self._found: list[str] = []
 
     def look(self, index: int | None, batch: Any, name: str = "batch", targets: str | None = None) -> Batch | None:
-        """The batch as tensors; None for what is no dict of model inputs.
+        """Convert a batch to tensors; None if it is not a dict of model inputs.
 
         Args:
             index: its number, None for one that stands alone.
@@ -57,7 +57,7 @@ class InputCheck:
         return made
 
     def faults(self) -> list[str]:
-        """The messages, shortened."""
+        """Return the messages; beyond a limit only their number."""
         more = len(self._found) - SHOWN
         return self._found if more < 2 else [*self._found[:SHOWN], f"and {more} more faults of this kind"]
 
@@ -99,7 +99,7 @@ class InputCheck:
 
 
 def _in_words(given: Any) -> str:
-    """What was given in place of a batch, and what to make of it."""
+    """Describe what was given in place of a batch, and how to make it one."""
     if isinstance(given, str):
         return f"the text {given[:30]!r} (texts are to be tokenized, and a batch alone given as [batch])"
     if isinstance(given, (list, tuple)) and given and all(isinstance(each, Mapping) for each in given):
@@ -133,7 +133,7 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 def _padding(model: nn.Module) -> tuple[int, ...]:
-    """The token that stands for padding; where the model names none, the one that ends a text usually does."""
+    """Return the padding token; where the model names none, the end-of-text token, which is the usual choice."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return ()

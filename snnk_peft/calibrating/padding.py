@@ -18,7 +18,7 @@ NONE = -1  # no token: nothing is padding
 
 
 def masked_tokens(batch: Mapping[str, Any]) -> set[int]:
-    """The tokens that stand where the mask is 0."""
+    """Return the tokens at positions where the mask is 0."""
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor) or ids.shape != mask.shape:
         return set()

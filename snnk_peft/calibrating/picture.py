@@ -1,4 +1,4 @@
-"""The picture of a CalibrationReport: what every slot was like before and after, and what it took."""
+"""Plot of a CalibrationReport: error of every slot before and after, and time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw(slots: Sequence[Any]) -> bytes:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ImportError(
-            "the picture of a calibration needs matplotlib, which is not installed: pip install snnk-peft[demo]; "
+            "plotting a calibration needs matplotlib, which is not installed: pip install snnk-peft[demo]; "
             "report.to_dict() needs nothing"
         ) from error
     panels: list[tuple[str, list[Any], list[Any]]] = [
@@ -52,7 +52,7 @@ def draw(slots: Sequence[Any]) -> bytes:
 
 
 def _bars(axis: Any, values: Sequence[float | None], offset: float, colour: str, label: str | None) -> None:
-    """Horizontal bars with their numbers; none where there is no value."""
+    """Draw horizontal bars with their values; none where there is no value."""
     known = [(place, value) for place, value in enumerate(values) if value is not None and value < float("inf")]
     places, widths = [place - offset for place, _ in known], [value for _, value in known]
     bars = axis.barh(places, widths, 0.36 if label else 0.6, color=colour, label=label)

@@ -1,4 +1,4 @@
-"""What `calibrate` reports: per slot, how well the stand-in fits on held-out tokens before and after, and the cost."""
+"""The report of `calibrate`: per slot, the error on held-out tokens before and after fitting, and the cost."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ POOR = 0.25  # error of an attention from which models were found to suffer: 3 t
 
 @dataclass(frozen=True)
 class SlotReport:
-    """What calibration did to one slot.
+    """Result of calibrating one slot.
 
     Args:
         path: the replaced module.
-        num_features: rows of W, or whatever number tells the size of the part.
+        num_features: rows of W, or the size of a part without W.
         tokens: tokens (or examples, for a pooler) fitted while choosing the regularisation.
         held_out_tokens: tokens that chose it and that the errors are measured on; fitted as well after `refit`.
         ridge: the chosen regularisation, as a fraction of the mean feature variance; None where there is none.
@@ -57,7 +57,7 @@ class SlotReport:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What `calibrate` did, slot by slot, front to back.
+    """Result of `calibrate`, slot by slot, front to back.
 
     Args:
         slots: one entry per slot.
@@ -69,15 +69,13 @@ class CalibrationReport:
 
     @property
     def seconds(self) -> float:
-        """Wall time in total."""
         return sum(slot.seconds for slot in self.slots)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a metrics.json."""
         return {"seconds": self.seconds, "settings": dict(self.settings), "slots": [asdict(s) for s in self.slots]}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write calibration.json, the data of `to_dict`, and calibration.png, its picture; older ones are replaced.
+        """Write calibration.json, the data of `to_dict`, and calibration.png, its plot; older ones are replaced.
 
         An error that is not finite is null in JSON.
 
@@ -110,7 +108,7 @@ class CalibrationReport:
             lines.append(f"{line}  {'-' if s.ridge is None else f'{s.ridge:.0e}':>7}  {s.seconds:>7.1f}")
         if fitted := {s.longest for s in self.slots if s.longest is not None}:
             lines.append(
-                f"Attention was fitted to texts of at most {min(fitted)} tokens. Behind so many, a decoder's tokens "
+                f"Attention was fitted to texts of at most {min(fitted)} tokens. Beyond that, a decoder's tokens "
                 "see near keys alone (without a near field, longer texts are refused)"
             )
         return "\n".join(lines)
@@ -126,17 +124,17 @@ def warn_of_few_tokens(slots: Sequence[SlotReport]) -> None:
         # 10p. MiniLM's FFN blocks did no better: twice the error at p, a tenth more at 10p.
         most = max(10 * (slot.needed_tokens or 0) for slot in few)
         warnings.warn(
-            f"too few tokens for {', '.join(named)}{more}: fewer than there are numbers to fit per output, so that "
+            f"too few tokens for {', '.join(named)}{more}: fewer than parameters to fit per output, so that "
             "many fits are equally good and the regularisation alone decides among them. Give more or longer texts: "
-            f"with {most} tokens, ten times as many as numbers, about a tenth of the error is due to their number. Or "
-            "use fewer features",
+            f"with {most} tokens, ten times as many as parameters, about a tenth of the error is due to their number. "
+            "Or use fewer features",
             NumericalWarning,
             stacklevel=3,
         )
 
 
 def warn_of_poor_attention(slots: Sequence[SlotReport]) -> None:
-    """UserWarning about attention that its feature maps cannot stand in for, with the way out."""
+    """Warn about attention that its feature maps approximate poorly, and say what to do."""
     poor = [slot for slot in slots if slot.divergence_after is not None and not slot.error_after <= POOR]
     if poor:
         named = [f"{slot.path} ({slot.error_after:.2f})" for slot in poor[:SHOWN]]
@@ -157,7 +155,7 @@ def _pair(slot: SlotReport) -> str:
 
 
 def _finite(data: Any) -> Any:
-    """Plain data with null for numbers that JSON does not know."""
+    """Replace NaN and infinity, which JSON lacks, by null."""
     if isinstance(data, Mapping):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What a slot is given in a forward pass over the batches, from the stack as it is now: the data of its fitter."""
+"""The inputs of a slot over all batches, from the stack as converted so far: the data of its fitter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from snnk_peft.tuner.slot_layer import SlotLayer, root_of
 
 
 class _Reached(Exception):  # noqa: N818 - control flow, not an error
-    """Ends a forward pass at the slot whose input was wanted."""
+    """Ends a forward pass at the slot whose input is wanted."""
 
 
 def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: Survey) -> dict[str, int]:
@@ -41,9 +41,9 @@ def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: S
 def _slot_calls(
     model: nn.Module, layer: SlotLayer, fitter: Fitter, runs: int, batches: Survey, bar: Any, run: Run
 ) -> Iterator[tuple[int, list[Call]]]:
-    """(batch index, the calls of a slot), from the stack as it is now; stops each pass there.
+    """Yield (batch index, calls of a slot) from the stack as it is now; stops each pass there.
 
-    A layer that runs several times gives the inputs of all runs, with the original in its place: what the stand-in
+    A layer that runs several times gives the inputs of all runs, with the original in its place: what the replacement
     would make of the earlier ones is not known before it is fitted.
     """
     caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -74,7 +74,7 @@ def _slot_calls(
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module, layer: SlotLayer, together: Sequence[str], runs: int) -> Iterator[None]:
-    """The original of a layer with several runs, and of what goes with it, in place of what replaces them."""
+    """Restore the originals of a layer with several runs, and of the modules fitted with it, in a context."""
     inside: list[SlotLayer] = []
     if runs > 1:
         others = [root_of(model).get_submodule(path) for path in together]
@@ -127,5 +127,5 @@ class SlotInputs:
 
 
 def _first(call: Call) -> torch.Tensor:
-    """What a module was given, by place or by name."""
+    """Return the first tensor among a module's arguments, positional or keyword."""
     return next(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor))

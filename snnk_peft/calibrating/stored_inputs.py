@@ -1,4 +1,4 @@
-"""What a Transformer layer is given, kept on disk, so that a pass for a slot further behind begins there.
+"""The inputs of a Transformer layer, stored on disk, so that passes for later slots start there.
 
 Slots are fitted front to back: what a layer is given no longer changes once everything before it is fitted. Without
 this the passes for a model of L layers run L² / 2 of them, with it L. What is stored is the hidden state of each batch;
@@ -31,7 +31,7 @@ Run = Callable[[int, Mapping[str, Any]], object]
 
 
 class _Seen(Exception):  # noqa: N818 - control flow, not an error
-    """Ends a run whose only purpose was to see what a slot is given."""
+    """Ends a run that only serves to record a slot's input."""
 
 
 class StoredInputs:
@@ -88,14 +88,14 @@ class StoredInputs:
             hook.remove()
 
     def load(self, index: int, digest: bytes, layer: int) -> tuple[int, torch.Tensor] | None:
-        """The layer at or before `layer` whose input is stored, and this input; None if there is none of this batch."""
+        """Return the last layer up to `layer` with a stored input for this batch, and this input, or None."""
         kept = self._kept.get(index)
         if kept is None or kept[1] != digest or kept[0] > layer:
             return None
         return kept[0], load_file(self._file(index))["hidden"]
 
     def save(self, index: int, digest: bytes, layer: int, hidden: torch.Tensor) -> None:
-        """Keep the input of a layer in place of what was kept of this batch."""
+        """Store the input of a layer, replacing the earlier one of this batch."""
         if self._kept.get(index) == (layer, digest):
             return
         try:
@@ -165,7 +165,7 @@ class _Pass:
             self.model(**inputs)
 
     def _seen(self, run: Callable[[], object]) -> Any:
-        """What the slot is given in a run, or None if the run fails: the full one will say so."""
+        """Run the model up to the slot and return its inputs; None on failure, which the full run will report."""
         seen: list[Any] = []
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ class _Pass:
 
 @contextlib.contextmanager
 def _handing_on(layers: list[nn.Module]) -> Iterator[None]:
-    """Layers that give what they are given."""
+    """Replace the forward of layers by the identity."""
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = _hand_on
@@ -203,7 +203,7 @@ def _hand_on(*args: Any, **kwargs: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether the tensors in two nested structures agree, up to rounding."""
+    """Compare the tensors in two nested structures, up to rounding."""
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or one.shape != other.shape or one.dtype != other.dtype:
             return False
@@ -216,7 +216,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _digest(inputs: Mapping[str, Any]) -> bytes:
-    """Of all tensors of a batch."""
     found = hashlib.sha256()
     for name, value in sorted(inputs.items()):
         if isinstance(value, torch.Tensor):

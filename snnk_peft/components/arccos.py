@@ -40,7 +40,6 @@ class Arccos(Component):
         self.order = order
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
-        """Elementwise 1[z > 0] z^order."""
         if self.order == 0:
             return (z > 0).to(z.dtype)
         return torch.relu(z) if self.order == 1 else torch.relu(z).square()
@@ -51,5 +50,4 @@ class Arccos(Component):
         return torch.ops.aten.threshold_backward(grad if self.order == 1 else 2 * z * grad, z, 0)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """½K_order."""
         return arccos_kernel(x, y, order=self.order) / 2

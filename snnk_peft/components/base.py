@@ -1,4 +1,4 @@
-"""What every component function f is: it turns projections ω_i·x into features whose inner product is a kernel.
+"""Component functions f: they turn projections ω_i·x into features whose inner product is a kernel.
 
 E[phi(x)·psi(y)] = kernel(x, y), the expectation over the rows of W. The true features are `values * exp(log_scale)`;
 elementwise components need no scale and leave it None.
@@ -101,7 +101,7 @@ class Component(nn.Module):
         return 1
 
     def prepare(self, projection: Projection) -> None:
-        """Called once when a FeatureMap pairs this component with its matrix: the place to draw what else is random.
+        """Set up anything else that is random, when a FeatureMap pairs this component with its matrix.
 
         Raises:
             ConfigError: the component cannot work with this matrix.
@@ -109,17 +109,17 @@ class Component(nn.Module):
 
     @classmethod
     def elementwise(cls) -> bool:
-        """Whether the features are one function of each projection; closed forms for layers (Nyström) need that."""
+        """Return True if each feature is a function of one projection; closed forms for layers (Nyström) need that."""
         return cls.function is not Component.function
 
     @classmethod
     def has_kernel(cls) -> bool:
-        """Whether the features estimate a known kernel; if not, they are just a map, as a rule a learned one."""
+        """Return True if the features estimate a known kernel; otherwise they are just a map, usually a learned one."""
         return cls.kernel is not Component.kernel or cls.kernel_over is not Component.kernel_over
 
     @classmethod
     def fits(cls, projection: Projection | type[Projection]) -> bool:
-        """Whether the rows of a matrix are of the kind that the features need.
+        """Return True if the rows of a matrix have the distribution that the features need.
 
         Random features need their distribution. A function of each projection alone means something over rows that are
         no sample too ("none"), though no kernel is estimated then.
@@ -140,7 +140,7 @@ class Component(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define gradient()")
 
     def offsets(self, num_features: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
-        """Fixed numbers c_i that the component wants added to the projections ω_i·x, (num_features,), or None."""
+        """Fixed offsets c_i that the component adds to the projections ω_i·x, (num_features,), or None."""
         return None
 
     def activate(self, z: torch.Tensor, amplitudes: torch.Tensor | float | None = None) -> torch.Tensor:
@@ -157,7 +157,7 @@ class Component(nn.Module):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """The features of one tower, x (..., dim) -> (..., feature_dim); what a member that is not elementwise defines.
+        """Compute the features of one tower, x (..., dim) -> (..., feature_dim); overridden if not elementwise.
 
         Args:
             x: the vectors, (..., length, dim) where statistics are given.
@@ -201,7 +201,7 @@ class Component(nn.Module):
     def statistics(
         self, x: torch.Tensor, y: torch.Tensor, x_mask: torch.Tensor | None = None, y_mask: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """What the two towers must agree on, from the vectors of both; empty unless the component adapts to the data.
+        """Compute what both towers share, from the vectors of both; empty unless the component adapts to the data.
 
         Args:
             x: (..., n, dim), one set of vectors per leading index.

@@ -41,7 +41,6 @@ class Exponential(Component):
         self.kernel_name = kernel
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """e^{x·y} or e^{−‖x−y‖²/2}."""
         return exact_kernel(x, y, self.kernel_name)
 
     @staticmethod

@@ -26,7 +26,7 @@ from snnk_peft.projections.base import Projection
 
 
 class Coordinates(NamedTuple):
-    """How one tower sees its vectors: u = stretch ∘ x, or x · basis, or x itself where both are None.
+    """One tower's change of coordinates: u = stretch ∘ x, or x · basis, or x itself where both are None.
 
     Attributes:
         a: a number, one per example (..., 1, 1), or one per coordinate (..., 1, dim) or (dim,); all below 1/8.

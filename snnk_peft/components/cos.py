@@ -52,7 +52,6 @@ class Cos(Component):
         return math.pi * (torch.arange(num_features, device=device) + 0.5) / max(num_features, 2)
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
-        """Elementwise cosine."""
         return torch.cos(z)
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

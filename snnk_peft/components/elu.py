@@ -26,12 +26,10 @@ class Elu(Component):
     positive = True
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
-        """Elementwise elu(z) + 1."""
         return torch.nn.functional.elu(z) + 1
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         return grad * z.clamp_max(0).exp()
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """E[f(ω·x) f(ω·y)]."""
         return gaussian_product_mean(self.function, x, y)

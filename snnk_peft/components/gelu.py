@@ -23,12 +23,10 @@ class Gelu(Component):
     in_kernels = "gelu"
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
-        """Elementwise GELU."""
         return torch.nn.functional.gelu(z)
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten.gelu_backward(grad, z)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """E[GELU(ω·x) GELU(ω·y)]."""
         return gelu_kernel(x, y)

@@ -30,7 +30,6 @@ class Hyprf(Exponential):
     positive = True
 
     def feature_dim(self, num_features: int, dim: int) -> int:
-        """Two per row."""
         return 2 * num_features
 
     def tower(

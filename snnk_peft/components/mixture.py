@@ -1,11 +1,11 @@
 """A query as a mixture of centres: φ(q) = softmax(Wq + b), ψ(k) = exp(W'k + b'), rows of their own for either.
 
-Attention to a key is then Σ_r φ_r(q) ψ_r(k): a query is told by how much it is like each of m others, c_r, and the
+Attention to a key is then Σ_r φ_r(q) ψ_r(k): a query is described by its similarity to each of m others, c_r, and the
 weights of those, exp(c_r·k) up to a factor that evens them out, are kept as sums over the keys. No kernel is
 estimated: rows are made from the queries and keys of a layer (`centroids`, fitted by `calibrate`) or learned (`free`,
 with a bias). As a map of one vector alone it is softmax features.
 
-Cost: the projection and one exponential per row. There is no −‖x‖²/2: keys that differ in length are told apart by b'.
+Cost: the projection and one exponential per row. There is no −‖x‖²/2: keys of different length are distinguished by b'.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Mixture(Component):
 
     @classmethod
     def fits(cls, projection: Projection | type[Projection]) -> bool:
-        """Real rows of any origin."""
+        """Accept rows from any distribution."""
         return projection.distribution in ("gaussian", "none")
 
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`: a softmax for the first, exponentials for the second."""
+        """Compute a softmax for phi, exponentials for psi; arguments as in `Component.tower`."""
         with full_precision(x):
             z = projection(wide(x))
             if not second:

@@ -91,7 +91,7 @@ class Polysketch(Component):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`; both are the same."""
+        """Compute the features, equal for both towers; arguments as in `Component.tower`."""
         with full_precision(x):
             return Features(symmetric_square(self._sketch(projection(wide(x)))).to(x.dtype))
 

@@ -24,12 +24,10 @@ class Relu(Component):
     in_kernels = "relu"
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
-        """Elementwise ReLU."""
         return torch.relu(z)
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten.threshold_backward(grad, z, 0)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """½K₁."""
         return arccos_kernel(x, y, order=1) / 2

@@ -23,13 +23,12 @@ class Sin(Component):
     periodic = True
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
-        """Elementwise sine."""
         return torch.sin(z)
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         return grad * torch.cos(z)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """½(e^{−‖x−y‖²/2} − e^{−‖x+y‖²/2})."""
+        """Return ½(e^{−‖x−y‖²/2} − e^{−‖x+y‖²/2})."""
         minus, plus = (x - y).square().sum(-1), (x + y).square().sum(-1)
         return (torch.exp(-minus / 2) - torch.exp(-plus / 2)) / 2

@@ -33,17 +33,16 @@ class SoftmaxPm(Component):
 
     @classmethod
     def fits(cls, projection: Projection | type[Projection]) -> bool:
-        """Real rows of any origin."""
+        """Accept rows from any distribution."""
         return projection.distribution in ("gaussian", "none")
 
     def feature_dim(self, num_features: int, dim: int) -> int:
-        """2 · num_features."""
         return 2 * num_features
 
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`; the same for both."""
+        """Compute the features, equal for both towers; arguments as in `Component.tower`."""
         with full_precision(x):
             z = projection(wide(x))
             return Features(torch.cat((z, -z), -1).softmax(-1).to(x.dtype))

@@ -44,13 +44,14 @@ class Taylor(Component):
         series: Annotated[
             str | Sequence[float],
             Option(
-                'the name of a function ("inverse" is 1/(1−z)), or the numbers a_0, a_1, ...', choices=tuple(SERIES)
+                'name of a function ("inverse" is 1/(1−z)), or the coefficients a_0, a_1, ...',
+                choices=tuple(SERIES),
             ),
         ] = "exp",
         degree: Annotated[
             int | None,
             Option(
-                "the last power kept, None for 4 (for numbers of your own: at most their count minus 1, which is what "
+                "the last power kept, None for 4 (for given coefficients: at most their count minus 1, which is what "
                 "None means).",
                 low=0,
                 high=LARGEST_DEGREE,
@@ -64,7 +65,7 @@ class Taylor(Component):
         self._shares: dict[int, list[int]] = {}
 
     def _features_per_degree(self, rows: int) -> list[int]:
-        """How many features of degree 0, 1, 2, ... so many rows make; shared out once."""
+        """Return the number of features of degree 0, 1, 2, ... that this many rows give; cached."""
         if rows not in self._shares:
             self._shares[rows] = self._share_out(rows)
         return self._shares[rows]
@@ -93,7 +94,6 @@ class Taylor(Component):
         return max(1, sum(n for n, a in enumerate(self.coefficients) if a != 0))
 
     def prepare(self, projection: Projection) -> None:
-        """Check that there are rows enough."""
         needed = self.fewest_rows()
         if projection.num_features < needed:
             raise ConfigError(

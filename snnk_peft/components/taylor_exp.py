@@ -43,7 +43,7 @@ class TaylorExp(Component):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`; both are the same."""
+        """Compute the features, equal for both towers; arguments as in `Component.tower`."""
         with full_precision(x):
             z = projection(wide(x))
             parts = torch.ones_like(z[..., :1]), z, symmetric_square(z) * 0.5**0.5

@@ -92,7 +92,6 @@ class Trigrf(Component):
             return Features(values.to(x.dtype), half_square(x) if self.kernel_name == "softmax" else None)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The kernel named at construction."""
         if self.kernel_name == "softmax":
             return torch.exp((x * y).sum(-1))
         return shift_invariant_kernel(x, y, self.kernel_name)

@@ -160,7 +160,7 @@ class Urf(Component):
     def tower(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
     ) -> Features:
-        """See `Component.tower`; psi reads biases b (...) from statistics["bias"], 0 if absent."""
+        """Compute the features; psi reads biases b (...) from statistics["bias"], 0 if absent."""
         with full_precision(x):
             affine, exponents, cos, sin = (self._psi if second else self._phi)(wide(x), projection, statistics)
             if self.bound > 0:

@@ -1,8 +1,8 @@
-"""What a model will cost, before it is downloaded: parameters, products, memory and traffic from its config alone.
+"""Cost of a model before it is downloaded: parameters, MACs, memory and traffic from its config alone.
 
     python -m snnk_peft.cost bert-large-uncased --config snnk.yaml
 
-Models are built on the meta device, where tensors have shapes and no numbers, and run there: operations are counted as
+Models are built on the meta device, where tensors have shapes but no values, and run there: operations are counted as
 torch calls them, and no formula of an architecture is needed. `CostRow` says what each figure contains.
 """
 

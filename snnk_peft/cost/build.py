@@ -1,4 +1,4 @@
-"""Models from configs, on the meta device: the pretrained one, and what SNNK, bundling and LoRA make of it."""
+"""Models from configs, on the meta device: the pretrained one, and its SNNK, bundled and LoRA forms."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def read_model_config(model: str | Path | PretrainedConfig) -> PretrainedConfig:
 
 
 def prepare(config: Any, num_labels: int | None = None, image_size: int | None = None) -> None:
-    """Write into a config what decides about shapes; no keys are cached.
+    """Set the fields of a config that determine shapes; no keys are cached.
 
     Args:
         config: of a model.
@@ -150,7 +150,7 @@ def model_class(config: PretrainedConfig, task: str | None) -> Any:
 
 @contextmanager
 def _on_meta() -> Iterator[None]:
-    """Tensors are made without numbers, and what libraries say about unusual configs is left out."""
+    """Create tensors without values, and silence what libraries say about unusual configs."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -163,18 +163,18 @@ def _on_meta() -> Iterator[None]:
 
 @contextmanager
 def without_numbers(what: str) -> Iterator[None]:
-    """UnsupportedError if `what` is done by code that reads numbers, which the meta device does not have."""
+    """Raise UnsupportedError if the code for `what` reads values, which the meta device does not have."""
     try:
         yield
     except RuntimeError as error:
         raise UnsupportedError(
-            f"{what} is not possible on the meta device, where tensors have shapes and no numbers; expected code whose "
-            f"shapes do not depend on numbers (a part of your own may ask `tensor.is_meta`): {error}"
+            f"{what} is not possible on the meta device, where tensors have shapes but no values; expected code whose "
+            f"shapes do not depend on values (a part of your own may ask `tensor.is_meta`): {error}"
         ) from error
 
 
 class Builder:
-    """Makes models from one config, each anew.
+    """Builds models from one config, a new one per call.
 
     Args:
         config: of the pretrained model.
@@ -189,7 +189,6 @@ class Builder:
         self.config, self.dtype, self.cls = config, dtype, model_class(config, task)
 
     def pretrained(self) -> PreTrainedModel:
-        """The model of the config."""
         make = getattr(self.cls, "from_config", None) or self.cls._from_config
         try:
             with _on_meta():
@@ -200,7 +199,7 @@ class Builder:
             ) from error
 
     def patched(self, config: SNNKConfig) -> Any:
-        """`get_snnk_model` of it; raises what that raises."""
+        """Return `get_snnk_model` of the pretrained model."""
         config = copy.deepcopy(config)
         config.save_projection = True  # else every matrix would be drawn for its checksum
         base = self.pretrained()
@@ -213,11 +212,10 @@ class Builder:
             return folded_model(patched.get_base_model())[0]
 
     def full(self) -> PreTrainedModel:
-        """The model, with every parameter trained."""
         return self.pretrained().requires_grad_(True)
 
     def lora(self, config: SNNKConfig, size: int) -> tuple[Any, int]:
-        """LoRA on queries and values with about `size` numbers, the same head trained; and its rank.
+        """Return LoRA on queries and values with about `size` parameters and the same task head trained, and its rank.
 
         Where a family has no projection of its own for them, PEFT's choice for the architecture is taken.
 
@@ -248,7 +246,7 @@ class Builder:
 
 
 def slot_parameters(model: Any) -> int:
-    """Trained numbers of a patched model outside of the modules that are trained whole."""
+    """Count the trained parameters of a patched model outside of the modules that are trained in full."""
     return sum(
         parameter.numel()
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""The command line: a table for people, and the same figures as JSON."""
+"""The command line: a table, and the same figures as JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 2 for what cannot be built or written."""
+    """Print the table; returns 2 if something cannot be built or written."""
     arguments = vars(parser().parse_args(argv))
     output, path = arguments.pop("output"), arguments.pop("config")
     try:

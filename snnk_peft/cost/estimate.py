@@ -39,20 +39,20 @@ def estimate_cost(
     processes: int = 8,
     device: str = "cuda",
 ) -> CostReport:
-    """Parameters, multiply-adds, memory and traffic of SNNK, its bundle, LoRA and full fine-tuning.
+    """Estimate parameters, MACs, memory and traffic of SNNK, its bundle, LoRA and full fine-tuning.
 
     No weight is read or allocated, and nothing is downloaded but a config.
 
     Args:
         model: a config, a config.json, a folder with one, or the name of a model on the Hub.
-        config: the parts. LoRA gets the rank at which it has as many trained numbers as they, and the same head.
+        config: the parts. LoRA gets the rank at which it has as many trained parameters, and the same task head.
         task: a name of `snnk_peft.cost.build.TASKS`; None for the class that the config names.
         num_labels: of a classifier; None for what the config says.
         batch_size: examples per process.
         length: tokens per text, without padding; None for 512, or the model's positions if they are fewer.
         image_size: pixels on each side; None for what the config says.
         dtype: "float32", "bfloat16" or "float16", of the model as it is loaded (no mixed precision).
-        processes: n, among which the traffic is.
+        processes: number n of processes that share the traffic.
         device: "cuda" or "cpu", whose kernels decide what attention and dropout keep for the backward pass.
 
     Raises:
@@ -106,7 +106,7 @@ def _check(
     dtype: str,
     device: str,
 ) -> None:
-    numbers = {
+    values = {
         "batch_size": batch_size,
         "length": length,
         "image_size": image_size,
@@ -115,7 +115,7 @@ def _check(
     }
     faults = [
         f"{name} is {value!r}; expected an integer >= 1"
-        for name, value in numbers.items()
+        for name, value in values.items()
         if value is not None and (type(value) is not int or value < 1)
     ]
     if dtype not in DTYPES:

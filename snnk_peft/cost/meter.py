@@ -1,6 +1,6 @@
-"""What one forward pass, or one training step, of a model on the meta device multiplies and keeps.
+"""Count the MACs and the memory of one forward pass or training step on the meta device.
 
-Every operation that torch calls is seen, in the forward pass, in the backward pass and in the optimizer: its products
+Every operation that torch calls is seen, in the forward pass, in the backward pass and in the optimizer: its MACs
 are counted by the formulas of torch's FlopCounterMode (which itself cannot run every model without gradients: its hooks
 want a history where a parameter is an input), and the memory of its results from their birth to their last reference.
 """
@@ -38,7 +38,7 @@ def _fused_backward_flops(
     return int(sdpa_backward_flop_count(gradient.shape, *_shapes(query, key, value)))
 
 
-# The fused kernel of a CPU is not among torch's; as in those for a GPU, masked products are counted.
+# The fused kernel of a CPU is not among torch's; as in those for a GPU, masked pairs are counted.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _fused: _fused_flops,
@@ -47,7 +47,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 class KernelsOf(TorchFunctionMode):
-    """Lets the meta device keep what a device's kernels keep for the backward pass.
+    """Make the meta device save for the backward pass what a device's kernels save.
 
     On the meta device torch takes attention and dropout apart, and would keep the weights of every pair of tokens. All
     fused attention kernels keep the same: query, key, value, output and one number per query.
@@ -100,10 +100,10 @@ class KernelsOf(TorchFunctionMode):
 
 
 class Meter(TorchDispatchMode):
-    """Counts the products of all operations, and the bytes of the storages that are alive, each once.
+    """Counts the MACs of all operations, and the bytes of live storages, each once.
 
     Attributes:
-        flops: twice the multiply-adds so far.
+        flops: twice the MACs so far.
         now: bytes at the moment.
         peak: the most there were since it was last set.
     """
@@ -154,7 +154,7 @@ class Inference(NamedTuple):
     """One forward pass in eval mode.
 
     Attributes:
-        macs: products of numbers, each with an addition.
+        macs: multiply-accumulate operations.
         peak: bytes of everything that is alive at the worst moment, the model and the outputs included.
     """
 
@@ -196,7 +196,7 @@ def measure_inference(model: nn.Module, inputs: Mapping[str, torch.Tensor], devi
 
 
 def measure_training(model: nn.Module, inputs: Mapping[str, torch.Tensor], device: str) -> Training:
-    """Make one step on the meta device; what has `requires_grad` is trained.
+    """Make one step on the meta device, training every parameter with `requires_grad`.
 
     Args:
         model: its training flag is changed to train.

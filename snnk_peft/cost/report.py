@@ -8,17 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CostRow:
-    """What one method costs. Bytes are decimal (a GB is 10⁹ of them); None where there is no such thing.
+    """Cost of one method. Bytes are decimal (1 GB = 10⁹ bytes); None where a figure does not apply.
 
     Args:
         method: "full", "lora", "snnk" or "bundle".
         detail: the rank of LoRA, or what a bundle could not be made for.
-        parameters: numbers in parameters, trained or not, each tensor once; what is replaced or copied while training
-            counts too.
-        buffers: numbers in buffers, among them the feature matrices.
-        trained: numbers in trained parameters.
-        macs: multiply-adds of one forward pass of the batch in matrix products, convolutions and attention, masked
-            ones included; not those of elementwise functions, norms and sums.
+        parameters: parameters, trained or not, each tensor once; what is replaced or copied while training counts too.
+        buffers: entries of buffers, among them the feature matrices.
+        trained: trained parameters.
+        macs: multiply-accumulate operations of one forward pass of the batch in matrix products, convolutions and
+            attention, masked pairs included; not those of elementwise functions, norms and sums.
         training_macs: the same, forward and backward; nothing is computed for what needs no gradient.
         inference_bytes: the most that is alive during one forward pass without gradients and without a cache of keys:
             parameters, buffers, inputs, intermediate results, outputs (of every position).
@@ -26,7 +25,7 @@ class CostRow:
         saved_bytes: what is alive between forward and backward, besides the weights: inputs, outputs and what the
             backward pass reads.
         gradient_bytes: gradients of the trained parameters.
-        optimizer_bytes: AdamW's two moments of each trained number.
+        optimizer_bytes: AdamW's two moments of each trained parameter.
         training_bytes: the most that is alive during a training step, all of these included as far as they are alive at
             the same time. Not included: what kernels need for themselves, the context of a GPU, what an allocator keeps
             unused.
@@ -58,13 +57,12 @@ class CostRow:
 
     @property
     def title(self) -> str:
-        """The method, with its detail."""
         return self.method if self.detail is None else f"{self.method}, {self.detail}"
 
 
 @dataclass(frozen=True)
 class CostReport:
-    """What a model costs by several methods.
+    """Costs of a model by several methods.
 
     Args:
         model: its class.
@@ -85,7 +83,6 @@ class CostReport:
     remarks: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self)
 
     def row(self, method: str) -> CostRow:
@@ -115,7 +112,7 @@ class CostReport:
         ]
 
     def footer(self) -> list[str]:
-        """What the figures are of."""
+        """The line under the table: model, inputs, dtype, processes."""
         given = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in self.inputs.items())
         return [
             f"{self.model}, {self.dtype}, {self.device}; {given} per process; bytes sent per step by each of "

@@ -1,4 +1,4 @@
-"""export: a bundle becomes one file for ONNX Runtime or torch alone, checked on new shapes before it gets its name."""
+"""export: write a bundle as one file for ONNX Runtime or plain torch, checked on new shapes before it gets its name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def export(
             beside it, in `model.onnx.data`.
         sample: model inputs (tensors by name) whose names the program will have; labels are left out. None: the first
             batch, else random token ids with padding, or random images.
-        batches: real inputs, without need of labels; the program must agree on each of them, too.
+        batches: real inputs, labels optional; the program must agree on each of them, too.
         int8: only for "onnx": weights of all Linears in eight bits, one scale per output, inputs rounded as they come
             (ONNX Runtime's dynamic quantisation). Parity is then checked before rounding; the report has the share of
             equal labels on `batches` (without them on random inputs, which says little) and times beside those of fp32.
@@ -114,7 +114,7 @@ def export(
     first = only_tensors(model, sample, "sample") if sample is not None else given[0] if given else None
     plain = _plain_model(model, first)
     if format == "onnx" and plain.device.type != "cpu":
-        plain = copy.deepcopy(plain).cpu()  # the graph is checked on the processor, which sums in its own order
+        plain = copy.deepcopy(plain).cpu()  # the graph is checked on the CPU, which sums in its own order
     refuse_not_finite(plain)
     first = _placed(first or probe_inputs(plain), plain)
     if absent := sorted({name for batch in given for name in first.keys() - batch.keys()}):
@@ -202,7 +202,7 @@ def _beside(path: Path) -> Path:
 
 
 def _plain_model(model: nn.Module, sample: Inputs | None) -> PreTrainedModel:
-    """The model itself, or its bundle."""
+    """Return the model to export: a patched one is bundled first."""
     if any(is_of_an_adapter(module) for module in model.modules()):
         return bundle(model, probe=None if sample is None else _placed(sample, model))
     if not isinstance(model, PreTrainedModel):
@@ -233,13 +233,13 @@ def _traced(form: TorchFormat, model: PreTrainedModel, sample: Inputs, axes: Axe
 
 
 def _opened(form: TorchFormat, file: Path, metadata: Any) -> Any:
-    """The program in a file; what cannot be loaded is of no use to anybody."""
+    """Load the program of a file, or raise: a program that does not load is useless."""
     try:
         return form.run(file, metadata)
     except Exception as error:
         raise UnsupportedError(
             f"the exported program cannot be loaded: {type(error).__name__}: {error}. ONNX Runtime has few kernels for "
-            "half precision on the processor: export model.float()"
+            "half precision on the CPU: export model.float()"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Int8 Linears: ONNX Runtime's dynamic quantisation of a graph, and what it does to the outputs and to the time."""
+"""Int8 Linears by ONNX Runtime's dynamic quantisation, with their effect on outputs and time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def quantized(program: Any, sample: Inputs) -> tuple[Any, int]:
     """The graph with the weights of its Linears in int8, one scale per output; inputs are rounded as they come.
 
     Matrices of features in place of an FFN or pooler count as Linears. All else stays in floating point: embeddings,
-    norms, products of two activations, and the maps of linear attention, behind which exponentials stand. Weights take
-    seven of the eight bits: processors with AVX2 alone add products of eight in sixteen, which may overflow, and nobody
+    norms, products of two activations, and the maps of linear attention, after which exponentials stand. Weights take
+    seven of the eight bits: CPUs with only AVX2 add products of eight bits in sixteen, which may overflow, and nobody
     knows where the file will run.
 
     Args:
@@ -50,14 +50,14 @@ def quantized(program: Any, sample: Inputs) -> tuple[Any, int]:
 
 
 def _is_linear(node: Any) -> bool:
-    """Whether a product has a matrix of weights and is no part of linear attention."""
+    """Return True if a product is one with a weight matrix and not part of linear attention."""
     weight = None if node.inputs[1] is None else node.inputs[1].const_value
     inside = node.metadata_props.get("pkg.torch.onnx.class_hierarchy", "")
     return weight is not None and len(weight.shape) == 2 and KernelAttention.__name__ not in inside
 
 
 def compared(run: Run, other: Run, batches: Iterable[Inputs]) -> tuple[int, float | None, float]:
-    """How alike two programs answer.
+    """Compare the outputs of two programs.
 
     Args:
         run: the reference.

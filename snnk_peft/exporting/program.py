@@ -80,7 +80,7 @@ class TorchFormat:
         return [path]
 
     def run(self, path: Path, metadata: Any) -> Any:
-        """What is in a file, as a function of model inputs that returns what the model would."""
+        """Load a file as a function of model inputs that returns what the model would."""
         from transformers.exporters.base import ExportedComponent, ExportedModel
 
         with quiet():
@@ -88,12 +88,11 @@ class TorchFormat:
             return ExportedModel({"model": component}, self.exporter.export_format).to(**self.runtime())
 
     def runtime(self) -> dict[str, Any]:
-        """How the program is run."""
         return {}
 
 
 class OnnxFormat(TorchFormat):
-    """A graph of ONNX, checked with ONNX Runtime on the processor."""
+    """An ONNX graph, checked with ONNX Runtime on the CPU."""
 
     suffix = ".onnx"
     packages = ("onnx", "onnxscript", "onnxruntime")
@@ -113,11 +112,9 @@ class OnnxFormat(TorchFormat):
 
     @contextlib.contextmanager
     def returning(self, model: PreTrainedModel) -> Iterator[None]:
-        """The outputs of a graph have names."""
         yield
 
     def opset(self, program: Any) -> int | None:
-        """Version of the operators."""
         return int(program.opset_imports[""])
 
     def write(self, program: Any, path: Path) -> list[Path]:
@@ -185,7 +182,7 @@ def as_it_was(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the exporters' progress, and without their warnings about versions: what comes out is checked."""
+    """Silence the exporters' progress and version warnings: their output is checked."""
     loggers = [logging.getLogger(name) for name in ("transformers", "torch.onnx", "onnxscript", "onnx_ir", "root")]
     levels = [logger.level for logger in loggers]
     try:

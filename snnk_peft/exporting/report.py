@@ -1,4 +1,4 @@
-"""ExportReport: what `export` wrote, and how close it is to the model. Plain data."""
+"""ExportReport: files and parity of `export`. Plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ShapeParity:
-    """How far the program is from the model on inputs of one shape.
+    """Parity of program and model on inputs of one shape.
 
     Args:
         shapes: input -> its shape.
@@ -46,7 +46,7 @@ class Int8Report:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What `export` did.
+    """Result of `export`.
 
     Args:
         format: "onnx" or "torch".
@@ -74,21 +74,17 @@ class ExportReport:
 
     @property
     def path(self) -> str:
-        """The file of the program."""
         return next(iter(self.files))
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
         return sum(self.files.values())
 
     @property
     def error(self) -> float:
-        """The largest of all shapes."""
         return max(entry.error for entry in self.parity)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Inputs in other shapes: what an exported program must be right for is more than the sample that it was made from."""
+"""Inputs of other shapes: an exported program must be right for more than its sample."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def family_of(model: nn.Module) -> ModelFamily:
 
 
 def known_family(model: nn.Module) -> ModelFamily | None:
-    """The family of a model, or None for an architecture that nobody has described."""
+    """The family of a model, or None for an unknown architecture."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     return FAMILIES[str(model_type)] if model_type in FAMILIES else None
 

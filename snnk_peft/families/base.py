@@ -1,4 +1,4 @@
-"""What a model family is: module paths of one architecture, as plain data.
+"""A model family: module paths of one architecture, as plain data.
 
 Paths that start with "{base}" are relative to the encoder inside a task model (`BertForSequenceClassification.bert`)
 or to the model itself if it is the bare encoder. Paths of the `layer` group are relative to one Transformer layer.
@@ -33,19 +33,19 @@ class ModelFamily(NamedOptions):
         key: likewise for the keys, where attention multiplies what query and key make as it is; None where something
             stands between (rotary positions, a norm), or the scale is computed from the size of a head at every call.
         attention_out: in a layer, the Linear that reads the outputs of the heads, side by side.
-        attention_adapter: in a layer, the module behind which a sequential adapter of the attention block goes: the
+        attention_adapter: in a layer, the module after which a sequential adapter of the attention block goes: the
             last one before the residual sum.
         ffn_in: in a layer, the expansion, an nn.Linear or transformers' Conv1D.
-        activation: in a layer, the activation module behind it, or None if the model calls a function there: then the
+        activation: in a layer, the activation module after it, or None if the model calls a function there: then the
             expansion can neither be replaced nor get a neighbour.
         ffn_out: in a layer, the contraction, an nn.Linear or Conv1D.
-        ffn_adapter: in a layer, the module behind which a sequential adapter of the FFN goes.
+        ffn_adapter: in a layer, the module after which a sequential adapter of the FFN goes.
         ffn_norm: in a layer, the LayerNorm whose output the expansion reads; its bias and weight are the mean and
             standard deviation of the FFN's inputs. None where nothing reads it: the FFN is gated, or `activation` None.
         last_norm: in the last layer, the LayerNorm whose output the pooler reads, or None if unknown. One that starts
             with "{base}." is the encoder's own; where it is exchanged or absent, inputs count as standard normal.
         pooler: path of the pooler's dense layer, or None if the architecture has none.
-        pooler_activation: path of the activation module behind it, or None if the model calls a function there: then
+        pooler_activation: path of the activation module after it, or None if the model calls a function there: then
             the function stays, and only the dense layer is replaced.
         pooled_heads: paths of the Linears that read one vector of an image with no pooler between; a model without a
             pooler gets a new one in front of each of them that it has.
@@ -60,7 +60,7 @@ class ModelFamily(NamedOptions):
         encoder: attribute of the task models that holds the encoder, where it is not their `base_model_prefix`.
         sizes: field of the config that holds the sizes of the layers, where it is not the config itself.
         excludes: name of a module that is no part of what is described here (CLIP's text model beside the images, a
-            decoder behind the encoder); a model that has one is refused.
+            decoder after the encoder); a model that has one is refused.
         expects: fields of the config and the values for which the description holds.
         attention_backend: True where attention is called through transformers' AttentionInterface although the model
             class does not declare it.

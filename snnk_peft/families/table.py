@@ -115,7 +115,7 @@ register_family(
 )
 
 # Pre-norm, rotary positions. Two layers of three attend to a band of neighbours only and are left as they are by
-# `layers="all"`; the FFN is gated (GeGLU); the "pooler" is head.dense, with a LayerNorm behind it.
+# `layers="all"`; the FFN is gated (GeGLU); the "pooler" is head.dense, with a LayerNorm after it.
 register_family(
     ModelFamily(
         name="modernbert",
@@ -149,7 +149,7 @@ add("gemma", LLAMA)
 add("qwen2", LLAMA)
 add("qwen3", LLAMA)
 
-# The norms stand behind attention and FFN, and adapters behind the norms.
+# The norms stand after attention and FFN, and adapters after the norms.
 add(
     "olmo2",
     LLAMA,

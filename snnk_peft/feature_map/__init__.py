@@ -1,4 +1,4 @@
-"""FeatureMap = component ∘ projection (base.py), and what is known of one before it is built (spec.py)."""
+"""FeatureMap = component ∘ projection (base.py), and its description before it is built (spec.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build_feature_map(
     component_params: Mapping[str, Any] | None = None,
     projection_params: Mapping[str, Any] | None = None,
 ) -> FeatureMap:
-    """One point of the component × projection space.
+    """Build the feature map of a component over a projection.
 
     Args:
         component: a name of `COMPONENTS`, e.g. "relu".

@@ -64,17 +64,14 @@ class FeatureMap(nn.Module):
 
     @property
     def dim(self) -> int:
-        """Length of the input vectors."""
         return self.projection.dim
 
     @property
     def num_features(self) -> int:
-        """Rows of W."""
         return self.projection.num_features
 
     @property
     def feature_dim(self) -> int:
-        """Length of the features."""
         return self.component.feature_dim(self.num_features, self.dim)
 
     def phi(self, x: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:

@@ -1,4 +1,4 @@
-"""What a feature map is, in words and numbers: `python -m snnk_peft.feature_map describe posrf mm --dim 32`.
+"""Describe a feature map: `python -m snnk_peft.feature_map describe posrf mm --dim 32`.
 
 Also the table of all members for the README: `python -m snnk_peft.feature_map table`.
 """
@@ -23,12 +23,12 @@ _PAIRS = 64
 
 
 def partners(component: str) -> list[str]:
-    """The projections whose rows are of the kind that a component needs."""
+    """List the projections that a component can use."""
     return [name for name in PROJECTIONS.names() if COMPONENTS[component].fits(PROJECTIONS[name])]
 
 
 def estimates_a_kernel(component: Component | type[Component], projection: Projection | type[Projection]) -> bool:
-    """Whether products of the features are a known kernel, or an average over rows that stand for a distribution."""
+    """Return True if products of the features estimate a known kernel, or average over a distribution of rows."""
     return component.has_kernel() and (component.exact or projection.distribution != "none")
 
 
@@ -94,7 +94,7 @@ def measured_error(
 
 
 def describe(component: str, projection: str, dim: int, num_features: int, *, length: float = 1.0) -> str:
-    """A page about one pair: formulas, kernel, sizes, costs and what was measured."""
+    """Render a page about one pair: formulas, kernel, sizes, costs and measurements."""
     feature_map = build_feature_map(component, projection, dim, num_features)
     f, w = feature_map.component, feature_map.projection
     lines = [
@@ -104,7 +104,7 @@ def describe(component: str, projection: str, dim: int, num_features: int, *, le
         f"kernel      {f.kernel_formula}",
         f"projection  {w.formula}   ({w.source})",
         f"cost        {w.cost} for W x; {f.cost} for the features",
-        f"memory      {stored_numbers(feature_map):,} numbers stored; a dense W has {dim * num_features:,}",
+        f"memory      {stored_numbers(feature_map):,} values stored; a dense W has {dim * num_features:,}",
         f"properties  {', '.join(properties(feature_map))}",
         "",
         *_measured_lines(component, projection, dim, num_features, length),
@@ -124,12 +124,12 @@ def _measured_lines(component: str, projection: str, dim: int, num_features: int
 
 
 def stored_numbers(feature_map: FeatureMap) -> int:
-    """How many numbers the map keeps: parameters and buffers."""
+    """Count the entries of all parameters and buffers."""
     return sum(t.numel() for t in [*feature_map.parameters(), *feature_map.buffers()])
 
 
 def properties(feature_map: FeatureMap) -> list[str]:
-    """What can be said of the pair in a word each."""
+    """List the properties of the pair, a word or two each."""
     f, w = feature_map.component, feature_map.projection
     return [
         _bias(f, w),

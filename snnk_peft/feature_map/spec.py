@@ -1,4 +1,4 @@
-"""A feature map that is not built yet, as plain data: what configs, plans of bundles and calls say about one.
+"""A feature map that is not built yet, as plain data, for configs, plans of bundles and calls.
 
 All of them are checked here, in one dialect, and built here.
 """
@@ -50,7 +50,7 @@ class FeatureMapSpec:
     save: bool = option(True, "whether W is saved with a checkpoint; see `Drawn`.")
 
     def faults(self, where: str = "") -> list[str]:
-        """Messages about everything that is wrong, as far as it shows before the map is built.
+        """List everything that is wrong and can be known before the map is built.
 
         Args:
             where: path of this spec in the config or file; each message starts with it.
@@ -58,7 +58,6 @@ class FeatureMapSpec:
         return self._member_faults(where) + self._value_faults(where)
 
     def _member_faults(self, where: str) -> list[str]:
-        """About the two names and their parameters."""
         text = f"{where}: " if where else ""
         found = []
         members: tuple[tuple[str, Registry[Any], Any, Any], ...] = (
@@ -84,12 +83,12 @@ class FeatureMapSpec:
 
     @property
     def needs_layer(self) -> bool:
-        """Whether the rows are taken from a pretrained layer; False for an unknown projection."""
+        """True if the rows come from a pretrained layer; False for an unknown projection."""
         return self.projection in PROJECTIONS and PROJECTIONS[self.projection].needs_layer
 
     @property
     def redrawable(self) -> bool:
-        """Whether W follows from the seed, so that `save=False` is possible; True for an unknown projection."""
+        """True if W follows from the seed, so that `save=False` is possible; also for an unknown projection."""
         return self.projection not in PROJECTIONS or PROJECTIONS[self.projection].redrawable
 
     def build(
@@ -132,7 +131,7 @@ class FeatureMapSpec:
 
     @classmethod
     def stored_names(cls) -> list[str]:
-        """What the fields are called in files."""
+        """Return the names of the fields in files."""
         return [STORED_NAMES.get(known.name, known.name) for known in dataclasses.fields(cls)]
 
     @classmethod
@@ -155,7 +154,7 @@ class FeatureMapSpec:
 
     @classmethod
     def of(cls, feature_map: FeatureMap) -> FeatureMapSpec:
-        """The spec of a map that exists; what the map has learned is not part of it.
+        """Return the spec of an existing map, without what it has learned.
 
         Args:
             feature_map: its component and projection are registered.
@@ -183,7 +182,7 @@ class FeatureMapSpec:
 
 
 def _made(faults: list[str], make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `make` makes; what is wrong with its arguments is added to `faults`."""
+    """Call `make`, and add what is wrong with its arguments to `faults`."""
     try:
         return make(*args, **kwargs)
     except ConfigError as error:

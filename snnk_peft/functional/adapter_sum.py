@@ -1,6 +1,6 @@
 """An adapter as one operation: r + β (f(z) − γ c) Mᵀ with z = α x̂ Wᵀ + b, x̂ = x or LayerNorm(x).
 
-A training step of adapters is bound by how many operations it is made of: the factors ride along in matrix products,
+A training step of adapters is bound by its number of operations: the factors ride along in matrix products,
 and the backward pass is written out. Gradients flow to x, r, W, b and M; nothing is computed for what takes none. Where
 second derivatives are asked for, the backward pass is that of the formula.
 
@@ -24,15 +24,14 @@ class Elementwise(Protocol):
 
     in_kernels: str
 
-    def function(self, z: Tensor) -> Tensor:
-        """f(z)."""
+    def function(self, z: Tensor) -> Tensor: ...
 
     def gradient(self, z: Tensor, grad: Tensor) -> Tensor:
-        """grad · f′(z)."""
+        """Return grad · f′(z)."""
 
 
 class AdapterForm(NamedTuple):
-    """What is no tensor of `adapter_sum`.
+    """The settings of `adapter_sum` that are not tensors.
 
     Args:
         component: f; None where x are features already.
@@ -77,11 +76,11 @@ def adapter_sum(
     Returns:
         (..., out), in the dtype of r.
     """
-    if torch.is_grad_enabled():  # where nothing takes one, it finds that out by itself
+    if torch.is_grad_enabled():  # where nothing needs one, the function detects that itself
         found: Tensor = _AdapterSum.apply(x, residual, weight, low, bias, centres, matrix, form)
     else:
         found = _forward(x, residual, low, bias, centres, matrix, form)[0]
-    # Here, because nobody may change in place what a Function returns as a view.
+    # Here, because a view returned by a Function must not be modified in place.
     return found.view((*x.shape[:-1], found.shape[-1]))
 
 
@@ -163,7 +162,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class _Moments(NamedTuple):
-    """What LayerNorm's own backward pass reads, where x is normalised."""
+    """Saves what LayerNorm's own backward pass reads, where x is normalised."""
 
     mean: Tensor | None = None
     rstd: Tensor | None = None
@@ -209,7 +208,7 @@ def _product(a: Tensor, b: Tensor, factor: float, unread: Tensor, added: Tensor 
 def _readout_gradient(g: Tensor, features: Tensor, matrix: Tensor, factor: float) -> Tensor:
     """factor · gᵀ features, (out, m)."""
     if g.device.type == "cpu" and g.dtype.itemsize >= 4:
-        # gᵀz takes a processor's libraries up to ten times as long as zᵀg.
+        # gᵀz takes CPU libraries up to ten times as long as zᵀg.
         return _product(features.t(), g, factor, matrix.t()).t().contiguous()
     return _product(g.t(), features, factor, matrix)
 
@@ -217,7 +216,7 @@ def _readout_gradient(g: Tensor, features: Tensor, matrix: Tensor, factor: float
 def _input_gradient(
     dz: Tensor, x: Tensor, low: Tensor, form: AdapterForm, scale: float, moments: _Moments, added: Tensor | None
 ) -> Tensor:
-    """The gradient for x (tokens, dim), and what is added to it, in the dtype of x."""
+    """Return the gradient for x (tokens, dim) plus a further term, in the dtype of x."""
     if not form.normalize and added is not None and added.dtype == dz.dtype:
         return torch.addmm(added, dz, low, alpha=scale)
     found = _product(dz, low, scale, low.select(0, 0))

@@ -1,4 +1,4 @@
-"""Arc-cosine kernels: what random features of the form 1[ω·x > 0](ω·x)^n estimate.
+"""Arc-cosine kernels, which random features of the form 1[ω·x > 0](ω·x)^n estimate.
 
     K_n(x, y) = 2 E[1[ω·x>0] (ω·x)^n 1[ω·y>0] (ω·y)^n] = (1/π) ‖x‖^n ‖y‖^n J_n(θ),   ω ~ N(0, I)
 
@@ -59,7 +59,7 @@ def arccos_from_cosine(cosine: Tensor, order: int) -> Tensor:
 
 
 def arccos_kernel(x: Tensor, y: Tensor, order: int = 1) -> Tensor:
-    """The exact arc-cosine kernel K_n(x, y); half of it is E[relu(ω·x) relu(ω·y)] for order 1.
+    """Compute the exact arc-cosine kernel K_n(x, y); for order 1, half of it is E[relu(ω·x) relu(ω·y)].
 
     The angle is 2 atan2(‖u−v‖, ‖u+v‖) of the unit vectors u, v: accurate for nearly parallel and nearly opposite
     vectors, with finite gradients at x == y.

@@ -62,7 +62,7 @@ def at_hand(module: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def wide_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers in fp32 on the CPU; where there are none yet (the meta device), a tensor of that shape there."""
+    """The values in fp32 on the CPU; on the meta device an empty tensor of that shape."""
     wide = tensor.detach().float()
     return wide if wide.is_meta else wide.cpu()
 

@@ -1,4 +1,4 @@
-"""The seam under what costs the time: plain torch everywhere, and a kernel written for one device type where it serves.
+"""Dispatch of the expensive operations: plain torch everywhere, and kernels for one device type where they apply.
 
 Each of OPERATIONS is a function that is written in torch: in eager mode, compiled, exported, on the meta device, with
 gradients. A device kernel is another function for one of them: the same arguments, results of the same shapes and
@@ -42,7 +42,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 class DeviceKernel(NamedTuple):
-    """What runs in place of the torch form of an operation; see `register_kernel`."""
+    """A kernel that replaces the torch form of an operation; see `register_kernel`."""
 
     function: Callable[..., Any]
     serves: Callable[..., bool] | None
@@ -115,17 +115,17 @@ def dispatched(torch_form: Callable[Arguments, Result]) -> Callable[Arguments, R
 
 
 def takes_untried() -> bool:
-    """Whether kernels are wanted that have run on no card yet."""
+    """Return True if kernels that have not yet been run on any card are allowed."""
     return os.environ.get(SWITCH) == "all"
 
 
 def has_kernels(device: str) -> bool:
-    """Whether any operation has a kernel on a device type."""
+    """Return True if any operation has a kernel for this device type."""
     return _discover(device) and any(place == device for _, place in DEVICE_KERNELS)
 
 
 def form_that_ran(operation: str) -> str | None:
-    """What the last call of an operation took: "torch" or the name of a kernel's function; None before the first.
+    """Return the form that the last call of an operation took: "torch", the name of a kernel's function, or None.
 
     A compiled function says what it took when it was traced.
 
@@ -136,7 +136,7 @@ def form_that_ran(operation: str) -> str | None:
 
 
 def plain_call() -> bool:
-    """Whether torch computes here and now: nothing is traced or transformed, and nobody watches its operations."""
+    """Return True if torch runs eagerly here: no tracing, no transform, no dispatch mode."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -184,7 +184,7 @@ def _runs(kernel: DeviceKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def wants_gradient(given: Any) -> bool:
-    """Whether gradients of a result will be asked for: of one of the tensors in nested tuples that it is made of."""
+    """Return True if a gradient is needed for any tensor in the nested tuples that a result is computed from."""
     return torch.is_grad_enabled() and _has_gradient(given)
 
 

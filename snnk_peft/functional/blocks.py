@@ -1,4 +1,4 @@
-"""How sequences are cut into blocks, in eager mode and in graphs that are exported for every length."""
+"""Splitting sequences into blocks, in eager mode and in graphs exported for every length."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 import torch
 
-BLOCK = 2**19  # numbers in a block of features: a few such blocks fit in the cache of a processor
+BLOCK = 2**19  # values in a block of features: a few such blocks fit into the cache of a CPU
 FEWEST = 256  # tokens in a block at least
 LONGEST = 8192  # tokens in a block of causal attention on an accelerator: its prefixes take memory ∝ length²
 
 
 def takes_blocks(x: torch.Tensor) -> bool:
-    """Whether to go block by block: on a CPU, but not in a graph that is traced, whose memory is planned as a whole."""
+    """Return True to go block by block: on a CPU, except in a traced graph, whose memory is planned as a whole."""
     return not traced() and x.device.type == "cpu"
 
 
 def traced() -> bool:
-    """Whether this runs to be compiled, traced or exported."""
+    """Return True while this code is compiled, traced or exported."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or exporting()
 
 
 def block_tokens(x: torch.Tensor, columns: int) -> int | None:
-    """How many tokens to take at a time, or None for all.
+    """Return the number of tokens per block, or None for all at once.
 
     Args:
         x: (B, H, L, d).
-        columns: numbers per token and head of what is made from a block.
+        columns: values per token and head of what is computed from a block.
     """
     if not takes_blocks(x):
         return None
@@ -37,7 +37,7 @@ def block_tokens(x: torch.Tensor, columns: int) -> int | None:
 
 
 def causal_tokens(x: torch.Tensor, columns: int) -> int | None:
-    """The same for causal attention, which hands its state from block to block on accelerators too."""
+    """Like `block_tokens`, for causal attention, which passes its state from block to block on accelerators too."""
     size = block_tokens(x, columns)
     return LONGEST if size is None and not traced() else size
 
@@ -82,7 +82,7 @@ def joined(blocks: Iterator[torch.Tensor], size: int | None, length: int) -> tor
 
 
 class BlockMemory:
-    """Memory that steps share, and the blocks of a loop: fresh memory would cost more than what is computed in it.
+    """Memory shared by the steps of a loop over blocks: allocating anew would cost more than the computation.
 
     Args:
         like: a tensor on its device and in its dtype.
@@ -105,12 +105,12 @@ class BlockMemory:
 
 @torch.compiler.assume_constant_result  # Dynamo of torch 2.11 takes is_exporting() for True in whatever it compiles
 def exporting() -> bool:
-    """Whether a graph is traced for export; if it asks how long its input is, it fits that length only."""
+    """Return True while a graph is traced for export; a branch on the input length would fix that length."""
     return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
 
 
 def block_count(length: int, size: int) -> int:
-    """How many blocks of `size` hold `length` tokens.
+    """Return the number of blocks of `size` tokens for a sequence of `length`.
 
     When exporting there are always two or more, with room for one token more: a sample of one block would leave the
     graph with the condition that all inputs have one, and a sample that fills its blocks that all lengths do.

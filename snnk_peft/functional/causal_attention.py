@@ -50,7 +50,7 @@ def causal_linear_attention(
         log_scale: s, broadcastable to (B, G, L, 1): the features of the keys are k · exp(log_scale). None for 0.
 
     Returns:
-        (B, H, L, D) in the dtype of v (0 where no key counts), and the state behind the last key.
+        (B, H, L, D) in the dtype of v (0 where no key counts), and the state after the last key.
     """
     with full_precision(v):
         length, groups, keys = k.shape[-2], k.shape[1], wide(k)
@@ -103,19 +103,18 @@ def _product(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, other: Tensor) -> Tensor:
-    """x + other, likewise."""
     return x + other if torch.is_grad_enabled() else x.add_(other)
 
 
 class Factors(NamedTuple):
-    """What the scales of keys multiply weights and sums by; every one is at most 1.
+    """Rescaling factors from the scales of the keys, all at most 1.
 
     Attributes:
         within: e^{s_j − ρ_i}, 0 for j > i: weights within a chunk, (B, G, chunks, chunk, chunk).
         keys: takes features to the largest scale of their chunk, (B, G, chunks, chunk).
         queries: takes what a row has from the prefix, at the prefix's scale, to ρ_i; likewise.
         across: (B, G, chunks + 1, chunks + 1). Row x takes the sums of the state and of each chunk, at their own
-            largest scales, to their sum before chunk x (behind the last chunk in the last row).
+            largest scales, to their sum before chunk x (after the last chunk in the last row).
         scale: of that last sum, (B, G, 1), −∞ where no key counts.
     """
 
@@ -127,7 +126,7 @@ class Factors(NamedTuple):
 
 
 def _scale_factors(given: Tensor, scales: Tensor) -> Factors:
-    """The factors for scales of keys (B, G, chunks, chunk) behind a state of scale `given` (B, G, 1)."""
+    """The factors for scales of keys (B, G, chunks, chunk) after a state of scale `given` (B, G, 1)."""
     chunk, largest = scales.shape[-1], scales.detach().amax(-1)
     own = torch.cat((given.to(scales.dtype), largest), -1)
     seen = own.new_ones(own.shape[-1], own.shape[-1]).tril() > 0

@@ -30,7 +30,7 @@ def cosine_matrix(n: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _cosine_scales(n: int, like: torch.Tensor) -> torch.Tensor:
-    """√(2/n) s_k, (n,)."""
+    """Return the scales √(2/n) s_k of the orthonormal transform, (n,)."""
     scales = torch.full((n,), (2 / n) ** 0.5, dtype=like.dtype, device=like.device)
     scales[0] = n**-0.5
     return scales

@@ -1,4 +1,4 @@
-"""32 bytes that identify a draw of tensors, without being upset by the last bits of its numbers.
+"""32 bytes that identify a draw of tensors, independently of the last bits of its values.
 
 A hash of all bits would tell apart what two LAPACKs make of the same matrix. So only what is exact is hashed:
 
@@ -37,7 +37,7 @@ def draw_checksum(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def checksum_fault(saved: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """What is wrong if a checksum from a file is not that of these tensors; None if it is.
+    """Return what is wrong if a stored checksum does not match these tensors, None if it matches.
 
     Args:
         saved: (32,) uint8.
@@ -70,7 +70,7 @@ def checksum_fault(saved: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _numbers(tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """All entries that are no whole numbers, as fp32 holds them, in one fp64 vector."""
+    """Concatenate all non-integer entries, rounded to fp32, into one fp64 vector."""
     parts = [t.detach().to("cpu", torch.float32).double().flatten() for t in tensors.values() if t.is_floating_point()]
     return torch.cat(parts).numpy() if parts else np.zeros(0)
 

@@ -35,7 +35,7 @@ def half_square(x: Tensor) -> Tensor:
 
 
 def log_factor(x: Tensor, kernel: str, a: Tensor | float = 0.0, sign: int = 1) -> Tensor:
-    """The logarithm of what all features of a vector have in common, (1−4a)^{d/4} e^{−s‖x‖²/2}: (..., 1).
+    """Return the logarithm of the common factor of a vector's features, (1−4a)^{d/4} e^{−s‖x‖²/2}: (..., 1).
 
     Args:
         x: the vectors, (..., d).

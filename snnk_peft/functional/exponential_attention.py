@@ -29,7 +29,7 @@ from snnk_peft.functional.precision import full_precision
 
 
 class KeyMeans(NamedTuple):
-    """What is kept of keys and values; its size does not depend on how many there were.
+    """The state of attention over past keys and values; its size does not depend on their number.
 
     Attributes:
         values: M (B, G, m, D) in at least fp32: per feature the mean of the values.
@@ -41,7 +41,7 @@ class KeyMeans(NamedTuple):
 
     @property
     def seen(self) -> Tensor:
-        """Whether any key counted, (B, G)."""
+        """(B, G) bool, True where any key counted."""
         return self.log_weight.detach().amax(-1) > ABSENT / 2
 
 
@@ -54,7 +54,7 @@ def means_of(logs: Tensor, v: Tensor) -> KeyMeans:
 
 
 def together(first: KeyMeans | None, second: KeyMeans) -> KeyMeans:
-    """Of all keys of both."""
+    """Combine the means of two sets of keys."""
     if first is None:
         return second
     top = torch.maximum(first.log_weight, second.log_weight).detach()
@@ -160,7 +160,7 @@ def attend_means(q: Tensor, means: KeyMeans, features: LogLinear, memory: BlockM
 
 
 def log_weights(q: Tensor, means: KeyMeans, features: LogLinear) -> Tensor:
-    """log Σ_r φ_r(q) Z_r, (B, H, L): what `attend_means` divides by, but for |q|²_Q; without signs.
+    """Compute log Σ_r φ_r(q) Z_r, (B, H, L), the denominator of `attend_means` without |q|²_Q and signs.
 
     Args:
         q: queries, (B, H, L, d).

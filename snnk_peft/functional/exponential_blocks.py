@@ -5,7 +5,7 @@ With g the gradient of out = p M, p = softmax(a + log Z), and w_jr = e^{b_jr} / 
     ∂a = p ∘ (g Mᵀ − rowsum(p ∘ g Mᵀ))      ∂M = pᵀ g      ∂log Z = colsum(∂a)
     ∂b = w ∘ (v ∂Mᵀ − diag(M ∂Mᵀ) + ∂log Z)      ∂v = w ∂M
 
-p and w are computed anew, which is quicker than to write them to memory and read them again. Every exponential is at
+p and w are recomputed, which is faster than writing them to memory and reading them back. Every exponential is at
 most 1. Shapes as in `exponential_attention.py`.
 """
 

@@ -7,7 +7,7 @@ chunk of 64 tokens. Within a chunk, weights are formed and cut to the lower tria
 
     direct    φ and ψ at one scale u per feature, the largest key so far or in this block: e^{a + u} and e^{b − u}.
               Two exponentials per feature. What a row sees must not vanish beside keys that come after it: its
-              denominator tells, and where one is too small the block is done again the other way.
+              denominator shows that, and where one is too small the block is recomputed the other way.
     careful   log(φ ψᵀ) by halves: rows of the second half see all keys of the first, so that there one scale per
               feature, that of the first half, loses nothing; and each half is cut in the same way. Then one softmax
               over [a + log Z, log(φ ψᵀ)]. Exact whatever the keys; for graphs and accelerators too.
@@ -60,7 +60,7 @@ def causal_exponential_attention(
         weighed: give log Σ_r φ_r(q_i) Σ_{j<=i} ψ_r(k_j), but for |q_i|²_Q, as a last column; not for signed features.
 
     Returns:
-        (B, H, L, D) in the dtype of v, 0 where no key counts, and M and log Z behind the last key. Weighed, (B, H, L,
+        (B, H, L, D) in the dtype of v, 0 where no key counts, and M and log Z after the last key. Weighed, (B, H, L,
         D + 1) in at least fp32, the last column about ABSENT where no key counts.
     """
     queries = queries._replace(offset=both_offsets(queries, keys), signs=keys.signs)
@@ -96,7 +96,7 @@ def _causal_block(
     careful: bool,
     weighed: bool,
 ) -> tuple[Tensor, KeyMeans]:
-    """The same for some tokens, in at least fp32."""
+    """Compute one block of tokens in at least fp32."""
     rows, groups, length = queries.rows, k.shape[1], q.shape[-2]
     q, k, v = (t.to(rows.dtype) for t in (q, k, v))
     seen = None if mask is None else _rows_with_keys(mask, state, groups)
@@ -146,7 +146,7 @@ def _in_chunks(x: Tensor, chunks: int, padding: int, value: float) -> Tensor:
 
 
 def _rows_with_keys(mask: Tensor, state: KeyMeans | None, groups: int) -> Tensor:
-    """Whether a row has a key, (B, G, L)."""
+    """Return (B, G, L) bool, True where a query has at least one key."""
     own = (mask.long().cumsum(-1) > 0)[:, None].expand(-1, groups, -1)
     return own if state is None else own | state.seen.unsqueeze(-1)
 
@@ -169,7 +169,7 @@ def _direct(
     a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear, weighed: bool
 ) -> tuple[Tensor, Tensor, Tensor | float, KeyMeans]:
     """Numerators (B, G, chunks, rows, D), denominators (..., 1), the logarithm of what both were divided by (0 unless
-    `weighed`), and the state behind the last chunk."""
+    `weighed`), and the state after the last chunk."""
     top = torch.maximum(b.detach().amax((-3, -2)), state.log_weight.detach())
     psi = b.sub_(top[:, :, None, None]).exp_()
     before = (state.log_weight - top).exp()
@@ -193,7 +193,7 @@ def _direct(
 
 
 def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear) -> tuple[Tensor, Tensor, KeyMeans]:
-    """Results (B, G, chunks, rows, D), logarithms of denominators (..., 1), and the state behind the last chunk."""
+    """Results (B, G, chunks, rows, D), logarithms of denominators (..., 1), and the state after the last chunk."""
     a, signs = a + (queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]), queries.signs
     prefixes, behind = _prefixes(means_of(b.clone(), v), state)
     within, of_within = _pairs(a.unflatten(3, (-1, b.shape[-2])), b.unsqueeze(3), signs)
@@ -246,7 +246,7 @@ def _log_products(a: Tensor, b: Tensor, signs: Tensor | None) -> tuple[Tensor, T
 
 
 def _prefixes(chunks: KeyMeans, state: KeyMeans) -> tuple[KeyMeans, KeyMeans]:
-    """M and log Z before each chunk, (B, G, chunks, m, D) and (B, G, chunks, m), and behind the last one."""
+    """M and log Z before each chunk, (B, G, chunks, m, D) and (B, G, chunks, m), and after the last one."""
     values = torch.cat((state.values.unsqueeze(2), chunks.values), 2)
     log_weight = torch.cat((state.log_weight.unsqueeze(2), chunks.log_weight), 2)
     count = log_weight.shape[2]

@@ -20,7 +20,7 @@ from snnk_peft.errors import ConfigError
 
 
 class Affine(NamedTuple):
-    """The map x -> x Wᵀ + b, callable; what nn.Linear computes.
+    """The affine map x -> x Wᵀ + b, as computed by nn.Linear.
 
     Attributes:
         weight: (out, in).

@@ -17,7 +17,7 @@ RADIX = 32
 
 
 def is_power_of_two(n: int) -> bool:
-    """Whether n is 1, 2, 4, 8, ..."""
+    """Return True for 1, 2, 4, 8, ..."""
     return n > 0 and n & (n - 1) == 0
 
 

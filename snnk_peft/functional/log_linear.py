@@ -36,7 +36,7 @@ class LogLinear(NamedTuple):
     divided: bool = False
 
     def of_scaled(self, factor: float) -> LogLinear:
-        """The same features as functions of x where these are of factor · x."""
+        """Return the features as functions of x, given those of factor · x."""
         return self._replace(rows=self.rows * factor, square=self.square * factor**2)
 
 
@@ -56,12 +56,12 @@ NOTHING = "snnk_nothing"  # attribute of the offset of keys, zeros, that queries
 
 
 def both_offsets(queries: LogLinear, keys: LogLinear) -> Tensor:
-    """What is added to the products of both, (m,) or (..., m)."""
+    """Return the offset of a product of query and key features, (m,) or (..., m)."""
     return queries.offset if hasattr(keys.offset, NOTHING) else queries.offset + keys.offset
 
 
 def with_one_offset(queries: LogLinear, keys: LogLinear) -> tuple[LogLinear, LogLinear]:
-    """The same for attention, with nothing left to add up; `divided` features keep an offset of their own."""
+    """Move the keys' offset to the queries, for attention; `divided` features keep their own."""
     if queries.divided:
         return queries, keys
     nothing = torch.zeros_like(keys.offset)
@@ -96,7 +96,7 @@ def key_logarithms(
 
 
 def common_logarithm(q: Tensor, features: LogLinear, groups: int) -> Tensor:
-    """What all features of a query have in common and `query_logarithms` leaves out: (B, H, L, d) -> (B, H, L).
+    """Return the logarithm that `query_logarithms` leaves out, common to all features of a query, (B, H, L).
 
     Args:
         q: queries in at least fp32.

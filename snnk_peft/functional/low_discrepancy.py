@@ -5,7 +5,7 @@ base 2 for all coordinates, digits mixed by binary matrices (torch's engine, 30 
 
 Scrambled, every single point is uniform in the cube while the evenness stays: for Halton each digit place of each
 coordinate gets its own random permutation (Owen 2017), for Sobol random matrices and a digital shift (Matoušek 1998).
-Unscrambled, the sequence starts behind its first point 0, which has no normal quantile.
+Unscrambled, the sequence starts after its first point 0, which has no normal quantile.
 
 Shapes: (count, dim), fp64, on the CPU. Cost O(count · dim · digits).
 """

@@ -88,7 +88,7 @@ def near_attention(
     sinks: Sinks | None = None,
     far: tuple[tuple[Tensor, Tensor], ...] = (),
 ) -> Tensor:
-    """Softmax over the band, the sinks and what is known of other keys.
+    """Softmax over the band, the sinks and the summary of the other keys.
 
     Args:
         q: queries (B, H, L, d).

@@ -88,7 +88,7 @@ def _shifted_leaky(s1: Tensor, s2: Tensor, rho: Tensor, m1: Tensor, m2: Tensor) 
 
 
 class Nonlinearity(NamedTuple):
-    """An elementwise function and what is known of it.
+    """An elementwise function with its known properties.
 
     Attributes:
         function: tensor -> tensor of the same shape.
@@ -129,7 +129,7 @@ NONLINEARITIES: dict[str, Nonlinearity] = {
 
 
 def nonlinearity(activation: str | Function) -> Nonlinearity:
-    """What is known of an activation: by its name, or, of an elementwise function, by its values.
+    """Look up an activation by its name, or identify an elementwise function by its values.
 
     Args:
         activation: a key of NONLINEARITIES, or any elementwise function (nn.GELU(), torch.tanh, your own).
@@ -164,7 +164,7 @@ def nonlinearity(activation: str | Function) -> Nonlinearity:
 
 
 def quadrature_nodes(f: Nonlinearity, std: Tensor, kinked: int = 2048) -> int:
-    """How many equally spaced nodes the units f(m + std·u) need; `kinked` for those that are not smooth."""
+    """Return the number of equally spaced nodes that units f(m + std·u) need; `kinked` for non-smooth f."""
     steepest = float(std.detach().max())
     # A steep unit has its poles close to the real line.
     return 128 if f.smooth and steepest <= 2 else 256 if f.smooth and steepest <= 4 else kinked

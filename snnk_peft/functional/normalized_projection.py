@@ -64,7 +64,7 @@ class _NormalizedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Keep what the backward pass reads; mean and rstd take no gradient."""
+        """Save the tensors for the backward pass; mean and rstd take no gradient."""
         x, centred, _ = inputs
         z, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
@@ -73,7 +73,6 @@ class _NormalizedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor, *unused: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient for x."""
         x, centred, z, mean, rstd = ctx.saved_tensors
         inner = (dz.to(rstd.dtype) * z.to(rstd.dtype)).sum(-1, keepdim=True)
         pull = inner * rstd.square() * (-1.0 / x.shape[-1])

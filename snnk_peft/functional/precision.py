@@ -21,7 +21,7 @@ def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """What products of factors in `dtype` are computed in: under autocast its dtype, fp64 excepted."""
+    """Return the dtype in which factors of `dtype` are multiplied: autocast's where it is on, except for fp64."""
     # Where there is no autocast ("meta"), asking whether it is on is an error.
     if dtype == torch.float64 or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return dtype
@@ -29,7 +29,7 @@ def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
 
 
 def as_a_linear(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """What stands for a Linear's output for input x, in its dtype: that of x, or under autocast what this gives."""
+    """Cast to the dtype that a Linear would return for input x: that of x, or autocast's."""
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return out
     return out.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Random numbers that are the same on every machine, whatever its processor, number of threads and version of torch.
+"""Random numbers that are the same on every machine, whatever its CPU, number of threads and version of torch.
 
 torch.randn is another function on another CPU: its vectorised forms round differently (entries differ by 2e-5), and
 its stream may change between versions. Here only whole numbers are drawn, and all else is a function of them:

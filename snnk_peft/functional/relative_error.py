@@ -1,7 +1,7 @@
-"""Squared errors relative to what there is to be told: the variance of a target or, where it has none, its square.
+"""Squared errors relative to the variance of a target or, where it has none, to its square.
 
-One number for all tokens of a target tells what a fit is worth: 0 is perfect, 1 no better than the mean. A target that
-is the same for all tokens (a single one, a constant output) has no variance, but for rounding: its error is then told
+One number rates a fit over all tokens of a target: 0 is perfect, 1 no better than the mean. A target that
+is the same for all tokens (a single one, a constant output) has no variance, but for rounding: its error is then
 relative to Σ‖y‖², where 1 is no better than zero.
 """
 
@@ -13,7 +13,7 @@ CONSTANT = 1e-12  # of Σ‖y‖²: a spread below is that of equal numbers roun
 
 
 def relative_error(error: float, spread: float, square: float) -> float:
-    """How large a squared error is.
+    """Normalise a squared error by the variance of its targets.
 
     Args:
         error: Σ‖y − ŷ‖²; below 0 by rounding counts as 0, NaN stays NaN.

@@ -32,7 +32,7 @@ def residual_linear(x: Tensor, features: Tensor, weight: Tensor) -> Tensor:
     # Where there is no autocast ("meta"), asking whether it is on is an error.
     if same and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         # Mᵀ as rows, not as a view of M: autograd would take the gradient as gᵀz, (dim, tokens) times (tokens, m), of
-        # which a processor's libraries need up to seven times the time of zᵀg; M itself is small.
+        # for which CPU libraries need up to seven times the time of zᵀg; M itself is small.
         rows = weight.T.contiguous()
         flat = torch.addmm(x.reshape(-1, x.shape[-1]), features.reshape(-1, features.shape[-1]), rows)
         return flat.reshape(x.shape)

@@ -1,6 +1,6 @@
 """The tensor x⊗x without its repetitions: all products x_i x_j, i <= j, those of different coordinates times √2.
 
-Its inner product is that of the whole tensor, (x·y)², with d(d+1)/2 numbers instead of d². Shapes: (..., d) ->
+Its inner product is that of the whole tensor, (x·y)², with d(d+1)/2 values instead of d². Shapes: (..., d) ->
 (..., d(d+1)/2).
 """
 
@@ -17,5 +17,5 @@ def symmetric_square(x: torch.Tensor) -> torch.Tensor:
 
 
 def symmetric_square_size(dim: int) -> int:
-    """d(d+1)/2."""
+    """Return d(d + 1)/2, the length of a symmetric square."""
     return dim * (dim + 1) // 2

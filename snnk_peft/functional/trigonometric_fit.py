@@ -54,7 +54,6 @@ class TrigonometricFit(NamedTuple):
     sup_error: float
 
     def __call__(self, z: Tensor) -> Tensor:
-        """The fitted function."""
         angle = z.unsqueeze(-1) * self.frequencies.to(z)
         waves = torch.cos(angle) @ self.cosines.to(z) + torch.sin(angle) @ self.sines.to(z)
         return self.constant + self.slope * z + waves

@@ -1,1 +1,1 @@
-"""Heads that are fitted in closed form: what they read, the statistics that decide them, what they know of errors."""
+"""Task heads fitted in closed form: their features, their statistics, and estimates of their errors."""

@@ -1,4 +1,4 @@
-"""What a head reads of a Transformer: hidden states of any layers, pooled over the tokens that are no padding.
+"""Features of a task head: hidden states of any layers, pooled over the tokens that are not padding.
 
     φ = [pool₁(h_{l₁}), pool₂(h_{l₂}), ...]        and, through a feature map,  [Φ(φ), φ]
 
@@ -32,12 +32,10 @@ Pool = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _mean(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
-    """Over the tokens."""
     return token_mean(hidden, mask)
 
 
 def _maximum(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
-    """Of every coordinate."""
     return hidden.masked_fill(~mask.unsqueeze(-1), -torch.inf).amax(1)
 
 
@@ -46,7 +44,7 @@ def _at(hidden: Tensor, position: Tensor) -> Tensor:
 
 
 def _first(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
-    """The first token, [CLS]; behind the padding where that comes first."""
+    """The first token, [CLS]; after the padding where that comes first."""
     return _at(hidden, mask.int().argmax(1))
 
 
@@ -58,7 +56,7 @@ def _last(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
 def _of_either(hidden: Tensor, mask: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
     """Means over the first and over the second text, 0 for a text without tokens."""
     if second is None:
-        raise ValueError("the head reads pairs of texts; expected to be told which tokens are of the second one")
+        raise ValueError("the head reads pairs of texts; expected a mask of the second text's tokens")
 
     def mean(part: Tensor) -> Tensor:
         return (hidden * part.unsqueeze(-1)).sum(1) / part.sum(1, keepdim=True).clamp_min(1)
@@ -101,7 +99,7 @@ def pooled(hidden: Tensor, mask: Tensor | None, pool: str, second: Tensor | None
 
 @dataclass(frozen=True)
 class HeadFeatures:
-    """What a head reads.
+    """Choice of the features that a task head reads.
 
     Args:
         views: pairs (layer, pool): which hidden state, and how its tokens become one vector ("mean", "max", "first",
@@ -135,7 +133,7 @@ class HeadFeatures:
 
     @classmethod
     def across(cls, layers: int, feature_map: Mapping[str, Any] | None = None, *, pairs: bool = False) -> HeadFeatures:
-        """Means after a third, two thirds and all of so many layers, and the maximum after all.
+        """Choose the means after a third, two thirds and all of the layers, and the maximum after all.
 
         Args:
             layers: of the model.
@@ -152,7 +150,7 @@ class HeadFeatures:
 
     @property
     def of_pairs(self) -> bool:
-        """Whether some views need to know which text a token is of."""
+        """True if a view needs to know which of two texts a token belongs to."""
         return any(pool in PAIR_POOLS for _, pool in self.views)
 
     def width(self, hidden: int) -> int:
@@ -160,7 +158,6 @@ class HeadFeatures:
         return len(self.views) * hidden
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return {**asdict(self), "views": [list(view) for view in self.views]}
 
 
@@ -200,7 +197,6 @@ class HeadReader(nn.Module):
 
     @property
     def out_dim(self) -> int:
-        """Length of φ."""
         return self.features.width(self.hidden) if self.stage is None else self.stage.out_dim
 
     def forward(

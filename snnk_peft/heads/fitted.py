@@ -1,4 +1,4 @@
-"""A head in closed form, with what it knows of its own errors.
+"""A task head in closed form, with estimates of its own errors.
 
     scores      s(φ) = A φ + a,   ridge regression (solvers/ridge.py); columns of φ are divided by their standard
                 deviations first, so that the penalty means the same for all of them
@@ -30,12 +30,12 @@ from snnk_peft.solvers.ridge_posterior import RidgePosterior, cross_validated
 # so with as many examples as columns the best ridge is far above their mean, which is what a ridge is measured in.
 HEAD_RIDGES = tuple(10 ** (exponent / 2) for exponent in range(6, -17, -1))
 SHARPEST = 7.0  # log t at most; scores that separate all examples would ask for infinity
-CONSTANT = 1e-10  # a column whose standard deviation is below this share of its mean's size tells nothing
+CONSTANT = 1e-10  # a column whose standard deviation is below this share of its mean's size is constant
 
 
 @dataclass(frozen=True)
 class HeadFitReport:
-    """What a fit found.
+    """Result of a fit.
 
     Args:
         examples: that were fitted.
@@ -52,7 +52,6 @@ class HeadFitReport:
     temperature: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a metrics.json."""
         return asdict(self)
 
 
@@ -112,14 +111,13 @@ class FittedHead:
 
     @property
     def report(self) -> HeadFitReport:
-        """What was found."""
         return HeadFitReport(self.count, self.ridge, self.cross_validated, self.posterior.degrees, self.temperature)
 
     def _read(self, vectors: Any) -> Tensor:
         return as_vectors(vectors, self.weight.shape[1]).to(self.weight)
 
     def scores(self, vectors: Any) -> Tensor:
-        """(n, width) -> (n, outputs) in fp64; numbers are told as they are, classes by the largest score.
+        """(n, width) -> (n, outputs) in fp64; regression targets as they are, classes by the largest score.
 
         Raises:
             ConfigError: vectors of another width, or with NaN or infinity; so do the other methods.
@@ -127,7 +125,7 @@ class FittedHead:
         return self._read(vectors) @ self.weight.T + self.bias
 
     def variance(self, vectors: Any) -> Tensor:
-        """Of a new target at these vectors (n, width): (n, outputs)."""
+        """Return the predictive variance of new targets at vectors (n, width): (n, outputs)."""
         return self.posterior.variance(self._read(vectors) * self._scale)
 
     def leave_one_out(self, vectors: Any, targets: Any) -> Tensor:
@@ -149,10 +147,10 @@ class FittedHead:
             examples: pairs (vectors, targets) that were fitted, all or some hundred of them.
 
         Raises:
-            ConfigError: the head tells numbers, or there are no examples.
+            ConfigError: a regression head, or there are no examples.
         """
         if self.kind == "numbers":
-            raise ConfigError("a head that tells numbers has no probabilities; expected kind 'classes' or 'labels'")
+            raise ConfigError("a regression head has no probabilities; expected kind 'classes' or 'labels'")
         pairs = [(self.leave_one_out(*pair), self._targets(pair[1])) for pair in examples]
         if not pairs:
             raise ConfigError("no examples were given; expected some that were fitted")
@@ -176,7 +174,7 @@ class FittedHead:
         return temperature * (scores if self.kind == "classes" else scores - 0.5)
 
     def probabilities(self, vectors: Any) -> Tensor:
-        """Of classes, which sum to one, or of labels: (n, width) -> (n, outputs).
+        """Return the probabilities of classes, which sum to one, or of labels: (n, width) -> (n, outputs).
 
         Raises:
             ConfigError: t is not known.
@@ -188,7 +186,7 @@ class FittedHead:
 
 
 def expected_calibration_error(probabilities: Any, labels: Any, bins: int = 15) -> float:
-    """How far confidence is from accuracy: Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015).
+    """Measure calibration: Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015).
 
     Args:
         probabilities: of classes, (n, classes).

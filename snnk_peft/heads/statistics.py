@@ -1,4 +1,4 @@
-"""The statistics that decide a head, and that add: shards merge, examples come later, examples are forgotten.
+"""The statistics that determine a task head, and that add: shards merge, examples come later, examples are forgotten.
 
 Ridge regression of targets on what a head reads needs nothing but moments (solvers/ridge.py), and moments of two
 sets of examples are those of both. So parts that were counted on different machines make the same head as one pass over
@@ -40,9 +40,9 @@ from snnk_peft.stamps import stamp_tensors
 KINDS = ("classes", "labels", "numbers")
 HEADER = "snnk_head_statistics"  # of the file, as JSON
 LEAST_CLASSES = 2
-DIGESTS = "digests"  # of the examples in that file, one behind the other
+DIGESTS = "digests"  # of the examples in that file, one after the other
 DIGEST = 16  # bytes of one
-OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in what safetensors tells of a full disk
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in the message of safetensors about a full disk
 
 
 class HeadStatistics:
@@ -50,7 +50,7 @@ class HeadStatistics:
 
     Args:
         width: of the vectors.
-        outputs: classes, labels or numbers that the head tells.
+        outputs: number of classes, labels or regression targets.
         kind: "classes", "labels" (several may hold) or "numbers".
         origin: plain data that says what made the vectors (model, features); only statistics of one origin are added.
         remember: keep a digest of every example, so that `remove` and `take_away` refuse one that was not counted.
@@ -88,12 +88,11 @@ class HeadStatistics:
 
     @property
     def count(self) -> int:
-        """Examples so far."""
         return self.moments.count
 
     @property
     def names(self) -> list[str]:
-        """Of the classes, labels or numbers, as far as `origin` has them."""
+        """Names of the outputs (classes, labels or regression targets), if `origin` has them."""
         return list(self.origin.get("names") or ())
 
     def add(self, vectors: Any, targets: Any) -> None:
@@ -118,8 +117,8 @@ class HeadStatistics:
     def remove(self, vectors: Any, targets: Any) -> None:
         """Forget examples that were counted before, here or in what was merged; arguments as in `add`.
 
-        That they were counted is known with `remember` only. Without it some that were not are noticed (see
-        `take_away`), and others leave statistics of no set of examples.
+        Only `remember` verifies that they were counted. Without it some foreign examples are detected (see
+        `take_away`); others leave statistics of no set of examples.
 
         Raises:
             ConfigError: shapes or values that do not fit, or examples that cannot have been counted; nothing is
@@ -130,7 +129,7 @@ class HeadStatistics:
         self.take_away(other)
 
     def empty(self) -> HeadStatistics:
-        """Of the same kind, origin and shape, without examples."""
+        """Return statistics of the same kind, origin and shape, without examples."""
         remember = self.digests is not None
         return HeadStatistics(self.moments.feature_dim, self.moments.out_dim, self.kind, self.origin, remember)
 
@@ -166,7 +165,7 @@ class HeadStatistics:
             self.digests -= other.digests
 
     def _never_counted(self, other: HeadStatistics) -> list[str]:
-        """What shows that examples of the other were not counted here."""
+        """Return evidence that examples of the other were not counted here."""
         ours = self._numbers()
         found = [
             f"{number} examples {what} are to be forgotten of {ours[what]}"
@@ -183,7 +182,7 @@ class HeadStatistics:
         return found
 
     def _numbers(self) -> dict[str, int]:
-        """How many examples there are of each class, or with and without each label."""
+        """Count the examples of each class, or those with and without each label."""
         mean = self.moments.target_mean.cpu()
         shares = {"classes": {"of class": mean}, "labels": {"with label": mean, "without label": 1 - mean}}
         return {
@@ -213,7 +212,7 @@ class HeadStatistics:
             raise ConfigError([*faults, "expected statistics of the same task, model and features"])
 
     def targets(self, given: Any) -> Tensor:
-        """What is regressed, (n, outputs) in fp64, of targets as `add` takes them.
+        """Convert targets, as `add` takes them, to what is regressed: (n, outputs) in fp64.
 
         Raises:
             ConfigError: shapes or values that do not fit.
@@ -257,7 +256,7 @@ class HeadStatistics:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadStatistics:
-        """What `save` wrote.
+        """Read the file that `save` wrote.
 
         Raises:
             ConfigError: no such file, or damaged.

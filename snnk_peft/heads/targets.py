@@ -1,4 +1,4 @@
-"""What a head is given, as users have it: tensors, arrays, lists and columns of tables become tensors, or a fault.
+"""Inputs of a task head: tensors, arrays, lists and columns of tables become tensors, or an error.
 
 Labels of classes may be names, truth values or whole floats (which pandas makes of integers where some are missing).
 """
@@ -57,7 +57,7 @@ def _numbers(what: str, array: Any, names: Sequence[str]) -> Any:
         try:
             array = array.astype(np.float64)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{what} hold entries that are no numbers ({error}); expected numbers alone") from error
+            raise ConfigError(f"{what} hold entries that are no numbers ({error}); expected numbers only") from error
         kind = "f"
     if kind not in "biuf":
         raise ConfigError(f"{what} are {array.dtype}; expected numbers")
@@ -65,7 +65,7 @@ def _numbers(what: str, array: Any, names: Sequence[str]) -> Any:
 
 
 def _is_nan(value: Any) -> bool:
-    """NaN, NaT and what pandas has for missing, none of which equals itself; False for all else."""
+    """Return True for NaN, NaT and pandas' missing values, none of which equals itself."""
     try:
         return not bool(value == value)
     except (TypeError, ValueError):
@@ -89,12 +89,12 @@ def require_finite(what: str, found: Tensor) -> None:
     if wrong.any():
         raise ConfigError(
             f"{int(wrong.sum())} of {len(found)} {what} hold NaN or infinity, the first in row "
-            f"{int(wrong.int().argmax())}; expected finite numbers. Leave these examples out, or mend what made them"
+            f"{int(wrong.int().argmax())}; expected finite numbers. Leave these examples out, or correct their source"
         )
 
 
 def as_vectors(given: Any, width: int) -> Tensor:
-    """What a head reads, (examples, width), finite and floating.
+    """Convert vectors to a finite floating-point tensor, (examples, width).
 
     Raises:
         ConfigError: another shape, NaN or infinity, or no numbers.
@@ -139,12 +139,12 @@ def class_indices(what: str, labels: Tensor, classes: int) -> Tensor:
 
 
 def is_whole(found: Tensor) -> bool:
-    """Whether floats are all whole numbers."""
+    """Return True if all values are whole."""
     return bool((found == found.round()).all())
 
 
 def fit_notes(count: int, shares: Tensor | None, names: Sequence[str], varies: bool) -> list[str]:
-    """What makes a head that was fitted one to distrust; an empty list if nothing does.
+    """List reasons to distrust a fitted head; empty if there are none.
 
     Args:
         count: of examples.
@@ -155,14 +155,14 @@ def fit_notes(count: int, shares: Tensor | None, names: Sequence[str], varies: b
     found = []
     if not varies:
         found.append(
-            f"all {count} vectors are the same, so the head tells the mean of the targets whatever it reads; expected "
+            f"all {count} vectors are the same, so the head predicts the mean of the targets for every input; expected "
             "examples that differ"
         )
     absent = [] if shares is None else (shares <= 0).nonzero().flatten().tolist()
     if absent and shares is not None:
         told = ", ".join(repr(names[index]) if index < len(names) else str(index) for index in absent[:SHOWN])
         more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
-        only = "; all are of one class, which the head always tells" if len(absent) == len(shares) - 1 else ""
+        only = "; all are of one class, which the head always predicts" if len(absent) == len(shares) - 1 else ""
         found.append(
             f"none of {count} examples is of class {told}{more}{only}; expected examples of all {len(shares)} classes"
         )

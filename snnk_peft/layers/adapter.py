@@ -1,6 +1,6 @@
-"""What adapters compute, once for training and for bundles.
+"""Adapters, as one computation for training and for bundles.
 
-    SNNKAdapter   r + Φ(x) Mᵀ            r = x behind a module, its output beside one (SNNK paper, Eq. 22 and App. D)
+    SNNKAdapter   r + Φ(x) Mᵀ            r = x after a module, its output beside one (SNNK paper, Eq. 22 and App. D)
     beside        [module(x), Φ(x)]      features of an adapter beside the FFN, emitted by what they stand beside
     leading       [module(h), z]         for x = [h, z]: a module that acts on the first entries only
 
@@ -20,7 +20,7 @@ from snnk_peft.layers.feature_stage import FeatureStage
 
 
 class SNNKAdapter(nn.Module):
-    """r + Φ(x) Mᵀ: features, a readout, and what they are added to.
+    """The adapter r + Φ(x) Mᵀ, with a residual r.
 
     Args:
         stage: Φ, over inputs of length dim.

@@ -26,7 +26,7 @@ from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_structured import Structured
 
 PLAIN = (Tensor, nn.Parameter)
-MANY = 1 << 17  # numbers in r, from which on a processor computes for longer than it dispatches, and gains nothing
+MANY = 1 << 17  # elements of r above which a CPU computes for longer than it dispatches, and gains nothing
 _NARROW: WeakKeyDictionary[Projection, tuple[Any, Tensor, Tensor]] = WeakKeyDictionary()
 
 
@@ -78,7 +78,7 @@ def readout_step(readout: Any, features: Tensor, residual: Tensor) -> Tensor | N
 
 
 def serves(readout: Any, x: Tensor, residual: Tensor | None) -> bool:
-    """Whether this is a step of training in which an operation with a backward pass of its own may stand.
+    """Return True in a training step that can use an operation with its own backward pass.
 
     What is checkpointed runs without gradients first: then too, so that both runs give the same.
     """
@@ -97,7 +97,7 @@ def serves(readout: Any, x: Tensor, residual: Tensor | None) -> bool:
 
 @functools.cache
 def one_product(stage: Any, component: Any, projection: Any) -> bool:
-    """Whether the features of these classes are f(x Wᵀ + c), with a derivative of f."""
+    """Return True if the features of these classes are f(x Wᵀ + c) with a known derivative of f."""
     return (
         stage is FeatureStage
         and component.gradient is not Component.gradient
@@ -108,7 +108,7 @@ def one_product(stage: Any, component: Any, projection: Any) -> bool:
 
 
 def untouched(*modules: nn.Module) -> bool:
-    """Whether calling these modules is running their `forward`, and nothing else."""
+    """Return True if calling these modules runs their `forward` and nothing else (no hooks, no wrapper)."""
     if _has_any_global_hook():
         return False
     for module in modules:

@@ -4,7 +4,7 @@
 
 φ and ψ are shared by queries and keys (one W) or apart (`key_maps`); one for all heads, or one per key head. Shapes:
 q (B, H, L, d), k (B, G, N, d), v (B, G, N, D), H a multiple of G -> (B, H, L, D). On a CPU it goes block by block of
-tokens, so that features stay in the processor's cache and never exist as a whole: fresh memory costs more time than
+tokens, so that features stay in the CPU's cache and never exist as a whole: fresh memory costs more time than
 what is computed in it. Positive exponential features, which estimate softmax, enter by their logarithms
 (functional/exponential_attention.py, exponential_causal.py), all others as they are, in at least fp32
 (functional/linear_attention.py, causal_attention.py).
@@ -76,7 +76,7 @@ class AttentionTerm(nn.Module):
         state: State | None = None,
         kept: KeptMaps | None = None,
     ) -> tuple[torch.Tensor, State]:
-        """(B, H, L, D), and what is kept of all keys. Causal: the queries are the last L positions.
+        """Compute attention (B, H, L, D), and the state of all keys. Causal: the queries are the last L positions.
 
         Args:
             q: queries.
@@ -108,7 +108,7 @@ class AttentionTerm(nn.Module):
         return causal_exponential_attention(q, k, v, *logarithms, mask, means)
 
     def prepared(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
-        """`logarithms`, formed anew only where they may have changed; arguments as there."""
+        """Return `logarithms`, cached while they cannot have changed; arguments as there."""
         if statistics:
             return self.logarithms(statistics, root, like)
         maps = self.feature_maps if self.key_maps is None else (*self.feature_maps, *self.key_maps)
@@ -214,7 +214,8 @@ class AttentionTerm(nn.Module):
     def statistics(
         self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, root: float
     ) -> Mapping[str, torch.Tensor]:
-        """What components that adapt to the tokens want to know of each example and key head; arguments as `forward`.
+        """Compute the statistics of components that adapt to the tokens, per example and key head; arguments as
+        `forward`.
 
         The queries are those of all heads of the group.
         """

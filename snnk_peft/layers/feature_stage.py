@@ -38,7 +38,7 @@ class FeatureStage(nn.Module):
         center: subtract from each feature its mean over normalised inputs, E f(z) for z ~ N(c, (scale·‖ω‖)²). A ReLU
             feature is mostly its mean; without it a readout that is trained from zero first learns a bias. Components
             that are not elementwise have no such closed form and are left as they are.
-        append_input: also return x itself, behind the features: an exact affine path through the readout.
+        append_input: also return x itself, after the features: an exact affine path through the readout.
     """
 
     shift: torch.Tensor | None
@@ -93,23 +93,21 @@ class FeatureStage(nn.Module):
             self.means = self._means(mean.double().cpu(), std.double().cpu()).to(self.means)
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
-        """What the rows are multiplied with, (..., dim)."""
+        """Return the input that the rows are multiplied by, (..., dim)."""
         if self.normalize:
             return nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * self.scale
         return self.transform(x)
 
     @property
     def dim(self) -> int:
-        """Length of the inputs."""
         return self.feature_map.dim
 
     @property
     def out_dim(self) -> int:
-        """Length of the outputs."""
         return self.feature_map.feature_dim + (self.dim if self.append_input else 0)
 
     def transform(self, x: torch.Tensor) -> torch.Tensor:
-        """t(x): what Φ sees, without `normalize`."""
+        """Compute t(x), the input of Φ, without `normalize`."""
         if self.shift is not None and self.inverse_std is not None:
             x = (x - self.shift.to(x.dtype)) * self.inverse_std.to(x.dtype)
         return x if self.scale == 1.0 else x * self.scale
@@ -158,7 +156,7 @@ class FeatureStage(nn.Module):
 
     @torch.no_grad()
     def simplified(self) -> FeatureStage:
-        """The same function with a whitened input folded into one dense matrix and bias (cheaper at inference).
+        """Return an equal stage with a whitened input folded into one dense matrix and bias (cheaper at inference).
 
         A matrix that is stored as a seed stays the one that the seed gives, so then nothing is folded; nor is anything
         for a matrix that is cheaper than a dense one, or has weights of its own.
@@ -175,7 +173,7 @@ class FeatureStage(nn.Module):
         return simple
 
     def with_input(self) -> FeatureStage:
-        """[Φ(t(x)) − c, x]: the same features (the very tensors), and the input behind them."""
+        """[Φ(t(x)) − c, x]: the same features (the very tensors), and the input after them."""
         stage = copy.copy(self)
         stage.append_input = True
         return stage

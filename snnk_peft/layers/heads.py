@@ -1,4 +1,4 @@
-"""Attention modules of transformers that split what they project into heads: by a size that can be set.
+"""Attention modules of transformers whose head size can be set.
 
 They read the size of a head from an attribute and let the number of heads follow, so that narrower Linears and a
 smaller size are all that narrower heads need. The scale of q·k stays that of the original head.

@@ -8,7 +8,7 @@ query head, starts at one (several terms: at one over their number); `calibrate`
 right about the weights of far keys among each other and wrong about their sum. q and k hold √scaling here.
 
 Causal, the far keys of query i are the first i − width + 1: linear attention whose keys are late by `width` tokens.
-What was fitted to texts of some length is wrong by orders of magnitude behind it (queries and keys turn with their
+What was fitted to texts of some length is wrong by orders of magnitude beyond it (queries and keys turn with their
 positions): later queries, by count of real tokens, see near keys and sinks alone.
 
 Otherwise it is that in both directions. Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D) -> (B, H, L, D). Time
@@ -52,7 +52,7 @@ class Kept(NamedTuple):
     counts: Tensor
 
     def and_then(self, other: Kept) -> Kept:
-        """These, and others behind them."""
+        """These, and others after them."""
         return Kept(*(torch.cat(pair, -1 if pair[0].dim() == 2 else -2) for pair in zip(self, other, strict=True)))
 
     def part(self, first: int, last: int) -> Kept:
@@ -65,7 +65,7 @@ class Kept(NamedTuple):
 
 
 class JointState(NamedTuple):
-    """What is remembered of earlier tokens; its size does not depend on how many there were.
+    """The memory of earlier tokens; its size does not depend on their number.
 
     Attributes:
         sums: of each term, over the far keys of the last token.
@@ -81,7 +81,7 @@ class JointState(NamedTuple):
 
 
 class JointAttention(nn.Module):
-    """The fields of one layer, and what joins them.
+    """Combines the near and far fields of one layer under one normalisation.
 
     Args:
         width: of the exact band, 1 is the diagonal alone.
@@ -225,7 +225,7 @@ class JointAttention(nn.Module):
         reach: int | None,
         kept: KeptMaps | None = None,
     ) -> tuple[Tensor, JointState]:
-        """Causal attention of L new tokens behind a state."""
+        """Causal attention of L new tokens after a state."""
         length = q.shape[-2]
         place = new.counts.cumsum(-1)  # of each token in its text, from 1 on
         if state is not None:
@@ -310,5 +310,5 @@ def _maps(
 
 
 def may_be_joint(component: Component, projection: Projection | type[Projection]) -> bool:
-    """Whether features are positive, and known by their logarithms with nothing left out."""
+    """Return True if features are positive and fully given by their logarithms."""
     return type(component).log_linear is not Component.log_linear and component.positive and projection.uniform

@@ -25,13 +25,13 @@ SETTINGS = (bool, float, int, str)
 
 
 class Term(Protocol):
-    """What makes the logarithms; `AttentionTerm`."""
+    """The part of `AttentionTerm` that computes logarithms."""
 
     def logarithms(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None: ...
 
 
 class _Empty:
-    """Copies and pickles of what keeps are empty."""
+    """Base of caches, whose copies and pickles are empty."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return type(self)()
@@ -41,13 +41,13 @@ class _Empty:
 
 
 class KeptMaps(_Empty):
-    """Of any terms, for a caller who knows that the weights stay as they are."""
+    """A cache for any number of terms; the caller guarantees that the weights do not change."""
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[Term, tuple[Any, Pair]] = WeakKeyDictionary()
 
     def of(self, term: Term, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
-        """As `AttentionTerm.logarithms`; those of components that adapt to tokens are formed anew."""
+        """Return `AttentionTerm.logarithms`, cached unless the component adapts to the tokens."""
         if statistics or torch.is_grad_enabled() or exporting():
             return term.logarithms(statistics, root, like)
         kind, kept = (root, like.dtype, like.device), self._found.get(term)
@@ -59,13 +59,13 @@ class KeptMaps(_Empty):
 
 
 class KeptByVersion(_Empty):
-    """Of one term, while they are made from the same buffers, unchanged, and the same settings."""
+    """A cache for one term, valid as long as its buffers and settings are unchanged."""
 
     def __init__(self) -> None:
         self._kept: tuple[Any, _Seen, Pair] | None = None
 
     def of(self, term: Term, made_from: Iterable[nn.Module], root: float, like: torch.Tensor) -> Pair | None:
-        """As `AttentionTerm.logarithms` without statistics.
+        """Return `AttentionTerm.logarithms` without statistics, cached.
 
         Args:
             term: always the same.
@@ -97,7 +97,7 @@ class _Seen:
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module]) -> _Seen | None:
-        """What there is now; None where changes could not be seen."""
+        """Record the current state; None where changes could go unnoticed."""
         buffers: list[torch.Tensor] = []
         settings: list[Any] = []
         waiting = list(modules)
@@ -123,11 +123,10 @@ class _Seen:
         return cls(buffers, settings)
 
     def is_still(self, other: _Seen) -> bool:
-        """Whether nothing has changed."""
         same = self.state == other.state and self.settings == other.settings
         return same and all(a is b for a, b in zip(self.buffers, other.buffers, strict=True))
 
     def held(self) -> _Seen:
-        """The same, and the memory that it saw goes to no other tensor."""
+        """Keep the recorded memory alive, so that no other tensor gets its addresses."""
         self.memory = [buffer.detach() for buffer in self.buffers]
         return self

@@ -39,7 +39,7 @@ class KernelAttention(nn.Module):
         near_field: width of the exact band (1 is the diagonal alone), or None for no band.
         joint: band and terms under one normalisation, instead of a blend of their results.
         sinks: how many of the first keys are exact as well; joint only.
-        fitted_length: tokens of the longest text that the feature maps were fitted to, or None: behind it, causal
+        fitted_length: tokens of the longest text that the feature maps were fitted to, or None: beyond it, causal
             attention gives near keys and sinks alone, or if it has none, nothing.
 
     Attributes:
@@ -141,14 +141,14 @@ class KernelAttention(nn.Module):
         return self.blended(fields)
 
     def check_length(self, length: int, mask: torch.Tensor | None) -> None:
-        """What to say of causal attention over so many tokens: nothing, as far as the maps were fitted.
+        """Check that causal attention over this many tokens is within the fitted length.
 
         Args:
             length: of the texts with their padding.
             mask: (B, length) bool, True where a key counts, or None.
 
         Warns:
-            UserWarning: far keys do not count behind the fitted length.
+            UserWarning: far keys do not count beyond the fitted length.
 
         Raises:
             UnsupportedError: there are no others.
@@ -160,7 +160,7 @@ class KernelAttention(nn.Module):
             return
         told = (
             f"linear attention was fitted (calibrate) to texts of at most {self.fitted_length} tokens, and what it "
-            "gives behind them is wrong by orders of magnitude: positions there are unlike all that was seen"
+            "gives beyond them is wrong by orders of magnitude: positions there are unlike all that was seen"
         )
         remedy = "Calibrate on texts as long as those that the model will read"
         if self.joint is None:
@@ -189,7 +189,7 @@ class KernelAttention(nn.Module):
         causal: bool = False,
         scaling: float | None = None,
     ) -> torch.Tensor:
-        """The weights (B, H, L, N) that `forward` multiplies values with: what it makes of the unit vectors.
+        """Return the weights (B, H, L, N) that `forward` multiplies the values with.
 
         Rows sum to one, or with several fields to the sum of a head's blending weights (one at the start); rows
         without a key are 0. Weights of features that are not positive can be negative.

@@ -1,6 +1,6 @@
 """Low-rank layers: W x + b becomes U (Vᵀ x) + b, for Linears and convolutions.
 
-W is (out, in) as in nn.Linear, U (out, rank), V (in, rank): (out + in)·rank multiply-adds instead of out·in. The kernel
+W is (out, in) as in nn.Linear, U (out, rank), V (in, rank): (out + in)·rank MACs instead of out·in. The kernel
 of a convolution, (out, in, kh, kw), is a matrix in one of two ways:
 
     split       matrix W                   Vᵀ, applied first                U, applied then
@@ -23,7 +23,7 @@ __all__ = ["SPLITS", "LowRank", "LowRankConv", "LowRankConv1d", "LowRankConv2d",
 
 
 def low_rank_class(module: nn.Module) -> type[LowRankLinear] | type[LowRankConv]:
-    """The class that stands for a dense nn.Linear, nn.Conv1d or nn.Conv2d."""
+    """Return the low-rank class for a dense nn.Linear, nn.Conv1d or nn.Conv2d."""
     if isinstance(module, nn.Linear):
         return LowRankLinear
     return LowRankConv1d if isinstance(module, nn.Conv1d) else LowRankConv2d

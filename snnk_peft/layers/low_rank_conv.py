@@ -1,4 +1,4 @@
-"""Low-rank convolutions: two small ones that stand for one; which, low_rank.py says."""
+"""Low-rank convolutions: two small ones in place of one; see low_rank.py for the two ways."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPLITS = ("spatial", "channel")
 
 
 class LowRankConv(LowRank):
-    """Two convolutions that stand for one; `LowRankConv1d` and `LowRankConv2d` say of how many dimensions.
+    """Two convolutions in place of one; `LowRankConv1d` and `LowRankConv2d` set the number of dimensions.
 
     Args:
         in_channels: of the input.
@@ -150,7 +150,7 @@ class LowRankConv(LowRank):
         second = self.U.reshape(self.out_channels, -1, self.rank).transpose(1, 2)
         second = second.reshape(self.out_channels, self.rank, *self._sizes(False))
         # Strides as those of a dense kernel. Views pass for channels last (a 1 × 1 kernel even after contiguous()), and
-        # there the backward pass of oneDNN 3.12 (torch 2.13) writes beyond its memory on processors without AVX-512:
+        # there the backward pass of oneDNN 3.12 (torch 2.13) writes beyond its memory on CPUs without AVX-512:
         # training ended in "munmap_chunk(): invalid pointer".
         plain = torch.contiguous_format
         return first.clone(memory_format=plain), second.clone(memory_format=plain)
@@ -166,7 +166,7 @@ class LowRankConv(LowRank):
         }
 
     def pads(self, first: bool) -> list[int]:
-        """What one of the two pads with, as `nn.functional.pad` takes it: last axis first, before and behind."""
+        """Return one convolution's padding in the order of `nn.functional.pad`: last axis first, before and after."""
         settings, found = self._settings(first), []
         for axis in reversed(range(self.dimensions)):
             if settings["padding"] == "same":
@@ -189,7 +189,7 @@ class LowRankConv(LowRank):
         return hidden.to(x.dtype)
 
     def patches(self, x: Tensor) -> Tensor:
-        """What the dense kernel is multiplied with: ([n,] in_channels, *sizes) -> (pixels, in_channels · Πkernel)."""
+        """Unfold the inputs of the dense kernel: ([n,] in_channels, *sizes) -> (pixels, in_channels · Πkernel)."""
         x = x if x.ndim == 2 + self.dimensions else x.unsqueeze(0)
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         both = [one + two for one, two in zip(self.pads(True), self.pads(False), strict=True)]
@@ -200,7 +200,7 @@ class LowRankConv(LowRank):
         return found.transpose(1, 2).reshape(-1, found.shape[1])
 
     def macs(self) -> tuple[int, int]:
-        """See `LowRank.macs`; the first one is at work wherever the second reads, which its stride leaves out later."""
+        """Count as `LowRank.macs`; the first convolution also runs at pixels that the stride of the second skips."""
         positions = math.prod(self._of(self.stride, False, 1))
         dense = self.in_channels * self.out_channels * math.prod(self.kernel_size)
         return self.V.numel() * positions + self.U.numel(), dense
@@ -216,7 +216,7 @@ class LowRankConv(LowRank):
 
     @torch.no_grad()
     def dense(self) -> nn.Module:
-        """One convolution."""
+        """Return the equivalent single convolution."""
         cls: Any = self.convolution
         settings: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
         settings |= {"padding_mode": self.padding_mode, "bias": self.bias is not None, "device": "meta"}
@@ -224,20 +224,19 @@ class LowRankConv(LowRank):
         return with_tensors(conv, self.kernel_from(rounded_product(self.U, self.V)), self.bias)
 
     def extra_repr(self) -> str:
-        """Sizes."""
         sizes = f"{self.in_channels} → {self.rank} → {self.out_channels}, kernel_size={self.kernel_size}"
         return f"{sizes}, stride={self.stride}, padding={self.padding}, split={self.split!r}"
 
 
 class LowRankConv1d(LowRankConv):
-    """Of sequences, ([n,] channels, length); see `LowRankConv`."""
+    """A low-rank convolution over sequences, ([n,] channels, length); see `LowRankConv`."""
 
     dimensions = 1
     convolution = nn.Conv1d
 
 
 class LowRankConv2d(LowRankConv):
-    """Of images, ([n,] channels, height, width); see `LowRankConv`."""
+    """A low-rank convolution over images, ([n,] channels, height, width); see `LowRankConv`."""
 
     dimensions = 2
     convolution = nn.Conv2d

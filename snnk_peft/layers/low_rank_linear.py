@@ -1,4 +1,4 @@
-"""What low-rank layers have in common, and the linear one: x -> U (Vᵀ x) + b. See low_rank.py."""
+"""The base of low-rank layers, and the linear one: x -> U (Vᵀ x) + b. See low_rank.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINEAR_INITS = ("spectral", "baseline")  # those that do not ask what follows th
 
 
 class LowRank(nn.Module):
-    """What the layers have in common: the factors.
+    """Base of low-rank layers: holds the factors.
 
     Attributes:
         U: (rows, rank).
@@ -70,19 +70,18 @@ class LowRank(nn.Module):
         return self.U @ self.V.T
 
     def kernel_from(self, matrix: Tensor) -> Tensor:
-        """The dense weight that a matrix (rows, columns) stands for; the other way round than `matrix_of`."""
+        """Convert a matrix (rows, columns) to the dense weight; the inverse of `matrix_of`."""
         return matrix
 
     def product(self, U: Tensor, V: Tensor) -> Tensor:
-        """The weight (out, in·Πkernel) that factors stand for."""
+        """Return the dense weight of the factors, (out, in·Πkernel)."""
         return self.kernel_from(U @ V.T).flatten(1)
 
     def macs(self) -> tuple[int, int]:
-        """Multiply-adds per output vector (pixel): of the two factors, and of the dense layer."""
+        """Count MACs per output vector (pixel): of the two factors, and of the dense layer."""
         raise TypeError(f"{type(self).__name__} does not define macs()")
 
     def factored(self) -> nn.Module:
-        """Two plain layers, one after the other."""
         raise TypeError(f"{type(self).__name__} does not define factored()")
 
     def dense(self) -> nn.Module:
@@ -90,12 +89,12 @@ class LowRank(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define dense()")
 
     def fold(self) -> nn.Module:
-        """The cheaper of the two, by multiply-adds."""
+        """The cheaper of the two, by MACs."""
         factored, dense = self.macs()
         return self.factored() if factored < dense else self.dense()
 
     def fill(self, dense: Any, init: str, activation: Any, inputs: Tensor | None, seed: int) -> Any:
-        """This layer with the factors of `dense`, on its device and in its dtype; empty where it has no numbers."""
+        """Create this layer with the factors of `dense`, on its device and in its dtype; empty on the meta device."""
         if self.U.is_meta:
             return self
         with at_hand(dense):
@@ -207,12 +206,10 @@ class LowRankLinear(LowRank):
 
     @torch.no_grad()
     def dense(self) -> nn.Linear:
-        """One Linear in → out."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
         return with_tensors(linear, rounded_product(self.U, self.V), self.bias)
 
     def extra_repr(self) -> str:
-        """Sizes."""
         return f"{self.in_features} → {self.rank} → {self.out_features}, bias={self.bias is not None}"
 
 

@@ -26,11 +26,11 @@ def token_mean(hidden: Tensor, counted: Tensor) -> Tensor:
 
 
 def counted_tokens(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Which tokens are no padding, (B, L) or (1, L) bool, from what a Transformer layer is given.
+    """Return the tokens that are not padding, (B, L) or (1, L) bool, from a Transformer layer's arguments.
 
     Args:
         hidden: (B, L, width), what the layer gives.
-        args: positional arguments of the layer behind the hidden states; the first is its attention mask.
+        args: positional arguments of the layer after the hidden states; the first is its attention mask.
         kwargs: named arguments.
 
     Raises:
@@ -70,6 +70,6 @@ def _hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 
 
 def put_mean_first(layer: nn.Module) -> nn.Module:
-    """The Transformer layer, which gives the mean in the first token's place from now on."""
+    """Make the Transformer layer return the mean in the first token's place."""
     layer.register_forward_hook(_hook, with_kwargs=True)
     return layer

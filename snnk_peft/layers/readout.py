@@ -1,6 +1,6 @@
 """GatedReadout: scaling · v ⊙ (z Aᵀ), the trainable half of an adapter (SNNK paper, Eq. 22 and App. D).
 
-Shapes: z (..., feature_dim) -> (..., dim); A (dim, feature_dim), v (dim,). Trainable: dim·(m + 1) numbers with the
+Shapes: z (..., feature_dim) -> (..., dim); A (dim, feature_dim), v (dim,). Trainable: dim·(m + 1) parameters with the
 gate, dim·m without (the paper prints (dim + 1)·m). It starts at 0, because v = 0 (the paper's form) or because A = 0 on
 normalised inputs (the default).
 """

@@ -1,10 +1,10 @@
-"""KernelAttention token by token: what it remembers of all earlier tokens has a size that does not grow with them.
+"""KernelAttention token by token, with a state whose size does not grow with the number of tokens.
 
     S_i = S_{i-1} + ψ(k_i) v_iᵀ,  z_i = z_{i-1} + ψ(k_i),  out_i = φ(q_i) S_i / φ(q_i) z_i   (Katharopoulos et al. 2020)
 
 and, with a near field of width w, the last w − 1 keys and values as they are (FMMformer); with one normalisation, the
 last w and the sinks (layers/joint_attention.py). Shapes: q (B, H, L, d),
-k (B, G, L, d) and v (B, G, L, D) for L new tokens, any number of them. Memory per example: G·m·(D + 1) numbers for the
+k (B, G, L, d) and v (B, G, L, D) for L new tokens, any number of them. Memory per example: G·m·(D + 1) values for the
 sums, in at least fp32, and G·(w − 1)·(d + D) for the band. Cost per token: that of the feature map, and m·D per head.
 """
 
@@ -38,7 +38,7 @@ class Band(NamedTuple):
 
 
 class KernelState(NamedTuple):
-    """What a KernelAttention remembers of all earlier tokens.
+    """The state of a KernelAttention after all earlier tokens.
 
     Attributes:
         sums: of every feature map that is summed over, what it keeps of the keys.

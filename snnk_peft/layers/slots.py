@@ -1,4 +1,4 @@
-"""What can be done to one module of a model, as modules that receive the original as a function.
+"""Slots: changes to one module of a model, as modules that receive the original as a function.
 
 A slot's forward takes `base`, the original module (or a slot that already wraps it), and the original's inputs. Slots
 hold the new parameters; the original stays where it is. The slots themselves stand beside the parts that plan them
@@ -85,10 +85,10 @@ class FoldPlace(Protocol):
         """Let `module` take this place."""
 
     def add(self, name: str, module: nn.Module, before: str, after: str) -> None:
-        """Put `module` inside the one that stands here, under a new name; `before` and `after` say what that means."""
+        """Put `module` inside the module here, under a new name; `before` and `after` describe the change."""
 
     def alter(self, kind: str, before: str = "", after: str = "", **values: Any) -> None:
-        """Keep the module that stands here and let it work otherwise, as a kind of `bundling/modules.py` says.
+        """Keep the module here but change its behaviour, by a kind of `bundling/modules.py`.
 
         Args:
             kind: "heads" (an attention module splits into heads of `size`) or "mean_first" (a layer gives the mean).
@@ -108,7 +108,7 @@ class FitPlace(Protocol):
     """A module with slots in a model that is calibrated.
 
     Attributes:
-        original: the module that the slot stands in for.
+        original: the module that the slot replaces.
     """
 
     @property
@@ -123,13 +123,13 @@ class FitPlace(Protocol):
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What `calibrate` was asked for.
+    """Options of `calibrate` for fitters.
 
     Args:
         landmarks: rule by which rows are chosen.
         ridges: candidates for the regularisation.
         refit: whether the held-out rows are fitted as well in the end.
-        steps: of gradient descent behind a closed form, where a fitter takes any.
+        steps: of gradient descent after a closed form, where a fitter takes any.
     """
 
     landmarks: str
@@ -140,10 +140,10 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a fit did.
+    """Result of one fit.
 
     Args:
-        size: the number that the part's size is told by (rows of W, a rank).
+        size: the size of the part (rows of W, a rank).
         tokens: rows fitted while choosing the regularisation.
         held_out_tokens: rows that the errors are measured on.
         ridge: the chosen regularisation, as a fraction of the mean feature variance; None where there is none.
@@ -152,7 +152,7 @@ class Fit:
         divergence_before: for attention, the Kullback-Leibler divergence of its weights from softmax in nats, the mean
             over the queries and heads of held-out rows; None for others.
         divergence_after: the same after the fit.
-        unknowns: of the numbers fitted, how many rows it takes to determine them: as many as a readout has features,
+        unknowns: the number of rows that determine the fitted parameters: for a readout its number of features,
             its bias counted as one. None where that is not known.
         longest: tokens of the longest text, where what is fitted depends on places in it.
     """
@@ -170,7 +170,7 @@ class Fit:
 
 
 class Fitter:
-    """Fits one slot to what it stands in for.
+    """Fits one slot to the module it replaces.
 
     Attributes:
         reads: how often `fit` reads the data.
@@ -180,8 +180,8 @@ class Fitter:
         reduces: whether `fit` sums its statistics over the processes of torch.distributed, each of which reads its own
             share of the data (the `reduce` of the accumulators in solvers/). `calibrate` refuses a fitter that
             does not when there are several; what process 0 fitted then goes to all.
-        remark: what the user of the fitted model should know, once `fit` is done; `calibrate` warns of it, once for
-            all slots that say the same.
+        remark: a warning for the user of the fitted model, set by `fit`; `calibrate` issues it once for all slots with
+            the same text.
     """
 
     remark: str | None = None
@@ -191,7 +191,7 @@ class Fitter:
     together: Sequence[str] = ()
 
     def rows(self, x: torch.Tensor, mask: Any) -> torch.Tensor:
-        """What `fit` is given of one input.
+        """Extract the rows that `fit` reads from one input.
 
         Args:
             x: the first argument of the place, (..., dim) unless the original reads something else.
@@ -221,9 +221,9 @@ class Slot(nn.Module):
     Attributes:
         replaces: `base` is never called.
         alone: there can be one of its class in a place.
-        lets_pass: what is behind the module still gets what the module gave, or what stands for it, at the front of its
+        lets_pass: the following module still receives the module's output, or its replacement, as the first part of its
             input.
-        by_row: rows of one batch can go through slots of different adapters (`adapter_names`): what it does to a row
+        by_row: rows of one batch can go through slots of different adapters (`adapter_names`): each row's output
             depends on that row alone.
     """
 
@@ -245,14 +245,14 @@ class Slot(nn.Module):
         """
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter | None:
-        """How the slot is fitted; a slot that does not define this is only trained."""
+        """Return the slot's fitter; None, the default, leaves the slot to training."""
         return None
 
     def after_fit(self) -> None:
-        """Called when all slots of a model have been fitted: write to the config what belongs there."""
+        """Write to the config what the fits determined; called once all slots of a model have been fitted."""
 
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout] | None:
-        """The features of an adapter and what adds them to an output, if the features are made here.
+        """Return the features of an adapter and the readout that adds them to an output, if the features are made here.
 
         Args:
             slots_at: the active slots at a path of the unpatched model.
@@ -260,7 +260,7 @@ class Slot(nn.Module):
         return None
 
     def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
-        """What is wrong with what the slot takes for granted about its model, for `check_family`.
+        """Check the slot's assumptions about its model, for `check_family`; returns what is wrong.
 
         Args:
             root: the patched transformers model.
@@ -273,7 +273,7 @@ class Slot(nn.Module):
         return (path,)
 
     def fold(self, place: FoldPlace) -> None:
-        """Put plain modules in the place of the slot and of what it acts on; slots that replace come first.
+        """Replace the slot and the module it acts on by plain modules; replacing slots are folded first.
 
         Raises:
             UnsupportedError: there is no plain form here.
@@ -290,7 +290,7 @@ def no_folded_form(place: FoldPlace, slot: Slot) -> UnsupportedError:
 
 
 def check_passing(places: Iterable[FoldPlace]) -> None:
-    """UnsupportedError if a slot in one of these places lets nothing pass to what is folded together across them."""
+    """Raise UnsupportedError if a slot in one of these places passes nothing on to the modules after it."""
     for place in places:
         for slot in place.slots:
             if not slot.lets_pass:
@@ -313,7 +313,7 @@ class Retrained(Slot):
             self.module = copy.deepcopy(module)
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """The original's signature; PEFT keeps what is trained in fp32, also in a model of half precision."""
+        """Run the copy in its own dtype: PEFT keeps trained parameters in fp32, also in half-precision models."""
         own = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), x.dtype)
         if own == x.dtype or not x.is_floating_point():
             return self.module(x, *args, **kwargs)

@@ -50,11 +50,11 @@ class SNNKLinear(nn.Module):
         input_mean: torch.Tensor | None = None,
         input_std: torch.Tensor | None = None,
     ) -> SNNKLinear:
-        """The stand-in for activation(linear(x)).
+        """Build the replacement of activation(linear(x)).
 
         Args:
             linear: the pretrained layer, weight (out, dim).
-            activation: the function behind it.
+            activation: the function after it.
             stage: the features to use.
             init: "nystrom": the best readout for inputs N(input_mean, diag(input_std²)), from the weights alone.
                 "paper": A = Φ(W), which is what the paper starts from and is not an approximation of the layer.

@@ -1,4 +1,4 @@
-"""`factorize`: a layer's weight as UVᵀ of low rank, so that f(UVᵀx + b') stays near f(Wx + b)."""
+"""`factorize`: approximate a layer's weight by UVᵀ of low rank, such that f(UVᵀx + b') is close to f(Wx + b)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class Factors:
     seconds: float
 
     def weight(self) -> Tensor:
-        """UVᵀ, (out, in)."""
         return self.U @ self.V.T
 
 
@@ -47,9 +46,9 @@ def factorize(
     inputs: Tensor | InputMoments | None = None,
     seed: int = 0,
 ) -> Factors:
-    """Factors U, V and a bias b' such that f(UVᵀx + b') is near f(Wx + b).
+    """Compute factors U, V and a bias b' such that f(UVᵀx + b') is close to f(Wx + b).
 
-    Computed in fp64 where the weight is, without touching the global random state.
+    Computes in fp64 on the weight's device, without touching the global random state.
 
     Args:
         weight: W (out, in), as nn.Linear stores it.

@@ -92,7 +92,7 @@ class FrobeniusDecay:
     Args:
         factors: a model, whose modules with parameters U (out, rank) and V (in, rank) are found (also inside DDP or a
             PeftModel), or pairs (U, V).
-        strength: λ >= 0. None: what each module says in its attribute `frobenius_decay`, as LowRankPart was told;
+        strength: λ >= 0. None: the attribute `frobenius_decay` of each module, as set by LowRankPart;
             modules that say nothing are left out.
 
     Attributes:

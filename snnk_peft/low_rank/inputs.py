@@ -1,4 +1,4 @@
-"""What is known of a layer's inputs beyond N(0, I): their mean and covariance, which a stream of batches can sum up."""
+"""Mean and covariance of a layer's inputs, beyond N(0, I); accumulated over a stream of batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class InputMoments(NamedTuple):
-    """Inputs x ~ N(mean, covariance): enough for what is linear in x, and a model of the inputs for what is not.
+    """Inputs x ~ N(mean, covariance): exact for what is linear in x, a model of the inputs otherwise.
 
     Attributes:
         mean: E x, (in,).

@@ -29,7 +29,7 @@ def factorize_many(
 
     Args:
         layers: name -> the arguments of `factorize`: {"weight": W, "rank": 8, "activation": "relu", "bias": b, ...}.
-        processes: how many; None is one for each processor that this process may use, and at most one per layer. 1
+        processes: how many; None is one for each CPU core that this process may use, and at most one per layer. 1
             computes here, without any other process.
         progress: a bar on the terminal (needs rich).
 
@@ -47,7 +47,7 @@ def factorize_many(
         {'first': 0.5, 'second': 0.0}
     """
     if processes is not None and (isinstance(processes, bool) or not isinstance(processes, int) or processes < 1):
-        raise ConfigError(f"processes is {processes!r}; expected an integer >= 1, or None for one per processor")
+        raise ConfigError(f"processes is {processes!r}; expected an integer >= 1, or None for one per CPU core")
     _check_all(layers)
     workers = min(processes or _processors(), len(layers))
     found: dict[str, Factors] = {}

@@ -1,4 +1,4 @@
-"""What an init is asked: the layer f(Wx + b), a rank, and the inputs over which factors should match it."""
+"""The problem that an init solves: the layer f(Wx + b), a rank, and a distribution of inputs."""
 
 from __future__ import annotations
 
@@ -63,11 +63,9 @@ class Problem:
 
     @functools.cached_property
     def norms(self) -> Tensor:
-        """‖w_i‖, (out,)."""
         return torch.linalg.vector_norm(self.weight, dim=1)
 
     def with_bias(self, bias: Tensor | None) -> Problem:
-        """The same layer with another bias."""
         return dataclasses.replace(self, bias=bias)
 
 

@@ -1,4 +1,4 @@
-"""The weight of a ReLU layer from samples (x, ReLU(Wx)), x ~ N(0, I); `factorize` makes rank r of it.
+"""Recover the weight of a ReLU layer from samples (x, ReLU(Wx)), x ~ N(0, I); `factorize` makes it rank r.
 
 Algorithm 2 of "Efficiently learning low-rank networks" recovers Ŵ by gradient descent, estimates the nonlinearity
 kernel K_ij = E[ReLU(w_i·x) ReLU(w_j·x)] by the samples, and projects Ŵ on the top r eigenvectors of K̂. `factorize` is

@@ -1,4 +1,4 @@
-"""The best norm and mean of a single output, given how well it may correlate with the one it stands for.
+"""The best norm and mean of a single output, given its highest possible correlation with the original output.
 
 With t = ‖w‖, bias b and correlation ρ, the best f(m + s u) for f(b + t v) is a least-squares fit in one dimension:
 
@@ -138,7 +138,7 @@ def risk_profiles(f: Nonlinearity, target: Tensor, bias: Tensor | None) -> Tenso
 
 
 def profile_risks(profiles: Tensor, rho: Tensor) -> Tensor:
-    """What `risk_profiles` found, for ρ (n,); a polynomial in arccos ρ."""
+    """Evaluate the profiles of `risk_profiles`, polynomials in arccos ρ, at ρ (n,)."""
     x = torch.acos(rho.clamp(0, 1 - 1e-12)) * (4 / math.pi) - 1
     return (profiles * x.unsqueeze(1) ** torch.arange(_PROFILE, device=rho.device)).sum(1)
 
@@ -167,7 +167,6 @@ def best_rows(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None)
 
 @functools.lru_cache(maxsize=32)
 def _energy(f: Nonlinearity) -> float:
-    """E[f(u)²]."""
     assert f.kernel is not None
     one = torch.ones((), dtype=torch.float64)
     return float(f.kernel(one, one, one))

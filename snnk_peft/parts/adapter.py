@@ -1,6 +1,6 @@
-"""Adapters: Houlsby (behind attention and FFN), Pfeiffer (behind the FFN), parallel (beside the FFN), query_value.
+"""Adapters: Houlsby (after attention and FFN), Pfeiffer (after the FFN), parallel (beside the FFN), query_value.
 
-behind        x + scaling · v ⊙ (Φ(x) Aᵀ)         folds to  x + Φ(x) Mᵀ
+after         x + scaling · v ⊙ (Φ(x) Aᵀ)         folds to  x + Φ(x) Mᵀ
 parallel      W₂ h + scaling · v ⊙ (Φ(x) Aᵀ)      folds to  [W₂, M] [h, Φ(x)]
 query_value   W x + scaling · v ⊙ (Φ(x) Aᵀ)       folds to  [M, W] [Φ(x), x]
 """
@@ -38,14 +38,14 @@ class AdapterPart(FeaturePart):
         "houlsby",
         '"houlsby" (after attention and after the FFN), "pfeiffer" (after the FFN only), "parallel" (beside the FFN: '
         'reads the FFN\'s input, adds to its output; folds completely when bundled) or "query_value" (beside the query '
-        "and value projections, LoRA's place; each becomes one Linear of [Φ(x), x] when bundled; the bias of a fresh "
-        "head should start at the labels' mean or shares, as in recipes/finetune.py).",
+        "and value projections, LoRA's place; each becomes one Linear of [Φ(x), x] when bundled; the bias of a new "
+        "task head should start at the labels' mean or frequencies, as in recipes/finetune.py).",
         choices=("houlsby", "pfeiffer", "parallel", "query_value"),
     )
     init: str = option(
         "default",
-        '"default" is what won on GLUE: normalised inputs, A = 0, no gate. "paper" is the paper\'s form: raw inputs, '
-        'A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) behind a gate.',
+        '"default" works best on GLUE: normalised inputs, A = 0, no gate. "paper" is the paper\'s form: raw inputs, '
+        'A = Φ(W₀) for a random W₀, gate v = 0. "random" is A ~ N(0, 1/feature_dim) with a gate.',
         choices=("default", "paper", "random"),
     )
     gate: bool | None = option(None, "whether there is a trainable vector v; None follows `init`.")
@@ -84,7 +84,7 @@ class AdapterPart(FeaturePart):
 
     @property
     def uses_gate(self) -> bool:
-        """Whether v exists, with `gate=None` resolved."""
+        """True if v exists, with `gate=None` resolved."""
         return self.init != "default" if self.gate is None else self.gate
 
     @property
@@ -96,7 +96,7 @@ class AdapterPart(FeaturePart):
 
     @property
     def uses_normalize(self) -> bool:
-        """Whether inputs are normalised, with `normalize=None` resolved."""
+        """True if inputs are normalised, with `normalize=None` resolved."""
         return self.init != "paper" if self.normalize is None else self.normalize
 
     def undrawn(self) -> AdapterPart:
@@ -216,7 +216,7 @@ class Behind(Slot):
         return self.adapter.stage, self.adapter.readout
 
     def fold(self, place: FoldPlace) -> None:
-        """x + scaling · v ⊙ (Φ(x) Aᵀ) becomes x + Φ(x) Mᵀ, behind the module."""
+        """x + scaling · v ⊙ (Φ(x) Aᵀ) becomes x + Φ(x) Mᵀ, after the module."""
         matrix = plain_linear(self.adapter.readout.matrix(), None)
         place.put(followed_by(place, SNNKAdapter(self.adapter.stage.simplified(), matrix)))
 
@@ -271,11 +271,10 @@ class BesideExpansion(Slot):
         )
 
     def changes(self, path: str) -> tuple[str, ...]:
-        """The whole FFN."""
         return (path, *self.behind)
 
     def fold(self, place: FoldPlace) -> None:
-        """The same, with the module inside."""
+        """Put a `Beside` around the module."""
         check_passing(place.at(path) for path in (place.path, *self.behind[:1]))
         place.put(Beside(place.module, self.stage.simplified()))
 
@@ -284,7 +283,7 @@ class OnHiddenUnits(Slot):
     """[activation(h), Φ(x)]: the activation acts on the hidden units only, however many of them another part leaves.
 
     Args:
-        features: of the adapter, behind the hidden units.
+        features: of the adapter, after the hidden units.
         expansion: path of the module that makes both.
     """
 
@@ -300,7 +299,7 @@ class OnHiddenUnits(Slot):
         return leading(base, x.shape[-1] - self.features, x, *args, **kwargs)
 
     def fold(self, place: FoldPlace) -> None:
-        """The same, with the module inside; nothing where a stand-in for the expansion contains the activation."""
+        """Put a `Leading` around the activation; nothing where the expansion's replacement contains it."""
         if isinstance(place.module, nn.Identity):
             return
         expansion = place.at(self.expansion).module
@@ -314,7 +313,7 @@ class BesideContraction(Slot):
     """contraction(h) + scaling · v ⊙ (Φ(x) Aᵀ).
 
     Args:
-        readout: holds A and v; the features come from the `BesideExpansion` slot, behind everything else.
+        readout: holds A and v; the features come from the `BesideExpansion` slot, after everything else.
     """
 
     by_row = True
@@ -338,6 +337,6 @@ class BesideContraction(Slot):
 
 
 def followed_by(place: FoldPlace, module: nn.Module) -> nn.Sequential:
-    """What stands at a place, and `module` behind it."""
+    """Return the module at a place followed by `module`."""
     first = [place.module] if place.original or not isinstance(place.module, nn.Sequential) else place.module
     return nn.Sequential(*first, module)

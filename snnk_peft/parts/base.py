@@ -1,4 +1,4 @@
-"""What parts are made of: options, the plan of a part, and what a plan is told about the model.
+"""The base of parts: options, the plan of a part, and the context in which a plan is made.
 
 Plain data on the one side: `faults` finds everything that is wrong with the options of a part, whatever the model. On
 the other side `plan`, which finds everything that does not fit a model, and changes nothing.
@@ -31,7 +31,7 @@ from snnk_peft.registry import NamedOptions
 
 @dataclass
 class Part(NamedOptions):
-    """Something that can be changed in a model: options, and a plan.
+    """A kind of change to a model: options, and a plan.
 
     Attributes:
         holds_head: whether it replaces what is inside the task head, which can then not be saved in full.
@@ -60,16 +60,16 @@ class Part(NamedOptions):
         """UnsupportedError for a model of any family, known or not, that cannot take the part."""
 
     def undrawn(self) -> Part:
-        """A part of the same sizes whose start needs neither the pretrained weights nor a second draw."""
+        """Return a part of the same sizes whose start needs neither the pretrained weights nor a second draw."""
         return self
 
     def not_drawn(self) -> str | None:
-        """What makes matrices that cannot be drawn again from a seed ("projection is 'landmark'"), or None."""
+        """Return the reason why matrices cannot be redrawn from a seed ("projection is 'landmark'"), or None."""
         return None
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """What `plan` tries of this kind where the caller names no parts: one part for each size, or none.
+        """Return the parts that `plan` tries if the caller names none, one for each size.
 
         Args:
             model: a transformers model of a known family.
@@ -82,22 +82,22 @@ class Part(NamedOptions):
 
     @classmethod
     def probes(cls) -> dict[str, Part]:
-        """What `check_family` puts into a model of this kind, by the names that it reports."""
+        """Return the parts that `check_family` tries, by the names in its report."""
         return {}
 
     def size_in_words(self) -> str:
-        """The number that the size of the part is told by, or else all options."""
+        """Describe the size of the part, or else all its options."""
         known = (getattr(self, name) for name in self.size_fields)
         return str(next((value for value in known if value is not None), dataclasses.asdict(self)))
 
     @classmethod
     def taken_out(cls, model: nn.Module) -> None:
-        """All slots of all parts were taken out of the model: undo what `Slot.placed` did to it as a whole."""
+        """Undo what `Slot.placed` did to the model as a whole, once all slots of all parts were removed."""
 
 
 @dataclass
 class FeaturePart(Part):
-    """A part that consists of feature maps; `FeatureMapSpec` checks what decides those.
+    """A part that consists of feature maps; `FeatureMapSpec` checks their options.
 
     Attributes:
         attends: whether its feature maps are of queries and keys.
@@ -139,12 +139,12 @@ class FeaturePart(Part):
 
     @property
     def needs_layer(self) -> bool:
-        """Whether rows are taken from a pretrained layer."""
+        """True if rows are taken from a pretrained layer."""
         return self.feature_map_spec().needs_layer
 
     @property
     def of_attention(self) -> bool:
-        """Whether rows are made from queries and keys."""
+        """True if rows are computed from queries and keys."""
         return self.projection in PROJECTIONS and PROJECTIONS[self.projection].of_attention
 
     def not_drawn(self) -> str | None:
@@ -157,7 +157,7 @@ class Patch:
 
     Args:
         path: the module to change.
-        build: makes the slot; runs after all plans are known to be possible. None changes nothing there.
+        build: creates the slot, once all plans have been found possible. None changes nothing.
         train: whether the module itself is trained as well (and saved in full).
         replaces: whether the slot takes the module's place; no other part may do so as well.
         around_head: whether the module is a task head, which is trained inside the slot around it.
@@ -178,8 +178,8 @@ class PatchContext:
         model: a transformers model, or any module for parts that need no family.
         seed: seed of all draws.
         save_projection: whether matrices W are saved.
-        where: what the part that is planned is called in messages.
-        filled: whether a file brings all values, so that no start need be computed.
+        where: name of the planned part in messages.
+        filled: whether a checkpoint provides all values, so that no initial values are computed.
     """
 
     model: nn.Module
@@ -190,7 +190,7 @@ class PatchContext:
 
     @property
     def family(self) -> ModelFamily:
-        """Where the modules of the model are; UnsupportedError if nobody has described it."""
+        """Where the modules of the model are; UnsupportedError if it is unknown."""
         return family_of(self.model)
 
     def modules(self, kind: type[nn.Module], pattern: str = "*") -> dict[str, nn.Module]:
@@ -213,7 +213,7 @@ class PatchContext:
         return found
 
     def linear(self, path: str, what: str) -> nn.Linear:
-        """The nn.Linear at `path`, or UnsupportedError."""
+        """Return the nn.Linear at `path`; UnsupportedError if it is none."""
         found = module_at(self.model, path, what)
         whole = [tensor for tensor in (*found.parameters(), *found.buffers()) if not tensor.is_floating_point()]
         if whole:
@@ -288,7 +288,7 @@ def shares_of(whole: int, shares: Sequence[float]) -> list[int]:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a module path matches a pattern as of file names; "*." in front also stands for nothing, as git's "**/".
+    """Match a module path against a file-name pattern; a leading "*." also matches nothing, as git's "**/".
 
     So "*.layers.0.*" means layer 0 in a task model ("model.layers.0.mlp") and in its bare encoder ("layers.0.mlp").
     """

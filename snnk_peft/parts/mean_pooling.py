@@ -1,4 +1,4 @@
-"""Poolers and heads that read the mean over the tokens instead of [CLS], for checkpoints that were trained with it.
+"""Mean pooling: pooler or task head read the mean over the tokens instead of [CLS], for checkpoints trained that way.
 
     pooler(h₁)   becomes   pooler(Σ_t m_t h_t / Σ_t m_t)        h of the last layer, m 0 at padding
 
@@ -27,10 +27,10 @@ from snnk_peft.parts.base import Part, Patch, PatchContext
 @documented
 @dataclass
 class MeanPoolingPart(Part):
-    """What reads the first token of the last layer, pooler or head, reads the mean over all tokens that are no padding.
+    """Mean pooling: pooler or task head read the mean of the last layer's tokens, padding excluded, instead of [CLS].
 
-    For encoders of texts whose last layer is read as it is (BERT, RoBERTa, DistilBERT, ELECTRA, MPNet and their kin).
-    The last hidden states of the model have the mean in their first place.
+    For text encoders without a norm after the last layer (BERT, RoBERTa, DistilBERT, ELECTRA, MPNet and variants). The
+    mean replaces the first token in the model's last hidden states.
     """
 
     def plan(self, context: PatchContext) -> list[Patch]:
@@ -56,9 +56,9 @@ class MeanFirst(Slot):
     """The last layer, with the mean over its tokens in the first one's place."""
 
     def forward(self, base: Base, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """x (B, L, width); gives what the layer gives."""
+        """Run the layer on x (B, L, width), and put the mean in the first token's place."""
         return mean_first(base(x, *args, **kwargs), args, kwargs)
 
     def fold(self, place: FoldPlace) -> None:
-        """The layer stays, and does so by itself."""
+        """Keep the layer, which then pools by itself."""
         place.alter("mean_first", "the first token", "the mean over the tokens")

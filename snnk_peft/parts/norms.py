@@ -1,4 +1,4 @@
-"""Normalisation layers trained along: gains and biases of every LayerNorm or RMSNorm, a few thousand numbers.
+"""Normalisation layers trained along: gains and biases of every LayerNorm or RMSNorm, a few thousand parameters.
 
     y = g ⊙ (x − mean) / std + b        g and b are trained; nothing is added
 
@@ -23,7 +23,7 @@ from snnk_peft.parts.base import Part, Patch, PatchContext, matches
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a LayerNorm or RMSNorm with a gain, of torch or of any model of transformers."""
+    """Return True for a LayerNorm or RMSNorm with a gain, from torch or transformers."""
     weight = getattr(module, "weight", None)
     named = type(module).__name__.lower().endswith(("layernorm", "rmsnorm", "layernorm2d"))
     return (named or isinstance(module, (nn.LayerNorm, nn.RMSNorm))) and isinstance(weight, nn.Parameter)

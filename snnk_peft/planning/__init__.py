@@ -1,1 +1,1 @@
-"""Which parts a model is converted with, from what each of them costs and does: `plan`."""
+"""`plan`: choose the parts of a conversion from the cost and the error of each."""

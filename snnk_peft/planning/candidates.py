@@ -1,4 +1,4 @@
-"""What may stand where: a model with every candidate in it, none active, and the places that these compete for."""
+"""Candidates: a model with all of them, none active, and the places that they compete for."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from snnk_peft.parts import PARTS, Part
 from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
-Places = list[tuple["int | None", list[int]]]  # layer, the numbers of the templates that compete for one place in it
+Places = list[tuple["int | None", list[int]]]  # layer, the indices of the templates that compete for one place in it
 
 
 def shared_copy(model: nn.Module) -> Any:
-    """A copy of the modules, whose tensors are those of the original: patching it changes nothing there."""
+    """Copy the modules but share the tensors: patching the copy leaves the original unchanged."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
@@ -87,7 +87,6 @@ class Template:
         return f"{part_name(type(self.part))} {self.part.size_in_words()}"
 
     def of_layers(self, chosen: Sequence[int | None]) -> Part:
-        """The part in these layers alone."""
         part: Any = self.part
         return part if None in chosen else dataclasses.replace(part, layers=list(chosen))
 
@@ -106,7 +105,6 @@ class Template:
         return found
 
     def folded(self) -> Any:
-        """The bundle with all groups in use."""
         for slots in self.groups.values():
             for layer in slots.values():
                 layer._disable_adapters = False
@@ -119,7 +117,7 @@ class Template:
 
 
 def default_templates(model: nn.Module, length: int, seed: int) -> list[Template]:
-    """What all kinds of parts offer where the caller names none, but for the kinds that the model cannot take.
+    """Collect the candidates of all kinds of parts, except kinds that the model cannot take.
 
     Args:
         model: a transformers model.
@@ -174,7 +172,7 @@ def _overlap(one: set[str], other: set[str]) -> bool:
 
 @contextmanager
 def replayed(root: nn.Module, outputs: Mapping[str, Any]) -> Iterator[None]:
-    """Layers that are not computed again: in the context they return what they are known to give.
+    """Skip layers in a context: they return their known outputs.
 
     Args:
         root: the model.

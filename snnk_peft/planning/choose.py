@@ -84,7 +84,7 @@ def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
 
 
 def apart(points: Sequence[Point], stride: float) -> list[Point]:
-    """The points of `pareto`, or fewer of them: of those whose savings are the same multiple of a stride the cheapest.
+    """Thin out the points of `pareto`: of those whose savings fall into the same stride, keep the cheapest.
 
     Args:
         points: from the original on, which stays, as does the last.

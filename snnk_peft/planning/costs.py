@@ -1,6 +1,6 @@
-"""What a model costs, layer by layer: multiply-adds and bytes exactly, seconds as measured on this machine.
+"""Cost of a model, layer by layer: MACs and bytes exactly, seconds as measured on this machine.
 
-A cost is told for the whole model and for each Transformer layer in it; what remains is outside of the layers. Seconds
+A cost covers the whole model and each Transformer layer in it; the difference is spent outside of the layers. Seconds
 of layers that are built alike are pooled: such layers then cost the same, and more measurements stand behind each.
 """
 
@@ -30,7 +30,7 @@ _SINCE_START: dict[str, Any] = {}  # measured in this process
 
 
 class Cost(NamedTuple):
-    """What one forward pass, or the file of a model, costs in some unit.
+    """Cost of one forward pass, or of the model's file, in some unit.
 
     Attributes:
         whole: of the model.
@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
     @property
     def outside(self) -> float:
-        """Of everything that is in no layer."""
+        """The cost of everything outside of the layers."""
         return self.whole - sum(self.layers)
 
 
@@ -74,14 +74,14 @@ def _by_layer(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str],
 
 
 def macs(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> Cost:
-    """Products of numbers in one forward pass, each with an addition.
+    """Count the MACs of one forward pass.
 
     Args:
         model: in eval mode.
         inputs: its keyword arguments.
         paths: of its Transformer layers.
     """
-    # Here, because it takes in torch's own counters, for which nobody who imports the package should wait.
+    # Here, because it takes in torch's own counters, which would slow down the import of the package.
     from snnk_peft.cost.meter import Meter
 
     with Meter() as meter:
@@ -101,7 +101,7 @@ def clock(model: nn.Module) -> Callable[[], float]:
     """Seconds; on a GPU, until it has done what it was given; of a single thread, those it ran itself.
 
     What else runs on the machine then adds next to nothing: three busy programs on two cores double the least time on
-    the wall, and add 4% to the processor's.
+    the wall, and add 4% to the CPU time.
     """
     device = place_of(model)
     if device is None or device.type != "cuda":
@@ -116,7 +116,7 @@ def clock(model: nn.Module) -> Callable[[], float]:
 
 
 def _reached(samples: Sequence[float]) -> bool:
-    """Whether the least of some timings is what the work takes: other work only adds, hence seldom the same thrice."""
+    """Return True if the minimum of some timings is reliable: other load only adds, seldom the same thrice."""
     return sum(each <= min(samples) * WITHIN for each in samples) >= 3
 
 
@@ -126,7 +126,7 @@ def seconds(
     paths: Sequence[str],
     alike: Mapping[str, Sequence[Any]],
 ) -> dict[str, Cost]:
-    """Seconds of a forward pass of each model, which take turns, so that a machine that slows down slows all of them.
+    """Time a forward pass of each model in turn, so that a slow phase of the machine affects all of them.
 
     Of all rounds, and of all layers that are built alike, the least counts: what else a machine does only adds. Rounds
     go on until each of these has been reached three times, up to `MOST`.
@@ -186,7 +186,7 @@ def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any]) -> 
 
 
 class Timings:
-    """What was measured before is not measured again: a measurement differs from time to time, a plan must not.
+    """A store of timings, so that nothing is measured twice: timings vary, and a plan must not.
 
     Args:
         path: a JSON file that is read if it is there, and written; None keeps them as long as the process lives.
@@ -197,7 +197,7 @@ class Timings:
         self.known = _SINCE_START if self.path is None else _read(self.path)
 
     def get(self, of: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
-        """Plain data: what `measure` gives, or gave when it was asked about the same.
+        """Return what `measure` gives, or gave for the same question before: plain data.
 
         Args:
             of: plain data that says what is measured, and on what.
@@ -210,7 +210,7 @@ class Timings:
         return self.known[key]
 
     def least(self, of: Mapping[str, Any], measure: Callable[[], list[float]], times: int) -> list[float]:
-        """The least of each number that `measure` gives, measured so many times in all, today's and earlier ones.
+        """Return the minimum of each value of `measure` over so many measurements, stored ones included.
 
         Args:
             of: as in `get`.

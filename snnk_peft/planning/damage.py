@@ -1,4 +1,4 @@
-"""What one converted layer does to the output of the model, everything else being the original."""
+"""The effect of converting one layer on the output of the model, with everything else original."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snnk_peft.solvers.error_meter import ErrorMeter
 
 
 class OutputError:
-    """How far outputs are from those of the original, over all batches.
+    """Distance of outputs from those of the original, over all batches.
 
     Logits of classes or of words by the Kullback-Leibler divergence of their distributions, in nats per row; anything
     else, the score of a regression for instance, by the squared difference relative to the variance over all rows. Of
@@ -31,7 +31,6 @@ class OutputError:
         self.divergence: dict[str, tuple[float, int]] = {}  # sum, rows
 
     def update(self, original: Any, other: Any, mask: Any) -> None:
-        """Add the outputs of a batch."""
         for name in _compared(original):
             target, found = _rows(original[name], mask).double(), _rows(other[name], mask).double()
             if name.endswith("logits") and target.shape[-1] > 1 and self.problem not in OTHER_PROBLEMS:

@@ -1,6 +1,6 @@
-"""Candidates fitted side by side, on what the original's modules are called with; the model runs once for all of them.
+"""Fit candidates side by side on the inputs of the original's modules; the model runs once for all of them.
 
-`calibrate` fits what was chosen again, behind the layers that were converted before.
+`calibrate` fits what was chosen again, after the layers that were converted before.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from snnk_peft.planning.damage import measure_damage
 from snnk_peft.planning.fitting import Errors, fit_all
 from snnk_peft.planning.measure import OF, Measure
 from snnk_peft.planning.result import POINTS, Candidate, Plan
-from snnk_peft.planning.sample import PICTURE, Sample
+from snnk_peft.planning.sample import IMAGE_TOKENS, Sample
 from snnk_peft.tuner.given_model import takes_model
 from snnk_peft.tuner.model import refuse_patched, refuse_prepared
 
@@ -55,30 +55,29 @@ def plan(
     timings: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Plan:
-    """Choose parts, layers and sizes so that a converted model costs what it may, and errs as little as possible.
+    """Choose parts, layers and sizes that meet a cost budget with the least error.
 
-    For each candidate in each layer is measured what it saves, and the error of the model's output with this layer
-    alone converted and fitted, on held-out batches: the Kullback-Leibler divergence from the original's distribution
-    for logits, the squared error relative to the variance for anything else. The choice of least total error for each
-    cost is exact (a knapsack). Its parts are then measured together: the plan is the choice of least error that is
-    within the budget so.
+    For each candidate in each layer, its saving is measured, and the output error on held-out batches with only this
+    layer converted and fitted: the Kullback-Leibler divergence from the original's distribution for logits, the squared
+    error relative to the variance for anything else. The choice of least total error for each cost is exact (a
+    knapsack). Its parts are then measured together; the plan is the choice of least error that meets the budget.
 
-    Multiply-adds and bytes are exact, so the same arguments give the same plan. Seconds differ from time to time. Each
-    is the least of several that take turns with the original's, and was reached three times; savings are told in steps
-    of 0.5%, and choices are about 2% of the budget apart, so that only a timing at the border of two of these changes a
-    plan, to one that is as near to the budget. On a busy machine give torch one thread: its own seconds are told then.
-    What was measured is remembered as long as the process lives, and with `timings` for as long as that file: the same
-    plan then, in any case.
+    MACs and bytes are exact, so the same arguments give the same plan. Timings vary. Each is the minimum of several
+    that alternate with the original's, and was reached three times; savings are rounded to steps of 0.5%, and choices
+    are about 2% of the budget apart, so that only a timing at the border of two of these changes a plan, to one that is
+    as near to the budget. On a busy machine give torch one thread, whose own time is then counted. What was measured is
+    remembered as long as the process lives, and with `timings` for as long as that file: the same plan then, in any
+    case.
 
     Args:
         model: a transformers model of a known family, without adapters; it is not changed.
         batches: model-input dicts without labels, as for `calibrate`; three at least.
         budget: "2x" for half of the original's cost, or the share of it that may remain, in (0, 1).
-        of: "latency" (seconds of a forward pass, measured here and now), "macs" (its multiply-adds) or "bytes" (of the
-            saved model).
+        of: "latency" (seconds of a forward pass, measured here and now), "macs" (its multiply-accumulate operations) or
+            "bytes" (of the saved model).
         parts: the candidates, `FFNPart(num_features=64)` for example; their `layers` say where each is tried. None:
             FFN, heads, pooler and, for encoders and long sequences, linear attention, each at several sizes.
-        inputs: model inputs of which latency and multiply-adds are told; None for the batch of median size.
+        inputs: model inputs for which latency and MACs are counted; None for the batch of median size.
         tokens: about how many of the batches are used; more is slower and more exact.
         seed: of all draws, and of the config.
         timings: a JSON file of measured seconds: read where it knows them, written where it does not. It belongs to a
@@ -199,7 +198,7 @@ def _check(budget: object, of: object, parts: object, tokens: object) -> float:
 
 def _length(inputs: Mapping[str, Any]) -> int:
     main = next((value for value in inputs.values() if isinstance(value, torch.Tensor)), None)
-    return PICTURE if main is None or main.ndim != 2 else main.shape[1]
+    return IMAGE_TOKENS if main is None or main.ndim != 2 else main.shape[1]
 
 
 def _worth_it(
@@ -227,7 +226,7 @@ def _unreachable(nearest: float, share: float, of: str, how: str) -> ConfigError
     if met > 1:
         told = f"leaves {nearest:.3f}, so the nearest that can be met is '{met:.2f}x'. Give that"
     else:
-        told = "saves nothing that could be told. Give larger inputs"
+        told = "saves nothing measurable. Give larger inputs"
     return ConfigError(
         f"budget leaves {share:.3f} of the {of} ({1 / share:.2f}x); the cheapest choice of the candidates, {how}, "
         f"{told}, smaller candidates as parts=[...], or another unit (latency, macs, bytes)"
@@ -235,7 +234,7 @@ def _unreachable(nearest: float, share: float, of: str, how: str) -> ConfigError
 
 
 def _errors(templates: Sequence[Template], sample: Sample, progress: bool) -> tuple[Errors, Errors]:
-    """Of fits and of outputs, by number of the template and layer; templates of a kind share their passes."""
+    """Measure fit and output errors, by template index and layer; templates of a kind share their passes."""
     fits: Errors = {}
     outputs: Errors = {}
     kinds: dict[type, list[int]] = {}
@@ -244,20 +243,20 @@ def _errors(templates: Sequence[Template], sample: Sample, progress: bool) -> tu
     held_out = sum(out for out, _ in sample.batches)
     total = sum(len(template.groups) for template in templates) * (1 + held_out)
     with tqdm(total=total, desc="plan", unit="step", disable=not progress) as bar:
-        for numbers in kinds.values():
-            kind = [templates[number] for number in numbers]
+        for indices in kinds.values():
+            kind = [templates[number] for number in indices]
             for into, measured in (
                 (fits, fit_all(kind, sample, bar.update)),
                 (outputs, measure_damage(kind, sample, bar.update)),
             ):
-                into.update({(numbers[number], key): error for (number, key), error in measured.items()})
+                into.update({(indices[number], key): error for (number, key), error in measured.items()})
     return fits, outputs
 
 
 def _settle(
     templates: Sequence[Template], found: Places, points: Sequence[Point], share: float, seed: int, measure: Measure
 ) -> tuple[int, SNNKConfig, float]:
-    """The first point whose parts together are within the budget: the one before is not, as is known of the very first.
+    """Return the first point whose parts together meet the budget; those of the point before do not.
 
     What parts cost together is near to what they cost alone, and more where less is converted: where the first choice
     costs too much or too little, the next one is where it would be right in proportion, and then halfway between.

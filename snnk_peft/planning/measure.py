@@ -1,4 +1,4 @@
-"""What candidates save, and what a choice of them costs together."""
+"""Savings of single candidates, and the cost of a choice of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from snnk_peft.planning.costs import Cost, Timings, macs, paired, rising, second
 from snnk_peft.tuner.get_model import get_snnk_model
 
 OF = ("latency", "macs", "bytes")
-LEAST = 0.005  # share of the multiply-adds below which a saving cannot be timed
-GRAIN = 0.005  # of the original's time, or a 16th of the largest saving: no more is told of savings of time
+LEAST = 0.005  # share of the MACs below which a saving cannot be timed
+GRAIN = 0.005  # of the original's time, or a 16th of the largest saving: savings of time are not resolved further
 
 
 class Measure:
-    """What is measured of costs, on one kind of inputs.
+    """Cost measurements on one kind of inputs.
 
     Args:
         model: the original.
@@ -46,7 +46,7 @@ class Measure:
         }
         sizes = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
         self.key = {**self.where, "config": sizes}
-        self.grain = 0.0  # of what `savings` tells: 0 for exact
+        self.grain = 0.0  # resolution of `savings`: 0 for exact
 
     def savings(self, templates: Sequence[Template]) -> list[dict[int | None, float]]:
         """Per template and group the share of the original's cost that is saved."""
@@ -95,13 +95,13 @@ class Measure:
 
     @staticmethod
     def _smooth(
-        numbers: Sequence[int],
+        indices: Sequence[int],
         saved: Mapping[int, dict[int | None, float]],
         counted: Sequence[Mapping[int | None, float]],
     ) -> None:
-        """Of the sizes of a part, one that saves more multiply-adds saves no less time."""
-        for key in {key for number in numbers for key in counted[number]}:
-            order = sorted((n for n in numbers if key in counted[n]), key=lambda n: counted[n][key])
+        """Make savings monotonic: of a part's sizes, one that saves more MACs saves no less time."""
+        for key in {key for number in indices for key in counted[number]}:
+            order = sorted((n for n in indices if key in counted[n]), key=lambda n: counted[n][key])
             for number, share in zip(order, rising([saved[n][key] for n in order]), strict=True):
                 saved[number][key] = share
 

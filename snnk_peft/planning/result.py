@@ -1,4 +1,4 @@
-"""Plan: what `plan` decided, what it decided from, and what it predicts; a table, a file, a picture."""
+"""Plan: what `plan` decided, the measurements behind it, and what it predicts; a table, a file, a plot."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ POINTS = 200  # of the curve that are kept
 
 @dataclass(frozen=True)
 class Candidate:
-    """What was measured of one part in one place.
+    """Measurements of one part in one place.
 
     Args:
         layer: index of the Transformer layer, or None for a part outside of the layers.
         part: name of the part.
-        size: rows, dimensions or what else tells its size.
+        size: its size: rows, dimensions or the like.
         saved: share of the original's cost that it saves.
-        fit_error: normalised squared error of what it stands in for, on held-out tokens; None where nothing is fitted.
+        fit_error: normalised squared error of what it replaces, on held-out tokens; None where nothing is fitted.
         output_error: what it alone does to the model's output, see `plan`.
         chosen: whether it is part of the plan.
     """
@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which parts on which layers with which sizes.
+    """The chosen parts, with layers and sizes.
 
     Args:
         config: for `get_snnk_model`; then `calibrate`.
@@ -69,11 +69,9 @@ class Plan:
 
     @property
     def choices(self) -> list[Candidate]:
-        """The candidates that were chosen."""
         return [candidate for candidate in self.candidates if candidate.chosen]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
         parts = [{"part": part_name(type(part)), **dataclasses.asdict(part)} for part in self.config.parts]
         return {
             "config": {"parts": parts, "seed": self.config.seed, "modules_to_save": self.config.modules_to_save},

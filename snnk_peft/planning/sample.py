@@ -1,4 +1,4 @@
-"""What candidates are measured on: some of the caller's batches, and the calls of the original's modules there."""
+"""The data that candidates are measured on: some of the caller's batches, and the original modules' calls there."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.layers.slots import Call
 
 HELD_OUT = 0.3
-PICTURE = 196  # tokens of a picture of the usual size
+IMAGE_TOKENS = 196  # of an image of the usual size
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Real tokens of a batch; of pictures about as many."""
+    """Count the real tokens of a batch; for images approximately."""
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         return int((mask != 0).sum())
     main = next((value for value in batch.values() if isinstance(value, torch.Tensor)), None)
     if main is None:
         return 0
-    return main.numel() if main.ndim == 2 else PICTURE * len(main)
+    return main.numel() if main.ndim == 2 else IMAGE_TOKENS * len(main)
 
 
 class Sample:
@@ -72,7 +72,7 @@ Calls = dict[str, list[tuple[bool, list[Call]]]]
 
 
 def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -> Calls:
-    """What modules are called with, batch by batch.
+    """Record the arguments of modules, batch by batch.
 
     Args:
         model: runs; in eval mode.

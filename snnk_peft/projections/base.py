@@ -1,4 +1,4 @@
-"""What every weight matrix W of a feature map is: rows ω_i, applied as x -> x Wᵀ + c.
+"""The base of weight matrices W of a feature map: rows ω_i, applied as x -> x Wᵀ + c.
 
 Shapes: W is (num_features, dim), c is (num_features,) or absent, x is (..., dim), the result (..., num_features).
 A kernel is estimated by Σ_i a_i f(ω_i·x) f(ω_i·y); the weights a_i are 1/num_features but for quadratures.
@@ -39,13 +39,13 @@ class Projection(Drawn):
         needs_layer: whether the rows are taken from a pretrained layer, by `from_layer`; there are at most as many as
             the layer has, and they are made for its inputs as they are.
         selects_rows: whether the rows are chosen among those of that layer, by `select`, whichever these are.
-        takes_rows: whether W is plain numbers that may be any, by `take`.
+        takes_rows: whether W is an unconstrained tensor that `take` may set.
         mixture: whether rows are drawn from Gaussians with means and covariances of their own, by `gaussians`.
         of_attention: whether it is for attention only, with rows of queries and of keys for every head.
         layer_arguments: those of the member's arguments that are tensors of that layer, hence in no config.
         formula: the rows in a line, for tables.
         source: where they come from.
-        cost: multiply-adds per vector, in m = num_features and d = dim.
+        cost: MACs (multiply-accumulate operations) per vector, in m = num_features and d = dim.
         params: the member's own keyword arguments, from which it can be built again.
         redrawable, seeded, resamplable: see `Drawn`.
     """
@@ -125,7 +125,8 @@ class Projection(Drawn):
     def from_layer(
         cls, layer: nn.Linear, num_features: int, *, importance: torch.Tensor | None = None, **kwargs: Any
     ) -> Projection:
-        """W for features that stand in for a pretrained layer: here a draw for its inputs, whatever its weights are.
+        """Create W for features that replace a pretrained layer: here a draw for its inputs, independent of its
+        weights.
 
         Args:
             layer: what is replaced; its inputs are those of W.
@@ -182,7 +183,7 @@ class Projection(Drawn):
         raise TypeError(f"{type(self).__name__} does not define draw(); see Projection")
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """What is kept of a draw, by buffer name; on the CPU (under a meta context too), numbers in fp32."""
+        """Return the buffers of a draw by name; on the CPU (under a meta context too), floats in fp32."""
         return {"weight": self.draw(generator).to("cpu", torch.float32)}
 
     def blank(self) -> dict[str, torch.Tensor]:
@@ -233,11 +234,9 @@ class Projection(Drawn):
         return (root * weights.sign() if signed else root).repeat(copies)
 
     def squared_row_norms(self) -> torch.Tensor:
-        """‖ω_i‖², (num_features,)."""
         return self.materialize().square().sum(-1)
 
     def extra_repr(self) -> str:
-        """The arguments, for printing."""
         return f"dim={self.dim}, num_features={self.num_features}, seed={self.seed}, site={self.site!r}"
 
 

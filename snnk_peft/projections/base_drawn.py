@@ -95,7 +95,7 @@ class Drawn(nn.Module):
             self.register_load_state_dict_pre_hook(_verify_checksum)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """What is kept of a draw, by buffer name; on the CPU (under a meta context too), numbers in fp32."""
+        """Return the buffers of a draw by name; on the CPU (under a meta context too), floats in fp32."""
         raise TypeError(f"{type(self).__name__} does not define draw_buffers(); see Drawn")
 
     def blank(self) -> dict[str, torch.Tensor]:
@@ -120,7 +120,7 @@ class Drawn(nn.Module):
 
     @torch.no_grad()
     def advance(self) -> None:
-        """One training step has passed: every `redraw_every`-th one draws anew. Does nothing in eval.
+        """Count a training step, and redraw after every `redraw_every`-th. Does nothing in eval.
 
         Never called by a forward pass, of which gradient checkpointing makes two per step.
         """
@@ -131,7 +131,7 @@ class Drawn(nn.Module):
             self.redraw()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """What was drawn, as stored."""
+        """Return the buffers of the draw, as stored."""
         return [getattr(self, name) for name in self._drawn]
 
     @property
@@ -141,11 +141,10 @@ class Drawn(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the draw is."""
         return self.state_tensors()[0].device
 
     def is_blank(self) -> bool:
-        """Whether something of the draw has no values yet: a loader will bring it."""
+        """Return True if part of the draw has no values yet and is left to a loader."""
         return any(tensor.is_meta for tensor in self.state_tensors())
 
     def verify(self, checksum: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ class Learned(Projection):
 
     At the start W is a draw from N(0, I), so that a model begins with the kernel that it would have without learning.
     After that the kernel is what training made of it, hence `unbiased` is False and W must be saved. The noise does not
-    change unless `redraw_every` says so. W is computed in every forward pass, in train and eval from the same numbers.
+    change unless `redraw_every` says so. W is computed in every forward pass, in train and eval from the same noise.
 
     A member defines `initial` and `rows`; the noise is N(0, I) unless it overrides `draw` or `draw_buffers`.
     One object serves one matrix: for kernels per head use one per head, for one that the heads of a layer share, one
@@ -48,7 +48,6 @@ class Learned(Projection):
         return normal_numbers(self.num_features, self.dim, generator=generator)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The noise; see `Projection.draw_buffers`."""
         return {"noise": self.draw(generator).to("cpu", torch.float32)}
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -65,7 +64,6 @@ class Learned(Projection):
             return self.rows()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Parameters and noise."""
         return [
             *(parameter.detach() for parameter in self.parameters()),
             *(getattr(self, name) for name in self._drawn),

@@ -17,7 +17,7 @@ from snnk_peft.projections.base_drawn import site_generator
 
 
 class Structured(Projection):
-    """A matrix that is made of few numbers and can be applied by a fast transform instead of a dense product.
+    """A matrix with few parameters that a fast transform applies, instead of a dense product.
 
     A member draws its factors and says how they act on vectors; what is kept, the factors or the dense W, follows
     from `fast`. Both hold the same matrix for the same seed.
@@ -50,7 +50,6 @@ class Structured(Projection):
         super().__init__(dim, num_features, **kwargs)
 
     def settle(self) -> list[str]:
-        """Resolve `fast`."""
         wanted = self.params["fast"]
         self.fast = min(self.dim, self.num_features) >= self.fast_from if wanted is None else wanted
         self.params = {**self.params, "fast": self.fast}
@@ -65,7 +64,7 @@ class Structured(Projection):
         raise TypeError(f"{type(self).__name__} does not define project(); see Structured")
 
     def dense(self, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """W (num_features, dim) from its factors: here, what the fast transform makes of the unit vectors."""
+        """Compute W (num_features, dim) from its factors: the fast transform of the unit vectors."""
         like = next(factor for factor in factors.values() if factor.is_floating_point())
         return self.project(torch.eye(self.dim, dtype=like.dtype, device=like.device), factors).T.contiguous()
 
@@ -85,7 +84,7 @@ class Structured(Projection):
         return {name: torch.empty(factor.shape, dtype=factor.dtype) for name, factor in drawn.items()}
 
     def factors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The stored factors, numbers in `dtype`."""
+        """Return the stored factors in `dtype`."""
         return as_dtype({name: getattr(self, name) for name in self._drawn}, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +98,7 @@ class Structured(Projection):
             return self.project(x.to(wide), self.factors(wide)).to(x.dtype)
 
     def materialize(self) -> torch.Tensor:
-        """W as a dense (num_features, dim) tensor; formed anew on each call if fast."""
+        """Return W as a dense (num_features, dim) tensor; recomputed on each call if fast."""
         if not self.fast:
             return super().materialize()
         wide = torch.promote_types(self.dtype, torch.float32)

@@ -65,7 +65,6 @@ class Bbq(Learned):
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
 
     def settle(self) -> list[str]:
-        """Too many dimensions for Sobol points."""
         found = super().settle()
         if self.points == "sobol" and self.dim > MAX_SOBOL_DIM:
             found.append(f"bbq dim is {self.dim}; Sobol points have at most {MAX_SOBOL_DIM}, use points='random'")

@@ -35,5 +35,4 @@ class Centroids(Learned):
         return {"weight": self.draw(generator), "bias": torch.zeros(self.num_features, device="cpu")}
 
     def rows(self) -> torch.Tensor:
-        """W (num_features, dim), the parameter itself."""
         return self.weight

@@ -16,7 +16,7 @@ within ±√2); t = 2 mixes the coordinates before, and it is between 3 and 3 + 
 The paper's factor e^{−‖x‖²} is that of the Gaussian kernel (kernel="gaussian" of `posrf`), not of softmax. Its learned
 weights of the rows are left out: equal ones estimate the kernel, and readouts weigh features anyhow.
 
-Cost per vector: O(t m log dim) by the fast Fourier transform, m · dim as a dense product. Storage: t + 2 numbers a row.
+Cost per vector: O(t m log dim) by the fast Fourier transform, m · dim as a dense product. Storage: t + 2 values a row.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ H is the Walsh-Hadamard matrix, Π a permutation, B random signs, G Gaussian, S 
 start, so this begins as exact Fastfood at the kernel it replaces. (Spectraformer prints ‖G‖^-½ and drops d^-½.) The
 bandwidth 1/σ of the papers is part of S. Only χ_d is stored for S and ‖G‖ is computed, so that a G that is learned or
 drawn anew leaves the lengths of the rows alone. Where dim is no power of two, d is the next one and x is padded with
-zeros, which keeps dot products; numbers that act on the padding only are not stored.
+zeros, which keeps dot products; values that act on the padding only are not stored.
 
-Cost: O(num_features · log d) per vector. About 2 to 4 numbers per row instead of dim; no dense W is kept. Below
+Cost: O(num_features · log d) per vector. About 2 to 4 parameters per row instead of dim; no dense W is kept. Below
 d = 1024 a dense product is quicker (recipes/benchmarks/feature_maps.py), so W is formed in passing where there are
 more vectors than it has columns.
 """
@@ -82,7 +82,6 @@ class FastfoodLearned(Learned):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return -(-self.num_features // self.order)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -97,7 +96,7 @@ class FastfoodLearned(Learned):
         return {"lengths": gaussian_lengths(self.num_features, self.order, generator), **learned}
 
     def _diagonals(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """G and B."""
+        """Draw the diagonals G and B."""
         signs = random_signs(self.blocks, self.dim, generator=generator)
         gauss = normal_numbers(self.blocks, self.order, generator=generator).float()
         return {"gauss": gauss, "signs": signs}

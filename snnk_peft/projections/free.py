@@ -45,14 +45,13 @@ class Free(Learned):
                 choices=("gaussian", "orf"),
             ),
         ] = "gaussian",
-        bias: Annotated[bool, Option("also learn numbers c that are added to Wx, zero at the start.")] = False,
+        bias: Annotated[bool, Option("also learn a bias c that is added to Wx, zero at the start.")] = False,
         **kwargs: object,
     ):
         self.init, self.with_bias, self.params = init, bias, {"init": init, "bias": bias}
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """W at the start, (num_features, dim)."""
         if self.init == "gaussian":
             return super().draw(generator)
         rows = block_orthogonal(self.num_features, self.dim, generator)
@@ -77,9 +76,7 @@ class Free(Learned):
         return {"weight": self.draw(generator), **bias}
 
     def rows(self) -> torch.Tensor:
-        """W (num_features, dim), the parameter itself."""
         return self.weight
 
     def materialize(self) -> torch.Tensor:
-        """W: nothing is computed."""
         return self.weight

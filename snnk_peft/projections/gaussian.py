@@ -1,6 +1,6 @@
 """Independent Gaussian rows: ω_i ~ N(0, I). The base case of random features (Rahimi & Recht 2007).
 
-Cost: num_features · dim multiply-adds per input vector.
+Cost: num_features · dim MACs per input vector.
 """
 
 from __future__ import annotations
@@ -21,5 +21,4 @@ class Gaussian(Projection):
     cost = "m·d"
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """(num_features, dim) standard normal numbers."""
         return normal_numbers(self.num_features, self.dim, generator=generator)

@@ -11,7 +11,7 @@ every entry of W within ±1.
 The normalisation always uses the mean and variance of the num_features rows themselves. They are all there in eval too,
 so running averages are not needed, W in eval is the W that was trained, and a forward pass changes nothing.
 
-Cost: as gaussian, plus forming W: 5 · num_features · dim² multiply-adds. Parameters: 5 dim² + 11 dim. The paper shares
+Cost: as gaussian, plus forming W: 5 · num_features · dim² MACs. Parameters: 5 dim² + 11 dim. The paper shares
 one generator between the heads of a layer: let the heads use one object.
 """
 
@@ -33,7 +33,7 @@ class Generative(Learned):
     """Rows from a generator network. Arguments as in `Projection`.
 
     Attributes:
-        hidden: weights of the four hidden layers, (4, dim, dim); the normalisation behind takes the place of biases.
+        hidden: weights of the four hidden layers, (4, dim, dim); the normalisation after each replaces biases.
         row_scale: what normalised units are multiplied with, (4, dim).
         row_shift: what is added to them, (4, dim).
         out: weights of the last layer, (dim, dim).

@@ -57,7 +57,6 @@ class Geometric(Projection):
         super().__init__(dim, num_features, **kwargs)
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """(num_features, dim) of whole numbers >= 0."""
         uniform = uniform_numbers(self.num_features, self.dim, generator=generator)
         # P(log(1 − u) / log(1 − p) >= k) = P(1 − u <= (1 − p)ᵏ) = (1 − p)ᵏ
         return torch.floor(torch.log1p(-uniform) / math.log1p(-self.p))

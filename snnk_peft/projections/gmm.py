@@ -7,7 +7,7 @@
 The paper prints Σ n where Σ^½ n is meant, and its code estimates 2K. Every component has rows with +μ and rows with −μ,
 so that kernels are real and even. Their noise is independent, unlike the paper's: with n shared between the two, all
 rows would come in equal pairs at the start (μ = 0), half of them wasted, and the gradient for μ would be zero there
-forever. Components start equal, Σ = I and μ = 0, hence at the kernel they replace; their noise tells them apart.
+forever. Components start equal, Σ = I and μ = 0, hence at the kernel they replace; their noise distinguishes them.
 
 The 2C groups of rows (component and sign) are equally large and all rows count the same: mixing weights are fixed, as
 in the paper, because learned ones would multiply every feature, and a component that should count more can have a twin.
@@ -73,7 +73,6 @@ class Gmm(Learned):
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
 
     def settle(self) -> list[str]:
-        """Too few rows for the components."""
         found, least = super().settle(), 2 * self.components
         if self.num_features < least:
             found.append(
@@ -83,7 +82,6 @@ class Gmm(Learned):
         return found
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Identity covariances and zero means."""
         shape = (self.components, self.dim)
         ones = torch.ones(shape, device="cpu")
         return {
@@ -113,7 +111,7 @@ class Gmm(Learned):
         return self.shares(), self.mean, self.covariances()
 
     def squares(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Projection.squares`; one number per component is computed."""
+        """Compute `Projection.squares`, which is one value per mixture component."""
         root = self.root.to(x.dtype)
         if self.covariance == "diagonal":
             own = x.square() @ root.square().mT
@@ -122,7 +120,6 @@ class Gmm(Learned):
         return own[..., self._members(x.device)]
 
     def covariances(self) -> torch.Tensor:
-        """Σ_c, (C, dim, dim)."""
         return torch.diag_embed(self.root.square()) if self.covariance == "diagonal" else self.root @ self.root.mT
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -38,28 +38,23 @@ class Identity(Projection):
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
-        """dim."""
         return dim
 
     def settle(self) -> list[str]:
-        """The matrix is square."""
         found = super().settle()
         if self.num_features != self.dim:
             found.append(f"identity num_features is {self.num_features} with dim {self.dim}; expected {self.dim}")
         return found
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The diagonal."""
         return {"ones": torch.ones(self.dim, device="cpu")}
 
     def blank(self) -> dict[str, torch.Tensor]:
-        """A diagonal of undefined numbers."""
         return {"ones": torch.empty(self.dim, dtype=torch.float32)}
 
     def materialize(self) -> torch.Tensor:
-        """I, (dim, dim), formed anew on each call."""
+        """Return I, (dim, dim), created on each call."""
         return torch.diag(self.ones)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x itself."""
         return x

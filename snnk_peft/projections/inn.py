@@ -8,7 +8,7 @@ Odd layers keep the coordinates 0, 2, 4, ... and move the others, even layers th
 everything. Every layer has an inverse in closed form (`inverse`). At the start a, b and the last layer of each network
 are zero, which makes every layer the identity and ω exactly the noise: the kernel that is replaced.
 
-Cost: as gaussian, plus forming W: about 1.5 · layers · num_features · dim² / 2 multiply-adds.
+Cost: as gaussian, plus forming W: about 1.5 · layers · num_features · dim² / 2 MACs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Inn(Learned):
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The identity: random hidden layers, everything behind them zero."""
+        """The identity: random hidden layers, everything after them zero."""
         d, count = self.dim, self.layers
         start = {name: torch.zeros(count, d, device="cpu") for name in ("log_scale", "shift", "hidden_bias")}
         for layer in range(count):

@@ -80,7 +80,6 @@ class Landmark(Projection):
 
     @torch.no_grad()
     def select(self, weight: torch.Tensor, bias: torch.Tensor | None, importance: torch.Tensor) -> torch.Tensor:
-        """Copy the most important rows; see `Projection.select`."""
         chosen = importance.topk(self.num_features).indices.sort().values
         self.weight = weight.detach()[chosen].to(self.weight.device, self.weight.dtype).clone()
         rows_bias = torch.zeros_like(weight[:, 0]) if bias is None else bias.detach()

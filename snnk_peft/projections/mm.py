@@ -89,7 +89,6 @@ class Mm(Projection):
         return found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """(num_features, dim) in fp64."""
         rows = normal_points(self.sequence, self.num_features, self.dim, generator if self.scramble else None)
         rows = rows - rows.mean(0)
         if not self.covariance:

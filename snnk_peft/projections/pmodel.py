@@ -3,11 +3,11 @@ Spectraformer Eq. 20). Three cases: circulant W_ij = g[(i − j) mod dim], Toepl
 W_ij = g[i + j].
 
 In each case P_i picks every coordinate of ω_i from another place in g, so each row alone is exactly N(0, I) and
-estimates are unbiased. Rows of a block share numbers: a circulant block has dim of them, the other two 2·dim − 1, which
+estimates are unbiased. Rows of a block share entries: a circulant block has dim of them, the other two 2·dim − 1, which
 makes their rows less dependent. num_features > dim stacks independent blocks.
 
 Cost per vector: O(m log dim) by the fast Fourier transform (of twice the length for Toeplitz and Hankel), m · dim as a
-dense product. Storage: 1 or 2 numbers per row.
+dense product. Storage: 1 or 2 values per row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_structured import Structured
 
-# structure -> numbers per block (as a function of dim), product, dense form
+# structure -> values per block (as a function of dim), product, dense form
 PMODEL_STRUCTURES = {
     "circulant": (lambda dim: dim, circulant_product, circulant_matrix),
     "toeplitz": (lambda dim: 2 * dim - 1, toeplitz_product, toeplitz_matrix),
@@ -72,7 +72,7 @@ class Pmodel(Structured):
         return {"gaussian": normal_numbers(*shape, generator=generator).float()}
 
     def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Convolve with each block's numbers, cut to num_features."""
+        """Convolve with each block's values, cut to num_features."""
         product = PMODEL_STRUCTURES[self.structure][1]
         return product(x, factors["gaussian"]).flatten(-2)[..., : self.num_features]
 

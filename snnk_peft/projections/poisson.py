@@ -56,7 +56,6 @@ class Poisson(Projection):
         super().__init__(dim, num_features, **kwargs)
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """(num_features, dim) of whole numbers >= 0."""
         least, upper = poisson_table(self.rate)
         uniform = uniform_numbers(self.num_features, self.dim, generator=generator)
         return least + torch.searchsorted(upper, uniform, right=True).clamp_max(len(upper) - 1).double()

@@ -57,5 +57,4 @@ class Qmc(Projection):
         return found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """(num_features, dim) in fp64."""
         return normal_points(self.sequence, self.num_features, self.dim, generator if self.scramble else None)

@@ -26,5 +26,4 @@ class Rademacher(Projection):
     distribution = "rademacher"
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """(num_features, dim) of ±1."""
         return random_signs(self.num_features, self.dim, generator=generator)

@@ -5,7 +5,7 @@ a reordering of c, so each alone is exactly N(0, I): estimates are unbiased. The
 independent: |ω_i·x| repeats for all i if x is constant, and even functions do not see the signs at all. (The paper's
 code returns zeros.)
 
-Cost per vector: O(m log dim) by the fast Fourier transform, m · dim as a dense product. Storage 2 numbers per row.
+Cost per vector: O(m log dim) by the fast Fourier transform, m · dim as a dense product. Storage 2 values per row.
 """
 
 from __future__ import annotations

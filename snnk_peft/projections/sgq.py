@@ -60,11 +60,9 @@ class Sgq(Projection):
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
-        """2·dim + 1."""
         return 2 * dim + 1
 
     def settle(self) -> list[str]:
-        """The rule has one size."""
         size, found = 2 * self.dim + 1, super().settle()
         if self.num_features != size:
             found.append(f"sgq num_features is {self.num_features} with dim {self.dim}; expected 2·dim + 1 = {size}")

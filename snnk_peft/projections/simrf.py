@@ -57,7 +57,6 @@ class Simrf(Projection):
         super().__init__(dim, num_features, **kwargs)
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """(num_features, dim) in fp64."""
         count = -(-self.num_features // self.dim)
         return torch.cat([self._block(generator) for _ in range(count)])[: self.num_features]
 

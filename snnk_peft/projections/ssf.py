@@ -74,7 +74,6 @@ class Ssf(Projection):
         return found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """(num_features, dim) in fp64."""
         even, n = self.dim + self.dim % 2, self.num_features // 2
         rows = sphere_points(fourier_indices(even // 2, n, generator), n)
         if self.rotate:

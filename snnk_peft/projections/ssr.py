@@ -45,7 +45,6 @@ class Ssr(Projection):
         return rule * max(1, round((num_features - 1) / rule)) + 1
 
     def settle(self) -> list[str]:
-        """Whole rules only."""
         found, rule, extra = super().settle(), 2 * (self.dim + 1), self.num_features - 1
         if extra % rule or extra < rule:
             below = max(1, extra // rule)

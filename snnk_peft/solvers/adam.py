@@ -1,4 +1,4 @@
-"""The loop behind a closed form: steps of Adam whose learning rates fall linearly to zero."""
+"""Refinement after a closed form: Adam with learning rates that fall linearly to zero."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Softmax attention by m typical queries in closed form: what `calibrate` puts into a `mixture` over `centroids`.
+"""Softmax attention by m typical queries in closed form, for `mixture` over `centroids`.
 
-The weights of a query c over all keys, e^{c·k} / Σ_j e^{c·k_j}, can be kept as one sum over the keys. A query q is told
-by how much it is like each of m such centres, so that for queries and keys of which each holds √(scaling) already:
+The weights of a query c over all keys, e^{c·k} / Σ_j e^{c·k_j}, can be kept as one sum over the keys. A query q is
+described by its similarity to m such centres. For queries and keys that already include √(scaling):
 
     weight of k for q  ∝  Σ_r softmax_r((u·u_r − ‖u_r‖²/2) / τ) · exp(c_r·k + b_r),        u = C^½ q,  u_r = C^½ c_r
     b_r = −(c_r·k̄ + ‖u_r‖²/2),     the logarithm of the mean of e^{c_r·k} over Gaussian keys N(k̄, C), negated
@@ -48,12 +48,12 @@ class CentroidMaps(NamedTuple):
     key_bias: Tensor
 
     def sharpened(self, tau: Tensor) -> CentroidMaps:
-        """The same with the softmax over centres divided by τ (G,)."""
+        """Divide the logits of the softmax over centres by τ (G,)."""
         return self._replace(query_rows=self.query_rows / tau[:, None, None], query_bias=self.query_bias / tau[:, None])
 
 
 class Scores(NamedTuple):
-    """Queries and keys of one batch, each times √(scaling), and what softmax makes of them.
+    """Queries and keys of one batch, each times √(scaling), and their softmax attention.
 
     Attributes:
         q: (B, G, R, L, d).
@@ -139,7 +139,7 @@ def centroids(
 
 
 def weights(maps: CentroidMaps, scores: Scores) -> Tensor:
-    """Of every key for every query, (B, G, R, L, N), up to a factor per query."""
+    """Return the weight of every key for every query, (B, G, R, L, N), up to a factor per query."""
     logits = scores.q @ maps.query_rows.mT.unsqueeze(1) + maps.query_bias[:, None, None]
     logs = scores.k @ maps.key_rows.mT + maps.key_bias.unsqueeze(1)
     if scores.pairs is not None:
@@ -163,7 +163,7 @@ def divergence(maps: CentroidMaps, scores: Scores) -> Tensor:
 
 
 def output_error(maps: CentroidMaps, scores: Scores, readout: Tensor | None) -> Tensor:
-    """Squared error of what the heads give, by the variance of what softmax gives; a number.
+    """Return the squared error of the heads' outputs relative to the variance of softmax's, a scalar.
 
     Args:
         maps: instead of softmax.

@@ -1,4 +1,4 @@
-"""Relative squared error of a stand-in, accumulated over batches and seen behind the matrix that reads its output."""
+"""Relative squared error of a replacement, accumulated over batches and measured after the matrix that reads it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _RANK = 1e-10  # of the largest squared singular value: below is what rounding i
 
 
 class GradientMoments:
-    """Sums over tokens of what an adapter's place is given and of the loss's gradient at what it gives.
+    """Sums over tokens of an adapter's inputs and of the loss's gradient at its outputs.
 
     Args:
         dim: length of the inputs.
@@ -51,7 +51,7 @@ class GradientMoments:
 
     @staticmethod
     def numbers(dim: int, out: int) -> int:
-        """How many numbers one object holds."""
+        """Return the number of values one object holds."""
         return 2 * out * dim + dim * dim + dim
 
     def add(self, inputs: Tensor, gradients: Tensor, held_out: bool) -> None:
@@ -76,7 +76,6 @@ class GradientMoments:
 
     @property
     def mean(self) -> Tensor:
-        """E x, (dim,)."""
         return self.total / self.tokens
 
     @property
@@ -177,13 +176,13 @@ class _Eigenbasis:
         return (right[:, -m:] * has_gradient).flip(1).T * root
 
     def slope(self, rows: Tensor) -> float:
-        """Of the judge's loss under the best step of a readout of W (m, dim)."""
+        """Return the slope of the held-out loss under the best step of a readout of W (m, dim)."""
         inner = (rows * self.values) @ rows.T
         step = self.gradient @ rows.T @ torch.linalg.pinv(inner, hermitian=True, rtol=1e-10)
         return _ratio((step * (self.judge @ rows.T)).sum(), ((step @ inner) * step).sum())
 
     def slope_of_all(self, ridge: float) -> float:
-        """The same where the step may be any matrix, G (C + λI)⁻¹."""
+        """Return the same slope where the step may be any matrix, G (C + λI)⁻¹."""
         step = self.gradient / (self.values + ridge)
         return _ratio((step * self.judge).sum(), (step.square() * self.values).sum())
 

@@ -46,11 +46,11 @@ def narrow_products(left: Tensor, right: Tensor, size: int) -> tuple[Tensor, Ten
 
 
 def narrow_values(gram: Tensor, cross: Tensor, heads: int, size: int) -> Tensor:
-    """Which directions of every head's output to keep, so that a linear map of them all gives the target best.
+    """Choose the directions of every head's output from which a linear map reproduces the target best.
 
     Reduced-rank regression of one head after the other on what the others leave, since heads partly say the same, is
     where it starts. Further sweeps creep (thousands of them, where heads say nearly the same): L-BFGS goes on from
-    there, over all directions at once with the best map behind them, until nothing is gained, in 100 steps at most
+    there, over all directions at once with the best map after them, until nothing is gained, in 100 steps at most
     (of 12 heads that share most of what they say, cut from 32 dimensions to 16: 0.00391 is lost after 100 steps,
     0.00386 after 2,000, and after eight rounds of regressions 0.00454).
 

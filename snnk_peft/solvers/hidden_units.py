@@ -1,4 +1,4 @@
-"""Fewer hidden units in closed form: which of them an FFN keeps, and the contraction that stands in for the others.
+"""Fewer hidden units in closed form: the units that an FFN keeps, and a contraction that makes up for the others.
 
 An FFN gives W h, a narrower one A h_S for the kept units S. With the second moment C of all hidden units (centred where
 a bias is fitted as well) no token is needed again:
@@ -32,7 +32,7 @@ RIDGE = 1e-3  # of the mean of the diagonal, while units are chosen
 
 
 class NarrowFit(NamedTuple):
-    """Kept units and the contraction behind them.
+    """Kept units and the contraction after them.
 
     Attributes:
         kept: indices of the units, (m,), ascending.
@@ -61,7 +61,7 @@ def choose_units(moment: Tensor, weight: Tensor, count: int, *, rule: str = "gre
 
     Args:
         moment: C (l, l), second moment of the hidden units.
-        weight: W (o, l), the contraction behind them.
+        weight: W (o, l), the contraction after them.
         count: how many to keep, <= l.
         rule: "greedy" or "leverage", see the module's docstring.
         ridge: of "greedy", as a fraction of the mean of the diagonal of C.
@@ -103,7 +103,7 @@ def narrow_units(
     intercept: bool,
     refit: bool = False,
 ) -> NarrowFit:
-    """Choose units, and the contraction behind them with its ridge chosen on held-out tokens.
+    """Choose units, and the contraction after them with its ridge chosen on held-out tokens.
 
     Args:
         train: moments of the hidden units (l,), of the tokens to fit.

@@ -43,7 +43,7 @@ class JointMaps(NamedTuple):
     factor: Tensor
 
     def sharpened(self, tau: float) -> JointMaps:
-        """The same with the softmax over centres divided by τ."""
+        """Divide the logits of the softmax over centres by τ."""
         return self._replace(query_rows=self.query_rows / tau, query_bias=self.query_bias / tau)
 
 
@@ -169,7 +169,7 @@ def joint_divergence(maps: JointMaps, scores: NearScores) -> Tensor:
 
 
 def joint_output_error(maps: JointMaps, scores: NearScores, readout: Tensor | None) -> Tensor:
-    """Squared error of what the heads give, by the variance of what softmax gives; a number.
+    """Return the squared error of the heads' outputs relative to the variance of softmax's, a scalar.
 
     Args:
         maps: of the far field.

@@ -1,13 +1,13 @@
-"""Landmarks in closed form: which hidden units of a layer to keep, and the readout that stands in for the others.
+"""Landmarks in closed form: the hidden units of a layer to keep, and a readout that makes up for the others.
 
 A landmark feature is a hidden unit of the layer being replaced, so the covariance C of all hidden units (l, l) holds
-everything: for kept units S the best readout is A = C[:, S] (C[S, S] + λ)⁻¹, its error seen behind the contraction W₂
+everything: for kept units S the best readout is A = C[:, S] (C[S, S] + λ)⁻¹, its error seen after the contraction W₂
 is tr W₂ (C − A C[S, :] − …) W₂ᵀ, and choosing S is column subset selection on C. One pass over the data, memory l²,
 independent of the number of tokens and of how many come at once.
 
 Two rules for S:
 - "importance": largest (output standard deviation × ‖W₂ column‖), each unit on its own merit.
-- "greedy" (default): the unit that removes most of the remaining error behind W₂, one after the other (a pivoted
+- "greedy" (default): the unit that removes most of the remaining error after W₂, one after the other (a pivoted
   Cholesky factorisation weighted by W₂). It does not pick two units that say the same.
 """
 
@@ -92,7 +92,6 @@ class SecondMoments:
         self.count = total
 
     def covariance(self) -> Tensor:
-        """(dim, dim)."""
         if self.count == 0:
             raise ValueError("no vectors were accumulated; give at least one batch with an unmasked token")
         return self.scatter / self.count
@@ -105,7 +104,7 @@ def choose_landmarks(
 
     Args:
         moments: of the hidden units (l,), followed by `given` inputs that the readout has in any case.
-        output_weight: W₂ (o, l), the contraction behind the units.
+        output_weight: W₂ (o, l), the contraction after the units.
         count: how many to keep, <= l.
         rule: "greedy" or "importance", see the module's docstring.
         given: number of trailing coordinates of `moments` that are always available to the readout.
@@ -163,7 +162,7 @@ def fit_landmarks(
         train: moments of hidden units (l,) and `given` trailing inputs, of the tokens to fit.
         held_out: the same for other tokens.
         landmarks: indices of the kept units, (m,).
-        output_weight: W₂ (o, l); errors are measured behind it.
+        output_weight: W₂ (o, l); errors are measured after it.
         given: number of trailing coordinates that are features too.
         ridges: candidates, as fractions of the mean variance of the features.
         refit: once the ridge is chosen, fit to all tokens, the held-out ones included; the error stays the one that

@@ -1,10 +1,10 @@
-"""The moments of features and targets, which add: batches, shards and machines together hold what one pass would.
+"""Moments of features and targets. They add: batches, shards and machines together hold what one pass would.
 
 Of tokens t with features φ_t (m,) and targets y_t (l,) the count n, the means φ̄ and ȳ, and
 
     S = Σ (φ−φ̄)(φ−φ̄)ᵀ,     C = Σ (y−ȳ)(φ−φ̄)ᵀ,     Σ (W₂(y−ȳ))² of each output
 
-are kept: m² + m l numbers whatever n is. Each batch is centred at its own mean, and merged (Chan, Golub & LeVeque):
+are kept: m² + m l values whatever n is. Each batch is centred at its own mean, and merged (Chan, Golub & LeVeque):
 
     S ← S₁ + S₂ + n₁n₂/(n₁+n₂) (φ̄₂−φ̄₁)(φ̄₂−φ̄₁)ᵀ
 
@@ -133,7 +133,7 @@ class Moments:
             self._rounding += other._rounding.to(self._gram)
 
     def remove(self, other: Moments, noise: float = 0.0) -> None:
-        """Take away tokens that were added before, so that nothing of them is left but rounding.
+        """Remove tokens that were added before; only rounding errors of them remain.
 
         A column in which the others do not differ is constant then, as `normal_equations` has it.
 
@@ -164,7 +164,7 @@ class Moments:
             )
 
     def _require_within(self, other: Moments) -> None:
-        """Of each column a variance sum that is not negative stays behind."""
+        """Refuse a removal that leaves a column with a negative variance sum."""
         step = other._feature_mean.to(self._gram) - self._feature_mean
         between = self.count * other.count / (self.count - other.count)
         before = self._gram.diagonal()
@@ -186,7 +186,7 @@ class Moments:
         if (ours is None) != (theirs is None) or (
             ours is not None and theirs is not None and not torch.equal(ours.cpu(), theirs.cpu())
         ):
-            raise ConfigError("cannot merge accumulators that measure errors behind different output weights")
+            raise ConfigError("cannot merge accumulators that measure errors after different output weights")
 
     def tensors(self) -> dict[str, Tensor]:
         """All that was accumulated, as tensors that a file can hold; see `of_tensors`."""
@@ -195,7 +195,7 @@ class Moments:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """One with an intercept and without output weight, from what `tensors` gave.
+        """Restore an accumulator with an intercept and without output weight from `tensors`.
 
         Raises:
             ConfigError: tensors that are missing, or whose shapes do not fit.
@@ -237,7 +237,7 @@ class Moments:
     def from_moments(
         cls, count: int, mean: Tensor, scatter: Tensor, features: Tensor, out_dim: int, output_weight: Tensor
     ) -> Self:
-        """Of vectors whose moments are known, some coordinates as features and the first as targets.
+        """Build an accumulator from known moments, with some coordinates as features and the first ones as targets.
 
         Args:
             count: number of vectors.
@@ -310,12 +310,12 @@ class Moments:
 
     @property
     def feature_mean(self) -> Tensor:
-        """φ̄ (m,)."""
+        """The mean of the features, φ̄ (m,)."""
         return self._feature_mean.clone()
 
     @property
     def target_mean(self) -> Tensor:
-        """ȳ (l,)."""
+        """The mean of the targets, ȳ (l,)."""
         return self._target_mean.clone()
 
     @property

@@ -55,7 +55,7 @@ def _units(
 
 
 def _same_function(f: ScalarFunction, g: ScalarFunction) -> bool:
-    """Whether two elementwise functions agree: activations come as functions, modules and library classes alike."""
+    """Compare two elementwise functions by value: activations come as functions, modules and library classes alike."""
     grid = torch.linspace(-10, 10, 401, dtype=torch.float64)
     return torch.allclose(f(grid), g(grid), rtol=1e-12, atol=1e-12)
 

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 def processes() -> int:
-    """How many there are; 1 without a process group."""
+    """Return the number of processes, 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -53,7 +53,7 @@ def pooled_mean(count: int, mean: Tensor) -> tuple[int, Tensor]:
 
 
 def gathered(value: Value) -> list[Value]:
-    """What each process gives, by its number; for small values that can be pickled."""
+    """Gather one small picklable value per process, ordered by rank."""
     if processes() == 1:
         return [value]
     found: list[Any] = [None] * processes()

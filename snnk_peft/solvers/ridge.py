@@ -94,7 +94,7 @@ class GramAccumulator(Moments):
         out_dim: l, length of a target vector.
         intercept: fit a bias as well.
         dtype: of the moments; float64 unless the device has none.
-        output_weight: W₂ (o, l), optional. Errors are then measured behind this matrix: of W₂(Aφ + a) against W₂ y,
+        output_weight: W₂ (o, l), optional. Errors are then measured after this matrix: of W₂(Aφ + a) against W₂ y,
             which is what a network sees if y feeds a Linear. Needed only on the accumulator that measures.
 
     Attributes:

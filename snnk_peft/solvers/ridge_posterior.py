@@ -1,4 +1,4 @@
-"""What a ridge regression knows of its own errors, from the moments that gave it.
+"""Error estimates of a ridge regression from its own moments.
 
 With centred features φ̃, S = Σ φ̃φ̃ᵀ over n examples and the ridge λ, predictions of the fitted targets are H y with
 
@@ -64,7 +64,7 @@ class RidgePosterior:
         return self._constant + ((features.to(self._half) - self._mean) @ self._half).square().sum(-1)
 
     def variance(self, features: Tensor) -> Tensor:
-        """Of new targets at these features (n, m): (n, l)."""
+        """Return the predictive variance of targets at these features (n, m): (n, l)."""
         return (1 + self.leverage(features)).unsqueeze(-1) * self.noise
 
     def leave_one_out(self, features: Tensor, targets: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def cross_validated(
     ridges: Sequence[float] = DEFAULT_RIDGES,
     eigen: tuple[Tensor, Tensor] | None = None,
 ) -> RidgeFit:
-    """The readout whose ridge has the least generalised cross-validation error, however many are tried.
+    """Return the readout whose ridge has the least generalised cross-validation error.
 
     Ridges that leave less than a quarter of the degrees of freedom are taken only if all do: with as many features as
     examples the error is then a quotient of two numbers near 0, which repeated examples and rounding decide.

@@ -1,4 +1,4 @@
-"""A random choice of vectors, so many at most, however many come: reservoir sampling (Vitter 1985, algorithm R).
+"""A random sample of at most a given number of vectors: reservoir sampling (Vitter 1985, algorithm R).
 
 Vector number i (from 0) takes a place j drawn from 0 to i if there is such a place, j < most; every vector is then kept
 with the same chance. The draws follow the vectors one by one, so how they come in batches makes no difference.
@@ -55,7 +55,7 @@ class TokenSample:
         return self._kept[0]
 
     def reduced(self) -> Tensor:
-        """What all processes keep, (n, dim), in the order of their numbers; every process calls this."""
+        """Gather the kept tokens of all processes by rank, (n, dim); every process must call this."""
         shares = [share for share in gathered(self._joined() if self._kept else None) if share is not None]
         if not shares:
             raise ValueError("no vectors were given; give at least one batch with an unmasked token")

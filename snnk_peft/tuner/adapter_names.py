@@ -50,7 +50,7 @@ def name_faults(name: object, saved: Collection[str] = ()) -> list[str]:
 
 
 def put_back(model: nn.Module, adapter_name: str, state: dict[str, torch.Tensor], others: Collection[str]) -> None:
-    """Add to `state`, in place, what PEFT took for tensors of other adapters.
+    """Add to `state`, in place, the tensors that PEFT took for those of other adapters.
 
     Args:
         model: the patched model.
@@ -78,7 +78,7 @@ def put_back(model: nn.Module, adapter_name: str, state: dict[str, torch.Tensor]
 
 
 def _belongs(name: str, adapter_name: str, others: Collection[str]) -> bool:
-    """Whether a tensor is one of this adapter, or of the base model, which may be saved with it."""
+    """Return True for a tensor of this adapter, or of the base model, which may be saved with it."""
     for holder in (".snnk_slots.", ".modules_to_save."):
         if holder in name:
             return name.partition(holder)[2].partition(".")[0] == adapter_name

@@ -17,7 +17,7 @@ from snnk_peft.config import SNNKConfig
 from snnk_peft.digests import notes, tensor_digest
 from snnk_peft.tuner.slot_layer import original_path
 
-SAMPLE = 16  # numbers of every tensor: training moves nearly all of them
+SAMPLE = 16  # values of every tensor: training moves nearly all of them
 INSIDE = (".snnk_slots.", ".modules_to_save.")
 # What a model of this precision may have been rounded to.
 COARSER = {

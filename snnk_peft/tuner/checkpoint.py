@@ -1,4 +1,4 @@
-"""What is checked before an adapter checkpoint touches a model: the file is whole, and it fits.
+"""Check an adapter checkpoint before it touches a model: the file is complete, and it fits.
 
 PEFT puts the adapter's modules into the model first and reads the file afterwards, so whatever is found then leaves a
 half-loaded model behind. The tuner therefore asks at the door (doors.py) what is coming and compares it with the
@@ -29,13 +29,13 @@ from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 PREFIX = "base_model.model."
 INSIDE = (".snnk_slots.", ".modules_to_save.", ".original_module.", ".base_layer.")
 ADDED_BY_PEFT = {"classifier", "score", "qa_outputs"}  # for a task_type, whether the model has them or not
-# A config may ask for this many times the numbers of its file (a matrix that is drawn again is not in it), and for 256
-# MB whatever the file holds.
+# A config may ask for this many times the parameters of its file (redrawn matrices are not in it), and for 256 MB
+# whatever the file holds.
 ROOM, UNASKED = 4, 1 << 26
 
 
 def measurements(model: nn.Module, family: ModelFamily | None) -> dict[str, str | int]:
-    """What decides the shapes of an adapter: the architecture and its sizes."""
+    """Return what determines the shapes of an adapter: the architecture and its sizes."""
     if family is None:
         return {"model_class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
     layers = family.layer_paths(model)
@@ -66,7 +66,7 @@ def check_measurements(config: SNNKConfig, found: Mapping[str, str | int]) -> No
 
 @dataclass(frozen=True)
 class Incoming:
-    """What a weights file, or a dict of tensors, holds.
+    """Content of a weights file, or of a dict of tensors.
 
     Args:
         name: of the file, for messages.
@@ -82,7 +82,7 @@ class Incoming:
 
 
 def plain_start(config: SNNKConfig) -> SNNKConfig:
-    """The same sizes with a start that computes nothing from the pretrained weights, and with room for every matrix.
+    """Return a config of the same sizes that needs no pretrained weights, and allocates every matrix.
 
     Its modules can be built on the meta device, which tells their sizes before memory is asked for.
     """
@@ -90,7 +90,7 @@ def plain_start(config: SNNKConfig) -> SNNKConfig:
 
 
 def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
-    """ConfigError if the config asks for far more numbers than the file can fill.
+    """ConfigError if the config asks for far more parameters than the file can fill.
 
     Args:
         trial: modules on the meta device, by path.
@@ -100,15 +100,15 @@ def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
     given = sum(math.prod(shape) for shape, _ in incoming.layout.values())
     if wanted > ROOM * given + UNASKED:
         raise ConfigError(
-            f"adapter_config.json asks for modules of {wanted:,} numbers, and {incoming.name} holds {given:,}: the two "
-            "do not belong together. Look at num_features and the params of the parts, or copy the folder again"
+            f"adapter_config.json asks for modules of {wanted:,} parameters, and {incoming.name} holds {given:,}: the "
+            "two do not belong together. Look at num_features and the params of the parts, or copy the folder again"
         )
 
 
 def check_weights(
     config: SNNKConfig, model: nn.Module, slots: Mapping[str, list[Slot]], saved: list[str] | None, incoming: Incoming
 ) -> None:
-    """ConfigError if what is about to be loaded does not fit; nothing is changed.
+    """Raise ConfigError if the tensors to load do not fit; nothing is changed.
 
     Args:
         config: as loaded.

@@ -1,4 +1,4 @@
-"""The doors through which adapter weights come in, and what is known there: which file will be read.
+"""The loading methods through which adapter weights come in, where it is known which file will be read.
 
 PEFT and transformers put an adapter's modules into the model first and read its file afterwards, and neither tells the
 tuner which file. So the three methods that load adapters note what they were given, for as long as they run; the tuner
@@ -43,7 +43,7 @@ LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_lay
 
 @dataclass
 class Door:
-    """What a loading method was given.
+    """Arguments of a loading method.
 
     Args:
         source: folder or Hub repository, or None for tensors in memory.
@@ -176,13 +176,13 @@ _open: ContextVar[Door | None] = ContextVar("snnk_peft_door", default=None)
 
 
 def open_door() -> Door | None:
-    """What is being loaded at the moment, or None: an adapter that starts afresh."""
+    """Return what is being loaded at the moment; None for a new adapter."""
     return _open.get()
 
 
 @contextlib.contextmanager
 def _through(source: object, options: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None) -> Iterator[Door]:
-    """Note what is loaded. A method that calls another one of them is the door."""
+    """Note what is loaded; of nested loading methods, the outermost one counts."""
     outer = _open.get()
     if outer is not None:
         yield outer
@@ -277,7 +277,7 @@ def _watch_transformers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_doors() -> None:
-    """Let PEFT's and transformers' loading methods note what they are given; once."""
+    """Wrap the loading methods of PEFT and transformers, once, to note their arguments."""
     PretrainedConfig._dict_from_json_file = classmethod(_watch_json(PretrainedConfig._dict_from_json_file.__func__))  # type: ignore
     # Every Auto class has a copy of its own of `from_pretrained`; what all of them call is one function.
     auto_factory.find_adapter_config_file = _watch_search(auto_factory.find_adapter_config_file)

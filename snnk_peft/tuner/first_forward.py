@@ -1,4 +1,4 @@
-"""What can be said about a new adapter only by looking: whether anything is trained, and whether all of it runs.
+"""Checks of a new adapter in its first forward pass: whether anything is trained, and whether all of it runs.
 
 A module may exist and never be called (ALBERT's `dropout`), or not for this task; a slot there has no effect and gets
 no gradient. So the first forward pass in which the adapter is in use is watched, and only that one.
@@ -29,7 +29,6 @@ class FirstForward:
         self.adapter_name = adapter_name
 
     def __call__(self, model: nn.Module, *unused: Any) -> None:
-        """After a forward pass."""
         if torch.compiler.is_compiling():
             return
         layers = {name: module for name, module in model.named_modules() if isinstance(module, SlotLayer)}
@@ -63,7 +62,7 @@ def watch_first_forward(model: nn.Module, adapter_name: str) -> None:
 
 
 def run_watchers(model: nn.Module) -> None:
-    """What the hooks would do, where PEFT runs the model without them."""
+    """Do the work of the hooks where PEFT runs the model without them."""
     for hook in list(model._forward_hooks.values()):
         if isinstance(hook, FirstForward):
             hook(model)

@@ -1,4 +1,4 @@
-"""What people give as a model: compiled, in inference_mode, something that holds a model.
+"""Models as users have them: compiled, in inference_mode, or held by another object.
 
 Calibrating and folding read modules one by one, through hooks, and write into tensors that are trained later. So a
 compiled model is used without its compiled code, and the functions of this package run outside of inference_mode, in
@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes_model(function: Function) -> Function:
-    """A function whose first argument is a model: takes it as people have it (see the module text).
+    """Decorate a function whose first argument is a model to accept models as users have them (see the module text).
 
     Raises:
         ConfigError, UnsupportedError: of the function, for what is no model, or only holds one.
@@ -54,7 +54,7 @@ def outside_inference_mode(method: Function) -> Function:
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether it is the wrapper that torch.compile puts around a model."""
+    """Return True for the wrapper that torch.compile puts around a model."""
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
@@ -70,7 +70,7 @@ def plain_model(model: Any) -> nn.Module:
 
 
 def refuse_holders(model: Any) -> None:
-    """ConfigError or UnsupportedError for what is no module, and for a SentenceTransformer: names the model inside."""
+    """Raise ConfigError or UnsupportedError for what is no module, and for a SentenceTransformer, naming its model."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         inside = f", such as its .model (a {type(model.model).__name__})" if hasattr(model, "model") else ""
@@ -106,7 +106,7 @@ def _unusual(model: Any) -> bool:
 
 
 def as_usual(model: Any) -> contextlib.ExitStack:
-    """A context outside of inference_mode, and without compiled code if there is some in the model."""
+    """Leave inference_mode, and disable compiled code of the model, in a context."""
     stack = contextlib.ExitStack()
     if _has_compiled(model):
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -32,7 +32,7 @@ def note_labels(config: SNNKConfig, model: Any) -> None:
 
 
 def take_labels(config: SNNKConfig, model: Any) -> None:
-    """Names of labels for a model that has the names transformers makes up; what an adapter brings.
+    """Give a model with transformers' placeholder label names those of an adapter.
 
     Args:
         config: of an adapter that was loaded.
@@ -46,7 +46,7 @@ def take_labels(config: SNNKConfig, model: Any) -> None:
 
 
 def label_options(config: SNNKConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with which `from_pretrained` of transformers makes a model for an adapter; what a user gives wins.
+    """Return the options with which `from_pretrained` creates a model for an adapter; the user's options win.
 
     Args:
         config: of the adapter.
@@ -91,7 +91,7 @@ def check_labels(config: SNNKConfig, model: nn.Module, found: Layout, expected: 
 
 
 def _number(model: Any) -> int | None:
-    """How many labels a classifier tells apart; None for other models, whose configs have two names all the same."""
+    """Return the number of labels of a classifier; None for other models, whose configs list two anyway."""
     names = (cls.__name__ for cls in type(model).__mro__)
     classifies = any("Classif" in name or "Segmentation" in name for name in names)
     number = getattr(model, "num_labels", getattr(getattr(model, "config", None), "num_labels", None))

@@ -160,7 +160,7 @@ def build_slots(patches: list[Patch]) -> dict[str, list[Slot]]:
 
 
 class SNNKModel(BaseTuner):
-    """PEFT's view of a patched model. Made by `get_snnk_model` or `peft.get_peft_model`, not by hand."""
+    """The PEFT tuner of a patched model; create it by `get_snnk_model` or `peft.get_peft_model`."""
 
     prefix = "snnk_"
     tuner_layer_cls = SlotLayer
@@ -247,7 +247,7 @@ class SNNKModel(BaseTuner):
         low_cpu_mem_usage: bool = False,
         state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """As in PEFT, and also at places inside a layer that an earlier adapter wrapped, which PEFT passes over."""
+        """Inject as PEFT does, also at places inside a layer that an earlier adapter wrapped, which PEFT skips."""
         if torch.is_inference_mode_enabled() and not self.peft_config[adapter_name].inference_mode:
             raise ConfigError(
                 "an adapter is made inside torch.inference_mode(), where nothing is made that can be trained; leave "
@@ -276,7 +276,7 @@ class SNNKModel(BaseTuner):
             take_labels(cast(SNNKConfig, self.peft_config[adapter_name]), model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in PEFT, which goes past the hooks of the model."""
+        """Run the model as PEFT does, which bypasses its hooks."""
         output = super().forward(*args, **kwargs)
         run_watchers(self.model)
         return output
@@ -383,7 +383,7 @@ def module_names(model: nn.Module) -> set[str]:
 def modules_to_save(
     config: SNNKConfig, model: nn.Module, family: ModelFamily | None, extra: list[str]
 ) -> list[str] | None:
-    """What is trained and saved in full: the config's list, or the model's task head, plus the parts' own wishes."""
+    """Return the modules to train and save in full: the config's list or the task head, and those that parts add."""
     classifier, output = (None, None) if family is None else (family.classifier, family.head_output)
     inside = output is not None and any(part.holds_head for part in config.named_parts().values())
     if config.modules_to_save is None:

@@ -1,4 +1,4 @@
-"""What `save_pretrained` of a patched transformers model does: it says where to save instead.
+"""`save_pretrained` of a patched transformers model: it raises, and says where to save instead.
 
 The model inside a PeftModel would write its wrapped modules under names that no transformers class has; reading them
 back gives random weights in the places that matter. With an adapter that transformers itself added (`add_adapter`,
@@ -24,7 +24,7 @@ class PatchedSave:
         self.model = model
 
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own method, for an adapter of transformers.
+        """Save an adapter of transformers as the model's own method does.
 
         Raises:
             ConfigError: the adapter belongs to a PeftModel.
@@ -43,12 +43,12 @@ class PatchedSave:
 
 
 def guard_save(model: Any) -> None:
-    """Put the stand-in in place."""
+    """Install the replacement of `save_pretrained`."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = PatchedSave(model)
 
 
 def release_save(model: Any) -> None:
-    """Undo `guard_save`."""
+    """Undo what `guard_save` did."""
     if isinstance(vars(model).get("save_pretrained"), PatchedSave):
         del model.save_pretrained

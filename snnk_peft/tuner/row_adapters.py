@@ -37,7 +37,7 @@ class RowAdapters:
         self.widths: dict[str, int] = {}
 
     def run(self, where: nn.Module, ways: Callable[[str], Callable[..., Any]], args: Any, kwargs: Any) -> torch.Tensor:
-        """The output of a module whose rows go different ways.
+        """Compute the output of a module whose rows use different adapters.
 
         Args:
             where: the module, for messages.
@@ -170,7 +170,7 @@ def refuse_rows(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def rows_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """How many rows a call of a transformers model has, if its main input is there."""
+    """Return the batch size of a call of a transformers model, if its main input is given."""
     names = (getattr(model, "main_input_name", "input_ids"), "inputs", "input_ids", "inputs_embeds", "pixel_values")
     given = [*(kwargs.get(name) for name in names), *args[:1]]
     return next((len(value) for value in given if isinstance(value, torch.Tensor)), None)

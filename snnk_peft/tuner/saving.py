@@ -1,4 +1,4 @@
-"""How adapters are saved: the whole folder or none of it, with its config tied to its weights.
+"""Save adapters: the whole folder or none of it, with its config tied to its weights.
 
 PEFT writes weights, config and card one after the other into the folder itself; transformers writes the config first.
 """
@@ -34,7 +34,7 @@ def saved_adapters(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(folder)
     with written_whole(target) as staged:
-        for card in [target / CARD, *target.glob(f"*/{CARD}")]:  # those that people have edited stay
+        for card in [target / CARD, *target.glob(f"*/{CARD}")]:  # those that users have edited stay
             if card.is_file():
                 (copy := staged / card.relative_to(target)).parent.mkdir(exist_ok=True)
                 shutil.copyfile(card, copy)

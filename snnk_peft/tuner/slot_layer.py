@@ -1,4 +1,4 @@
-"""The one module that PEFT sees: wraps an original module and holds, per adapter name, what is done to it.
+"""The only module that PEFT sees: it wraps an original module and holds its slots per adapter name.
 
 All adapter bookkeeping lives here and in `model.py`; the slots themselves (layers/slots.py) never see a name.
 """
@@ -60,7 +60,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
             return getattr(inside, name)
 
     def add_slot(self, adapter_name: str, slot: Slot) -> None:
-        """Put `slot` around what `adapter_name` already does here."""
+        """Add `slot` around the slots that `adapter_name` already has here."""
         if adapter_name not in self.snnk_slots:
             self.snnk_slots[adapter_name] = nn.ModuleList()
         self.slots_of(adapter_name).append(slot)
@@ -141,7 +141,6 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         raise ConfigError("SNNK layers are not linear and cannot be merged in place; use snnk_peft.bundle(model)")
 
     def unmerge(self) -> None:
-        """Not possible; see `merge`."""
         raise ConfigError("SNNK layers are never merged; there is nothing to unmerge")
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
@@ -160,12 +159,12 @@ def root_of(model: nn.Module) -> Any:
 
 
 def is_saved_in_full(module: nn.Module) -> bool:
-    """Whether adapters have trained copies of the module (PEFT's modules_to_save)."""
+    """Return True if adapters train copies of the module (PEFT's modules_to_save)."""
     return isinstance(module, ModulesToSaveWrapper)
 
 
 def is_of_an_adapter(module: nn.Module) -> bool:
-    """Whether an adapter of PEFT, of this or another method, is around the module."""
+    """Return True if the module is wrapped by an adapter of any PEFT method."""
     return isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
 
 

@@ -18,7 +18,7 @@ def adapter_sum(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, low: Tensor | None, bias: Tensor | None,
     centres: Tensor | None, matrix: Tensor, form: AdapterForm,
 ) -> Tensor:  # fmt: skip
-    """As in adapter_sum.py."""
+    """Compute `adapter_sum` (adapter_sum.py) in one kernel."""
     from snnk_peft.functional.device_kernels.triton_adapter.step import Step
 
     found: Tensor = Step.apply(x, residual, weight, low, bias, centres, matrix, form)
@@ -38,7 +38,7 @@ def _serves(
 
 
 def register(device: str) -> None:
-    """The kernel."""
+    """Register the kernel for a device type."""
     register_kernel("adapter_sum", device=device, serves=_serves, differentiable=True)(adapter_sum)
 
 

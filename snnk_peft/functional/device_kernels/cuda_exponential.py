@@ -21,7 +21,7 @@ def key_means(
     k: Tensor, v: Tensor, features: LogLinear, mask: Tensor | None = None, state: KeyMeans | None = None,
     memory: Any = None,
 ) -> KeyMeans:  # fmt: skip
-    """As in exponential_attention.py."""
+    """Compute `key_means` (exponential_attention.py) on a GPU."""
     from snnk_peft.functional.device_kernels.triton_exponential import eager
 
     found = KeyMeans(*eager.key_means(k, v, features.rows, float(features.square), mask))
@@ -32,7 +32,7 @@ def exponential_attention(
     q: Tensor, k: Tensor, v: Tensor, queries: LogLinear, keys: LogLinear, mask: Tensor | None = None,
     state: KeyMeans | None = None,
 ) -> tuple[Tensor, KeyMeans]:  # fmt: skip
-    """As in exponential_attention.py; without a mask too, 0 where no key counts."""
+    """Compute `exponential_attention` (exponential_attention.py) on a GPU; 0 where no key counts."""
     from snnk_peft.functional.device_kernels.triton_exponential import eager
 
     given = (q, k, v, queries.rows, both_offsets(queries, keys), keys.rows, float(keys.square), mask)
@@ -44,7 +44,7 @@ def causal_exponential_attention(
     q: Tensor, k: Tensor, v: Tensor, queries: LogLinear, keys: LogLinear, mask: Tensor | None = None,
     state: KeyMeans | None = None, *, weighed: bool = False,
 ) -> tuple[Tensor, KeyMeans]:  # fmt: skip
-    """As in exponential_causal.py."""
+    """Compute `causal_exponential_attention` (exponential_causal.py) on a GPU."""
     from snnk_peft.functional.device_kernels.triton_exponential import decode, eager
 
     before = (None, None) if state is None else state
@@ -58,7 +58,7 @@ def causal_exponential_attention(
 
 
 def serves(*tensors: Tensor, features: LogLinear, state: KeyMeans | None) -> bool:
-    """Whether kernels take these queries, keys and values, and features of keys."""
+    """Return True if the kernels support these queries, keys, values and key features."""
     dtype, m, columns = tensors[0].dtype, features.rows.shape[-2], max(t.shape[-1] for t in tensors)
     small = max(m, columns) <= LARGEST and _power(m) * _power(columns) <= ROOM.get(dtype, 0)
     same = all(t.dtype == dtype and t.dim() == 4 and t.shape[-2] > 0 for t in tensors)

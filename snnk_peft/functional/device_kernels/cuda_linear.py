@@ -21,7 +21,7 @@ def key_sums(
     k: Tensor, v: Tensor, mask: Tensor | None = None, *, log_scale: Tensor | None = None,
     state: AttentionState | None = None, overwrite: bool = False,
 ) -> AttentionState:  # fmt: skip
-    """As in linear_attention.py; with a state, −∞ is the scale where no key counts, whether keys have scales or not."""
+    """Compute `key_sums` (linear_attention.py) on a GPU; with a state, the scale is −∞ where no key counts."""
     from snnk_peft.functional.device_kernels.triton_linear import operators
 
     if log_scale is None and state is not None:
@@ -34,7 +34,7 @@ def causal_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, chunk: int = CHUNK,
     state: AttentionState | None = None, log_scale: Tensor | None = None,
 ) -> tuple[Tensor, AttentionState]:  # fmt: skip
-    """As in causal_attention.py."""
+    """Compute `causal_linear_attention` (causal_attention.py) on a GPU."""
     from snnk_peft.functional.device_kernels.triton_exponential.decode import FEW
     from snnk_peft.functional.device_kernels.triton_linear import decode, operators
 
@@ -52,7 +52,7 @@ def _scales(k: Tensor, log_scale: Tensor | None) -> Tensor | None:
 
 
 def _serves(*features: Tensor, v: Tensor, state: AttentionState | None, log_scale: Tensor | None) -> bool:
-    """Whether kernels take these features of queries and keys, values, and their state."""
+    """Return True if the kernels support these features, values and state."""
     dtype, m, D = features[0].dtype, features[0].shape[-1], v.shape[-1]
     small = max(m, D) <= LARGEST and _power(m) * _power(D) <= ROOM
     same = all(x.dtype == dtype for x in features) and {dtype, v.dtype} <= set(DTYPES)

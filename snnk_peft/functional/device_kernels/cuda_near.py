@@ -19,7 +19,7 @@ def near_attention(
     q: Tensor, k: Tensor, v: Tensor, width: int, mask: Tensor | None = None, *, causal: bool = False,
     scaling: float = 1.0, sinks: Sinks | None = None, far: tuple[tuple[Tensor, Tensor], ...] = (),
 ) -> Tensor:  # fmt: skip
-    """As in near_field.py."""
+    """Compute `near_attention` (near_field.py) on a GPU."""
     from snnk_peft.functional.device_kernels.triton_near import operators
 
     beside = (None, None, None) if sinks is None else sinks
@@ -42,7 +42,7 @@ def _serves(
 
 
 def register(device: str) -> None:
-    """The kernel."""
+    """Register the kernel for a device type."""
     register_kernel("near_attention", device=device, serves=_serves, differentiable=True)(near_attention)
 
 

@@ -1,6 +1,6 @@
 """The starts that the paper compares with, as references.
 
-baseline            random factors: what a low-rank network starts from that is not told of W
+baseline            random factors: the start of a low-rank network that does not know W
 kernel_projection   Algorithm 1, which Theorem 2.10 wrongly calls optimal
 nkp, ws_nkp         the paper's own optimiser, Adam on Gaussian samples with the settings of its section 5, from
                     `baseline` and from the SVD (its warm start)
@@ -61,11 +61,11 @@ def adam_on_samples(problem: Problem, start: Solution) -> Solution:
 
 @LOW_RANK_INITS.register("nkp")
 def nkp(problem: Problem) -> Solution:
-    """From `baseline`."""
+    """NKP from the `baseline` factors."""
     return adam_on_samples(problem, LOW_RANK_INITS["baseline"](problem))
 
 
 @LOW_RANK_INITS.register("ws_nkp")
 def ws_nkp(problem: Problem) -> Solution:
-    """From `spectral`."""
+    """NKP from the `spectral` factors."""
     return adam_on_samples(problem, LOW_RANK_INITS["spectral"](problem))

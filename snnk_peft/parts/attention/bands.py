@@ -1,4 +1,4 @@
-"""Bands (sliding windows) that a model tells its attention function of, and layers that cannot keep to them.
+"""Bands (sliding windows) that a model passes to its attention function, and layers that cannot honour them.
 
 A query sees keys at a distance below the width of the band. A softmax layer keeps to it; a linear layer attends to all
 keys, unless a near field says that this is wanted.

@@ -91,7 +91,7 @@ class RecurrentByDefault:
         self.__signature__ = inspect.signature(model.prepare_inputs_for_generation)  # generate asks what it accepts
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As the model's own method."""
+        """Prepare inputs as the model does, with a RecurrentCache where generate would make a cache."""
         cache: Any = kwargs.get("past_key_values")
         made_by_generate = type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False)
         if made_by_generate and not cache.offloading and cache.get_seq_length() == 0:
@@ -111,7 +111,7 @@ def use_recurrent_cache(model: Any) -> None:
 
 
 def release_recurrent_cache(model: Any) -> None:
-    """Undo `use_recurrent_cache`."""
+    """Undo what `use_recurrent_cache` did."""
     if isinstance(vars(model).get("prepare_inputs_for_generation"), RecurrentByDefault):
         del model.prepare_inputs_for_generation
 

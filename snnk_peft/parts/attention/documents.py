@@ -1,6 +1,6 @@
 """Packed documents: several texts in one row, none of which may see another.
 
-Every document is attended to by itself, as a row of a batch of its own: for linear attention the sums start anew with
+Every document is attended to separately, like a row of its own: for linear attention the sums restart with
 it, and components that adapt to an example adapt to the document. Documents of similar length (within a factor of two)
 go together, so that at most half of a batch is padding: time O(L) per row like attention itself, and one pass per power
 of two in the lengths.
@@ -86,7 +86,7 @@ def packed_documents(mask: Tensor | None, query: Tensor, key: Tensor, options: d
 
 
 def refuse_restarts(position_ids: Tensor | None) -> None:
-    """UnsupportedError if positions restart within a row that nobody has cut into documents.
+    """Raise UnsupportedError if positions restart within a row that is not divided into documents.
 
     transformers looks for documents only where there is no cache, and says nothing of them otherwise.
     """

@@ -1,4 +1,4 @@
-"""How attention over `centroids` is fitted by `calibrate`, and the projection behind the heads that is fitted with it.
+"""Fit attention over `centroids`, together with the layer's output projection.
 
 One pass over the data: of the queries, keys and values of a layer as many sequences are kept, chosen at random, as
 `TOKENS` allows. Everything else is computed from these (solvers/centroids.py), so memory does not depend on the
@@ -51,7 +51,7 @@ MOST = 128  # queries of a sequence when weights are formed
 
 
 class AttentionFitter(Fitter):
-    """Fits the maps of one attention to its softmax, and then the projection behind the heads to what is left.
+    """Fits the maps of one attention to its softmax, and then the output projection to what is left.
 
     Args:
         kernel: the linear attention, one term over `centroids`.
@@ -77,7 +77,7 @@ class AttentionFitter(Fitter):
         kernel.fitted_length = None  # of an earlier fit
         if any(offloaded(each) for each in (kernel, readout) if each is not None):
             raise ConfigError(
-                "the feature maps of an attention, or the projection behind its heads, are offloaded to memory or "
+                "the feature maps of an attention, or its output projection, are offloaded to memory or "
                 "disk, where a fit would not last; expected them beside the model. Calibrate before dispatching it"
             )
         self.weight: torch.Tensor | None = None
@@ -120,7 +120,7 @@ class AttentionFitter(Fitter):
         return Fit(size, *counts, ridge, *errors, diverging, self._divergence(test), unknowns, self.longest)
 
     def _divergence(self, sample: Sample) -> float:
-        """Of the weights from those of softmax, the mean over queries and heads."""
+        """Return the KL divergence from the softmax weights, averaged over queries and heads."""
         pairs = cast(AttentionTerm, self.kernel.terms[0]).pairs()
         projections = [[cast(Centroids, feature_map.projection) for feature_map in pair] for pair in pairs]
         rows = [torch.stack([head[side].weight for head in projections]).float() for side in (0, 1)]
@@ -133,7 +133,7 @@ class AttentionFitter(Fitter):
         return sum(float(each) * count for (each, _), count in zip(found, queries, strict=True)) / max(sum(queries), 1)
 
     def _record(self, data: Tokens, generator: torch.Generator) -> tuple[Sample, Sample]:
-        """What is kept of the fitted and of the held-out calls."""
+        """Record samples of the fitted and of the held-out calls."""
         train, test = Sample(TOKENS, generator), Sample(TOKENS // 4, generator)
         owner = vars(self.module)["snnk_owner"]
         for is_test, calls in data:

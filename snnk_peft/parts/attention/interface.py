@@ -45,7 +45,7 @@ def padding_mask(
     device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """What a mask says of single keys, or None where all count.
+    """Reduce a mask to one entry per key, or None where every key counts.
 
     Returns:
         (batch, tokens) of bool, True for tokens that count; or of int32, the numbers of packed documents. The tokens
@@ -91,7 +91,7 @@ def kernel_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a layer calls: q (B, H, L, d), k and v (B, G, N, d) -> (B, L, H, D), and (B, H, L, N) weights if asked for.
+    """Compute attention for a layer: q (B, H, L, d), k and v (B, G, N, d) -> (B, L, H, D), and weights (B, H, L, N).
 
     Attention dropout (on weights that are never formed) does not exist for linear attention and is ignored there.
 
@@ -213,16 +213,16 @@ def active_kernel(module: nn.Module) -> KernelAttention | None:
 
 
 def is_linear(implementation: str | None) -> bool:
-    """Whether an attention implementation is this one, or the same in a bundle's code file."""
+    """Return True if an attention implementation is this one, or its copy in a bundle's code file."""
     function = AttentionInterface().get(implementation)
     return getattr(function, "__name__", None) == kernel_attention_forward.__name__
 
 
 def wants_weights(options: dict[str, Any]) -> bool:
-    """Whether the caller asked for attention weights.
+    """Return True if the caller asked for attention weights.
 
-    Some models keep `output_attentions` from their attention functions (GPT-2), or find it in their config. What
-    transformers is about to collect tells in all cases.
+    Some models keep `output_attentions` from their attention functions (GPT-2), or find it in their config. The
+    outputs that transformers is about to collect show it in all cases.
     """
     collected = output_capturing._active_collector.get()
     return bool(options.get("output_attentions")) or "attentions" in (collected or ())

@@ -1,6 +1,6 @@
-"""How the far field is fitted where it joins an exact near field: maps and a factor for every query head.
+"""Fit a far field that shares its normalisation with an exact near field: maps and a factor per query head.
 
-What is recorded, kept and measured is as in fit.py, and so is the projection behind the heads; the maps are
+What is recorded, kept and measured is as in fit.py, and so is the output projection; the maps are
 those of solvers/joint_centroids.py, for the keys that are far.
 """
 
@@ -30,7 +30,7 @@ PAIRS = 1 << 21  # weights of one batch that are formed at a time, over all head
 
 
 def most_queries(scores: NearScores) -> int:
-    """Of a sequence, when weights are formed."""
+    """Return the number of queries per sequence for which weights are formed."""
     batch, heads, keys, _ = scores.k.shape
     return max(1, min(MOST, PAIRS // (batch * heads * keys)))
 
@@ -53,7 +53,7 @@ class JointFitter(AttentionFitter):
         if not batches:
             raise ConfigError(
                 f"the longest sequence that was given has {longest} tokens, all within near_field={joint.width} and "
-                f"sinks={joint.sinks} of each other, so nothing tells how far keys are attended to; expected sequences "
+                f"sinks={joint.sinks} of each other, so nothing shows how far keys are attended to; expected sequences "
                 f"longer than {joint.width + joint.sinks}. Give longer ones, or a narrower near_field"
             )
         if self.room is not None and longest < self.room:

@@ -1,4 +1,4 @@
-"""What a mask function of transformers lets a query see, as far as linear attention can honour it.
+"""Read transformers' mask functions, as far as linear attention can honour them.
 
 A model describes its mask as a function of (example, head, query, key) that is put together from parts: the causal
 triangle or everything, a band, and the documents of a packed row. Evaluating it for all pairs would cost O(L·N), so the

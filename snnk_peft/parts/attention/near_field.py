@@ -1,4 +1,4 @@
-"""What one normalisation of near and far field asks of an AttentionPart: a band, and features on softmax's scale."""
+"""Requirements of one normalisation for near and far field: a band, and features on the scale of softmax."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def near_field_faults(part: Any, where: str) -> list[str]:
 
 
 def _known(component: Any, projection: Any) -> bool:
-    """Of other names the part says itself that there are none."""
+    """Return False for unknown names, which the part reports itself."""
     return component in COMPONENTS and projection in PROJECTIONS
 
 

@@ -1,4 +1,4 @@
-"""Softmax and, beside it, how far the linear attention of a layer is from it: what `fit_attention` minimises."""
+"""Softmax attention, and beside it the error of a layer's linear attention, which `fit_attention` minimises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_weights
 
 
 class Observer:
-    """Stands where an attention module asks for its kernel: gives softmax, and keeps the loss of the kernel beside it.
+    """Takes the kernel's place in an attention module: returns softmax, and records the loss of the kernel.
 
     Args:
         path: of the attention module.
@@ -35,7 +35,6 @@ class Observer:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was seen."""
         self.losses: list[torch.Tensor] = []
         self.tokens = 0
         self._sums: Any = [0.0, 0.0, 0.0]  # of squared errors, of outputs, of their squares

@@ -1,4 +1,4 @@
-"""Attention: softmax becomes linear attention, in all layers or some.
+"""Linear attention in place of softmax, in all layers or some.
 
 Layers that attend to a band of neighbours only (ModernBERT's local layers, sliding windows) are linear in length
 already. "all", "top-K" and "bottom-K" therefore count the layers that attend to everything, and local ones stay as they
@@ -73,12 +73,12 @@ class AttentionPart(FeaturePart):
     )
     refit_output: bool = option(
         True,
-        'let `calibrate` fit the projection behind the heads as well; for projection "centroids", others leave it as '
+        'let `calibrate` fit the output projection as well; for projection "centroids", others leave it as '
         "it is. It is then part of the adapter.",
     )
     near_field: int | None = option(
         None,
-        "width of an exact softmax band around the diagonal, or None for none. Costs near_field products per token.",
+        "width of an exact softmax band around the diagonal, or None. Costs near_field dot products per token.",
         low=1,
         high=1 << 20,
     )
@@ -98,8 +98,8 @@ class AttentionPart(FeaturePart):
     )
     fitted_length: int | None = option(
         None,
-        "tokens of the longest text that `calibrate` fitted the far field to, which it writes here: behind so many, a "
-        "decoder's far keys do not count, since what the fit makes of them is wrong. None: not fitted, or not known.",
+        "tokens of the longest text that `calibrate` fitted the far field to; written by `calibrate`. Beyond it, a "
+        "decoder's far keys do not count, since the fit is wrong there. None: not fitted, or not known.",
         low=1,
         high=1 << 30,
     )
@@ -140,7 +140,7 @@ class AttentionPart(FeaturePart):
 
     @property
     def fitted(self) -> bool:
-        """Whether `calibrate` makes the rows, from the layer's queries and keys."""
+        """True if `calibrate` computes the rows from the layer's queries and keys."""
         return self.component == "mixture" and self.of_attention
 
     def _fit_faults(self, part: str) -> list[str]:
@@ -165,7 +165,7 @@ class AttentionPart(FeaturePart):
 
     @property
     def joint(self) -> bool:
-        """Whether near and far keys share one normalisation."""
+        """True if near and far keys share one normalisation."""
         return self.near_field_normalisation == "joint"
 
     def _sum_faults(self, part: str) -> list[str]:
@@ -181,7 +181,7 @@ class AttentionPart(FeaturePart):
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """See `Part.candidates`; where it can be cheaper than softmax: in encoders, for few rows per token."""
+        """Propose sizes that can be cheaper than softmax: in encoders, with few rows per token."""
         rows = [] if family_of(model).causal else [rows for rows in (32, 64, 128) if 4 * rows <= length]
         return [cls(component="mixture", projection="centroids", num_features=number) for number in rows]
 
@@ -205,7 +205,7 @@ class AttentionPart(FeaturePart):
         check_attention(model)
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`; UnsupportedError for a model whose attention cannot be exchanged."""
+        """Plan the layers; UnsupportedError for a model whose attention cannot be replaced."""
         model, family = context.model, context.family
         paths = [f"{layer}.{family.attention}" for layer in family.layer_paths(model)]
         chosen = choose_layers(
@@ -225,7 +225,6 @@ class AttentionPart(FeaturePart):
         return patches
 
     def _readout(self, context: PatchContext, index: int) -> HeadsReader:
-        """The projection behind the heads of a layer."""
         family = context.family
         if family.attention_out is None:
             raise UnsupportedError(
@@ -233,11 +232,11 @@ class AttentionPart(FeaturePart):
                 "heads (attention_out). Use refit_output=False"
             )
         path = f"{family.layer_paths(context.model)[index]}.{family.attention_out}"
-        return HeadsReader(path, context.linear(path, "the projection behind the heads"))
+        return HeadsReader(path, context.linear(path, "the output projection"))
 
     @classmethod
     def taken_out(cls, model: Any) -> None:
-        """See `Part.taken_out`: the model has its own attention again."""
+        """Give the model its own attention back."""
         before = getattr(model, "snnk_attention_before", None)
         if before is None:
             return

@@ -1,4 +1,4 @@
-"""The projection behind the heads, which is fitted with attention over `centroids` and is then part of the adapter."""
+"""The output projection, which is fitted with attention over `centroids` and is then part of the adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from snnk_peft.layers.snnk_linear import plain_linear
 
 
 class ReadHeads(Slot):
-    """The projection behind the heads, with numbers of its own.
+    """The output projection, with its own weight and bias.
 
     Args:
         linear: the original.
@@ -37,21 +37,20 @@ class ReadHeads(Slot):
         return as_a_linear(self.linear(x.to(self.linear.weight.dtype)), x)
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Other numbers of any dtype."""
+        """Overwrite weight and bias, from any dtype."""
         with torch.no_grad():
             self.linear.weight.copy_(weight)
             if self.linear.bias is not None and bias is not None:
                 self.linear.bias.copy_(bias)
 
     def fold(self, place: FoldPlace) -> None:
-        """A plain Linear."""
         if any(slot is not self for slot in place.slots):
             raise no_folded_form(place, self)
         place.put(plain_linear(self.linear.weight, self.linear.bias))
 
 
 class HeadsReader:
-    """The projection behind the heads of a layer: where it is, and its slot, which stands there.
+    """The output projection of a layer: its path and its slot.
 
     Args:
         path: in the model.
@@ -64,7 +63,7 @@ class HeadsReader:
         self._slot: ReadHeads | None = None
 
     def slot(self) -> ReadHeads:
-        """Made once."""
+        """Return the slot, created on the first call."""
         if self._slot is None:
             assert self._source is not None
             self._slot, self._source = ReadHeads(self._source), None  # a copy of the model copies no original

@@ -1,4 +1,4 @@
-"""What a layer's attention is given while the model runs: recorded call by call, and sampled."""
+"""Record and sample the inputs of a layer's attention while the model runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from snnk_peft.solvers.centroids import (
 
 
 class Recorded(NamedTuple):
-    """What a layer's attention was given in one call, and which of it counts.
+    """The inputs of one attention call, and which tokens count.
 
     Attributes:
         q: (B, H, L, d).
@@ -58,17 +58,17 @@ class Recorded(NamedTuple):
         return out.transpose(1, 2).flatten(2)[self.counted]
 
     def softmax(self) -> torch.Tensor:
-        """What the original gave, (n, H·D)."""
+        """Return the outputs of softmax attention, (n, H·D)."""
         return self.rows(self.out)
 
     def linear(self, kernel: KernelAttention) -> torch.Tensor:
-        """What linear attention gives, (n, H·D)."""
+        """Compute the outputs of linear attention, (n, H·D)."""
         out = kernel(self.q, self.k, wide(self.v), self.mask, causal=self.causal, scaling=self.scaling)
         return self.rows(out)
 
 
 class Recorder:
-    """Stands where an attention module asks for its kernel: gives softmax, and keeps what it was given."""
+    """Takes the kernel's place in an attention module: returns softmax, and records its inputs."""
 
     near_field = None
 
@@ -96,7 +96,7 @@ class Recorder:
 
 
 class Sample:
-    """A random choice of what was recorded, of so many tokens at most, however many come: reservoir sampling.
+    """A random sample of calls, of at most a given number of tokens: reservoir sampling.
 
     Args:
         tokens: at most so many are kept, but at least one call.

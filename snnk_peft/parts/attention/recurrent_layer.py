@@ -27,8 +27,8 @@ from snnk_peft.parts.attention.interface import CACHE_LAYER, NAME
 GROWING = "past_key_values=transformers.DynamicCache(config=model.config)"  # what to pass where sums are not enough
 
 
-class Maker:
-    """Which linear attention made the sums: the object itself or, behind a pickle, one with equal tensors.
+class KernelRef:
+    """Which linear attention made the sums: the object itself or, once unpickled, one with equal tensors.
 
     Args:
         kernel: the linear attention. It is not kept alive.
@@ -38,11 +38,11 @@ class Maker:
         self._kernel: weakref.ref[KernelAttention] | None = weakref.ref(kernel)
         self._digest: str | None = None
 
-    def is_(self, kernel: KernelAttention) -> bool:
-        """Whether `kernel` made them."""
+    def matches(self, kernel: KernelAttention) -> bool:
+        """Return True if `kernel` made the sums."""
         return self._digest == tensors_digest(kernel) if self._kernel is None else self._kernel() is kernel
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Maker:
+    def __deepcopy__(self, memo: dict[int, Any]) -> KernelRef:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class RecurrentLayer(CacheLayerMixin):
         self.state: KernelState | JointState | None = None
         self._seen = 0
         self._attended = True
-        self._made_by: Maker | None = None
+        self._made_by: KernelRef | None = None
         self._maps = KeptMaps()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -148,7 +148,7 @@ class RecurrentLayer(CacheLayerMixin):
                 "it was made while this layer had linear attention, and the adapter is now disabled or another one is "
                 f"active. Pass {GROWING} instead"
             )
-        if self._made_by is not None and not self._made_by.is_(kernel):
+        if self._made_by is not None and not self._made_by.matches(kernel):
             raise UnsupportedError(
                 "the sums in this RecurrentCache were made with the feature maps of another adapter or model, and mean "
                 "nothing to these; make a new RecurrentCache(model), or empty this one with cache.reset()"
@@ -159,7 +159,7 @@ class RecurrentLayer(CacheLayerMixin):
         out, self.state = continue_attention(
             kernel, query, key, value, own, self.state, scaling=scaling, kept=self._maps
         )
-        self._made_by = Maker(kernel)
+        self._made_by = KernelRef(kernel)
         self._attended = True
         return out
 
@@ -172,32 +172,25 @@ class RecurrentLayer(CacheLayerMixin):
         return self._seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: no limit."""
         return -1
 
     def reset(self) -> None:
-        """Forget everything."""
         self.state, self._seen, self._attended, self._made_by = None, 0, True, None
         self._maps = KeptMaps()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Example i becomes example beam_idx[i]."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every example `repeats` times."""
         self._change(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given examples."""
         self._change(lambda tensor: tensor[indices.to(tensor.device)])
 
     def offload(self) -> None:
-        """Move the state to the CPU."""
         self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Move the state back."""
         self._change(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -223,7 +216,7 @@ class RecurrentLayer(CacheLayerMixin):
 
 
 def _mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Nested tuples with every tensor changed."""
+    """Apply a function to every tensor in nested tuples."""
     if isinstance(state, torch.Tensor):
         return change(state)
     if isinstance(state, tuple):

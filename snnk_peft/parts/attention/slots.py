@@ -56,11 +56,11 @@ class Attend(Slot):
 
 
 class FittedAttend(Attend):
-    """The same over rows that `calibrate` makes.
+    """Linear attention over rows that `calibrate` computes.
 
     Args:
         kernel: the linear attention.
-        readout: takes the place of the projection behind the heads, or None.
+        readout: takes the place of the output projection, or None.
         part: of the config that is saved.
     """
 
@@ -72,7 +72,7 @@ class FittedAttend(Attend):
         self.part.fitted_length = self.kernel.fitted_length
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """The rows in closed form, and steps from there if asked for; then the projection behind the heads."""
+        """Return the fitter: rows in closed form, optional steps, then the output projection."""
         kind = AttentionFitter if self.kernel.joint is None else JointFitter
         if self.readout is None:
             return kind(self.kernel, None, None, place, options)

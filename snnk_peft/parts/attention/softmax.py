@@ -58,7 +58,7 @@ def softmax_attention(
 
 
 def _in_blocks(length: int, window: int) -> bool:
-    """Whether a band is computed in blocks: below, one fused product with a mask is quicker."""
+    """Return True to compute a band in blocks; for short inputs one fused product with a mask is faster."""
     return exporting() or length > 8 * window
 
 

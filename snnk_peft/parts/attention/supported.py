@@ -1,4 +1,4 @@
-"""Whether linear attention can stand in for the attention of a model, by what the model says about itself."""
+"""Check whether linear attention can replace a model's attention, from what the model declares."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADDED_TO_WEIGHTS = {
 
 
 def check_attention(model: nn.Module) -> None:
-    """Whether linear attention can stand in for this model's attention, by what the model says about itself.
+    """Check whether linear attention can replace this model's attention, from what the model declares.
 
     Raises:
         UnsupportedError: it cannot; every reason, and what to do.
@@ -63,6 +63,6 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _declared(config: Any) -> bool:
-    """Whether the family says for the model that it calls attention functions from outside."""
+    """Return True if the family declares that the model calls external attention functions."""
     model_type = str(getattr(config, "model_type", ""))
     return model_type in FAMILIES and FAMILIES[model_type].attention_backend

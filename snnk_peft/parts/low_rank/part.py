@@ -2,7 +2,7 @@
 
 On model families by role ("ffn", "attention", "pooler"), on any nn.Module by the paths of its modules. The start comes
 from the dense weights ("Efficiently learning low-rank networks"); `calibrate` replaces it by the best factors for real
-inputs. Folds to two plain modules where that takes fewer multiply-adds, else to one.
+inputs. Folds to two plain modules where that takes fewer MACs, else to one.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class LowRankPart(Part):
         return found
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`; every module that matches and cannot be factorised is a fault."""
+        """Plan the layers; every module that matches and cannot be factorised is a fault."""
         found = self._targets(context)
         uses = Counter(id(p) for _, p in context.model.named_parameters(remove_duplicate=False))
         owners = dict(plain_modules(context.model))
@@ -142,7 +142,7 @@ class LowRankPart(Part):
         return patches
 
     def _targets(self, context: PatchContext) -> dict[str, tuple[nn.Module, Any]]:
-        """The modules, and what follows each."""
+        """Find the modules, and the activation after each."""
         present = dict(plain_modules(context.model))
         if isinstance(self.targets, str) and self.targets in ROLES:
             found = dict(self._by_role(context, present))
@@ -188,7 +188,7 @@ class LowRankPart(Part):
         )
 
     def _by_role(self, context: PatchContext, present: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-        """Paths of Linears, and the function behind each, or None."""
+        """Paths of Linears, and the function after each, or None."""
         family, model = context.family, context.model
         if self.targets == "pooler":
             path = None if family.pooler is None else family.path(model, family.pooler)
@@ -220,7 +220,7 @@ class LowRankPart(Part):
             )
 
     def _rank(self, path: str, dense: nn.Module) -> tuple[int, str | None]:
-        """The rank for a module, and what is wrong with it."""
+        """Return the rank for a module, and what is wrong with it."""
         with torch.device("meta"):
             thin = _like(dense, 1, self.split)
         rows, columns = len(thin.U), len(thin.V)
@@ -245,7 +245,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _unfit(module: nn.Module, parent: nn.Module | None, uses: Counter[int]) -> str | None:
-    """What keeps a module from being factorised, or None."""
+    """Return why a module cannot be factorised, or None."""
     name, weight = type(module).__name__, cast(torch.Tensor, module.weight)
     if not weight.is_floating_point():
         return f"holds {weight.dtype} numbers, so the model is quantized; expected floating point. Load it plain"

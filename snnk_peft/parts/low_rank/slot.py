@@ -1,4 +1,4 @@
-"""The slot of the low-rank part: what it computes, how it is fitted to real inputs, and what it folds to."""
+"""The slot of the low-rank part: its forward, its fit to real inputs, its folded form."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class LowRankSlot(Slot):
         self.layer, self.activation = layer, activation
 
     def forward(self, base: Base, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """As the original."""
         return self.layer(x)
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
@@ -62,7 +61,7 @@ class LowRankSlot(Slot):
         """Two plain modules where they are cheaper, else one; one where an adapter is multiplied into it."""
         if not place.original:
             raise no_folded_form(place, self)
-        # What goes behind any module (a sequential adapter) may stand here several times; the others want a matrix.
+        # What goes after any module (a sequential adapter) may stand here several times; the others want a matrix.
         if any(slot.alone for slot in place.slots if slot is not self):
             place.put(self.layer.dense())
             place.remark(f"{place.path}: its factors are multiplied out, because an adapter is added to the product")
@@ -74,7 +73,7 @@ class LowRankFitter(Fitter):
     """Factors and bias for the real inputs, of which mean and covariance are kept; a convolution's are its patches.
 
     The best linear layer for these moments is a closed form, except for kernels in k × 1 and 1 × k. If an activation
-    follows, the best one behind it for Gaussian inputs of these moments is tried as well, and held-out inputs decide.
+    follows, the best one after it for Gaussian inputs of these moments is tried as well, and held-out inputs decide.
 
     Args:
         layer: what is fitted.
@@ -97,7 +96,7 @@ class LowRankFitter(Fitter):
         self.reads = 1 if activation == "identity" else 2
 
     def rows(self, x: Tensor, mask: Any) -> Tensor:
-        """(n, columns)."""
+        """Return the inputs of the matrix, (n, columns)."""
         return self.layer.patches(x) if isinstance(self.layer, LowRankConv) else real_tokens(x, mask)
 
     def fit(self, data: Tokens) -> Fit:
@@ -155,7 +154,7 @@ class LowRankFitter(Fitter):
         return rearranged_factors(weight, start, product, activation=activation, bias=self.bias, inputs=inputs)
 
     def _behind_activation(self, moments: SecondMoments) -> Solution:
-        """The least squared error behind the activation for Gaussian inputs of these moments."""
+        """The least squared error after the activation for Gaussian inputs of these moments."""
         if not self.whole:
             return self._rearranged(moments, self.activation)
         covariance = moments.covariance()
@@ -167,7 +166,7 @@ class LowRankFitter(Fitter):
         return found.U, found.V, found.bias
 
     def _measure(self, meters: list[ErrorMeter], solutions: list[Solution], rows: Tensor) -> None:
-        """Errors behind the activation."""
+        """Errors after the activation."""
         f, rows = nonlinearity(self.activation).function, rows.to(self.weight)
         wanted = f(nn.functional.linear(rows, self.weight, self.bias))
         for meter, (U, V, bias) in zip(meters, solutions, strict=True):

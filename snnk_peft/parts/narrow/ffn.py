@@ -38,7 +38,7 @@ ROWS = 1024  # that are looked at together
 @documented
 @dataclass
 class NarrowFFNPart(Part):
-    """FFN blocks become narrower: some hidden units stay as they are, the contraction stands in for the others.
+    """FFN blocks become narrower: some hidden units are kept, and the contraction makes up for the others.
 
     For plain FFNs and for gated ones. `calibrate` chooses the units and repairs the contraction in closed form, from
     the second moment of what the units really give; without it the units with the largest weights stay. All matrices
@@ -66,7 +66,7 @@ class NarrowFFNPart(Part):
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """See `Part.candidates`; of plain FFNs, which `FFNPart` makes cheaper, none."""
+        """Propose sizes for gated FFNs; `FFNPart` makes plain ones cheaper."""
         return [cls(keep=share) for share in (1 / 4, 1 / 2, 3 / 4)] if family_of(model).gated else []
 
     @classmethod
@@ -74,7 +74,7 @@ class NarrowFFNPart(Part):
         return {"narrow_ffn": cls()}
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`.
+        """Plan the narrower FFNs.
 
         Raises:
             ConfigError: no fewer units than there are, layers that the model does not have.
@@ -119,14 +119,13 @@ class _Block:
         self.rule, self.filled = part.rule, context.filled
         if wrong := [each.out_features for each in expansions if each.out_features != self.halves * self.units]:
             raise UnsupportedError(
-                f"{what}: {self.paths[0]!r} of {type(model).__name__} gives {wrong[0]} numbers and {self.paths[-1]!r} "
+                f"{what}: {self.paths[0]!r} of {type(model).__name__} gives {wrong[0]} features and {self.paths[-1]!r} "
                 f"reads {self.units}; expected {self.halves * self.units}. A gated FFN is activation(a) * b, where two "
                 "Linears (ffn_in, ffn_up) or one (ffn_in) make a and b; describe it with ModelFamily and "
                 "register_family"
             )
 
     def patches(self) -> list[Patch]:
-        """The Linears, which are replaced."""
         return [Patch(path, partial(self._slot, i), replaces=True) for i, path in enumerate(self.paths)]
 
     def _slot(self, index: int) -> Slot:
@@ -155,11 +154,9 @@ class NarrowUnits(NarrowLinear):
     lets_pass = True
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """x (..., in) -> (..., out)."""
         return self.product(x)
 
     def fold(self, place: FoldPlace) -> None:
-        """A narrower Linear."""
         place.put(self.folded())
 
 
@@ -173,15 +170,13 @@ class FirstUnits(NarrowUnits):
     block: NarrowBlock
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """Second moments of the hidden units."""
         return UnitsFitter(self.block, place, options)
 
     def changes(self, path: str) -> tuple[str, ...]:
-        """All Linears of the block."""
         return self.block.paths
 
     def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
-        """See `Slot.check`: does the contraction read what `NarrowBlock.hidden` makes?"""
+        """Check that the contraction reads what `NarrowBlock.hidden` computes."""
         block, given = self.block, {}
         *expansions, contraction = (root.get_submodule(path) for path in block.paths)
         hooks = [
@@ -203,7 +198,7 @@ class NarrowBlock:
 
     Args:
         paths: of the expansion, or both, and of the contraction.
-        activation: path of the activation behind the first.
+        activation: path of the activation after the first.
         slots: in the places of `paths`.
         halves: how many expansions the first Linear holds.
         rule: by which units are kept.
@@ -246,7 +241,7 @@ class NarrowBlock:
 
 
 class UnitsFitter(Fitter):
-    """Chooses the units and repairs the contraction, from the moments of what all units give for the same inputs.
+    """Chooses the units and repairs the contraction, from second moments of all units over the same inputs.
 
     One pass; memory is the square of the number of units, and with `steps` a sample of the inputs, whatever the number
     of tokens. With `steps`, gradient descent on the sample moves all matrices from there, as long as held-out tokens
@@ -308,11 +303,11 @@ class UnitsFitter(Fitter):
         return self.block.hidden(functions[:-1], self.activation, x)
 
     def _output(self, functions: Sequence[Base], x: torch.Tensor) -> torch.Tensor:
-        """What a block of these Linears gives."""
+        """Compute the output of a block of these Linears."""
         return functions[-1](self._hidden(functions, x))
 
     def _generator(self, what: str) -> torch.Generator:
-        """The same in every fit and every process."""
+        """Return a generator that is seeded alike in every fit and process."""
         return site_generator(0, f"{self.block.paths[0]}.{what}")
 
     def _descend(self, fitted: torch.Tensor, held_out: torch.Tensor) -> float | None:

@@ -28,13 +28,13 @@ NORM = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")  # what a norm of queri
 @documented
 @dataclass
 class NarrowHeadsPart(Part):
-    """Attention heads become narrower: what a head computes depends on W_qᵀ W_k and W_o W_v alone, cut to lower rank.
+    """Attention heads become narrower: a head depends only on W_qᵀ W_k and W_o W_v, which are cut to lower rank.
 
     Number of heads, softmax and its scale stay. Bundled, the four projections are plain narrower Linears, and attention
-    reads and multiplies fewer numbers; a patched model still computes at full width. The factors are trained.
+    reads and multiplies less; a patched model still computes at full width. The factors are trained.
     """
 
-    head_dim: int = option(16, "dimensions of a head from now on, >= 1 and below those it has.", low=1, high=MOST)
+    head_dim: int = option(16, "new dimension of each attention head, >= 1 and below the old one.", low=1, high=MOST)
     init: str = option(
         "data",
         'how the factors are found: "spectral" (singular vectors of the weights; `calibrate` leaves them) or "data" '
@@ -63,7 +63,7 @@ class NarrowHeadsPart(Part):
         return {"narrow_heads": cls(head_dim=1)}
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`.
+        """Plan the narrower heads.
 
         Raises:
             ConfigError: heads that are no wider than head_dim, layers that the model does not have.
@@ -135,7 +135,7 @@ def _missing(context: PatchContext) -> str | None:
 def _reasons(
     attention: nn.Module, dim: int, query: nn.Linear, key: nn.Linear, value: nn.Linear, out: nn.Linear
 ) -> Iterator[str]:
-    """What a description that came from outside may have overlooked."""
+    """List what a user's family description may have overlooked."""
     if dim == 0:
         yield f"has none of {', '.join(HEAD_SIZES)}, by which transformers splits into heads"
     elif len({query.out_features, key.out_features, value.out_features, out.in_features}) > 1:

@@ -60,14 +60,13 @@ class NarrowProjection(NarrowLinear):
         return nn.functional.pad(self.product(x).unflatten(-1, (self.heads, -1)), (0, self.zeros)).flatten(-2)
 
     def fold(self, place: FoldPlace) -> None:
-        """A narrower Linear."""
         if any(slot is not self for slot in place.slots):
             raise no_folded_form(place, self)
         place.put(self.folded())
 
 
 class NarrowReader(NarrowLinear):
-    """What the heads give, from the first r of every d dimensions.
+    """The output projection of narrowed heads, from the first r of every d dimensions.
 
     Args:
         out_features: length of the outputs.
@@ -91,7 +90,6 @@ class NarrowReader(NarrowLinear):
         return self.product(x.unflatten(-1, (self.heads, -1))[..., : self.size].flatten(-2))
 
     def fold(self, place: FoldPlace) -> None:
-        """A Linear of fewer inputs."""
         place.put(self.folded())
 
 
@@ -114,7 +112,7 @@ class NarrowHeads(Slot):
         query, key, value, out = sources
         dim = query.out_features // heads
         # A bias of the keys adds the same to all logits of a query, which softmax does not see. One of the values is
-        # averaged with weights that add up to 1, and moves behind the output.
+        # averaged with weights that add up to 1, and moves after the output.
         self.four: tuple[NarrowProjection | NarrowReader, ...] = (
             NarrowProjection(query.in_features, heads, size, dim, query.bias is not None),
             NarrowProjection(key.in_features, heads, size, dim, False),
@@ -163,10 +161,9 @@ class NarrowHeads(Slot):
 
 
 class FittedHeads(NarrowHeads):
-    """The same, fitted by `calibrate`."""
+    """Narrower heads that `calibrate` fits."""
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """Second moments of what the block computes."""
         return HeadsFitter(self, place, options)
 
 

@@ -1,4 +1,4 @@
-"""What narrower attention heads and narrower FFN blocks share: a smaller Linear in the place of a pretrained one."""
+"""A smaller Linear in the place of a pretrained one, shared by narrower attention heads and narrower FFNs."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ class NarrowLinear(Slot):
         return as_a_linear(self.linear(x.to(self.linear.weight.dtype)), x)
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Other numbers, of any dtype; without a bias, zeros where there is one."""
+        """Overwrite weight and bias, from any dtype; a missing bias is zero."""
         with torch.no_grad():
             self.linear.weight.copy_(weight)
             if self.linear.bias is not None:
                 self.linear.bias.copy_(torch.zeros_like(self.linear.bias) if bias is None else bias)
 
     def folded(self) -> nn.Linear:
-        """A plain Linear of this size."""
         return copy.deepcopy(self.linear)
 
 
 class OneMatrix:
-    """The numbers of a pretrained Linear, fp64 on the CPU.
+    """Weight and bias of a pretrained Linear, fp64 on the CPU.
 
     Args:
         linear: nn.Linear or transformers' Conv1D.
@@ -62,7 +61,7 @@ class OneMatrix:
             self.bias = None if plain.bias is None else wide_on_cpu(plain.bias).double()  # type: ignore[arg-type]
 
     def by_head(self, heads: int) -> torch.Tensor:
-        """(heads, d, in)."""
+        """Split the rows by head, (heads, d, in)."""
         return self.weight.unflatten(0, (heads, -1))
 
     def full_bias(self) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Stand-ins for a Linear and the activation behind it, in FFN blocks and poolers."""
+"""Replacements of a Linear and its activation, in FFN blocks and poolers."""

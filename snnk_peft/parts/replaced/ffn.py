@@ -36,7 +36,7 @@ class FFNPart(ReplacingPart):
     linear_path: bool = option(
         False,
         "append the input itself to the features, so that the readout holds an exact affine part. Costs dim² "
-        "multiply-adds per token after bundling, and helps most at few features.",
+        "MACs per token after bundling, and helps most at few features.",
     )
     train_contraction: bool = option(
         False, "also train the contraction (the block's second matrix) of the converted layers."
@@ -54,7 +54,7 @@ class FFNPart(ReplacingPart):
         return {"ffn": cls("relu", "orf", 16)}
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """See `Part.plan`; more landmarks than hidden units are a fault."""
+        """Plan the layers; more landmarks than hidden units are a fault."""
         narrower = "; NarrowFFNPart makes gated FFNs narrower" if context.family.gated else ""
         context.require_plain_ffn(f"{context.where}: leave this part out, or use adapters{narrower}")
         family = context.family

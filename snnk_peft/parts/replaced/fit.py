@@ -1,4 +1,4 @@
-"""How `calibrate` fits a stand-in for a Linear and the activation behind it, in one pass over the data.
+"""Fit the replacement of a Linear and its activation, in one pass over the data.
 
 Fitted front to back: inputs come from the stack as converted so far, targets from the original on those very inputs, so
 a later layer repairs what an earlier one got wrong. The pass keeps, in fp64 and whatever the number of tokens,
@@ -37,12 +37,12 @@ ROWS = 512  # that are looked at together
 
 
 class ReplacedFitter(Fitter):
-    """Fits the readout of a stand-in, and its rows, where they are the layer's or learned.
+    """Fits the readout of a replacement, and its rows, where they are the layer's or learned.
 
     Args:
-        layer: the stand-in.
+        layer: the replacement.
         activation: path in the model of the activation that it contains, or None.
-        following: path in the model of the Linear that reads the output, or None; errors are measured behind it.
+        following: path in the model of the Linear that reads the output, or None; errors are measured after it.
         place: where it stands.
         options: of `calibrate`.
     """
@@ -69,7 +69,7 @@ class ReplacedFitter(Fitter):
         self.generator = site_generator(projection.seed, f"{projection.site}.fit")  # the same in every fit
 
     def target(self, x: torch.Tensor) -> torch.Tensor:
-        """What the original makes of x (n, dim)."""
+        """Compute the original's outputs for x (n, dim)."""
         return self.activation(self.original(x))
 
     @property
@@ -89,7 +89,7 @@ class ReplacedFitter(Fitter):
         return [name for name, _ in stage.named_parameters()]
 
     def features_are_hidden_units(self) -> bool:
-        """Whether a landmark feature equals a hidden unit: the component is the original activation."""
+        """True if a landmark's feature equals a hidden unit: the component is the original activation."""
         z = torch.linspace(-6, 6, 97, device=self.layer.A.device)
         component = self.layer.stage.feature_map.component
         if not component.elementwise():
@@ -130,7 +130,7 @@ class ReplacedFitter(Fitter):
         return Fit(size, train.count, before.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)
 
     def fit_sizes(self, others: Sequence[Fitter], data: Tokens) -> list[float] | None:
-        """See `Fitter.fit_sizes`: the second moments of all hidden units do not depend on how many are kept."""
+        """Fit several sizes from one pass: the second moments of all hidden units do not depend on the size."""
         alike = [self, *(other for other in others if isinstance(other, ReplacedFitter))]
         if len(alike) <= len(others) or not all(fitter.chooses_units for fitter in alike):
             return None
@@ -142,7 +142,7 @@ class ReplacedFitter(Fitter):
 
     @property
     def chooses_units(self) -> bool:
-        """Whether the features are hidden units and nothing else, none of them moved."""
+        """True if the features are hidden units, none of them moved."""
         units = self.landmarks is not None and self.features_are_hidden_units()
         return units and not self.given and not self.moved
 
@@ -153,7 +153,7 @@ class ReplacedFitter(Fitter):
         return GramAccumulator(self.layer.stage.out_dim, self.layer.out_features, output_weight=self.output_weight)
 
     def _samples(self) -> tuple[TokenSample, TokenSample] | None:
-        """Of fitted and of held-out tokens, if any are wanted."""
+        """Sample fitted and held-out tokens, if any are needed."""
         if not self.moved and (self.landmarks is None or self.features_are_hidden_units()):
             return None
         return TokenSample(TOKENS, self.generator), TokenSample(TOKENS // 4, self.generator)
@@ -168,7 +168,7 @@ class ReplacedFitter(Fitter):
         return self.layer.stage(x.to(self.layer.A.dtype))
 
     def _closed_form(self, train: Any, test: Any, *samples: torch.Tensor) -> RidgeFit:
-        """Choose the rows, where there is a choice, and put in the best readout."""
+        """Choose the rows, if there is a choice, and solve for the readout."""
         if self.landmarks is None:
             return self._take(fit_ridge(train, test, self.options.ridges, refit=self.options.refit))
         chosen = self._select_rows(train).to(train.mean.device)
@@ -214,10 +214,10 @@ class ReplacedFitter(Fitter):
         return fit
 
     def _descend(self, start: RidgeFit, fitted: torch.Tensor, held_out: torch.Tensor) -> RidgeFit:
-        """Move the rows and solve for the readout again; what was there stays if that does not lower the error."""
+        """Move the rows and solve for the readout again; undone unless the error falls."""
         layer = self.layer
         old = {name: value.clone() for name, value in layer.state_dict().items()}
-        # All of it behind the contraction: fewer numbers than hidden units, and the error that counts.
+        # All of it after the contraction: fewer values than hidden units, and the error that counts.
         readout = self._behind(layer.A.T).T, self._behind(layer.bias)
         targets = torch.cat([self._behind(self.target(x)) for x in fitted.split(ROWS)])
         descend(layer.stage, self.moved, readout, fitted, targets, self.options.steps, self.generator)
@@ -229,6 +229,6 @@ class ReplacedFitter(Fitter):
         return start
 
     def _behind(self, hidden: Any) -> torch.Tensor:
-        """What the Linear that follows makes of (..., out), without its bias."""
+        """Apply the following Linear, without its bias, to (..., out)."""
         hidden = hidden.detach().float()
         return hidden if self.output_weight is None else hidden @ self.output_weight.to(hidden).T

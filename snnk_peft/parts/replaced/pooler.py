@@ -9,11 +9,11 @@ Image classifiers have none: their head reads the vector x of an image, [CLS] or
     W_c x + b_c   becomes   W_c (Φ(x) Aᵀ + b) + b_c    and folds to   (W_c A) Φ(x) + (W_c b + b_c), classes × features.
 
 There is no pretrained dense layer to start from. A and b start as the best readout of x itself for Gaussian x
-(Nyström), so that the head, pretrained or new, goes on reading what it read, through num_features directions;
-`calibrate` fits them to real x. Φ sees x without the mean and scale of the LayerNorm before it or, where there is none
-(means of patches, DINOv2's pair of vectors), each vector normalised, and scaled by dim^-½: pre-activations are of size
-one. The dim^-¼ above belongs to pretrained weights; here it would leave no readout of x at width 768, because
-E[x cos(ω·x)] falls like e^(-√dim / 2).
+(Nyström), so that the head, pretrained or new, still receives x, through num_features directions; `calibrate` fits them
+to real x. Φ sees x without the mean and scale of the LayerNorm before it or, where there is none (means of patches,
+DINOv2's pair of vectors), each vector normalised, and scaled by dim^-½: pre-activations are of size one. The dim^-¼
+above belongs to pretrained weights; here it would leave no readout of x at width 768, because E[x cos(ω·x)] falls like
+e^(-√dim / 2).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PoolerPart(ReplacingPart):
     def _new(self, context: PatchContext, path: str, alone: bool) -> Patch:
         if hasattr(context.model.get_submodule(path), "original_module"):  # PEFT's modules_to_save
             raise ConfigError(
-                f"{context.where}: another adapter saves {path!r} in full, and a new pooler stands around a head of "
+                f"{context.where}: another adapter saves {path!r} in full, and a new pooler wraps a head of "
                 "its own; expected a head that no adapter trains. Load the adapters into separate copies of the model"
             )
         head = context.linear(path, f"{context.where}: the head that reads the image's vector")
@@ -108,7 +108,7 @@ class PoolerPart(ReplacingPart):
 
 
 class ReplacePooler(Replace):
-    """The stand-in for a pooler: what reads it is the head."""
+    """Replacement of a pooler, which the task head reads."""
 
     def read_by(self, place: FoldPlace, reader: FoldPlace) -> None:
         """The head reads the features themselves."""
@@ -151,7 +151,7 @@ class NewPooler(Replace):
 
 
 class NewPoolerFitter(ReplacedFitter):
-    """Fits a pooler that stands in for nothing: its target is its input."""
+    """Fits a pooler where the original has none: its target is its input."""
 
     def target(self, x: torch.Tensor) -> torch.Tensor:
         """x itself, which the head would read."""

@@ -1,4 +1,4 @@
-"""A stand-in for a Linear and the activation behind it: the slots of FFN and pooler, how they fold and are fitted.
+"""Replacement of a Linear and its activation: the slots of FFN and pooler, how they fold and are fitted.
 
     f(W x + b)            is replaced by   Φ(x) Aᵀ + a
     W₂ f(W x + b)         folds to         (W₂ A) Φ(x) + ...      where a Linear W₂ reads the output
@@ -25,7 +25,7 @@ from snnk_peft.parts.replaced.fit import ReplacedFitter
 
 @dataclass
 class ReplacingPart(FeaturePart):
-    """A part of such stand-ins."""
+    """Base of the parts that replace a Linear and its activation."""
 
     init: str = option(
         "nystrom",
@@ -48,12 +48,12 @@ class ReplacingPart(FeaturePart):
 
 
 class Replace(Slot):
-    """layer(x) instead of the original module and the activation behind it.
+    """layer(x) instead of the original module and the activation after it.
 
     Args:
-        layer: the stand-in.
-        activation: path in the model of the activation that the stand-in contains, or None.
-        following: path in the model of the Linear that reads the output, or None; calibration measures errors behind
+        layer: the replacement.
+        activation: path in the model of the activation that the replacement contains, or None.
+        following: path in the model of the Linear that reads the output, or None; calibration measures errors after
             it, bundling multiplies it in.
     """
 
@@ -76,7 +76,7 @@ class Replace(Slot):
         return tuple(each for each in (path, self.activation, self.following) if each is not None)
 
     def fold(self, place: FoldPlace) -> None:
-        """The features, and the readout multiplied into the Linear behind, or a Linear of its own."""
+        """The features, and the readout multiplied into the following Linear, or a Linear of its own."""
         between = (place.path,) if self.activation is None else (place.path, self.activation)
         check_passing(place.at(path) for path in between)
         reader = None if self.following is None else place.at(self.following)
@@ -93,7 +93,7 @@ class Replace(Slot):
         if taken:
             reason = "another part replaces the Linear that reads its output"
         elif self.activation is None:
-            reason = "the activation behind it is called inside the model's forward()"
+            reason = "the activation after it is called inside the model's forward()"
         place.remark(f"{place.path}: its readout stays a Linear of its own, because {reason}")
 
     def read_by(self, place: FoldPlace, reader: FoldPlace) -> None:
@@ -106,9 +106,7 @@ class Bypass(Slot):
     replaces = lets_pass = True
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """x unchanged."""
         return x
 
     def fold(self, place: FoldPlace) -> None:
-        """Nothing stays."""
         place.put(nn.Identity())

@@ -37,7 +37,7 @@ def put(P, row, column, rows, width, x, R: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def function(z, F: tl.constexpr):
-    """f(z); what is no number stays none."""
+    """f(z); NaN stays NaN."""
     if F == "relu":
         return tl.where(z < 0, 0.0, z)
     if F == "gelu":
@@ -47,7 +47,7 @@ def function(z, F: tl.constexpr):
 
 @triton.jit
 def slope(z, F: tl.constexpr):
-    """f′(z)."""
+    """The derivative f′(z)."""
     if F == "relu":
         return tl.where(z > 0, 1.0, 0.0)
     if F == "gelu":

@@ -21,7 +21,7 @@ FEWEST, MOST_PARTS = 512, 16  # tokens of a part of a product over tokens, and h
 
 
 def _sizes(m: int, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
-    """The constants that all kernels take, and what the compiler is told."""
+    """Return the constants of all kernels, and the compiler options."""
     rows = 16 if tokens < 4096 or padded(m) > 64 else 32
     warps = 4 if padded(m) <= 64 else 8
     return {"m": m, "M": padded(m), "K": COLUMNS, "C": rows, "T": operand(dtype), "num_warps": warps, "num_stages": 2}

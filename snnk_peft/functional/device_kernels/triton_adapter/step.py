@@ -26,7 +26,7 @@ class Step(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, low: Tensor, bias: Tensor | None,
         centres: Tensor | None, matrix: Tensor, form: AdapterForm,
     ) -> Tensor:  # fmt: skip
-        """(tokens, out)."""
+        """Launch the forward kernel; returns (tokens, out)."""
         flat = _rows(x)
         added = flat if residual is None else _rows(residual)
         low = low.contiguous()

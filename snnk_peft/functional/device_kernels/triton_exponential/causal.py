@@ -204,7 +204,7 @@ def key_back(
     m: tl.constexpr, M: tl.constexpr, d: tl.constexpr, Dk: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
     C: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """PREFIXES: of the queries behind each part, without offset. DK, DV: of each query head, contiguous."""
+    """PREFIXES: of the queries after each part, without offset. DK, DV: of each query head, contiguous."""
     bh, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h, g = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), (bh % heads // rep).to(tl.int64)
     bh = bh.to(tl.int64)

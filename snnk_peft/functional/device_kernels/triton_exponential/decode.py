@@ -1,4 +1,4 @@
-"""A few new tokens behind a state, as in generation: one launch, in which every query head goes from token to token.
+"""A few new tokens after a state, as in generation: one launch, in which every query head goes from token to token.
 
     log Z' = logaddexp(log Z, b)      M' = M + e^{b − log Z'} (v − M)      out = softmax_r(a + c + log Z') M'
 
@@ -19,7 +19,7 @@ from snnk_peft.functional.device_kernels.triton_exponential.sizes import dimensi
 from snnk_peft.functional.device_kernels.triton_exponential.start import start
 from snnk_peft.functional.device_kernels.triton_exponential.tiles import ABSENT, LOG2E, NONE, bias_of, put, tile
 
-FEW = 8  # tokens: behind each other they take less time than the three launches of many
+FEW = 8  # tokens: after each other they take less time than the three launches of many
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def few_tokens(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, key_offset: Tensor,
     square: float, mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None, weighed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Outputs, with logarithms of the denominators as a last column if `weighed`, and M and log Z behind the tokens."""
+    """Outputs, with logarithms of the denominators as a last column if `weighed`, and M and log Z after the tokens."""
     q, k, v = dense(q), dense(k), dense(v)
     rows, offset, key_rows, key_offset = whole(rows), whole(offset), whole(key_rows), whole(key_offset)
     (B, H, L, d), (_, G, _, D), m = q.shape, v.shape, rows.shape[-2]

@@ -25,7 +25,7 @@ def differentiable(
 
 
 def means_in_torch(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) -> KeyMeans:
-    """As `operators.key_means`."""
+    """Torch form of `operators.key_means`."""
     plain = torch_means.__wrapped__  # type: ignore[attr-defined]
     found: KeyMeans = plain(k, v, LogLinear(rows, rows.new_zeros(()), square), mask)
     return found
@@ -35,14 +35,14 @@ def attention_in_torch(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
     mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """As `operators.attention`."""
+    """Torch form of `operators.attention`."""
     plain = torch_attention.__wrapped__  # type: ignore[attr-defined]
     out, found = plain(q, k, v, *_maps(rows, offset, key_rows, square), mask, _kept(means, log_weight))
     return out, *found
 
 
 def causal_in_torch(*given: Any) -> tuple[Tensor, ...]:
-    """As `operators.causal`."""
+    """Torch form of `operators.causal`."""
     q, k, v, rows, offset, key_rows, square, mask, means, log_weight, dtype = given
     plain = torch_causal.__wrapped__  # type: ignore[attr-defined]
     maps = _maps(rows, offset, key_rows, square)

@@ -1,7 +1,7 @@
-"""What is kept of keys and values: per part of the sequence, then of all parts together or of those before each.
+"""Sums over keys and values: per part of the sequence, then over all parts, or over those before each part.
 
     key_pass   per part and feature: top = log2 of the largest weight, z = Σ_j 2^{b_jr − top}, s the same sum of v_j
-    combine    of all parts: M = s / z and log Z = top + log z; or of the parts before (or behind) each of them
+    combine    of all parts: M = s / z and log Z = top + log z; or of the parts before (or after) each of them
     key_back   ∂b = w ∘ (v ∂Mᵀ − diag(M ∂Mᵀ) + ∂log Z)      ∂v = w ∂M,      w_jr = e^{b_jr} / Z_r
 
 What a part says lies in one buffer: tops (B·G, parts, m), then z (B·G, parts, m), then s (B·G, parts, m, D), fp32.
@@ -75,7 +75,7 @@ def combine(
     m: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, PARTS: tl.constexpr,
     FIRST: tl.constexpr, PREFIX: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One feature and head. PREFIX: PREFIXES, laid out as SUMS, is of the parts before each (REVERSE: behind it).
+    """One feature and head. PREFIX: PREFIXES, laid out as SUMS, is of the parts before each (REVERSE: after it).
 
     FIRST: FIRST_M and FIRST_Z are M and log Z of what comes before all parts. REVERSE: FIRST_M and MEANS are s and not
     M, FIRST_Z and LOGZ (..., 2, m) hold top and z; of `rep` heads that share a beginning, the first alone counts it.

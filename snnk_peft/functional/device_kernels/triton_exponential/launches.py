@@ -55,14 +55,14 @@ def of_heads(x: Tensor, own: int) -> tuple[int, int]:
 
 
 def strides(*tensors: Tensor) -> list[int]:
-    """Of batch, head and token."""
+    """Strides of batch, head and token, one tensor after another."""
     return [s for t in tensors for s in t.stride()[:3]]
 
 
 def key_parts(
     k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None, size: int, name: str
 ) -> tuple[Tensor, int]:
-    """What each part of the keys says, and how many parts there are."""
+    """Return the sums of each part of the keys, and the number of parts."""
     (B, G, N, d), D, m = k.shape, v.shape[-1], rows.shape[-2]
     sizes, parts = dimensions(m, d, D), cdiv(N, size)
     block, options = launch(name, operand(k.dtype), max(sizes["M"], sizes["Dk"], sizes["Dv"]))
@@ -172,7 +172,7 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
     mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Outputs in `dtype`, logarithms of denominators (B, H, L), and M and log Z behind the last key."""
+    """Outputs in `dtype`, logarithms of denominators (B, H, L), and M and log Z after the last key."""
     q, k, v, rows, offset, key_rows = dense(q), dense(k), dense(v), whole(rows), whole(offset), whole(key_rows)
     (B, H, L, d), (_, G, _, D), m = q.shape, v.shape, rows.shape[-2]
     sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "causal"), operand(q.dtype)
@@ -192,7 +192,7 @@ def _prefixes(
     k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None,
     log_weight: Tensor | None, size: int,
 ) -> tuple[Tensor, int, Tensor, Tensor]:  # fmt: skip
-    """Sums before each part, how many parts, and M and log Z behind the last."""
+    """Sums before each part, how many parts, and M and log Z after the last."""
     (B, G, _, _), D, m = k.shape, v.shape[-1], rows.shape[-2]
     sums, parts = key_parts(k, v, rows, square, mask, size, "causal_sums")
     behind, behind_weight, prefixes = empty(k, B, G, m, D), empty(k, B, G, m), torch.empty_like(sums)
@@ -239,7 +239,7 @@ def causal_attention_back(
     )  # fmt: skip
     first, last = sums, sums
     if g_means is not None or g_weight is not None:
-        # The state behind the last key is one query more: 2^−log Z [∂M, ∂M·M − ∂log Z] of each feature.
+        # The state after the last key is one query more: 2^−log Z [∂M, ∂M·M − ∂log Z] of each feature.
         first = torch.zeros_like(behind) if g_means is None else g_means.contiguous()
         top = -(behind_weight + _expanded(offset, B, G)) * key_sums.LOG2E.value
         of_weight = (first * behind).sum(-1) - (0.0 if g_weight is None else g_weight)

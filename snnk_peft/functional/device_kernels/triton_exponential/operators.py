@@ -27,17 +27,17 @@ PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, int, float, bool, type(N
 
 
 def computes_here(given: Sequence[Any]) -> bool:
-    """Whether these arguments can be handed to a launch as they are, past torch's dispatcher."""
+    """Return True if a kernel can be launched on these arguments directly, without torch's dispatcher."""
     return plain_call() and all(type(x) in PLAIN for x in given)
 
 
 def here(operator: Callable[..., Any], launch: Callable[..., Any], *given: Any) -> Any:
-    """What an operator without gradients gives."""
+    """Call an operator that needs no gradients, directly where possible."""
     return (launch if computes_here(given) else operator)(*given)
 
 
 def narrow(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What an operator says it gives."""
+    """Allocate an operator's output."""
     return x.new_empty(shape, dtype=dtype)
 
 
@@ -47,7 +47,7 @@ def same(x: Tensor) -> Tensor:
 
 
 def to_shape(gradient: Tensor, of: Tensor) -> Tensor:
-    """Of what each head had its own copy of, (B, G, ...)."""
+    """Sum a per-head gradient (B, G, ...) to the shape of the tensor that the heads share."""
     return gradient.sum_to_size(of.shape).to(of.dtype)
 
 
@@ -71,7 +71,7 @@ def _(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) ->
     "Tensor log_weight, bool learned) -> (Tensor, Tensor, Tensor)",
 )
 def key_means_back(g_means: Tensor, g_weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Of k, v and the rows of each head."""
+    """Gradients of k, v and each head's rows."""
     return launches.key_means_back(g_means.contiguous(), g_weight.contiguous(), *given)
 
 
@@ -113,7 +113,7 @@ GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
 def _shapes_back(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: bool, *learned: bool) -> tuple[Tensor, ...]:
-    """What both backward operators give: of q, k, v, rows, offset, key rows, M and log Z; empty: not asked."""
+    """Shapes returned by both backward operators: q, k, v, rows, offset, key rows, M, log Z; empty if not requested."""
     of_rows = (*k.shape[:2], *rows.shape[-2:])
     dw, dwk = (narrow(q, *(of_rows if wanted else (0,))) for wanted in learned)
     before = _state(k, v, rows) if state else (narrow(q, 0), narrow(q, 0))
@@ -178,7 +178,7 @@ def _(
     f"bool learned_keys) -> {GRADIENTS}",
 )
 def attention_back(*given: Any) -> tuple[Tensor, ...]:
-    """See `_shapes_back`; the gradient of the offset is a view of a longer buffer, which compilers cannot know."""
+    """Gradients as in `_shapes_back`; that of the offset is a view of a longer buffer, which compilers cannot know."""
     *found, of_offset, of_key_rows, of_means, of_weight = launches.attention_back(*given)
     return *found, of_offset.clone(), of_key_rows, of_means, of_weight
 
@@ -209,7 +209,7 @@ attention.register_autograd(back_of_attention, setup_context=save)
 
 @operator("causal", f"({GIVEN}, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)")
 def causal(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, logarithms of denominators (B, H, L), and M and log Z behind the last key."""
+    """Outputs, logarithms of denominators (B, H, L), and M and log Z after the last key."""
     return launches.causal_attention(*given)
 
 
@@ -228,7 +228,7 @@ def _(
     f"Tensor behind_weight, bool learned, bool learned_keys) -> {GRADIENTS}",
 )
 def causal_back(*given: Any) -> tuple[Tensor, ...]:
-    """See `_shapes_back`."""
+    """Gradients as in `_shapes_back`."""
     return launches.causal_attention_back(*given)
 
 

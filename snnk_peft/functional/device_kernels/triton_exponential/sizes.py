@@ -14,7 +14,7 @@ NEWER = 9  # compute capability from which on operands of products lie in shared
 
 
 class Launch(NamedTuple):
-    """Rows per block, and what the compiler is told."""
+    """Return rows per block, and the compiler options."""
 
     block: int
     warps: int

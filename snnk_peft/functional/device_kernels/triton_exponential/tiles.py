@@ -1,4 +1,4 @@
-"""What the kernels share: tiles, products, logarithms of features.
+"""Device functions shared by the kernels: tiles, products, logarithms of features.
 
 Exponents are to base 2 inside kernels, since exp2 is the instruction: rows are multiplied by log2 e when they are
 loaded. Queries and keys in half precision are exact operands; rows are split into two parts of half precision, high +

@@ -112,7 +112,7 @@ def key_back(
     m: tl.constexpr, M: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr,
     MASKED: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """PREFIXES: of the queries behind each part. DK, DV and, if GRADIENT, DSCALES: of each query head, contiguous."""
+    """PREFIXES: of the queries after each part. DK, DV and, if GRADIENT, DSCALES: of each query head, contiguous."""
     bh, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h, g = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), (bh % heads // rep).to(tl.int64)
     bh, programs = bh.to(tl.int64), tl.num_programs(0).to(tl.int64)

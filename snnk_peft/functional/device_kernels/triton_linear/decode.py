@@ -1,4 +1,4 @@
-"""A few new tokens behind sums: one launch, in which every query head goes from token to token.
+"""A few new tokens after sums: one launch, in which every query head goes from token to token.
 
     S' = S e^{P − P'} + e^{s − P'} ψ vᵀ      z' likewise      out = φ S' / φ z',      P' = max(P, s)
 
@@ -76,7 +76,7 @@ def few_tokens(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scales: Tensor | None, values: Tensor | None,
     normaliser: Tensor | None, log_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Outputs, and S, z and scale behind the tokens."""
+    """Outputs, and S, z and scale after the tokens."""
     q, k, v = dense(q), dense(k), dense(v)
     (B, H, L, m), (_, G, _, D) = q.shape, v.shape
     out, behind = empty(q, B, H, L, D, dtype=v.dtype), (empty(q, B, G, m, D), empty(q, B, G, m), empty(q, B, G, 1))

@@ -54,7 +54,7 @@ def launch(kernel: str, m: int, D: int, features: torch.dtype) -> tuple[int, dic
 
 
 def scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
-    """Of batch, head and token."""
+    """Strides of batch, head and token; zeros without scales."""
     return (0, 0, 0) if scales is None else scales.stride()  # type: ignore[return-value]
 
 
@@ -62,7 +62,7 @@ def _parts(
     k: Tensor, v: Tensor, mask: Tensor | None, scales: Tensor | None, size: int, den: Tensor | None = None,
     delta: Tensor | None = None,
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """What each part says, and how many parts there are; with `den` and `delta`, of queries and gradients."""
+    """Return the sums of each part and the number of parts; with `den` and `delta`, over queries and gradients."""
     (B, G, N, m), D = k.shape, v.shape[-1]
     parts, (block, options) = cdiv(N, size), launch("sums_pass", m, D, k.dtype)
     found = empty(k, B * G * parts * (1 + m + m * D))
@@ -80,7 +80,7 @@ def _combined(
     found: Tensor, shape: tuple[int, int, int, int], parts: int, first: tuple[Tensor | None, ...], scaled: bool,
     rep: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sums before each part (of `rep` > 0 heads to a group: behind it), and S, z and scale of all."""
+    """Sums before each part (of `rep` > 0 heads to a group: after it), and S, z and scale of all."""
     B, G, m, D = shape
     values, normaliser, scale = (empty(found, B, G, *size) for size in ((m, D), (m,), (1,)))
     prefixes = torch.empty_like(found)
@@ -128,7 +128,7 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scales: Tensor | None, values: Tensor | None,
     normaliser: Tensor | None, log_scale: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Outputs, denominators and ρ (B, H, L), which is empty without scales, and S, z and scale behind the last key."""
+    """Outputs, denominators and ρ (B, H, L), which is empty without scales, and S, z and scale after the last key."""
     q, k, v = dense(q), dense(k), dense(v)
     (B, H, L, m), (_, G, _, D) = q.shape, v.shape
     size, scaled, (block, options) = (
@@ -170,7 +170,7 @@ def causal_attention_back(
         size, **sizes, C=block, **told, **options,
     )  # fmt: skip
     first: tuple[Tensor | None, ...] = NOTHING
-    if g_values is not None or g_normaliser is not None:  # the state behind the last key is one query more
+    if g_values is not None or g_normaliser is not None:  # the state after the last key is one query more
         dS = torch.zeros(B, G, m, D, device=q.device) if g_values is None else g_values
         first = dS, torch.zeros(B, G, m, device=q.device) if g_normaliser is None else g_normaliser, scale
     found, _ = _parts(q, g, None, rho if scaled else None, size, den, delta)

@@ -61,7 +61,7 @@ def _(k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
     f"(Tensor g_values, Tensor g_normaliser, {KEYS}, Tensor scale, bool of_scales) -> (Tensor, Tensor, Tensor)",
 )
 def key_sums_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Of k, v and the scales; empty: not asked."""
+    """Gradients of k, v and the scales; empty if not requested."""
     return launches.key_sums_back(*given)
 
 
@@ -103,7 +103,7 @@ sums = direct(key_sums, launches.key_sums, _save_sums, _back_of_sums)
 
 @operator("causal", f"(Tensor q, {KEYS}, {STATE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 def causal(*given: Any) -> tuple[Tensor, ...]:
-    """Outputs, denominators and ρ (B, H, L), and S, z and scale behind the last key."""
+    """Outputs, denominators and ρ (B, H, L), and S, z and scale after the last key."""
     return launches.causal_attention(*given)
 
 
@@ -120,7 +120,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Any, scales: Tensor | None, *state:
     "Tensor rho, Tensor scale, bool of_scales, bool of_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def causal_back(*given: Any) -> tuple[Tensor, ...]:
-    """Of q, k, v, scales, S and z; empty: not asked."""
+    """Gradients of q, k, v, the scales, S and z; empty if not requested."""
     return launches.causal_attention_back(*given)
 
 

@@ -1,7 +1,7 @@
 """S = Σ_j e^{s_j} ψ_j v_jᵀ and z = Σ_j e^{s_j} ψ_j: per part of the sequence, then of all or of those before each.
 
     sums_pass  per part: top = the largest s, z and S divided by e^top
-    combine    of all parts, at their largest top; or of the parts before (or behind) each of them
+    combine    of all parts, at their largest top; or of the parts before (or after) each of them
     sums_back  ∂ψ = w (∂S v + ∂z)      ∂v = w ∂Sᵀ ψ      ∂s = ψ·∂ψ,      w_j = e^{s_j − log scale}
 
 What a part says lies in one buffer: tops (B·G, parts), then z (B·G, parts, m), then S (B·G, parts, m, D), fp32.
@@ -19,7 +19,7 @@ from snnk_peft.functional.device_kernels.triton_linear.tiles import keys_of, pro
 
 @triton.jit
 def inverse(den):
-    """What numerators are multiplied by: 1 where the denominator is 0, as they are then."""
+    """Return 1/denominator, or 1 where it is 0: the numerator is 0 there too."""
     return 1.0 / tl.where(den == 0, 1.0, den)
 
 
@@ -72,7 +72,7 @@ def combine(
     m: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, PARTS: tl.constexpr,
     FIRST: tl.constexpr, SCALED: tl.constexpr, PREFIX: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One feature and head. PREFIX: PREFIXES, laid out as SUMS, is of the parts before each (REVERSE: behind it).
+    """One feature and head. PREFIX: PREFIXES, laid out as SUMS, is of the parts before each (REVERSE: after it).
 
     FIRST: FIRST_S, FIRST_Z and FIRST_SCALE are of what comes before all parts; REVERSE: with the
     opposite scale, and of `rep` heads that share it, the first alone counts it.

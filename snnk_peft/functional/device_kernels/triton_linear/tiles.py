@@ -24,7 +24,7 @@ def product(a, b, FULL: tl.constexpr):
 
 @triton.jit
 def wide_tile(P, row, count, stride, width: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr):
-    """`tile` in fp32."""
+    """Load a `tile` and convert it to fp32."""
     return tile(P, row, count, stride, width, W, SIZE).to(tl.float32)
 
 

@@ -43,7 +43,7 @@ def keys_at(
 
 @triton.jit
 def known_by(KNOWN, row, L, stride, SINKS: tl.constexpr, C: tl.constexpr):
-    """How many sinks the queries row .. row + C know."""
+    """Return the number of sinks visible to each of the queries row .. row + C."""
     i = row + tl.arange(0, C)
     known = i
     if SINKS > 0:
@@ -53,7 +53,7 @@ def known_by(KNOWN, row, L, stride, SINKS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def seen_from(i, j, counts, known, beside, width, CAUSAL: tl.constexpr, SINKS: tl.constexpr):
-    """Whether queries at i see keys at j, or `beside` them sinks; of shapes that broadcast."""
+    """Return True where queries at i see keys at j, or see `beside` them sinks; shapes broadcast."""
     if CAUSAL:
         near = (i >= j) & (i - j < width)
     else:
@@ -71,7 +71,7 @@ def shares(logs, seen, lse):
 
 @triton.jit
 def reach(row, ahead, L, N, width, C: tl.constexpr, CAUSAL: tl.constexpr):
-    """The first key that the queries row .. row + C see, and behind the last one."""
+    """The first key that the queries row .. row + C see, and after the last one."""
     end = tl.minimum(row + C, L) + ahead
     if not CAUSAL:
         end += width - 1
@@ -193,7 +193,7 @@ def key_back(
 ):  # fmt: skip
     """DK and DV, contiguous, of all `rep` query heads of a key head; DSINKS (B·G, parts of the queries, SINKS, d + D).
 
-    Programs behind those of the keys' parts are of the sinks, each with one part of the queries.
+    Programs after those of the keys' parts are of the sinks, each with one part of the queries.
     """
     bg, part, ahead, scale = tl.program_id(0), tl.program_id(1), N - L, scaling * LOG2E
     b, g = (bg // groups).to(tl.int64), (bg % groups).to(tl.int64)

@@ -35,7 +35,7 @@ def _beside(
 
 
 def _far(q: Tensor, far: Tensor | None, weight: Tensor | None) -> tuple[list[Tensor], list[int], bool]:
-    """What is far: its memory, or any; strides; and whether it is there."""
+    """Return the far field's memory (any tensor if there is none), its strides, and whether there is one."""
     if far is None or weight is None:
         return [q, q], [0, 0, 0], False
     far = dense(far)
