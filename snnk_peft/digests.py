@@ -40,7 +40,7 @@ notes = logging.getLogger("snnk_peft")
 def tensor_digest(tensor: torch.Tensor) -> str:
     """32 hexadecimal digits that identify dtype, shape and content."""
     content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    # Processors have instructions for SHA-256: the quickest of the cryptographic ones by far.
+    # Processors have instructions for SHA-256: the fastest of the cryptographic ones by far.
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
     digest.update(content)
     return digest.hexdigest()[:32]

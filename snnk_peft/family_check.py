@@ -83,7 +83,7 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
 
     Raises:
         UnsupportedError: the description is wrong: every fault of every part, with the path where it was seen; or the
-            family is unknown or takes no part at all; or the model is no plain one (patched, a bundle, quantized).
+            family is unknown or takes no part at all; or the model is not a plain one (patched, a bundle, quantized).
 
     Example:
         >>> from transformers import ViTConfig, ViTModel

@@ -2,7 +2,7 @@
 
 Slots are fitted front to back: what a layer is given no longer changes once everything before it is fitted. Without
 this the passes for a model of L layers run L² / 2 of them, with it L. What is stored is the hidden state of each batch;
-the model makes everything else itself (masks, positions), while its layers in front hand on what they are given. The
+the model makes everything else itself (masks, positions), while its layers in front pass on what they are given. The
 first batch of every pass runs both ways, and if the slot would be given anything else, all batches run in full from
 then on; so does a batch that is not the one that was stored.
 """
@@ -175,7 +175,7 @@ class _Pass:
         hook = self.slot.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
         try:
             run()
-        except Exception:  # an architecture whose layers hand on something else than what they are given
+        except Exception:  # an architecture whose layers pass on something else than what they are given
             pass
         finally:
             hook.remove()

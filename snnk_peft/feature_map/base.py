@@ -106,7 +106,7 @@ def distribution_fault(component: type[Component], projection: type[Projection])
 def advance(model: nn.Module) -> None:
     """Tell every matrix W in `model` that a training step has passed; call it once after each step of the optimizer.
 
-    Matrices made with `redraw_every` draw anew when it is time; all others, and all in eval, stay as they are.
+    Matrices made with `redraw_every` redraw when it is time; all others, and all in eval, stay as they are.
 
     Args:
         model: anything that contains feature maps.

@@ -10,7 +10,7 @@ import torch
 from snnk_peft.functional.hadamard import walsh_hadamard
 
 # Size from which products of two or three transforms beat a dense product: about equal at 512 and 768 on one CPU
-# thread, clearly quicker at 2048.
+# thread, clearly faster at 2048.
 HADAMARD_FAST_FROM = 1024
 
 

@@ -274,7 +274,7 @@ class PatchContext:
         return [self.stage(part, dim, site).feature_map for site in sites]
 
     def input_statistics(self, path: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of what a LayerNorm hands on, from its bias and weight alone; fp32, CPU."""
+        """Mean and standard deviation of what a LayerNorm passes on, from its bias and weight alone; fp32, CPU."""
         norm = module_at(self.model, path, what, nn.LayerNorm)
         with at_hand(norm):
             weight, bias = wide_on_cpu(norm.weight), wide_on_cpu(norm.bias)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ class Drawn(nn.Module):
         site: name of the place in the model that the draw serves.
         save: True keeps the draw in checkpoints. False keeps 32 bytes of checksum instead; it is drawn again on loading
             and loading fails if the checksum differs.
-        redraw_every: draw anew after this many training steps (see `advance`), or None for never.
+        redraw_every: redraw after this many training steps (see `advance`), or None for never.
 
     Attributes:
         redrawable: whether everything follows from the seed alone, so that `save=False` is possible.

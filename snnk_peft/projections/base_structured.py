@@ -1,4 +1,4 @@
-"""Weight matrices with a fast transform: the factors of W are kept and applied, or W itself, whichever is quicker.
+"""Weight matrices with a fast transform: the factors of W are kept and applied, or W itself, whichever is faster.
 
 Shapes: W is (num_features, dim), x is (..., dim), the result (..., num_features). Both forms are the same matrix.
 """

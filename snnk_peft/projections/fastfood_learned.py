@@ -6,11 +6,11 @@ Eq. 6; Spectraformer, Eq. 17).
 H is the Walsh-Hadamard matrix, Π a permutation, B random signs, G Gaussian, S = χ_d / ‖G‖: every row is N(0, I) at the
 start, so this begins as exact Fastfood at the kernel it replaces. (Spectraformer prints ‖G‖^-½ and drops d^-½.) The
 bandwidth 1/σ of the papers is part of S. Only χ_d is stored for S and ‖G‖ is computed, so that a G that is learned or
-drawn anew leaves the lengths of the rows alone. Where dim is no power of two, d is the next one and x is padded with
+redrawn leaves the lengths of the rows alone. Where dim is no power of two, d is the next one and x is padded with
 zeros, which keeps dot products; values that act on the padding only are not stored.
 
 Cost: O(num_features · log d) per vector. About 2 to 4 parameters per row instead of dim; no dense W is kept. Below
-d = 1024 a dense product is quicker (recipes/benchmarks/feature_maps.py), so W is formed in passing where there are
+d = 1024 a dense product is faster (recipes/benchmarks/feature_maps.py), so W is formed in passing where there are
 more vectors than it has columns.
 """
 
@@ -31,7 +31,7 @@ from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_learned import Learned
 
-FAST_FROM = 1024  # d from which the transform is quicker than the dense product
+FAST_FROM = 1024  # d from which the transform is faster than the dense product
 
 
 @PROJECTIONS.register("fastfood_learned")
@@ -111,7 +111,7 @@ class FastfoodLearned(Learned):
         return rows.flatten(-2)[..., : self.num_features]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x Vᵀ for x (..., dim) in fp32 or finer, by fast transforms or, where quicker, through V; dtype of x."""
+        """x Vᵀ for x (..., dim) in fp32 or finer, by fast transforms or, where faster, through V; dtype of x."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with full_precision(x):
             # An exported graph is for every number of vectors.

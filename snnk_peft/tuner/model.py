@@ -46,7 +46,7 @@ from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 
 def refuse_prepared(model: nn.Module) -> None:
-    """UnsupportedError for a model that is no plain one: wrapped by PEFT or in copies, a bundle, or quantized."""
+    """UnsupportedError for a model that is not a plain one: wrapped by PEFT or in copies, a bundle, or quantized."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise UnsupportedError(
             f"the model is wrapped in {type(model).__name__}; patch the bare model first, "
