@@ -60,7 +60,7 @@ def test_two_texts_are_averaged_apart(pool: str, side: str) -> None:
         expected.append((a - b).abs() if pool == "apart" else a * b)
     second = torch.where(mask.bool(), second, 1 - second)  # what padding says must not count
     torch.testing.assert_close(pooled(hidden, mask, pool, second), torch.stack(expected))
-    with pytest.raises(ValueError, match="which tokens are of the second one"):
+    with pytest.raises(ValueError, match="expected a mask of the second text"):
         pooled(hidden, mask, pool)
 
 
