@@ -449,7 +449,7 @@ def test_descriptions_that_do_not_fit(monkeypatch):
         narrow(build("esm", main_head("esm")))
     halved = dataclasses.replace(FAMILIES["llama"], ffn_up=None)
     monkeypatch.setitem(FAMILIES._members, "llama", halved)
-    with pytest.raises(UnsupportedError, match=r"gives 24 numbers and .* reads 24; expected 48"):
+    with pytest.raises(UnsupportedError, match=r"gives 24 features and .* reads 24; expected 48"):
         narrow(build("llama", "LlamaForCausalLM"))
 
 
