@@ -154,6 +154,7 @@ def test_two_adapters_and_training():
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in learned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bundled", [False, True])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_compiles_in_one_graph(name, bundled):

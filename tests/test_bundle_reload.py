@@ -99,6 +99,7 @@ def test_with_the_package(saved):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_without_the_package_as_remote_code(saved):
     code = "OPTIONS = {'trust_remote_code': True}" + LOAD
     code += """

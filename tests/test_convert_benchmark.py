@@ -15,6 +15,8 @@ from tests.fresh_process import run_python
 from tests.glue_files import write_task
 from tests.recipe_world import write_world
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parent.parent / "recipes" / "benchmarks"
 
 

@@ -17,6 +17,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from snnk_peft import LowRankPart, SNNKConfig, calibrate, get_snnk_model
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
 
 

@@ -60,6 +60,8 @@ from lib.teacher import agreement, load_teacher, teacher_task
 from lib.texts import batches_by_length
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 

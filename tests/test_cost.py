@@ -370,6 +370,7 @@ BIG: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @MEMORY
 @pytest.mark.parametrize("name", BIG)
 def test_large_models_cost_seconds_and_no_memory(tmp_path, name):

@@ -92,6 +92,7 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
 # --- the recipes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_the_digits_without_files(scratch: Path) -> None:
     report = json.loads((scratch / "metrics.json").read_text())
     assert report["score"] > 0.6  # chance is a tenth

@@ -36,6 +36,8 @@ sys.path.append(str(ROOT / "recipes"))
 from lib.checkpoint import list_checkpoints, verify
 from lib.processes import launcher_faults
 
+pytestmark = pytest.mark.slow
+
 # The environment that `accelerate launch` makes of recipes/accelerate/fsdp2.yaml; see the test of that file.
 FSDP2 = {
     "ACCELERATE_MIXED_PRECISION": "no",

@@ -43,6 +43,7 @@ def test_modules_were_found():
     assert len(MODULES) > 40
 
 
+@pytest.mark.slow
 def test_doctests():
     attempted = 0
     for name in ("data", *MODULES):
@@ -58,6 +59,7 @@ def test_every_public_name_is_documented():
         assert (value.__doc__ or "").strip(), f"{name} has no docstring"
 
 
+@pytest.mark.slow
 def test_readme_python_blocks(root, minilm_dir, tmp_path):
     """All python blocks, in order, as one program of a new user: in a process of its own, with the threads it takes."""
     program = "\n".join(blocks(root, "python"))

@@ -40,6 +40,7 @@ from tests.test_attention import causal_model
 from tests.tiny_models import inputs_for, tiny, trained
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

@@ -232,6 +232,7 @@ AFRESH = {
 }
 
 
+@pytest.mark.slow
 def test_heads_load_in_a_process_without_the_package(tmp_path):
     """With linear attention where there is a mask for it to honour; first without the package, then with it."""
     for head in AFRESH:

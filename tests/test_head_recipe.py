@@ -35,6 +35,8 @@ sys.path.append(str(RECIPES))
 import finetune
 import fit_head
 
+pytestmark = pytest.mark.slow
+
 ROWS = 120
 
 

@@ -20,6 +20,8 @@ pytest.importorskip("PIL", reason="pip install snnk-peft[recipes]")
 from snnk_peft.errors import ConfigError
 from snnk_peft.yaml_files import parse_yaml
 
+pytestmark = pytest.mark.slow
+
 GIGABYTE = 1 << 30
 LOAD = """
 import resource, sys

@@ -538,6 +538,7 @@ def test_leftovers_of_killed_processes_go_and_those_of_live_ones_stay(tmp_path, 
     assert not (tmp_path / gone[0]).exists()
 
 
+@pytest.mark.slow
 def test_a_sample_of_mutants(tmp_path):
     """All thousand: python tests/mutate_folders.py --count 1000."""
     bad: list[str] = []

@@ -279,6 +279,7 @@ print(model.config._attn_implementation)
         assert done.stdout.split()[-1].endswith(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bundled", [False, True])
 def test_compiles_in_one_graph(bundled):
     model = patched(sharp(), near_field=2)

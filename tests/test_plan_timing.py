@@ -22,6 +22,8 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.planning import costs, make, measure
 from snnk_peft.planning.choose import Point
 
+pytestmark = pytest.mark.slow
+
 PARTS = [*(FFNPart(num_features=size) for size in (8, 32, 96)), *(NarrowHeadsPart(head_dim=d) for d in (4, 8))]
 WISH = 1.5
 

@@ -417,6 +417,7 @@ def test_bidirectional_layers_are_refused(llama):
 # --- the recipe -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_bundles_and_generates(root, tmp_path, monkeypatch, capsys):
     pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
     pytest.importorskip("matplotlib", reason="pip install snnk-peft[recipes]")

@@ -37,6 +37,8 @@ from lib.lock import alone
 from lib.loop import train_step
 from papers.lib.measured_page import measured_page
 
+pytestmark = pytest.mark.slow
+
 bundle, evaluate, export = recipe("bundle"), recipe("score"), recipe("export")
 write_listops = recipe("write_listops")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -12,6 +12,8 @@ import pytest
 from tests.fresh_process import run_python
 from tests.tiny_families import build, main_head
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parent.parent / "recipes" / "benchmarks"
 PASSES = ("forward", "training")
 

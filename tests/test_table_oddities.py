@@ -22,6 +22,8 @@ from data import TASKS
 
 from snnk_peft.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def table(file: Path, **settings: Any) -> Any:
     return TASKS["table"].with_settings({"train_file": str(file), "eval_file": str(file), **settings})

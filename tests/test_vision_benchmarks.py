@@ -15,6 +15,8 @@ pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
 from image_layouts import cifar10_python, draw
 from transformers import ViTImageProcessorPil
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "recipes/benchmarks"
 
 
