@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from snnk_peft import AdapterPart, AttentionPart, SNNKConfig, build_feature_map, bundle, get_snnk_model
+from snnk_peft import AdapterPart, AttentionPart, build_feature_map, bundle
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.adapter_sum import AdapterForm, adapter_sum
@@ -27,9 +27,8 @@ from snnk_peft.functional.normalized_projection import EPSILON, normalized_linea
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
+from tests.built_models import built
 from tests.fresh_process import run_python
-from tests.test_attention import causal_model, left_padded, sharpened
-from tests.tiny_models import inputs_for, trained
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -402,13 +401,6 @@ MODELS = [
     ("llama", {"attention": AttentionPart(num_features=8)}, {"causal_exponential_attention"}),
     ("llama", {"attention": AttentionPart("relu", num_features=8)}, {"causal_linear_attention"}),
 ]
-
-
-def built(family: str, parts: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A patched model that is as if trained, and inputs for it."""
-    model = sharpened("bert") if family == "bert" else causal_model(family)
-    inputs = inputs_for(model) if family == "bert" else {**left_padded(), "use_cache": False}
-    return trained(get_snnk_model(model, SNNKConfig(**parts, modules_to_save=[])), 0.1).eval(), inputs
 
 
 @pytest.mark.parametrize(("family", "parts", "operations"), MODELS)
