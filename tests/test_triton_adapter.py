@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,22 +10,17 @@ from snnk_peft.functional.backend import DEVICE_KERNELS, form_that_ran
 from snnk_peft.layers.adapter import SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.readout import GatedReadout
+from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
 from tests.test_adapter_step import adapter_of, errors
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own: the first test starts it")
 KERNEL = "snnk_peft.functional.device_kernels.cuda_adapter.adapter_sum"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own():
-    """The interpreter must be chosen before Triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_in_a_process_of_its_own(__file__)
 
 
 @pytest.mark.slow
@@ -70,13 +61,10 @@ def _on_the_cpu(monkeypatch):
         return narrow.view(torch.int16).numpy().view(np.uint16).reshape(x.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
-    before = dict(DEVICE_KERNELS)
-    cuda_adapter.register("cpu")
     monkeypatch.setattr(launches, "COLUMNS", 16)
     monkeypatch.setattr(launches, "FEWEST", 10)
-    yield
-    DEVICE_KERNELS.clear()
-    DEVICE_KERNELS.update(before)
+    with kernels_on_the_cpu(cuda_adapter):
+        yield
 
 
 def wide_adapter(component: str, rows: str, *, normalize: bool, out: int) -> SNNKAdapter:

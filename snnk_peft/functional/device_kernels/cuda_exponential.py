@@ -10,6 +10,7 @@ from torch import Tensor
 
 from snnk_peft.functional.backend import register_kernel, takes_untried, wants_gradient
 from snnk_peft.functional.exponential_attention import KeyMeans, together
+from snnk_peft.functional.hadamard import next_power_of_two
 from snnk_peft.functional.log_linear import LogLinear, both_offsets
 
 LARGEST = 128  # features, and columns of keys and of values
@@ -57,19 +58,19 @@ def causal_exponential_attention(
     return torch.cat((out, lse.unsqueeze(-1)), -1) if weighed else out, KeyMeans(*behind)
 
 
+def padded(size: int) -> int:
+    """Sizes of tiles are powers of two, of 16 or more."""
+    return max(16, next_power_of_two(size))
+
+
 def serves(*tensors: Tensor, features: LogLinear, state: KeyMeans | None) -> bool:
     """Return True if the kernels support these queries, keys, values and key features."""
     dtype, m, columns = tensors[0].dtype, features.rows.shape[-2], max(t.shape[-1] for t in tensors)
-    small = max(m, columns) <= LARGEST and _power(m) * _power(columns) <= ROOM.get(dtype, 0)
+    small = max(m, columns) <= LARGEST and padded(m) * padded(columns) <= ROOM.get(dtype, 0)
     same = all(t.dtype == dtype and t.dim() == 4 and t.shape[-2] > 0 for t in tensors)
     whole = features.rows.dtype == torch.float32 and features.rows.dim() <= 4
     kept = state is None or all(t.dtype == torch.float32 for t in state)
     return small and same and whole and kept and features.signs is None and not isinstance(features.square, Tensor)
-
-
-def _power(size: int) -> int:
-    """The power of two that tiles have in its place."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def _serves_means(

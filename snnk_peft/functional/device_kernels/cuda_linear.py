@@ -9,6 +9,7 @@ from torch import Tensor
 
 from snnk_peft.functional.backend import register_kernel, takes_untried, wants_gradient
 from snnk_peft.functional.causal_attention import CHUNK
+from snnk_peft.functional.device_kernels.cuda_exponential import padded
 from snnk_peft.functional.linear_attention import AttentionState
 
 LARGEST = 128  # features, and columns of values
@@ -54,16 +55,11 @@ def _scales(k: Tensor, log_scale: Tensor | None) -> Tensor | None:
 def _serves(*features: Tensor, v: Tensor, state: AttentionState | None, log_scale: Tensor | None) -> bool:
     """Return True if the kernels support these features, values and state."""
     dtype, m, D = features[0].dtype, features[0].shape[-1], v.shape[-1]
-    small = max(m, D) <= LARGEST and _power(m) * _power(D) <= ROOM
+    small = max(m, D) <= LARGEST and padded(m) * padded(D) <= ROOM
     same = all(x.dtype == dtype for x in features) and {dtype, v.dtype} <= set(DTYPES)
     whole = all(x.dim() == 4 and x.shape[-2] > 0 for x in (*features, v))
     kept = state is None or (all(x.dtype == torch.float32 for x in state) and not state.log_scale.requires_grad)
     return small and same and whole and kept and (log_scale is None or log_scale.dtype in DTYPES)
-
-
-def _power(size: int) -> int:
-    """The power of two that tiles have in its place."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def _serves_sums(
