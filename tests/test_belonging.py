@@ -1,6 +1,6 @@
 """`--resume` takes no checkpoint, report or record of another run, and no manifest that leaves a file unchecked."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 from recipe_world import recipe, write_settings, write_world
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-sys.path.append(str(RECIPES))
 
 import finetune
 import fit_head

@@ -1,13 +1,12 @@
 """Rows of numbers: the official layouts of UCI, and recipes/papers/programs/train_mlp.py."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,6 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
 from column_files import write_columns

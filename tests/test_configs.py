@@ -3,13 +3,12 @@
 A file in a folder that `STAND_INS` does not know fails.
 """
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,28 +20,15 @@ import yaml
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+import closed_form
+import convert
+import finetune
+import fit_head
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from data import TASKS
 from glue_files import sentences, write_task
 from imdb_files import write_reviews
-from recipe_world import RECIPES, recipe, write_world
-from safetensors.torch import save_file
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTImageProcessorPil,
-)
-
-sys.path.append(str(RECIPES))
-
-import closed_form
-import convert
-import finetune
-import fit_head
 from lib.config import load_config
 from lib.data import steps_per_epoch
 from lib.loop import mean_loss
@@ -56,6 +42,16 @@ from papers.programs import (
     train_lowrank,
     train_lra,
     train_mlp,
+)
+from recipe_world import RECIPES, recipe, write_world
+from safetensors.torch import save_file
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
 )
 
 CONFIGS = [RECIPES / "configs", RECIPES / "papers/configs"]

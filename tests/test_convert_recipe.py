@@ -1,6 +1,6 @@
 """recipes/convert.py: a fine-tuned classifier in, a bundle with its figures out, with labels and without."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +45,6 @@ from tests.fresh_process import run_python, start_python
 from tests.hub_stand_in import HubStandIn
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-sys.path.append(str(RECIPES))
 
 import convert
 from accelerate.state import AcceleratorState

@@ -1,11 +1,10 @@
 """The adapters that the settings files train, through the recipe's door: size, bundle, reload, ONNX, on MiniLM."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,14 @@ import torch
 for package in ("accelerate", "datasets", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+import finetune
+from lib.config import load_config
+from lib.settings import FinetuneConfig
 from peft import PeftModel
 from recipe_world import RECIPES
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import export
-
-sys.path.append(str(RECIPES))
-
-import finetune
-from lib.config import load_config
-from lib.settings import FinetuneConfig
 
 FILES = [*sorted((RECIPES / "configs/glue").glob("*.yaml")), RECIPES / "configs/table.yaml"]
 LIMIT = 300_000  # bytes of the adapter alone

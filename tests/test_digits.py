@@ -6,7 +6,6 @@ Oracles: the pictures of scikit-learn, parameters counted by hand, real weights 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ pytest.importorskip("PIL.Image", reason="pip install snnk-peft[recipes]")
 pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
 datasets = pytest.importorskip("sklearn.datasets", reason="pip install snnk-peft[recipes]")
 
-sys.path.append(str(RECIPES))
 finetune = recipe("finetune")
 
 from accelerate.state import AcceleratorState  # noqa: E402

@@ -1,6 +1,6 @@
 """recipes/finetune.py in several processes on the CPU, and the profiles of `accelerate launch`."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from tests.fresh_process import run_processes, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = str(ROOT / "recipes/finetune.py")
-sys.path.append(str(ROOT / "recipes"))
 
 from lib.checkpoint import list_checkpoints, verify
 from lib.processes import launcher_faults

@@ -1,12 +1,11 @@
 """recipes/export.py: a folder becomes a file, scored beside its model."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,11 @@ import torch
 for package in ("accelerate", "datasets", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-from recipe_world import RECIPES, recipe, write_world
+from recipe_world import recipe, write_world
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import FFNPart, SNNKConfig, bundle, get_snnk_model
 
-sys.path.append(str(RECIPES))
 export = recipe("export")
 
 

@@ -1,6 +1,6 @@
 """A disk that fills up at any moment of a run: the path is told, nothing half stays, and the run can be continued."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import resource
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 from recipe_world import recipe, write_settings, write_world
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
 from lib import run as runs

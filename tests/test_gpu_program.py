@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import torch
 from PIL import Image
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-sys.path.append(str(RECIPES))
 
 import gpu  # noqa: E402
 from lib.gpu_data import write_pictures  # noqa: E402

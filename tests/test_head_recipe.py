@@ -1,13 +1,12 @@
 """recipes/fit_head.py: a head in closed form from files to a bundle, in one process and in two."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import json
 import resource
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+import finetune
+import fit_head
 from accelerate.state import AcceleratorState
 from glue_files import write_task
 from recipe_world import RECIPES, write_world
@@ -29,11 +30,6 @@ from safetensors.torch import load_file
 from snnk_peft import ClosedFormHead, HeadStatistics
 from snnk_peft.errors import NumericalWarning
 from tests.fresh_process import run_processes, run_python
-
-sys.path.append(str(RECIPES))
-
-import finetune
-import fit_head
 
 pytestmark = pytest.mark.slow
 

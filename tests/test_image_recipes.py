@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from recipe_world import RECIPES, recipe
 Image = pytest.importorskip("PIL.Image", reason="pip install snnk-peft[recipes]")
 pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
 
-sys.path.append(str(RECIPES))
 finetune, evaluate = recipe("finetune"), recipe("score")
 
 from accelerate.state import AcceleratorState  # noqa: E402

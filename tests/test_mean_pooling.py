@@ -1,6 +1,6 @@
 """The mean over the tokens instead of [CLS]: against means taken example by example, through every door."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,12 @@ import torch
 for package in ("accelerate", "datasets", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+import finetune
 import yaml
+from lib.config import load_config
+from lib.models import trained_on_means
+from lib.settings import FinetuneConfig
+from lib.task_settings import find_task, with_pooling
 from peft import PeftModel
 from recipe_world import RECIPES
 from sklearn.linear_model import Ridge
@@ -45,14 +49,6 @@ from snnk_peft.errors import UnsupportedError
 from snnk_peft.layers.mean_pooling import counted_tokens
 from tests.fresh_process import run_python
 from tests.tiny_families import CONFIGS, build, main_head
-
-sys.path.append(str(RECIPES))
-
-import finetune
-from lib.config import load_config
-from lib.models import trained_on_means
-from lib.settings import FinetuneConfig
-from lib.task_settings import find_task, with_pooling
 
 NOUNS = ("dog", "film", "report", "storm", "king", "sea", "house", "train", "song", "cake")
 # What each head makes of the last hidden states, by its own modules.

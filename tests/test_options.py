@@ -6,16 +6,16 @@ import contextlib
 import inspect
 import json
 import math
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import torch
 import yaml
+from lib.config import describe, load_config
+from lib.settings import FinetuneConfig
 
 from snnk_peft import COMPONENTS, PROJECTIONS, SNNKConfig, build_feature_map
 from snnk_peft.errors import ConfigError
@@ -24,11 +24,6 @@ from snnk_peft.feature_map.spec import SHARED_ARGUMENTS, pair_faults
 from snnk_peft.options import MOST_SEED, Option, documented, fits_type, option, options_of, value_faults
 from snnk_peft.parts import PARTS
 from tests.tensor_sizes import LargestTensor
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
-
-from lib.config import describe, load_config
-from lib.settings import FinetuneConfig
 
 
 class Thing:

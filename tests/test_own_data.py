@@ -1,6 +1,6 @@
 """Own data: tables of every kind, trained, evaluated and bundled from the command line; every fault with its line."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import random
 import re
 import string
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ from snnk_peft.tasks._entities import entity_f1
 from snnk_peft.tasks.metrics import macro_f1
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
 from lib.data import Examples

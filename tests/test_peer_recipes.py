@@ -1,13 +1,12 @@
 """The peers of recipes/finetune.py: what each trains, that it starts as the original; a head that knows shares."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,17 @@ import torch
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+import finetune
 from accelerate.state import AcceleratorState
+from lib.models import build_model
+from lib.peers import start_at_prior
+from lib.settings import LoraSection, MethodSection
 from recipe_world import RECIPES, recipe, write_settings, write_world
 
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python
 from tests.tiny_families import build
 from tests.tiny_models import inputs_for, tiny
-
-sys.path.append(str(RECIPES))
-
-import finetune
-from lib.models import build_model
-from lib.peers import start_at_prior
-from lib.settings import LoraSection, MethodSection
 
 evaluate = recipe("score")
 HEAD = 32 * 3 + 3

@@ -18,7 +18,6 @@ import pytest
 
 pytest.importorskip("rich", reason="pip install snnk-peft[demo]")
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
 from data import TASKS, film_reviews
 from lib.quickstart_data import film_corpus, load_corpus

@@ -1,6 +1,6 @@
 """What users of the recipes meet: Ctrl-C, full and closed disks, folders that are not there, texts that do not fit."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 from snnk_peft.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-sys.path.append(str(RECIPES))
 
 import closed_form
 import finetune

@@ -1,6 +1,6 @@
 """The fine-tuning recipe on a tiny BERT and stand-in GLUE files: settings, resume, stops, damaged checkpoints."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from tests.kill_runs import kill_runs
 from tests.stored_runs import stored
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-sys.path.append(str(RECIPES))
 
 import finetune
 from accelerate import Accelerator

@@ -1,11 +1,10 @@
 """Scored rows that are trained on, and rows with two labels, are told with counts; unreadable pictures all at once."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,8 @@ import pytest
 for package in ("accelerate", "datasets", "PIL"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-from image_layouts import png
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
-
 from data import TASKS
+from image_layouts import png
 from lib import repeated as repeated_examples
 from lib.images import ImageExamples
 from lib.repeated import repeat_notes

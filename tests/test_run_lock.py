@@ -1,6 +1,6 @@
 """Who writes a folder is alone: two runs, a run and `--overwrite`, two `--resume`, killed ones, forked workers."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from tests.fresh_process import FreshProcess, run_processes, run_python, start_p
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
-sys.path.append(str(RECIPES))
 
 import finetune
 from accelerate.state import AcceleratorState

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,9 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from tests.recipe_world import RECIPES, recipe, write_settings, write_world
+from tests.recipe_world import recipe, write_settings, write_world
 
 pytestmark = pytest.mark.gpu
-sys.path.append(str(RECIPES))
 finetune = recipe("finetune")
 SETTING = {"cpu": "cpu", "cuda": "auto"}  # of train.device
 

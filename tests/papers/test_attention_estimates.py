@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ for package in ("datasets", "matplotlib", "rich"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.append(str(RECIPES))
 
 from glue_files import write_task
 from papers.lib.estimates_page import beats

@@ -1,6 +1,6 @@
 """One loop for every recipe: a new kind of model and data is one class, and runs of earlier versions continue."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -27,7 +26,6 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
 from data.listops import write_listops
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.append(str(RECIPES))
 
 import finetune
 from accelerate import Accelerator

@@ -1,6 +1,6 @@
 """Long Range Arena: the ListOps generator, loaders of official layouts, and the training recipe end to end."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import statistics
-import sys
 import tarfile
 import time
 from collections.abc import Iterator
@@ -34,7 +33,6 @@ from tests.fresh_process import FreshProcess, start_python
 from tests.stored_runs import drop_run
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
 from lib import checkpoint as checkpoints

@@ -3,14 +3,13 @@
 Oracles: singular values, a plain SVD beside a Monte Carlo mean, correlations by hand and by scipy, a run's own report.
 """
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import json
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,6 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "PIL"):
 
 import image_layouts
 from accelerate.state import AcceleratorState
-from recipe_world import RECIPES
-from scipy.stats import spearmanr
-
-sys.path.append(str(RECIPES))
-
 from lib import training
 from lib.config import load_config
 from lib.loop import train_step
@@ -37,6 +31,8 @@ from papers.lib.lowrank_model import init_errors, low_rank_model, rebuilt_errors
 from papers.lib.lowrank_settings import LowRankConfig, LowRankMethod
 from papers.lib.ranks import rank_correlation
 from papers.programs import train_lowrank
+from recipe_world import RECIPES
+from scipy.stats import spearmanr
 
 from tests.stored_runs import put_run
 

@@ -3,7 +3,7 @@
 Oracles: published accuracies and parameter counts, formulas by hand, a run that was never interrupted.
 """
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import json
 import os
 import signal
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +26,6 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "PIL"):
 
 import image_layouts
 from accelerate.state import AcceleratorState
-from recipe_world import RECIPES
-from safetensors.torch import load_file, save_file
-from torch.nn import functional
-
-sys.path.append(str(RECIPES))
-
 from data import TASKS
 from lib import training
 from lib.checkpoint import list_checkpoints
@@ -45,6 +38,9 @@ from papers.lib.lowrank_model import image_processor, low_rank_model, make_optim
 from papers.lib.lowrank_settings import LowRankConfig, LowRankMethod, LowRankModel
 from papers.lib.study import load
 from papers.programs import convert_efficientnet_lite, train_lowrank
+from recipe_world import RECIPES
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tuner.slot_layer import SlotLayer

@@ -1,12 +1,11 @@
 """The study spectraformer: all pairs of the paper at equal processor time, on short whole expressions."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 for package in ("matplotlib", "rich"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from data.listops import write_listops
 from papers import study

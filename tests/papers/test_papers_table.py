@@ -1,13 +1,12 @@
 """papers/table_papers.py: verdicts by one rule, figures from stored reports alone, and the stored page is its page."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 for package in ("matplotlib", "rich"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-sys.path.append(str(ROOT / "recipes"))
 
 from papers import table_papers
 from papers.claims import learned_kernels, lecture, snnk

@@ -1,6 +1,6 @@
 """The peer performer-pytorch in train_lra.py: against its formula, against softmax, and as a run."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from safetensors.torch import load_file
 for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
 from data import TASKS

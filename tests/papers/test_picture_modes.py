@@ -1,12 +1,11 @@
 """Pictures come as `datasets.Image` gives them, whatever the mode, the format and how the camera was held."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,14 @@ for package in ("accelerate", "datasets", "PIL"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 import datasets
-from image_layouts import archive
-from PIL import Image
-from test_image_tasks import hub_task, shard
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
-
 from data import TASKS
 from data._pictures import EncodedPictures
+from image_layouts import archive
 from lib.images import ImageExamples
 from papers.lib.column_rows import columns_of
 from papers.lib.picture_rows import read_picture
+from PIL import Image
+from test_image_tasks import hub_task, shard
 from transformers import ViTImageProcessorPil
 
 from snnk_peft.errors import ConfigError

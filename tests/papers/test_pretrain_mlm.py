@@ -1,6 +1,6 @@
 """Pretraining by hidden word pieces and fine-tuning behind it: masks, vocabulary, resume, learned kernels, page."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.append(str(RECIPES))
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState

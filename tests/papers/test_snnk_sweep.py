@@ -1,11 +1,10 @@
 """The study snnk: every experiment and method runs, and the page says what the runs found."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.append(str(RECIPES))
 
 from column_files import write_columns
 from fresh_process import run_python

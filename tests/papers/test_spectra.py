@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ for package in ("accelerate", "matplotlib", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.append(str(RECIPES))
 
 from accelerate.state import AcceleratorState
 from data import TASKS

@@ -8,7 +8,6 @@ import json
 import math
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ for package in ("matplotlib", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.append(str(RECIPES))
 
 from papers.lib.reports import collect, read_reports, read_runs
 from papers.study import main, written

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("yaml", reason="pip install snnk-peft[recipes]")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from papers import study
 from papers.lib.study import PAPERS, STUDIES, entries, expanded, load

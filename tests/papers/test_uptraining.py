@@ -3,13 +3,12 @@
 Oracles: numbers counted by hand, gradients, the weights of the pretrained model, the bundle itself.
 """
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,19 @@ import torch
 for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
+import finetune
 from accelerate.state import AcceleratorState
 from fresh_process import run_python
 from glue_files import write_task
-from recipe_world import RECIPES, write_world
-from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
-
-sys.path.append(str(RECIPES))
-
-import finetune
 from lib.config import load_config
 from lib.models import build_model, train_in_use
 from lib.settings import FinetuneConfig, MethodSection
 from papers import study
 from papers.lib.study import load
 from papers.pages import uptraining as uptraining_page
+from recipe_world import RECIPES, write_world
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.cost import estimate_cost

@@ -1,13 +1,12 @@
 """Variance over draws of random features: the metrics, and fresh draws of a model's attention."""
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
+# Imports follow the check that the optional packages are there.
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import yaml
 for package in ("accelerate", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import finetune
 from accelerate.state import AcceleratorState
