@@ -1,4 +1,4 @@
-"""What each process of a group does in tests/test_frobenius_decay.py: `python -m tests.decay_job FOLDER`."""
+"""What each process of a group does in tests/package/test_frobenius_decay.py: `python -m tests.decay_job FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each process of a group does in tests/test_process_group.py: `python -m tests.group_job FOLDER`."""
+"""What each process of a group does in tests/package/test_process_group.py: `python -m tests.group_job FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tiny random models of every family and every head of transformers, and inputs for them.
 
-A family that registers itself is tested once it has an entry here; `tests/test_families.py` fails where one is missing.
+A family that registers itself is tested once it has an entry here; `test_families.py` fails where one is missing.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class MethodSection(PoolingSection):
     head_bias: str = option(
         "auto",
         "what the classifier's bias starts with: zero; prior, logarithms of the classes' shares or the mean number, "
-        "without which adapters begin with learning that, and may lose the examples over it (tests/test_plateau.py); "
+        "without which adapters begin with learning that, and may lose the examples over it; "
         "auto: prior where the classifier has a bias",
         choices=("auto", "zero", "prior"),
     )

@@ -13,7 +13,7 @@ from snnk_peft.attention import RecurrentCache
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
 from tests.gpu.agreement import TOLERANCE, agree, every_dtype, gradients_agree
-from tests.test_attention import causal_model, left_padded, patched
+from tests.package.test_attention import causal_model, left_padded, patched
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")]
 LENGTH, PIECES = 150, [70, 1, 1, 78]  # more than two chunks of tokens; a prompt, single tokens, a second turn

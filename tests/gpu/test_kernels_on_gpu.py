@@ -14,7 +14,7 @@ from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.layers.kernel_attention import KernelAttention
 from tests import linear_oracle
 from tests.exponential_oracle import CASES, TOLERANCE, check, compare, dense, error, given
-from tests.test_adapter_step import adapter_of, errors
+from tests.package.test_adapter_step import adapter_of, errors
 
 pytest.importorskip("triton", reason="pip install triton")
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def _on_a_card(device):
     if device != "cuda":
-        pytest.skip("tests/test_triton_kernels.py runs the same in Triton's interpreter")
+        pytest.skip("tests/package/test_triton_kernels.py runs the same in Triton's interpreter")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ CHOSEN = [
 @pytest.mark.parametrize(("dtype", "case", "columns"), CHOSEN)
 def test_near_attention(dtype, case, columns, causal, device):
     if device != "cuda":
-        pytest.skip("tests/test_triton_near.py runs the same in Triton's interpreter")
+        pytest.skip("tests/package/test_triton_near.py runs the same in Triton's interpreter")
     if "behind" in CASES[case] and not causal:
         pytest.skip("behind other keys a text is causal")
     more = {"L": 600} if columns is None else {"L": 600, "d": columns, "D": columns}

@@ -23,11 +23,11 @@ from lib.images import ImageExamples
 from papers.lib.column_rows import columns_of
 from papers.lib.picture_rows import read_picture
 from PIL import Image
-from test_image_tasks import hub_task, shard
 from transformers import ViTImageProcessorPil
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._pictures import UnreadableImageError, converted
+from tests.recipes.test_image_tasks import hub_task, shard
 
 ORIENTATION = 0x0112
 MODES = {

@@ -1,0 +1,363 @@
+"""A saved bundle in other processes: with the package, without it, in a pipeline, through the Hub, and damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForSequenceClassification, BertTokenizer
+
+from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
+from snnk_peft.errors import ConfigError
+from snnk_peft.model_card import hub_id, template, write_model_card
+from tests.fresh_process import ForkServer, run_python
+from tests.hub_stand_in import HubStandIn
+from tests.tiny_models import inputs_for, tiny, trained
+
+BLOCK = "import sys; sys.modules['snnk_peft'] = None\n"
+WORDS = ["good", "bad", "film", "the", "a", "was", "really", "not"]
+
+
+def make_bundle(**options):
+    model = tiny("bert", id2label={0: "negative", 1: "positive"}, label2id={"negative": 0, "positive": 1})
+    parts = {
+        "adapter": AdapterPart(num_features=8),
+        "ffn": FFNPart(num_features=8, projection="orf", component="relu"),
+        "pooler": PoolerPart(num_features=8),
+    }
+    return bundle(trained(get_snnk_model(model, SNNKConfig(**parts, **options))))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two folders, with matrices and seeds only, with a tokenizer, and expected outputs next to them."""
+    top = tmp_path_factory.mktemp("bundles")
+    vocabulary = top / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    tokenizer = BertTokenizer(vocab=str(vocabulary))
+    for name, keep in (("full", True), ("seeds", False)):
+        model = make_bundle(save_projection=keep)
+        model.save_pretrained(top / name)
+        tokenizer.save_pretrained(top / name)
+        inputs = inputs_for(model)
+        with torch.no_grad():
+            torch.save({"inputs": inputs, "logits": model(**inputs).logits}, top / f"{name}.pt")
+    return top
+
+
+def run(code: str, folder: Path, *, package: bool = True) -> subprocess.CompletedProcess:
+    """Run Python code in a process of its own from the first import on, in `folder`, with its own caches."""
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "HF_ENDPOINT")}
+    env |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    if package:
+        env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    code = code if package else BLOCK + code
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+LOAD = """
+import torch
+from transformers import AutoModelForSequenceClassification, pipeline
+for name in ("full", "seeds"):
+    model = AutoModelForSequenceClassification.from_pretrained(name, **OPTIONS)
+    known = torch.load(f"{name}.pt")
+    with torch.no_grad():
+        given = model(**known["inputs"]).logits
+    torch.testing.assert_close(given, known["logits"], rtol=1e-5, atol=1e-6)
+    assert type(model).__name__ == "SnnkBertForSequenceClassification"
+    result = pipeline("text-classification", name, **OPTIONS)("the film was really not bad", top_k=None)
+    assert {entry["label"] for entry in result} == {"positive", "negative"}, result
+"""
+
+
+def test_with_the_package(saved):
+    code = "import snnk_peft\nOPTIONS = {}" + LOAD
+    # With the package, its own classes are used even if remote code is allowed.
+    code += "\nmodel = AutoModelForSequenceClassification.from_pretrained('full', trust_remote_code=True)"
+    code += "\nassert type(model).__module__ == 'snnk_peft.bundling.classes'"
+    code += "\nassert model.bundle_report.parity_error < 1e-5"
+    done = run(code, saved)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_without_the_package_as_remote_code(saved):
+    code = "OPTIONS = {'trust_remote_code': True}" + LOAD
+    code += """
+import sys
+assert sys.modules["snnk_peft"] is None
+assert type(model).__module__.startswith("transformers_modules")
+model.save_pretrained("again")
+again = AutoModelForSequenceClassification.from_pretrained("again", trust_remote_code=True)
+with torch.no_grad():
+    torch.testing.assert_close(again(**known["inputs"]).logits, known["logits"], rtol=1e-5, atol=1e-6)
+# Damage is refused here as well.
+from safetensors.torch import load_file, save_file
+tensors = load_file("again/model.safetensors")
+key = next(key for key in tensors if key.endswith("checksum"))
+tensors[key][0] ^= 1
+save_file(tensors, "again/model.safetensors", {"format": "pt"})
+try:
+    AutoModelForSequenceClassification.from_pretrained("again", trust_remote_code=True)
+except ValueError as error:
+    assert "checksum" in str(error), error
+else:
+    raise AssertionError("a wrong checksum was accepted")
+"""
+    done = run(code, saved, package=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_fails_closed_without_either(saved):
+    code = """
+from transformers import AutoConfig, AutoModelForSequenceClassification, pipeline
+for load in (
+    lambda: AutoModelForSequenceClassification.from_pretrained("full"),
+    lambda: AutoModelForSequenceClassification.from_pretrained("full", trust_remote_code=False),
+    lambda: AutoConfig.from_pretrained("full"),
+    lambda: pipeline("text-classification", "full"),
+):
+    try:
+        load()
+    except ValueError as error:
+        assert "trust_remote_code=True" in str(error), error
+    else:
+        raise AssertionError("loaded without its code")
+"""
+    done = run_python(["-c", BLOCK + code], cwd=saved)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# In this process
+
+
+def copy_of(saved: Path, name: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved / name, tmp_path / name))
+
+
+def test_folder_contents(saved):
+    names = {path.name for path in (saved / "full").iterdir()}
+    assert {"config.json", "model.safetensors", "modeling_snnk_bundle.py", "README.md"} <= names
+    assert "adapter_config.json" not in names
+    config = json.loads((saved / "full" / "config.json").read_text())
+    assert config["id2label"] == {"0": "negative", "1": "positive"}
+    assert config["architectures"] == ["SnnkBertForSequenceClassification"]
+    assert config["model_type"] == "snnk_bert"
+    assert config["auto_map"]["AutoModelForSequenceClassification"].startswith("modeling_snnk_bundle.")
+    sizes = [(saved / name / "model.safetensors").stat().st_size for name in ("full", "seeds")]
+    assert sizes[1] < sizes[0]
+    code = (saved / "full" / "modeling_snnk_bundle.py").read_text()
+    assert "from snnk_peft" not in code
+    assert "import peft" not in code
+
+
+def test_half_precision_and_another_head_class(saved):
+    known = torch.load(saved / "full.pt")
+    model = AutoModelForSequenceClassification.from_pretrained(saved / "full", dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
+    with torch.no_grad():
+        given = model(**known["inputs"]).logits.float()
+    assert (given - known["logits"]).abs().max() < 0.1 * known["logits"].abs().max()
+    with pytest.raises(ConfigError, match="SnnkBertForSequenceClassification and cannot be loaded as SnnkBertModel"):
+        AutoModel.from_pretrained(saved / "full")
+
+
+def change(folder: Path, edit) -> Path:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, {"format": "pt"})  # without digests, and not named in the config: strictness alone
+    content = json.loads((folder / "config.json").read_text())
+    del content["snnk_digests"]
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def drop_one(tensors):
+    del tensors["classifier.weight"]
+
+
+def add_one(tensors):
+    tensors["classifier.extra"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [(drop_one, r"missing from the file: classifier\.weight"), (add_one, r"does not have: classifier\.extra")],
+)
+def test_incomplete_weights_are_refused(saved, tmp_path, edit, message):
+    folder = change(copy_of(saved, "full", tmp_path), edit)
+    with pytest.raises(ConfigError, match=message):
+        AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_another_shape_is_refused(saved, tmp_path, lenient):
+    def widen(tensors):
+        tensors["classifier.weight"] = torch.zeros(2, 9)
+
+    folder = change(copy_of(saved, "full", tmp_path), widen)
+    with pytest.raises((ConfigError, RuntimeError), match=r"classifier\.weight|mismatched"):
+        AutoModelForSequenceClassification.from_pretrained(folder, ignore_mismatched_sizes=lenient)
+
+
+def test_truncated_file_is_refused(saved, tmp_path):
+    folder = copy_of(saved, "full", tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"incomplete|not fully covered|deserializing header"):
+        AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("where", ["weights", "config"])
+def test_another_draw_is_refused(saved, tmp_path, where):
+    folder = copy_of(saved, "seeds", tmp_path)
+    if where == "weights":
+
+        def flip(tensors):
+            key = next(key for key in tensors if key.endswith("checksum"))
+            tensors[key][0] ^= 1
+
+        change(folder, flip)
+    else:
+        path = folder / "config.json"
+        content = json.loads(path.read_text().replace('"seed": 0', '"seed": 1'))
+        del content["snnk_digests"]  # with them, the change itself is named: test_loading.py
+        path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="checksum of the redrawn projection"):
+        AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+def test_an_adapter_folder_is_not_overwritten(tmp_path):
+    model = get_snnk_model(tiny("bert"), SNNKConfig(adapter=AdapterPart(num_features=4)))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"adapter_config\.json"):
+        bundle(model).save_pretrained(tmp_path)
+
+
+# Model cards
+
+
+def test_card_template_is_the_one_in_the_package(root):
+    assert (root / "model_cards" / "template.md").read_text() == template()
+
+
+def test_card_of_a_bundle(saved, tmp_path):
+    card = ModelCard.load(saved / "full" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-classification"
+    assert "snnk_peft" in card.data.tags
+    report = AutoModelForSequenceClassification.from_pretrained(saved / "full").bundle_report
+    for text in ("import snnk_peft", f"{report.bytes_after:,}", '"num_features": 8', "trust_remote_code=True"):
+        assert text in card.text
+    # A card that is already there stays.
+    folder = copy_of(saved, "full", tmp_path)
+    (folder / "README.md").write_text("mine")
+    AutoModelForSequenceClassification.from_pretrained(folder).save_pretrained(folder)
+    assert (folder / "README.md").read_text() == "mine"
+
+
+def test_card_with_everything_and_of_an_adapter(tmp_path):
+    path = write_model_card(
+        tmp_path,
+        base_model="google-bert/bert-base-uncased",
+        model_class="BertForSequenceClassification",
+        config={"adapter": {"num_features": 16}},
+        metrics={"accuracy": 0.91234},
+        training={"lr": 0.001},
+        tags=["glue"],
+        dataset="nyu-mll/glue",
+        license="apache-2.0",
+    )
+    card = ModelCard.load(path)
+    assert card.data.base_model == "google-bert/bert-base-uncased"
+    assert card.data.metrics == ["accuracy"]
+    assert "| accuracy | 0.9123 |" in card.text
+    (tmp_path / "adapter_config.json").write_text("{}")
+    write_model_card(tmp_path, model_class="BertForSequenceClassification")
+    card = ModelCard.load(path)
+    assert card.data.library_name == "peft"
+    assert "AutoPeftModelForSequenceClassification" in card.text
+    assert "import snnk_peft" in card.text
+    assert hub_id(str(tmp_path)) is None
+    assert hub_id("../model") is None
+
+
+# Through the Hub
+
+PUSH = """
+import snnk_peft
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+model = AutoModelForSequenceClassification.from_pretrained("full")
+print(model.push_to_hub("me/tiny-snnk", commit_message="first", tags=["test"], token="hf_x"))
+AutoTokenizer.from_pretrained("full").push_to_hub("me/tiny-snnk", token="hf_x")
+print(model.push_to_hub("me/tiny-snnk", commit_message="second", token="hf_x"))
+model.save_pretrained("pushed", push_to_hub=True, repo_id="me/other", token="hf_x", commit_message="third")
+"""
+
+PULL = """
+import torch
+from transformers import AutoModelForSequenceClassification, pipeline
+known = torch.load("full.pt")
+model = AutoModelForSequenceClassification.from_pretrained("me/tiny-snnk", **OPTIONS)
+with torch.no_grad():
+    torch.testing.assert_close(model(**known["inputs"]).logits, known["logits"], rtol=1e-5, atol=1e-6)
+assert pipeline("text-classification", "me/tiny-snnk", **OPTIONS)("the film")[0]["label"] in ("positive", "negative")
+"""
+
+
+@contextlib.contextmanager
+def online(hub: HubStandIn, folder: Path) -> Iterator[ForkServer]:
+    """Fresh processes whose Hub is the stand-in, with an empty cache."""
+    server = ForkServer(
+        HF_ENDPOINT=hub.url,
+        HF_HUB_OFFLINE="",
+        HF_HUB_DISABLE_XET="1",
+        HF_HUB_DISABLE_PROGRESS_BARS="1",
+        HF_HOME=str(folder / "hf"),
+    )
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+def test_push_to_the_hub_and_load_back(saved, tmp_path):
+    with HubStandIn() as hub, online(hub, tmp_path) as server:
+        done = server.run(["-c", PUSH], cwd=saved)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert hub.commits[0] == "first"
+        assert hub.commits[-2:] == ["second", "third"]
+        assert set(hub.repos["me/other"]) == {path.name for path in (saved / "pushed").iterdir()}
+        files = hub.repos["me/tiny-snnk"]
+        assert {"config.json", "model.safetensors", "modeling_snnk_bundle.py", "README.md", "tokenizer.json"} <= set(
+            files
+        )
+        assert files["model.safetensors"] == (saved / "full" / "model.safetensors").read_bytes()
+        card = files["README.md"].decode()
+        assert "import snnk_peft" in card
+        assert "- test" in card
+        for package in (True, False):
+            shutil.copy(saved / "full.pt", tmp_path)
+            start = "import snnk_peft\nOPTIONS = {}" if package else BLOCK + "OPTIONS = {'trust_remote_code': True}"
+            done = server.run(["-c", start + PULL], cwd=tmp_path)
+            assert done.returncode == 0, done.stderr[-3000:]
+        assert not hub.unknown, hub.unknown

@@ -1,0 +1,368 @@
+"""Near and far field under one normalisation, against the weights of single pairs of tokens in fp64."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import StaticCache
+
+from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, bundle, get_snnk_model
+from snnk_peft.attention import RecurrentCache
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.recurrent_attention import continue_attention
+from tests.fresh_process import run_python
+from tests.package.test_attention import causal_model, left_padded, patched, sharpened
+from tests.tensor_sizes import LargestTensor
+from tests.tiny_models import inputs_for, trained
+
+F64 = torch.float64
+HEADS, GROUPS, DIM, LENGTH, SCALING = 6, 2, 4, 13, 0.6
+JOINT = {"near_field": 3, "near_field_normalisation": "joint", "sinks": 2}
+# Component, projection, number of maps (one for all, per key head, per query head), whether keys have their own.
+MAPS = [
+    ("posrf", "orf", 1, False),
+    ("hyprf", "gaussian", GROUPS, False),
+    ("gerf", "orf", 1, False),
+    ("mixture", "free", 1, True),
+    ("mixture", "free", HEADS, True),
+]
+
+
+def kernel_of(component: str, projection: str, count: int, apart: bool, near_field: int = 3, sinks: int = 2):
+    def maps() -> list:
+        return [build_feature_map(component, projection, DIM, 8) for _ in range(count)]
+
+    term = AttentionTerm(maps(), maps() if apart else None)
+    kernel = KernelAttention([term], HEADS, near_field=near_field, joint=True, sinks=sinks).double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in kernel.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    return kernel
+
+
+def tensors(length: int = LENGTH, size: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    heads = ((HEADS, DIM), (GROUPS, DIM), (GROUPS, 5))
+    q, k, v = (torch.randn(2, count, length, dim, generator=generator, dtype=F64) for count, dim in heads)
+    return [size * q, size * k, v]
+
+
+def a_mask(length: int = LENGTH) -> torch.Tensor:
+    """Padding on the left, on the right and in between."""
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[0, 6] = mask[0, -2:] = mask[1, :4] = False
+    return mask
+
+
+def definition(kernel: KernelAttention, q, k, v, mask, causal: bool) -> torch.Tensor:
+    """Pair by pair: e^{q·k} for near keys, the product of the features and the factor for others."""
+    feature_pairs = kernel.terms[0].pairs()
+    width, sinks = kernel.near_field, kernel.joint.sinks
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=F64)
+    for b in range(len(q)):
+        first = [j for j in range(k.shape[2]) if mask[b, j]][:sinks]
+        for h in range(HEADS):
+            group = h * GROUPS // HEADS
+            place = {1: 0, GROUPS: group, HEADS: h}[len(feature_pairs)]
+            statistics = ({}, {})
+            if feature_pairs[place][0].component.adapts:
+                own = q[b, group * 3 : group * 3 + 3].flatten(0, 1), k[b, group]
+                counts = mask[b].repeat(3), mask[b]
+                found = feature_pairs[place][0].component.statistics(*(t * SCALING**0.5 for t in own), *counts)
+                statistics = found, found
+            queries, keys = (
+                feature_map.phi if second == 0 else feature_map.psi
+                for second, feature_map in enumerate(feature_pairs[place])
+            )
+            phi = queries(q[b, h] * SCALING**0.5, *([statistics[0]] if statistics[0] else []))
+            psi = keys(k[b, group] * SCALING**0.5, *([statistics[1]] if statistics[1] else []))
+            logs = [(f.values.double().log() + (0 if f.log_scale is None else f.log_scale)) for f in (phi, psi)]
+            factor = kernel.joint.factor[0, h]
+            for i in range(LENGTH):
+                own_factor = factor[:-1] @ q[b, h, i] * SCALING**0.5 + factor[-1]
+                seen, terms = [], []
+                for j in range(LENGTH):
+                    if not mask[b, j] or (causal and j > i):
+                        continue
+                    near = abs(i - j) < width or j in first
+                    exact = SCALING * q[b, h, i] @ k[b, group, j]
+                    terms.append(exact if near else (logs[0][i] + logs[1][j]).logsumexp(-1) + own_factor)
+                    seen.append(j)
+                if seen:
+                    out[b, h, i] = torch.stack(terms).softmax(-1) @ v[b, group, seen]
+    return out
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("maps", MAPS, ids=str)
+def test_the_definition(maps, causal):
+    kernel, given, mask = kernel_of(*maps), tensors(), a_mask()
+    with torch.no_grad():
+        found = kernel(*given, mask, causal=causal, scaling=SCALING)
+        torch.testing.assert_close(found, definition(kernel, *given, mask, causal), rtol=1e-9, atol=1e-9)
+
+
+def test_a_component_that_adapts_to_all_tokens():
+    kernel, given, mask = kernel_of("oprf", "orf", 1, False), tensors(), torch.ones(2, LENGTH, dtype=torch.bool)
+    with torch.no_grad():
+        found = kernel(*given, mask, scaling=SCALING)
+        torch.testing.assert_close(found, definition(kernel, *given, mask, False), rtol=1e-8, atol=1e-8)
+    with pytest.raises(UnsupportedError, match="would see the future"):
+        kernel(*given, mask, causal=True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("width", "sinks"), [(LENGTH, 0), (40, 3), (1, LENGTH)])
+def test_what_is_near_as_a_whole_is_softmax(width, sinks, causal):
+    kernel, (q, k, v), mask = kernel_of("posrf", "orf", 1, False, width, sinks), tensors(), a_mask()
+    pairs = mask[:, None, None].expand(-1, 1, LENGTH, -1)
+    if causal:
+        pairs = pairs & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    scores = (q @ k.repeat_interleave(3, 1).mT * SCALING).masked_fill(~pairs, -math.inf)
+    exact = scores.softmax(-1).nan_to_num() @ v.repeat_interleave(3, 1)
+    found = kernel(q, k, v, mask, causal=causal, scaling=SCALING)
+    torch.testing.assert_close(found, exact, rtol=1e-13, atol=1e-13)
+    assert found[1, :, :4].abs().max() == 0 or not causal  # rows without a key
+
+
+def test_several_terms_share_the_far_field():
+    """Twice the same map is that map."""
+    once = kernel_of("posrf", "orf", 1, False)
+    term = once.terms[0]
+    twice = KernelAttention([term, copy.deepcopy(term)], HEADS, near_field=3, joint=True, sinks=2).double()
+    with torch.no_grad():
+        once.joint.factor.zero_()
+    given, mask = tensors(), a_mask()
+    torch.testing.assert_close(twice(*given, mask, causal=True), once(*given, mask, causal=True))
+
+
+@pytest.mark.parametrize("sizes", [[1] * LENGTH, [4, 9], [1, 7, 1, 4], [2, 3, 8]], ids=str)
+@pytest.mark.parametrize("maps", [MAPS[1], MAPS[4]], ids=str)
+def test_pieces_equal_the_whole(maps, sizes):
+    """Token by token, in pieces, and as the last queries of longer keys (a growing cache)."""
+    kernel, (q, k, v), mask = kernel_of(*maps), tensors(), a_mask()
+    with torch.no_grad():
+        whole = kernel(q, k, v, mask, causal=True)
+        state, parts, bytes_kept = None, [], set()
+        for piece in zip(*(t.split(sizes, -2) for t in (q, k, v)), mask.split(sizes, -1), strict=True):
+            part, state = continue_attention(kernel, *piece, state)
+            parts.append(part)
+            kept = [*state.sums[0], *state.band, *state.sinks]
+            bytes_kept.add(sum(tensor.untyped_storage().nbytes() for tensor in kept))
+        torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-10, atol=1e-10)
+        assert len(bytes_kept) == 1
+        last = kernel(q[:, :, -sizes[-1] :], k, v, mask, causal=True)
+        torch.testing.assert_close(last, whole[:, :, -sizes[-1] :], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_half_precision_and_large_norms(dtype, causal):
+    """Scores of some hundreds: nothing overflows, and what is rounded are the numbers that were given."""
+    kernel, mask = kernel_of("mixture", "free", HEADS, True), a_mask()
+    for size in (1.0, 12.0):
+        given = [t.to(dtype) for t in tensors(size=size)]
+        exact = definition(kernel, *(t.double() for t in given), mask, causal)
+        with torch.no_grad():
+            single = copy.deepcopy(kernel).float()
+            found = single(*given, mask, causal=causal, scaling=SCALING)
+        assert found.dtype == dtype
+        tolerance = {torch.float32: 2e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+        assert (found.double() - exact).norm() < tolerance * exact.norm()
+
+
+def test_memory_is_linear():
+    sizes = []
+    for length in (256, 1024):
+        kernel = kernel_of("mixture", "free", HEADS, True, near_field=16)
+        with torch.no_grad(), LargestTensor() as largest:
+            kernel(*tensors(length), causal=True)
+            kernel(*tensors(length))
+        sizes.append(largest.numel)
+    assert sizes[1] <= 4.1 * sizes[0]
+    assert sizes[1] < 2 * HEADS * 1024 * 1024 / 4
+
+
+def test_gradients():
+    kernel, (q, k, v) = kernel_of("mixture", "free", HEADS, True), tensors()
+    for causal in (True, False):
+        kernel.zero_grad()
+        given = [t[:1, :, :7].clone().requires_grad_() for t in (q, k, v)]
+        assert torch.autograd.gradcheck(lambda *t, causal=causal: kernel(*t, causal=causal), given, fast_mode=True)
+        kernel(*given, causal=causal).square().sum().backward()
+        assert all(parameter.grad.abs().sum() > 0 for parameter in kernel.parameters())
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def mixed(model, **changes):
+    """With maps that are not those of a kernel, and factors that are not one."""
+    part = AttentionPart(component="mixture", projection="centroids", num_features=8, refit_output=False, **JOINT)
+    found = get_snnk_model(model, SNNKConfig(attention=part, modules_to_save=[], **changes)).eval()
+    return trained(found, std=0.5)
+
+
+def test_maps_are_those_of_query_heads():
+    model = mixed(causal_model("llama"))
+    kernel = next(module for module in model.modules() if isinstance(module, KernelAttention))
+    assert len(kernel.terms[0].feature_maps) == 4  # query heads, of which two share a key head
+    assert kernel.joint.factor.shape == (1, 4, 9)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generation_with_every_cache(name):
+    """Greedy and beam search, a batch padded on the left, from a growing, a static and a recurrent cache."""
+    model = mixed(causal_model(name))
+    inputs = left_padded()
+    for options in ({}, {"num_beams": 3}):
+        settings = {"max_new_tokens": 10, "do_sample": False, **options}
+        wanted = model.generate(**inputs, **settings, use_cache=False)
+        made = model.generate(**inputs, **settings, return_dict_in_generate=True)
+        assert type(made.past_key_values) is RecurrentCache
+        assert torch.equal(made.sequences, wanted)
+        made = model.generate(**inputs, **settings, cache_implementation="static", return_dict_in_generate=True)
+        assert type(made.past_key_values) is StaticCache
+        assert torch.equal(made.sequences, wanted)
+        assert torch.equal(model.generate(**inputs, **settings, prefill_chunk_size=5), wanted)
+    plain = causal_model(name).generate(**inputs, max_new_tokens=10, do_sample=False)
+    with model.disable_adapter():
+        assert torch.equal(model.generate(**inputs, max_new_tokens=10, do_sample=False), plain)
+
+
+def test_the_cache_is_constant():
+    model = mixed(causal_model("llama"))
+    sizes = []
+    for length in (1, 8, 60):
+        cache = RecurrentCache(model)
+        model.generate(input_ids=torch.full((2, length), 7), past_key_values=cache, max_new_tokens=5, do_sample=False)
+        sizes.append(cache.nbytes)
+    # 2 layers, batch 2: M and log Z of 4 heads (8 × 8 + 8 numbers); 5 keys and values of 2 heads, as many flags; place
+    assert sizes == [2 * 2 * ((4 * (8 * 8 + 8) + 5 * 2 * 2 * 8) * 4 + 5 + 8)] * 3
+    with pytest.raises(UnsupportedError, match="cannot take tokens back"):
+        cache.crop(-1)
+    cache.reset()
+    assert cache.get_seq_length() == cache.nbytes == 0
+
+
+def test_packed_documents_have_sinks_of_their_own():
+    model = mixed(causal_model("llama"))
+    texts = left_padded()["input_ids"].split(1)
+    cut = [text[:, :length] for text, length in zip(texts, (12, 5, 9), strict=True)]
+    positions = torch.cat([torch.arange(text.shape[1]) for text in cut])[None]
+    with torch.no_grad():
+        row = model(input_ids=torch.cat(cut, 1), position_ids=positions, use_cache=False).logits
+        apart = torch.cat([model(input_ids=text, use_cache=False).logits for text in cut], 1)
+    torch.testing.assert_close(row, apart, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "vit"])
+def test_an_encoder_with_a_wide_band_is_as_it_was(family):
+    """And padding is truncation in a narrow one."""
+    model = sharpened(family)
+    inputs = inputs_for(model)
+    with torch.no_grad():
+        exact = model(**inputs).logits
+        wide = {**JOINT, "near_field": 64}
+        found = patched(copy.deepcopy(model), num_features=8, **wide)(**inputs).logits
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+        narrow = patched(model, num_features=8, **JOINT)
+        out = narrow(**inputs).logits
+        assert not torch.allclose(out, exact, rtol=1e-5, atol=1e-5)
+        if "attention_mask" in inputs:
+            kept = int(inputs["attention_mask"][-1].sum())
+            cut = narrow(input_ids=inputs["input_ids"][-1:, :kept]).logits[0]
+            torch.testing.assert_close(out[-1], cut, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bundle_reloads_with_and_without_the_package(tmp_path):
+    model = mixed(causal_model("llama"))
+    inputs = left_padded()
+    small = bundle(model).eval()
+    with torch.no_grad():
+        logits = small(**inputs).logits
+        torch.testing.assert_close(logits, model(**inputs).logits)
+    assert "beyond 3 neighbours and 2 sinks" in small.bundle_report.folded[0].after
+    small.save_pretrained(tmp_path)
+    text = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    torch.save({"inputs": inputs, "logits": logits, "text": text}, tmp_path / "expected.pt")
+    program = f"""
+import sys, torch
+if sys.argv[1] == "without":
+    sys.modules["snnk_peft"] = None
+else:
+    import snnk_peft
+import transformers
+model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=sys.argv[1] == "without")
+given = torch.load({str(tmp_path / "expected.pt")!r})
+torch.testing.assert_close(model(**given["inputs"]).logits, given["logits"], rtol=1e-5, atol=1e-5)
+assert torch.equal(model.generate(**given["inputs"], max_new_tokens=8, do_sample=False), given["text"])
+half = model.to(torch.bfloat16)(**given["inputs"]).logits
+assert half.isfinite().all() and half.dtype == torch.bfloat16
+"""
+    for how in ("with", "without"):
+        done = run_python(["-c", program, how])
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_adapters_are_saved_switched_and_trained(tmp_path):
+    model = mixed(causal_model("llama"))
+    inputs = left_padded()
+    logits = model(**inputs).logits
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(causal_model("llama"), tmp_path).eval()
+    torch.testing.assert_close(again(**inputs).logits, logits)
+    model.add_adapter("other", SNNKConfig(attention=AttentionPart(num_features=8, **JOINT), modules_to_save=[]))
+    model.eval().set_adapter("other")
+    assert not torch.allclose(model(**inputs).logits, logits, rtol=1e-3)
+    model.set_adapter("default")
+    torch.testing.assert_close(model(**inputs).logits, logits)
+    learned = [p for name, p in model.named_parameters() if "joint.factor" in name and p.requires_grad]
+    assert len(learned) == 2
+    optimizer = torch.optim.Adam(learned, 0.1)
+    losses = []
+    for _ in range(6):
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        ({"near_field_normalisation": "joint"}, ["near_field_normalisation is 'joint' without near_field"]),
+        ({"near_field": 4, "sinks": 2}, ["sinks is 2 with near_field_normalisation 'blend'"]),
+        ({**JOINT, "component": "elu"}, ["component 'elu' over 'orf'", "posrf"]),
+        ({**JOINT, "projection": "ssr"}, ["component 'posrf' over 'ssr'"]),
+        ({**JOINT, "sum_of": [{"component": "relu"}]}, [r"sum_of\[0\] has component 'relu'"]),
+        ({**JOINT, "sum_of": 1e30}, [r"sum_of is 1e\+30; expected a list of dicts"]),
+        ({**JOINT, "sinks": -1}, ["sinks is -1"]),
+        ({"near_field": 4, "near_field_normalisation": "both"}, ["near_field_normalisation is 'both'"]),
+        ({"component": "mixture", "projection": "centroids", "near_field": 4}, ["join them"]),
+    ],
+)
+def test_faults_name_the_way_out(fields, messages):
+    for message in messages:
+        with pytest.raises(ConfigError, match=message):
+            SNNKConfig(attention=AttentionPart(**fields))
+
+
+def test_faults_of_a_layer():
+    term = AttentionTerm([build_feature_map("elu", "identity", DIM, DIM)])
+    with pytest.raises(ConfigError, match="'elu' over 'identity' are not known as positive numbers"):
+        KernelAttention([term], HEADS, near_field=3, joint=True)
+    with pytest.raises(ConfigError, match="near_field is None, joint is True"):
+        KernelAttention([build_feature_map("posrf", "orf", DIM, 8)], HEADS, joint=True)
+    kernel, (q, k, v) = kernel_of("posrf", "orf", 1, False), tensors()
+    with pytest.raises(ConfigError, match="same positions"):
+        kernel(q[:, :, :4], k, v)

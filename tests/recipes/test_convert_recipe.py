@@ -1,0 +1,439 @@
+"""recipes/convert.py: a fine-tuned classifier in, a bundle with its figures out, with labels and without."""
+
+# Imports follow the check that the optional packages are there.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from torch import nn
+
+for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
+    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+
+from data import TASKS
+from glue_files import write_task
+from recipe_world import write_world
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+)
+
+import snnk_peft
+from snnk_peft.errors import ConfigError
+from tests.fresh_process import run_python, start_python
+from tests.hub_stand_in import HubStandIn
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+import convert
+from accelerate.state import AcceleratorState
+from lib import checkpoint as checkpoints
+from lib.config import load_config
+from lib.conversion import train_all
+from lib.convert_settings import ConvertConfig, UptrainSection
+from lib.distillation import Distilled, layer_loss, logit_loss
+from lib.hub import push
+from lib.teacher import agreement, load_teacher, teacher_task
+from lib.texts import batches_by_length
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    """Accelerate keeps one state per process; each run of a recipe normally has its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`glue/` (stand-ins of RTE and STS-B), and a tiny classifier of each, `rte/` and `stsb/`, with its tokenizer.
+
+    They are as good as random, but their logits differ from example to example.
+    """
+    folder = write_world(tmp_path_factory.mktemp("convert"))
+    for task in ("rte", "stsb"):
+        write_task(folder / "glue", task, n_train=64, n_dev=24)
+        save_classifier(folder / task, folder / "bert", TASKS[task])
+    return folder
+
+
+def save_classifier(target: Path, tokenizer: Path, task: Any, **config: Any) -> None:
+    """A random classifier with lively features."""
+    reader = AutoTokenizer.from_pretrained(tokenizer)
+    torch.manual_seed(1)
+    names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
+    known = {"vocab_size": len(reader), "num_labels": task.num_labels, "problem_type": task.problem_type, **names}
+    model = BertForSequenceClassification(BertConfig(**SIZES, initializer_range=0.25, **known, **config))
+    model.save_pretrained(target)
+    reader.save_pretrained(target)
+
+
+def settings(world: Path, out: Path, *changes: str, task: str | None = "rte", model: str | None = None) -> list[str]:
+    """Command-line arguments of a small conversion into `out`."""
+    file = out.with_name(f"{out.name}.yaml")
+    known = [] if task is None else [f"task: {task}"]
+    file.write_text("\n".join([*known, "convert: {ffn: {num_features: 16}, samples: 64, batch_size: 8}"]))
+    fixed = [f"model.name_or_path={world / (model or task or 'rte')}", f"output.dir={out}", "timing.repetitions=1"]
+    return [str(file), *fixed, *([] if task is None else [f"data.dir={world / 'glue'}"]), *changes]
+
+
+def read(out: Path, name: str = "metrics.json") -> Any:
+    return json.loads((out / name).read_text())
+
+
+def logits(folder: Path, texts: Any) -> torch.Tensor:
+    """By transformers alone: one text, or pair, at a time, no padding."""
+    model, reader = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return torch.cat([model.eval()(**reader(*text, return_tensors="pt")).logits for text in texts])
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A conversion that was to be uploaded from a place without a network: the run folder, and what was shown."""
+    out, shown, told = tmp_path_factory.mktemp("runs") / "run", io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(told):
+        assert convert.main(settings(world, out, "output.push_to_hub=me/small")) == 2
+    return out, shown.getvalue(), told.getvalue()
+
+
+def test_with_labels(world: Path, finished: tuple[Path, str, str]) -> None:
+    out, shown, _ = finished
+    figures = read(out)
+    assert "no training" in shown
+    rows = TASKS["rte"].load(world / "glue")["validation"]
+    pairs, labels = list(zip(rows["sentence1"], rows["sentence2"], strict=True)), torch.tensor(rows["label"][:])
+    for name, folder in (("original", world / "rte"), ("converted", out / "bundle")):
+        right = (logits(folder, pairs).argmax(-1) == labels).double().mean()
+        assert figures["models"][name]["accuracy"] == pytest.approx(right.item())
+    assert figures["score"] == figures["models"]["converted"]["accuracy"]
+    slots = figures["calibration"]["slots"]
+    assert len(slots) == 2
+    assert all(slot["error_after"] < slot["error_before"] for slot in slots)
+    assert figures["models"]["converted"]["parameters"] < figures["models"]["original"]["parameters"]
+    assert figures["speed_up"] > 0
+    assert figures["agreement"]["mean"]["agreement"] > 0.5
+    assert str(out.parent) not in json.dumps(figures["config"]["data"])
+    card = (out / "bundle/README.md").read_text()
+    assert "import snnk_peft" in card
+    assert "without labels" in card
+    assert str(out.parent) not in card
+    assert not (out / "learning_curve.png").exists()
+
+
+def test_a_fresh_process_loads_what_was_measured(finished: tuple[Path, str, str]) -> None:
+    folder, text = finished[0] / "bundle", "the film was wonderful near the river ."
+    program = (
+        "import sys, json, snnk_peft\nfrom transformers import pipeline\n"
+        "classify = pipeline('text-classification', sys.argv[1], top_k=None)\n"
+        "print(json.dumps({s['label']: s['score'] for s in classify([sys.argv[2]])[0]}))"
+    )
+    done = run_python(["-c", program, str(folder), text], env={**os.environ, "PYTHONPATH": str(RECIPES.parent)})
+    assert done.returncode == 0, done.stderr
+    there = json.loads(done.stdout.splitlines()[-1])
+    wanted = logits(folder, [(text,)]).softmax(-1)[0].tolist()
+    assert [there[name] for name in TASKS["rte"].label_names] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_texts_alone(world: Path, tmp_path: Path) -> None:
+    """No task: the held-out texts tell how often both predict the same, and the original agrees with itself."""
+    rows = TASKS["rte"].load(world / "glue")["train"]
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n\n".join(rows["sentence2"]) + "\n")
+    out = tmp_path / "run"
+    assert convert.main(settings(world, out, f"data.texts={texts}", "data.hold_out=0.25", task=None)) == 0
+    figures = read(out)
+    assert figures["examples"] == {"train": 48, "held back": 16}
+    assert figures["score"] == figures["agreement"]["mean"]["agreement"]
+    assert "accuracy" not in figures["models"]["original"]
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
+    held = [(rows["sentence2"][index],) for index in order[:16]]
+    same = logits(world / "rte", held).argmax(-1) == logits(out / "bundle", held).argmax(-1)
+    assert figures["score"] == pytest.approx(same.double().mean().item())
+
+
+def test_numbers_instead_of_classes(world: Path, tmp_path: Path) -> None:
+    """STS-B: correlations by the labels; and without labels from a table of pairs."""
+    assert convert.main(settings(world, tmp_path / "a", task="stsb")) == 0
+    figures = read(tmp_path / "a")
+    data = TASKS["stsb"].load(world / "glue")
+    dev = list(zip(data["validation"]["sentence1"], data["validation"]["sentence2"], strict=True))
+    both = [logits(folder, dev)[:, 0] for folder in (world / "stsb", tmp_path / "a/bundle")]
+    correlation = torch.corrcoef(torch.stack(both))[0, 1].item()
+    assert figures["agreement"]["mean"]["correlation"] == pytest.approx(correlation, abs=1e-4)
+    labels = torch.tensor(data["validation"]["label"][:])
+    for name, values in zip(("original", "converted"), both, strict=True):
+        pearson = torch.corrcoef(torch.stack((values, labels)))[0, 1].item()
+        assert figures["models"][name]["pearson"] == pytest.approx(pearson, abs=1e-4)
+    rows = data["train"]
+    table = tmp_path / "pairs.jsonl"
+    pairs = zip(rows["sentence1"], rows["sentence2"], strict=True)
+    table.write_text("".join(json.dumps({"a": first, "b": second}) + "\n" for first, second in pairs))
+    given = [f"data.texts={table}", "data.text=a", "data.text_pair=b"]
+    assert convert.main(settings(world, tmp_path / "b", *given, task=None, model="stsb")) == 0
+    figures = read(tmp_path / "b")
+    assert figures["score"] == pytest.approx(figures["agreement"]["mean"]["correlation"], abs=1e-4)
+
+
+def test_training_behind_it_comes_nearer_to_the_original(world: Path, tmp_path: Path) -> None:
+    """Without labels: the trained conversion is what is bundled, and the log begins with the one that was not."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(TASKS["stsb"].load(world / "glue")["train"]["sentence2"]))
+    given = [f"data.texts={texts}", "data.hold_out=0.25", "convert.ffn.num_features=4"]
+    few = ["train.epochs=3", "train.learning_rate=3e-3", "train.layers=1", "train.batch_size=8"]
+    for name, changes in (("a", few), ("b", [])):
+        assert convert.main(settings(world, tmp_path / name, *given, *changes, task=None, model="stsb")) == 0
+    trained, calibrated = (read(tmp_path / name)["agreement"]["mean"]["correlation"] for name in "ab")
+    assert 1 - trained < 0.8 * (1 - calibrated)
+    assert (tmp_path / "a/learning_curve.png").is_file()
+    log = [json.loads(line) for line in (tmp_path / "a/log.jsonl").read_text().splitlines()]
+    assert log[0]["step"] == 0  # what the conversion scores without training
+    assert log[0]["score"] == pytest.approx(read(tmp_path / "b")["score"])
+
+
+def test_killed_in_its_training_it_continues_to_the_same_weights(world: Path, tmp_path: Path) -> None:
+    """SIGKILL behind the calibration: `--resume` does not calibrate again, and no bit differs in the end."""
+    train = ["train.epochs=2", "train.batch_size=4", "train.save_every_steps=1", "train.trained=all"]
+    straight = settings(world, tmp_path / "straight", *train)
+    assert convert.main(straight) == 0
+    killed = tmp_path / "killed"
+    arguments = settings(world, killed, *train)
+    process = start_python(
+        [str(RECIPES / "convert.py"), *arguments], env={**os.environ, "PYTHONPATH": str(RECIPES.parent)}
+    )
+    deadline = time.monotonic() + 120
+    while len(checkpoints.list_checkpoints(killed / "checkpoints")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "metrics.json").exists()
+    record = (killed / "conversion.json").read_text()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert convert.main([*arguments, "--resume"]) == 0
+    assert (killed / "conversion.json").read_text() == record
+    first, second = (load_file(tmp_path / name / "bundle/model.safetensors") for name in ("straight", "killed"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_stopped_behind_the_calibration_it_is_not_repeated(
+    world: Path, finished: tuple[Path, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without training, too, `--resume` takes the fitted model from the checkpoint."""
+    out = tmp_path / "run"
+    shutil.copytree(finished[0], out)
+    shutil.rmtree(out / "bundle")
+    (out / "metrics.json").unlink()
+    assert convert.main([*settings(world, out), "--resume"]) == 0
+    assert "error before -> after" not in capsys.readouterr().out
+    first, second = (load_file(folder / "bundle/model.safetensors") for folder in (finished[0], out))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert read(out)["calibration"] == read(finished[0])["calibration"]
+
+
+def test_upload(finished: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is written before the network is asked; where that refuses, the command that uploads is told."""
+    out, _, told = finished
+    assert f"hf upload me/small {out / 'bundle'}" in told
+    with HubStandIn() as hub:
+        for name, value in (("ENDPOINT", hub.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", "hf_x")
+        push(out / "bundle", "me/small", private=True)
+        assert set(hub.repos["me/small"]) == {file.name for file in (out / "bundle").iterdir()}
+        assert hub.repos["me/small"]["model.safetensors"] == (out / "bundle/model.safetensors").read_bytes()
+
+
+def test_pictures(tmp_path: Path) -> None:
+    """The same recipe for a tiny ViT on scikit-learn's digits."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = {"id2label": TASKS["digits"].id2label, "label2id": TASKS["digits"].label2id}
+    model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_channels=1, **sizes, **names))
+    model.save_pretrained(tmp_path / "vit")
+    reader = {"size": {"height": 8, "width": 8}, "image_mean": [0.5], "image_std": [0.5]}
+    ViTImageProcessorPil(**reader).save_pretrained(tmp_path / "vit")
+    given = ["task=digits", f"model.name_or_path={tmp_path / 'vit'}", f"output.dir={tmp_path / 'run'}"]
+    few = ["convert.ffn={num_features: 8}", "convert.samples=64", "convert.batch_size=8", "timing.repetitions=1"]
+    (tmp_path / "empty.yaml").write_text("")
+    assert convert.main([str(tmp_path / "empty.yaml"), *given, *few, "data.max_eval_samples=40"]) == 0
+    figures = read(tmp_path / "run")
+    assert figures["timed"] == "32 x 1 x 8 x 8"
+    assert 0 <= figures["models"]["converted"]["accuracy"] <= 1
+    assert figures["agreement"]["mean"]["agreement"] > 0.5
+
+
+def test_a_plan_decides(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Multiply-adds are exact: what is planned is what the bundle costs; `--resume` keeps the plan."""
+    out = tmp_path / "run"
+    assert convert.main(settings(world, out, "convert.budget=0.8", "convert.of=macs")) == 0
+    plan = snnk_peft.Plan.load(out)
+    assert plan.predicted["measured"] <= 0.8
+    assert {part.num_features for part in plan.config.parts} == {16}  # the candidates are those of the settings
+    assert read(out)["models"]["converted"]["parameters"] < read(out)["models"]["original"]["parameters"]
+    described = read(out, "conversion.json")["parts"]["parts"]
+    assert [part["layers"] for part in described] == [part.layers for part in plan.config.parts]
+    assert (out / "plan.png").is_file()
+    assert (out / "calibration.png").is_file()
+    assert convert.main(settings(world, tmp_path / "b", "convert.budget=0.01", "convert.of=macs")) == 2
+    assert "budget" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_settings_faults() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            ConvertConfig,
+            None,
+            ["convert.ffn={num_feature: 3}", "data.splits=[test]", "train.epochs=-1", "timing.batch=3"],
+        )
+    text = str(caught.value)
+    for part in (
+        "output.dir is missing",
+        "model.name_or_path is missing",
+        "unknown field 'num_feature'; did you mean 'num_features'",
+        "train.epochs is -1",
+        "timing.batch: unknown setting",
+    ):
+        assert part in text, part
+    good = ["output.dir=x", "model.name_or_path=x", "convert.ffn={}"]
+    for changes, fault in (
+        ([], "task and data.texts are missing"),
+        (["task=rtee"], "did you mean 'rte'"),
+        (["task=rte", "data.texts=x.txt", "train.labels=1"], "data.texts have no labels"),
+        (["task=digits", "data.texts=x.txt"], "are no texts"),
+        (["task=rte", "train.epochs=1", "train.logits=0"], "expected a weight above 0"),
+        (["task=rte", "convert.ffn=null"], "no part given"),
+        (["data.texts=x.txt", "data.splits=[test]"], "there is no task"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            load_config(ConvertConfig, None, [*good, *changes])
+    load_config(ConvertConfig, None, [*good, "task=rte", "data.texts=x.csv", "data.text=a", "data.text_pair=b"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (["model.name_or_path=WORLD/bert"], "no fine-tuned classifier, it has no classifier.bias"),
+        (["model.name_or_path=WORLD/stsb"], "it has 1 outputs; expected 2"),
+        (["model.name_or_path=WORLD/nowhere"], "no such folder"),
+        (["model.name_or_path=WORLD/swapped"], "Expected the same order"),
+        (["data.texts=WORLD/nothing.txt"], "cannot be read"),
+        (["data.texts=WORLD/empty.txt"], "holds no text"),
+        (["data.texts=WORLD/holes.csv"], "line 3: column 'text' is ''; expected a text"),
+        (["data.splits=[tset]"], "unknown split of rte 'tset'"),
+        (["data.max_length=600"], "positions for 512 tokens"),
+        (["convert.ffn.num_features=65"], "only 64 hidden units"),
+    ],
+)
+def test_bad_input_leaves_nothing_behind(
+    changes: list[str], fault: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (world / "empty.txt").write_text("\n \n")
+    (world / "holes.csv").write_text("text,label\na b,1\n,0\n")
+    if not (world / "swapped").exists():
+        swapped = {
+            "id2label": {0: "not_entailment", 1: "entailment"},
+            "label2id": {"not_entailment": 0, "entailment": 1},
+        }
+        model = AutoModelForSequenceClassification.from_pretrained(world / "rte", **swapped)
+        model.save_pretrained(world / "swapped")
+        AutoTokenizer.from_pretrained(world / "rte").save_pretrained(world / "swapped")
+    given = [change.replace("WORLD", str(world)) for change in changes]
+    assert convert.main(settings(world, tmp_path / "run", *given)) == 2
+    assert fault in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+# --- its parts --------------------------------------------------------------------------------------------------------
+
+
+def test_agreement_by_hand() -> None:
+    first, second = torch.tensor([[0.0, math.log(3.0)], [1.0, 0.0]]), torch.tensor([[0.0, 0.0], [3.0, 2.0]])
+    found = agreement(first, second)
+    assert found["agreement"] == 0.5  # argmax of a tie is the first
+    assert found["divergence"] == pytest.approx((0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)) / 2)
+    numbers = agreement(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[3.0], [5.0], [7.0]]))
+    assert numbers["correlation"] == pytest.approx(1.0)
+    assert numbers["difference"] == pytest.approx(math.sqrt((4 + 9 + 16) / 3))
+
+
+def test_losses_by_hand() -> None:
+    wanted, given = torch.tensor([[0.0, 2 * math.log(3.0)]]), torch.tensor([[0.0, 0.0]])
+    by_hand = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
+    assert logit_loss(wanted, given, temperature=2.0).item() == pytest.approx(4 * by_hand)
+    assert logit_loss(torch.tensor([[1.0], [2.0]]), torch.tensor([[2.0], [4.0]]), 2.0).item() == pytest.approx(2.5)
+    target = torch.tensor([[[1.0], [3.0], [99.0]]])
+    mine = torch.tensor([[[2.0], [3.0], [0.0]]])
+    mask = torch.tensor([[1, 1, 0]])
+    zero = torch.zeros(1, 3, 1)
+    # Σ(h - h')² = 1, Σ(h - 2)² = 2; the first entry is the embeddings'; padding does not count.
+    assert layer_loss((zero, target), (zero + 5, mine), mask).item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("trained", ["converted", "all"])
+def test_what_is_trained_has_gradients_and_the_original_stays(world: Path, trained: str) -> None:
+    task = TASKS["rte"]
+    teacher, reader = load_teacher(str(world / "rte"), task)
+    teacher.requires_grad_(False)
+    config = load_config(
+        ConvertConfig, None, ["task=rte", "output.dir=x", "model.name_or_path=x", "convert.ffn={num_features: 8}"]
+    )
+    student = snnk_peft.get_snnk_model(copy.deepcopy(teacher), config.convert.snnk_config(0))
+    if trained == "all":
+        train_all(student)
+    model = Distilled(student, teacher, UptrainSection(labels=1.0, logits=1.0, layers=1.0)).train()
+    inputs = dict(reader(["the film was good", "a"], padding=True, return_tensors="pt"))
+    model(**inputs, labels=torch.tensor([0, 1])).loss.backward()
+    wanted = [name for name, value in model.named_parameters() if value.requires_grad]
+    assert wanted
+    assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
+    assert any("classifier" in name for name in wanted) == (trained == "all")
+    assert all(value.grad is None for value in teacher.parameters())
+    assert not any("teacher" in name for name in model.state_dict())
+    assert not teacher.training
+    alone = Distilled(student, nn.Module(), UptrainSection()).eval()  # in eval mode the original is not asked
+    assert "loss" not in alone(**inputs)
+
+
+def test_a_task_of_the_model_itself(world: Path) -> None:
+    assert teacher_task(str(world / "rte")).label_names == TASKS["rte"].label_names
+    assert teacher_task(str(world / "stsb")).num_labels == 1
+
+
+def test_batches_hold_similar_lengths() -> None:
+    lengths = [5, 1, 4, 2, 3, 9]
+    assert batches_by_length(lengths, [0, 1, 2, 3, 4], 2) == [[1, 3], [4, 2], [0]]
