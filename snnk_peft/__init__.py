@@ -11,11 +11,10 @@ import snnk_peft.tuner  # noqa: F401 - registers the PEFT method
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.closed_form import fit_closed_form
 from snnk_peft.bundling.closed_form_head import ClosedFormHead
-from snnk_peft.calibrating.adapter_report import AdapterReport
 from snnk_peft.calibrating.adapters import calibrate_adapters
 from snnk_peft.calibrating.attention import fit_attention
 from snnk_peft.calibrating.calibrate import calibrate
-from snnk_peft.calibrating.report import CalibrationReport
+from snnk_peft.calibrating.report import AdapterReport, CalibrationReport
 from snnk_peft.components import COMPONENTS
 from snnk_peft.config import SNNKConfig
 from snnk_peft.exporting.export import export

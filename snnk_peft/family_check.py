@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from snnk_peft.bundling.bundle import TOLERANCES, bundle
 from snnk_peft.bundling.probe import probe_inputs
 from snnk_peft.calibrating.batches import checked_one
-from snnk_peft.calibrating.finite import refuse_not_finite
+from snnk_peft.calibrating.guards import refuse_not_finite
 from snnk_peft.config import SHORTCUTS, SNNKConfig
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import family_of

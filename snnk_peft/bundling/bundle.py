@@ -21,8 +21,8 @@ from snnk_peft.bundling.modules import spec_of
 from snnk_peft.bundling.probe import compare, probe_inputs
 from snnk_peft.bundling.report import BundleReport
 from snnk_peft.calibrating.batches import checked_one
-from snnk_peft.calibrating.finite import refuse_not_finite, refuse_overflow
-from snnk_peft.calibrating.padding import masked_tokens, named_padding
+from snnk_peft.calibrating.guards import named_padding, refuse_not_finite, refuse_overflow
+from snnk_peft.calibrating.inputs import masked_tokens
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import known_family
 from snnk_peft.functional.at_hand import offloaded

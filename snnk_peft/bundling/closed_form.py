@@ -22,11 +22,9 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.classes import SavedBundle
-from snnk_peft.calibrating.all_or_nothing import all_or_nothing
-from snnk_peft.calibrating.batches import checked, evaluating, model_inputs
-from snnk_peft.calibrating.finite import refuse_not_finite, refuse_overflow
-from snnk_peft.calibrating.held_out import LabelledRows
-from snnk_peft.calibrating.padding import masked_tokens, named_padding
+from snnk_peft.calibrating.batches import LabelledRows, checked, model_inputs
+from snnk_peft.calibrating.guards import all_or_nothing, evaluating, named_padding, refuse_not_finite, refuse_overflow
+from snnk_peft.calibrating.inputs import masked_tokens
 from snnk_peft.errors import ConfigError, NumericalWarning, UnsupportedError
 from snnk_peft.heads.fitted import HEAD_RIDGES
 from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whole, require_finite

@@ -25,9 +25,8 @@ from snnk_peft.bundling.bundle import TOLERANCES
 from snnk_peft.bundling.head_bundle import PROBLEMS, head_report, with_head
 from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of, second_text, separator_of
 from snnk_peft.bundling.probe import probe_inputs
-from snnk_peft.calibrating.batches import checked, checked_one, evaluating, model_inputs
-from snnk_peft.calibrating.finite import refuse_not_finite
-from snnk_peft.calibrating.held_out import LabelledRows
+from snnk_peft.calibrating.batches import LabelledRows, checked, checked_one, model_inputs
+from snnk_peft.calibrating.guards import evaluating, refuse_not_finite
 from snnk_peft.digests import tensor_digest, value_digest
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.heads.features import HeadFeatures, HeadReader

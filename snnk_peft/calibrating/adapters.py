@@ -16,12 +16,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from snnk_peft.calibrating.adapter_report import AdapterReport, AdapterSlotReport
-from snnk_peft.calibrating.all_or_nothing import all_or_nothing
-from snnk_peft.calibrating.as_tensors import LABELS
-from snnk_peft.calibrating.batches import Batch, Batches, Survey, evaluating, is_held_out, placed
-from snnk_peft.calibrating.finite import refuse_not_finite
-from snnk_peft.calibrating.padding import named_padding
+from snnk_peft.calibrating.batches import Batch, Batches, Survey, is_held_out, placed
+from snnk_peft.calibrating.guards import all_or_nothing, common_faults, evaluating, named_padding, refuse_not_finite
+from snnk_peft.calibrating.inputs import LABELS
+from snnk_peft.calibrating.report import AdapterReport, AdapterSlotReport
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.feature_stage import FeatureStage
@@ -105,9 +103,8 @@ def calibrate_adapters(
         4
     """
     start = time.perf_counter()
-    adapters, faults = _adapters(model)
-    if not 0 < held_out < 1:
-        faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
+    adapters, faults, away = _adapters(model)
+    faults += common_faults(model, held_out, "adapters", away)
     if not ridges or not all(ridge > 0 for ridge in ridges):
         faults.append(f"ridges is {ridges!r}; expected numbers above 0, at least one")
     if not faults:
@@ -124,7 +121,7 @@ def calibrate_adapters(
         ) as bar:
             for group in groups:
                 moments = _one_pass(model, group, survey, held_out, bar)
-                slots += [_settle(adapter, found, ridges, refit) for adapter, found in zip(group, moments, strict=True)]
+                slots += [_settle(adapter, sums, ridges, refit) for adapter, sums in zip(group, moments, strict=True)]
     settings = {
         "held_out": held_out,
         "ridges": list(ridges),
@@ -140,14 +137,14 @@ def adapters_with_rows(model: nn.Module) -> bool:
     return bool(_adapters(model)[0])
 
 
-def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str]]:
-    """Collect the adapters whose rows can be computed, and what is wrong."""
+def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str], list[str]]:
+    """Collect the adapters whose rows can be computed, what is wrong, and where adapters are offloaded."""
     root = root_of(model)
 
     def slots_at(path: str) -> list[Slot]:
         return root.get_submodule(path).active_slots()
 
-    found, fixed, away = [], set(), []
+    adapters, fixed, away = [], set(), []
     for name, layer in model.named_modules():
         if not isinstance(layer, SlotLayer):
             continue
@@ -160,27 +157,20 @@ def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str]]:
             elif offloaded(slot):
                 away.append(name)
             else:
-                found.append(_Adapter(original_path(name.removeprefix("base_model.model.")), *pair))
+                adapters.append(_Adapter(original_path(name.removeprefix("base_model.model.")), *pair))
     faults = []
-    if away:
-        faults.append(
-            f"the adapters of {', '.join(away)} are offloaded to memory or disk, where new rows would not last; "
-            "calibrate before dispatching the model, or put the adapter on an offloaded base"
-        )
-    elif not found:
+    if not adapters and not away:
         have = f"the adapter's projection is {', '.join(sorted(fixed))}" if fixed else "the model has no active adapter"
         faults.append(
             f"{have}, so there are no rows to make; expected a model from get_snnk_model with "
             'AdapterPart(projection="free") for rows that are trained, or "informed" for rows that stay'
         )
-    if trained := [adapter.path for adapter in found if bool(adapter.readout.matrix().any())]:
+    if trained := [adapter.path for adapter in adapters if bool(adapter.readout.matrix().any())]:
         faults.append(
             f"the adapters of {', '.join(trained)} have been trained, and new rows would change what the model "
             "computes; calibrate before training"
         )
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        faults.append("the model is sharded (FSDP2), so that no process has its weights; calibrate it before")
-    return found, faults
+    return adapters, faults, away
 
 
 def _groups(adapters: Sequence[_Adapter]) -> list[list[_Adapter]]:
@@ -245,9 +235,9 @@ def _differentiable(kept: list[torch.Tensor]) -> Any:
     """A hook that keeps an output, of which the loss can be differentiated even where nothing is trained."""
 
     def keep(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        found = output if output.requires_grad else output.detach().requires_grad_()
-        kept.append(found)
-        return found
+        output = output if output.requires_grad else output.detach().requires_grad_()
+        kept.append(output)
+        return output
 
     return keep
 
@@ -275,15 +265,17 @@ def _gradients(
         )
     flat = [output for several in outputs for output in several]
     scale = FP16_SCALE if any(output.dtype == torch.float16 for output in flat) else 1.0
-    found: Sequence[torch.Tensor | None] = [None] * len(flat)
+    gradients: Sequence[torch.Tensor | None] = [None] * len(flat)
     if loss.requires_grad:
-        found = torch.autograd.grad(loss.float() * scale, flat, allow_unused=True)
-    if not bool(torch.isfinite(loss)) or any(g is not None and not bool(torch.isfinite(g).all()) for g in found):
+        gradients = torch.autograd.grad(loss.float() * scale, flat, allow_unused=True)
+    if not bool(torch.isfinite(loss)) or any(g is not None and not bool(torch.isfinite(g).all()) for g in gradients):
         raise ValueError(
             f"batch {index}: the loss is {loss.item():g}, and it or a gradient is not finite; expected finite numbers. "
             "Look at this batch and its labels, or run the model in fp32 or bf16"
         )
-    plain = iter([torch.zeros_like(o) if g is None else g.double() / scale for o, g in zip(flat, found, strict=True)])
+    plain = iter(
+        [torch.zeros_like(o) if g is None else g.double() / scale for o, g in zip(flat, gradients, strict=True)]
+    )
     return [[next(plain) for _ in several] for several in outputs]
 
 
@@ -293,20 +285,20 @@ def _settle(adapter: _Adapter, moments: GradientMoments, ridges: Sequence[float]
     projection = adapter.stage.feature_map.projection
     before = projection.materialize().detach().double()
     try:
-        found = gradient_rows(moments, before, ridges, refit)
+        fit = gradient_rows(moments, before, ridges, refit)
     except NumericalError as error:
         raise NumericalError(f"{adapter.path}: {error}") from error
-    taken = found.slope > max(found.slope_before, 0.0) * (1 + TIE)
+    taken = fit.slope > max(fit.slope_before, 0.0) * (1 + TIE)
     if taken:
         C = moments.moment
-        wanted, squares = (((rows @ C) * rows).sum(-1) for rows in (before, found.rows))
+        wanted, squares = (((rows @ C) * rows).sum(-1) for rows in (before, fit.rows))
         # Where the gradient has fewer directions than there are rows, the others stay as they are.
-        made = found.rows.any(1)
+        made = fit.rows.any(1)
         factors = (wanted.mean() / squares.where(made, 1.0)).sqrt()
-        rows = torch.where(made[:, None], found.rows * factors[:, None], before)
+        rows = torch.where(made[:, None], fit.rows * factors[:, None], before)
         projection.take(rows)
         mean = rows @ moments.mean
         adapter.stage.recenter(mean, (((rows @ C) * rows).sum(-1) - mean.square()).clamp_min(0).sqrt())
         same_everywhere(adapter.stage)
-    slopes = found.slope_before, found.slope, found.slope_of_all
-    return AdapterSlotReport(adapter.path, len(before), *slopes, taken, found.ridge, moments.tokens)
+    slopes = fit.slope_before, fit.slope, fit.slope_of_all
+    return AdapterSlotReport(adapter.path, len(before), *slopes, taken, fit.ridge, moments.tokens)

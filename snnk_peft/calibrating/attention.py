@@ -23,10 +23,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from snnk_peft.calibrating.all_or_nothing import all_or_nothing
 from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
-from snnk_peft.calibrating.finite import refuse_not_finite
-from snnk_peft.calibrating.padding import named_padding
+from snnk_peft.calibrating.guards import all_or_nothing, common_faults, evaluating, named_padding, refuse_not_finite
 from snnk_peft.calibrating.report import CalibrationReport, SlotReport
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.families.base import unwrap
@@ -103,7 +101,7 @@ def fit_attention(
         raise ConfigError(faults)
     start = time.perf_counter()
     refuse_not_finite(model)
-    with all_or_nothing(model), _observed(model, observers), named_padding(model, survey.padding):
+    with all_or_nothing(model), evaluating(model), _observed(observers), named_padding(model, survey.padding):
         before = _errors(model, observers, survey, held_out)
         _descend(model, observers, survey, held_out, steps, learning_rate, progress)
         fitted_tokens = [observer.tokens for observer in observers]
@@ -131,15 +129,15 @@ def loss_of(model: nn.Module) -> str:
 
 def _observers(model: nn.Module, loss: str) -> list[Observer]:
     """Create an observer per attention module with active, trainable linear attention in place of full softmax."""
-    found = []
+    observers = []
     for path, layer in model.named_modules():
         if not isinstance(layer, SlotLayer):
             continue
         kernels = [slot.kernel for slot in layer.active_slots() if isinstance(slot, Attend)]
         module = unwrap(layer.base_layer)
         if kernels and getattr(module, "sliding_window", None) is None and _learned(kernels[-1]):
-            found.append(Observer(path, module, kernels[-1], loss))
-    return found
+            observers.append(Observer(path, module, kernels[-1], loss))
+    return observers
 
 
 def _learned(kernel: KernelAttention) -> list[nn.Parameter]:
@@ -156,8 +154,6 @@ def _faults(
         faults.append(f"learning_rate is {learning_rate!r}; expected a number above 0")
     if loss not in LOSSES:
         faults.append(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}")
-    if not 0 < held_out < 1:
-        faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
     if not observers:
         faults.append(
             "the model has no active linear attention over all tokens with something to learn; expected a model from "
@@ -171,13 +167,8 @@ def _faults(
             f"loss is 'cross_entropy' with {', '.join(signed)}, whose features can be negative, and so can attention "
             "weights be; expected positive features. Use loss='output'"
         )
-    if away := [observer.path for observer in observers if offloaded(observer.kernel)]:
-        faults.append(
-            f"the feature maps of {', '.join(away)} are offloaded to memory or disk, where a fit would not last; "
-            "expected them beside the model. Fit before dispatching the model"
-        )
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        faults.append("the model is sharded (FSDP2), so that no process has its weights; fit it before")
+    away = [observer.path for observer in observers if offloaded(observer.kernel)]
+    faults += common_faults(model, held_out, "feature maps", away)
     if processes() > 1:
         faults.append(
             f"there are {processes()} processes, each with its own share of the data, and the fit is not shared; "
@@ -187,11 +178,9 @@ def _faults(
 
 
 @contextlib.contextmanager
-def _observed(model: nn.Module, observers: list[Observer]) -> Iterator[None]:
-    """The observers in place of the kernels, and the model in eval mode."""
-    was_training = {module: module.training for module in model.modules()}
+def _observed(observers: list[Observer]) -> Iterator[None]:
+    """The observers in place of the kernels."""
     owners = [vars(observer.module)["snnk_owner"] for observer in observers]
-    model.eval()
     try:
         for observer in observers:
             observer.module.snnk_owner = lambda observer=observer: observer  # type: ignore[assignment]
@@ -200,8 +189,6 @@ def _observed(model: nn.Module, observers: list[Observer]) -> Iterator[None]:
         for observer, owner in zip(observers, owners, strict=True):
             observer.module.snnk_owner = owner
             observer.clear()
-        for module, training in was_training.items():
-            module.training = training
 
 
 @torch.no_grad()

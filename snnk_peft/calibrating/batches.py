@@ -1,22 +1,19 @@
-"""The batches of `calibrate` and `fit_attention`: looked at once before anything runs, then read again and again."""
+"""The batches of a fit: looked at once before anything runs, then read again and again."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from snnk_peft.calibrating.as_tensors import FLOATS, LABELS, as_tensors
-from snnk_peft.calibrating.held_out import HeldOutRows
-from snnk_peft.calibrating.input_check import GIVES, Batch, InputCheck
-from snnk_peft.calibrating.padding import masked_tokens
+from snnk_peft.calibrating.inputs import FLOATS, GIVES, LABELS, Batch, InputCheck, as_tensors, masked_tokens
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.at_hand import place_of
-from snnk_peft.repeats import rows
+from snnk_peft.repeats import count_repeated, label_note, rows
 from snnk_peft.solvers.reduce import gathered, global_index, process
 
 Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
@@ -86,11 +83,11 @@ def checked_one(model: nn.Module, batch: Any, name: str) -> dict[str, Any]:
         ConfigError: everything that is wrong with it.
     """
     check = InputCheck(model)
-    found = check.look(None, batch, name)
+    made = check.look(None, batch, name)
     if faults := check.faults():
         raise ConfigError(faults)
-    assert found is not None
-    return placed(model, found)
+    assert made is not None
+    return placed(model, made)
 
 
 def is_held_out(index: int, fraction: float) -> bool:
@@ -138,18 +135,18 @@ class Survey:
             if (batch := check.look(index, given)) is None:
                 break  # nothing that could be counted
             self.padding |= masked_tokens(batch)
-            found = list(rows(batch))
-            known.add(found, is_held_out(index, held_out))
-            self._first_rows.append(found[0] if found else None)
+            row_digests = list(rows(batch))
+            known.add(row_digests, is_held_out(index, held_out))
+            self._first_rows.append(row_digests[0] if row_digests else None)
         self.total = len(self._first_rows)
         self.faults = self._faults(check.faults(), held_out)
         if not self.faults:
             known.warn_if_repeated()
 
-    def _faults(self, found: list[str], held_out: float) -> list[str]:
+    def _faults(self, faults_here: list[str], held_out: float) -> list[str]:
         """Collect the faults of all processes."""
         fitted = sum(not is_held_out(index, held_out) for index in range(self.total))
-        shares = gathered((self.total, fitted, found))
+        shares = gathered((self.total, fitted, faults_here))
         total, fitted = (sum(column) for column in list(zip(*shares, strict=True))[:2])
         several = len(shares) > 1
         faults = [f"process {n}: {text}" if several else text for n, share in enumerate(shares) for text in share[2]]
@@ -204,18 +201,6 @@ class Survey:
             )
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set all modules to eval mode, and restore their modes on exit."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in training.items():
-            module.training = flag
-
-
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return a batch as the model takes it: without labels, on its device, images and audio in its dtype."""
     return {key: value for key, value in placed(model, batch).items() if key not in LABELS}
@@ -228,3 +213,57 @@ def placed(model: nn.Module, batch: Batch) -> dict[str, Any]:
         key: value.to(device, dtype if key in FLOATS else None) if isinstance(value, torch.Tensor) else value
         for key, value in batch.items()
     }
+
+
+class HeldOutRows:
+    """Digests of the rows of all batches."""
+
+    def __init__(self) -> None:
+        self.fitted: set[bytes] = set()
+        self.held_out: list[bytes] = []
+
+    def add(self, digests: Iterable[bytes], is_held_out: bool) -> None:
+        """The rows of one batch, as `rows` tells them, and whether it is held out."""
+        if is_held_out:
+            self.held_out += digests
+        else:
+            self.fitted.update(digests)
+
+    def warn_if_repeated(self) -> None:
+        """NumericalWarning if most of the held-out rows, of all processes, are also among the fitted ones of all."""
+        shares = gathered((self.fitted, self.held_out))
+        fitted, held_out = set().union(*(rows for rows, _ in shares)), [row for _, rows in shares for row in rows]
+        repeated = count_repeated(held_out, fitted)
+        if 2 * repeated > len(held_out):
+            warnings.warn(
+                f"{repeated} of {len(held_out)} held-out rows are also among those that are fitted: the reported error "
+                "is that of known texts and the regularisation is chosen too small. Give every text once",
+                NumericalWarning,
+                stacklevel=5,
+            )
+
+
+class LabelledRows:
+    """Digests of the rows of all batches, with their labels."""
+
+    def __init__(self) -> None:
+        self.rows: list[bytes] = []
+        self.labels: list[Any] = []
+
+    def add(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> None:
+        """The rows of one batch, as `rows` tells them, and their labels (n,), or (n, tokens) of words."""
+        row_digests = list(rows(inputs))
+        if len(row_digests) == len(labels):
+            self.rows += row_digests
+            self.labels += [tuple(each) if isinstance(each, list) else each for each in labels.tolist()]
+
+    def reduce(self) -> None:
+        """Add the rows of all other processes; every process calls this."""
+        shares = gathered((self.rows, self.labels))
+        self.rows, self.labels = (list(chain.from_iterable(column)) for column in zip(*shares, strict=True))
+
+    def warn_if_contradicting(self, stacklevel: int = 3) -> None:
+        """Warn if rows occur with more than one label (NumericalWarning); `stacklevel` as in `warnings.warn`."""
+        note = label_note("batches", self.rows, self.labels)
+        if note is not None:
+            warnings.warn(note, NumericalWarning, stacklevel=stacklevel)

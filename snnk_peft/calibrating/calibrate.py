@@ -17,16 +17,18 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from snnk_peft.calibrating.adapter_report import AdapterReport
 from snnk_peft.calibrating.adapters import adapters_with_rows, calibrate_adapters
-from snnk_peft.calibrating.all_or_nothing import all_or_nothing
 from snnk_peft.calibrating.attention import fit_attention, learned_kernels, loss_of
 from snnk_peft.calibrating.batches import Batches, Survey
-from snnk_peft.calibrating.finite import refuse_not_finite
-from snnk_peft.calibrating.padding import named_padding
-from snnk_peft.calibrating.report import CalibrationReport, SlotReport, warn_of_few_tokens, warn_of_poor_attention
-from snnk_peft.calibrating.slot_inputs import SlotInputs, execution_order
-from snnk_peft.calibrating.stored_inputs import StoredInputs
+from snnk_peft.calibrating.guards import all_or_nothing, common_faults, evaluating, named_padding, refuse_not_finite
+from snnk_peft.calibrating.passes import SlotInputs, StoredInputs, execution_order
+from snnk_peft.calibrating.report import (
+    AdapterReport,
+    CalibrationReport,
+    SlotReport,
+    warn_of_few_tokens,
+    warn_of_poor_attention,
+)
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.families.base import unwrap
 from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
@@ -126,8 +128,6 @@ def calibrate(
     faults = []
     if landmarks not in RULES:
         faults.append(f"landmarks is {landmarks!r}; expected one of {', '.join(RULES)}")
-    if not 0 < held_out < 1:
-        faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
     if type(steps) is not int or steps < 0:
         faults.append(f"steps is {steps!r}; expected an integer >= 0")
     options = FitOptions(landmarks, ridges, refit, steps)
@@ -138,13 +138,8 @@ def calibrate(
             "adapter active; or linear attention over a learned projection with steps=200, or adapters over 'free' or "
             "'informed'"
         )
-    if away := [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]:
-        faults.append(
-            f"the readouts of {', '.join(away)} are offloaded to memory or disk, where a fit would not last; expected "
-            "them beside the model. Calibrate before dispatching the model, or put the adapter on an offloaded base"
-        )
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        faults.append("the model is sharded (FSDP2), so that no process has its weights; calibrate it before")
+    away = [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]
+    faults += common_faults(model, held_out, "readouts", away)
     if not faults:
         survey = Survey(model, batches, held_out)
         faults = survey.faults
@@ -181,9 +176,7 @@ def _fit_all(
     progress: bool,
 ) -> tuple[list[SlotReport], list[str]]:
     """Fit the slots in the order in which the model runs them, and collect their remarks."""
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         fitters = {name: fitter_of(model, layer, options) for name, layer in slots.items()}
         order = execution_order(model, slots, survey)
         fitters = {name: fitters[name] for name in order}
@@ -206,9 +199,6 @@ def _fit_all(
                 reports.append(_fit_slot(name, slots[name], fitters[name], data))
                 same_everywhere(slots[name].snnk_slots)
                 torch.clear_autocast_cache()  # the caller's autocast would go on with copies of what was there before
-    finally:
-        for module, training in was_training.items():
-            module.training = training
     said = [fitter.remark for fitter in fitters.values() if fitter.remark is not None]
     return reports, list(dict.fromkeys(said))
 
@@ -237,9 +227,9 @@ def fitter_of(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter
     """Return the fitter for the slot of a layer that can be fitted."""
     slot = slot_to_fit(layer)
     assert slot is not None
-    found = slot.fitter(_FitPlace(root_of(model), unwrap(layer.base_layer)), options)
-    assert found is not None
-    return found
+    fitter = slot.fitter(_FitPlace(root_of(model), unwrap(layer.base_layer)), options)
+    assert fitter is not None
+    return fitter
 
 
 @torch.no_grad()
@@ -273,8 +263,8 @@ def _settings(layer: SlotLayer) -> dict[str, Any]:
     """Return the settings of the fitted slot's feature maps, which all share them."""
     slot = slot_to_fit(layer)
     assert slot is not None
-    found = next((module for module in slot.modules() if isinstance(module, FeatureMap)), None)
-    if found is None:
+    feature_map = next((module for module in slot.modules() if isinstance(module, FeatureMap)), None)
+    if feature_map is None:
         return {}
-    spec = FeatureMapSpec.of(found).as_dict()
+    spec = FeatureMapSpec.of(feature_map).as_dict()
     return {key: spec[key] for key in ("component", "projection", "component_params", "projection_params")}

@@ -1,7 +1,8 @@
-"""The report of `calibrate`: per slot, the error on held-out tokens before and after fitting, and the cost."""
+"""Reports of `calibrate` (errors on held-out tokens, slot by slot, and their plot) and of `calibrate_adapters`."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -11,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snnk_peft.calibrating.picture import draw
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.whole_file import whole_file
 
 SHOWN = 4  # slots that a warning names
 POOR = 0.25  # error of an attention from which models were found to suffer: 3 to 5 points, or all that they knew
+BEFORE, AFTER, SECONDS = "#b0b0b0", "#1f77b4", "#7a9e7e"
 
 
 @dataclass(frozen=True)
@@ -161,3 +162,114 @@ def _finite(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return [_finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+@dataclass(frozen=True)
+class AdapterSlotReport:
+    """Result for one adapter.
+
+    Args:
+        path: the module that it is after or beside.
+        num_features: rows of W.
+        slope_before: how fast the held-out loss falls per unit of change of the adapter's output (root mean square over
+            tokens), under the step that the fitted examples say is best for linear features of the rows that were
+            there. The square of it is what these rows have to gain, to first order.
+        slope_after: the same for rows made from the fitted examples.
+        slope_of_all: the same where any linear map of the inputs may be the step.
+        taken: whether the new rows are in place: where they were not worth more, the old ones stay.
+        ridge: the chosen regularisation, as a fraction of the mean square of an input.
+        tokens: how many were read.
+    """
+
+    path: str
+    num_features: int
+    slope_before: float
+    slope_after: float
+    slope_of_all: float
+    taken: bool
+    ridge: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """Result of `calibrate_adapters`; print it for a table.
+
+    Args:
+        slots: one entry per adapter, front to back.
+        seconds: wall time.
+        settings: the arguments that decided it.
+    """
+
+    slots: list[AdapterSlotReport]
+    seconds: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "settings": dict(self.settings), "slots": [asdict(s) for s in self.slots]}
+
+    def __str__(self) -> str:
+        width = max(len(slot.path) for slot in self.slots)
+        lines = [f"{'adapter at':<{width}}  rows  slope (held out) before -> after    of all rows    ridge   tokens"]
+        lines += [
+            f"{s.path:<{width}}  {s.num_features:>4}  {s.slope_before:>23.2e} -> {s.slope_after:<8.2e}   "
+            f"{s.slope_of_all:>8.2e}  {s.ridge:>7.0e}  {s.tokens:>7}{'' if s.taken else '  not taken'}"
+            for s in self.slots
+        ]
+        return "\n".join([*lines, f"{self.seconds:.1f} seconds"])
+
+
+def draw(slots: Sequence[Any]) -> bytes:
+    """A PNG of the slots of a report; needs no display and leaves matplotlib's settings alone.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "plotting a calibration needs matplotlib, which is not installed: pip install snnk-peft[demo]; "
+            "report.to_dict() needs nothing"
+        ) from error
+    panels: list[tuple[str, list[Any], list[Any]]] = [
+        ("squared error, held out, of the variance", [s.error_before for s in slots], [s.error_after for s in slots])
+    ]
+    if any(slot.divergence_after is not None for slot in slots):
+        first, second = [s.divergence_before for s in slots], [s.divergence_after for s in slots]
+        panels.append(("divergence from softmax, nats", first, second))
+    panels.append(("seconds", [], [slot.seconds for slot in slots]))
+    figure = Figure(figsize=(4 * len(panels) + 2, 1.5 + 0.32 * max(len(slots), 1)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (title, before, after) in zip(axes, panels, strict=True):
+        _bars(axis, before, 0.2, BEFORE, "before")
+        _bars(axis, after, -0.2 if before else 0.0, AFTER if before else SECONDS, "after" if before else None)
+        if before:
+            axis.set_xscale("symlog", linthresh=_smallest(before, after))
+        axis.set_xlim(left=0)
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.15)
+    axes[0].set_yticks(range(len(slots)), [slot.path for slot in slots], fontsize=8)
+    axes[0].invert_yaxis()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
+    figure.suptitle(f"calibration: {len(slots)} places, {sum(slot.seconds for slot in slots):.0f} s")
+    file = io.BytesIO()
+    figure.savefig(file, dpi=120, format="png")
+    return file.getvalue()
+
+
+def _bars(axis: Any, values: Sequence[float | None], offset: float, colour: str, label: str | None) -> None:
+    """Draw horizontal bars with their values; none where there is no value."""
+    known = [(place, value) for place, value in enumerate(values) if value is not None and value < float("inf")]
+    places, widths = [place - offset for place, _ in known], [value for _, value in known]
+    bars = axis.barh(places, widths, 0.36 if label else 0.6, color=colour, label=label)
+    axis.bar_label(bars, [f"{value:.3g}" for value in widths], padding=3, fontsize=7)
+
+
+def _smallest(before: Sequence[float | None], after: Sequence[float | None]) -> float:
+    """Below this the axis is linear: a logarithmic one has no zero."""
+    positive = [value for value in (*before, *after) if value]
+    return max(min(positive, default=1.0), 1e-9)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.probe import compare, probe_inputs
 from snnk_peft.calibrating.batches import read, refuse_no_batches
-from snnk_peft.calibrating.finite import refuse_not_finite
+from snnk_peft.calibrating.guards import refuse_not_finite
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.exporting.int8 import compared, milliseconds, quantized
 from snnk_peft.exporting.program import FORMATS, TorchFormat, as_it_was, missing_packages, opsets

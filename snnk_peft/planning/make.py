@@ -19,8 +19,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from snnk_peft.calibrating.batches import Batches, checked_one, model_inputs
-from snnk_peft.calibrating.finite import refuse_not_finite, refuse_overflow
-from snnk_peft.calibrating.padding import named_padding
+from snnk_peft.calibrating.guards import named_padding, refuse_not_finite, refuse_overflow
 from snnk_peft.config import SNNKConfig, part_name
 from snnk_peft.errors import ConfigError
 from snnk_peft.parts import Part

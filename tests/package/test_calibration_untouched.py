@@ -33,8 +33,8 @@ from snnk_peft import (
     fit_closed_form,
     get_snnk_model,
 )
-from snnk_peft.calibrating.all_or_nothing import all_or_nothing
 from snnk_peft.calibrating.attention import fit_attention
+from snnk_peft.calibrating.guards import all_or_nothing
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.layers.slots import Fitter
 from tests.tiny_models import tiny

@@ -9,7 +9,7 @@ import torch
 
 from snnk_peft import FFNPart, NarrowFFNPart, PoolerPart, SNNKConfig, calibrate, get_snnk_model
 from snnk_peft.bundling.probe import probe_inputs
-from snnk_peft.calibrating.stored_inputs import StoredInputs
+from snnk_peft.calibrating.passes import StoredInputs
 from snnk_peft.families import FAMILIES
 from tests.tiny_families import build, main_head
 
@@ -115,7 +115,7 @@ def test_a_full_disk_costs_time_only(monkeypatch):
     def fail(*args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("snnk_peft.calibrating.stored_inputs.save_file", fail)
+    monkeypatch.setattr("snnk_peft.calibrating.passes.save_file", fail)
     with pytest.warns(RuntimeWarning, match="No space left.*Set TMPDIR") as warned:
         short, few = calibrated(model, config, batches, monkeypatch, full=False)
     assert len([each for each in warned if "TMPDIR" in str(each.message)]) == 1

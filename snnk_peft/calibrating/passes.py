@@ -1,10 +1,10 @@
-"""The inputs of a Transformer layer, stored on disk, so that passes for later slots start there.
+"""The passes over the batches for one slot: its inputs, from the stack as converted so far.
 
 Slots are fitted front to back: what a layer is given no longer changes once everything before it is fitted. Without
-this the passes for a model of L layers run L² / 2 of them, with it L. What is stored is the hidden state of each batch;
-the model makes everything else itself (masks, positions), while its layers in front pass on what they are given. The
-first batch of every pass runs both ways, and if the slot would be given anything else, all batches run in full from
-then on; so does a batch that is not the one that was stored.
+stored inputs the passes for a model of L layers run L² / 2 of them, with them L. What is stored on disk is the hidden
+state of each batch; the model makes everything else itself (masks, positions), while its layers in front pass on what
+they are given. The first batch of every pass runs both ways, and if the slot would be given anything else, all batches
+run in full from then on; so does a batch that is not the one that was stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import contextlib
 import hashlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,11 +25,126 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from snnk_peft.errors import UnsupportedError
+from snnk_peft.calibrating.batches import Survey, is_held_out, model_inputs
+from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
-from snnk_peft.tuner.slot_layer import original_path
+from snnk_peft.layers.slots import Call, Fitter
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path, root_of
 
 Run = Callable[[int, Mapping[str, Any]], object]
+
+
+class _Reached(Exception):  # noqa: N818 - control flow, not an error
+    """Ends a forward pass at the slot whose input is wanted."""
+
+
+def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: Survey) -> dict[str, int]:
+    """Slot names in the order in which a forward pass reaches them, and how often it does (shared layers: several)."""
+    order: list[str] = []
+    names = {layer: name for name, layer in slots.items()}
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, args: order.append(names[module])) for layer in slots.values()
+    ]
+    try:
+        with torch.no_grad():
+            model(**model_inputs(model, next(iter(batches))[1]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Counter(order)
+
+
+def _slot_calls(
+    model: nn.Module, layer: SlotLayer, fitter: Fitter, runs: int, batches: Survey, bar: Any, run: Run
+) -> Iterator[tuple[int, list[Call]]]:
+    """Yield (batch index, calls of a slot) from the stack as it is now; stops each pass there.
+
+    A layer that runs several times gives the inputs of all runs, with the original in its place: what the replacement
+    would make of the earlier ones is not known before it is fitted.
+    """
+    caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append((args, kwargs))
+        if len(caught) == runs:
+            raise _Reached
+
+    hook = layer.register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        for index, batch in batches:
+            inputs = model_inputs(model, batch)
+            with torch.no_grad(), _as_it_was(model, layer, fitter.together, runs), contextlib.suppress(_Reached):
+                run(index, inputs)
+            if len(caught) < runs:
+                raise ConfigError(
+                    f"batch {index} runs it {len(caught)} times, and batch 0 {runs} times; expected batches of the "
+                    "same kind of inputs"
+                )
+            mask = inputs.get("attention_mask")
+            yield index, [Call(*each, mask) for each in caught]
+            caught.clear()
+            bar.update()
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module, layer: SlotLayer, together: Sequence[str], runs: int) -> Iterator[None]:
+    """Restore the originals of a layer with several runs, and of the modules fitted with it, in a context."""
+    inside: list[SlotLayer] = []
+    if runs > 1:
+        others = [root_of(model).get_submodule(path) for path in together]
+        inside = [place for place in (layer, *others) if isinstance(place, SlotLayer)]
+    for place in inside:
+        place._disable_adapters = True
+    try:
+        yield
+    finally:
+        for place in inside:
+            place._disable_adapters = False
+
+
+class SlotInputs:
+    """One streaming pass per iteration: (is it held out?, inputs of the slot, or its calls).
+
+    Attributes:
+        at: number of the batch that is looked at, None between passes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: SlotLayer,
+        fitter: Fitter,
+        runs: int,
+        batches: Survey,
+        held_out: float,
+        bar: Any,
+        start: Callable[[], AbstractContextManager[Run]],
+    ):
+        self.inputs, self.start = (model, layer, fitter, runs, batches, bar), start
+        self.fitter, self.held_out = fitter, held_out
+        self.at: int | None = None
+
+    def __iter__(self) -> Iterator[tuple[bool, Any]]:
+        self.at = 0
+        with self.start() as run:
+            for index, calls in _slot_calls(*self.inputs, run):
+                self.at = index
+                rows = torch.cat([self.fitter.rows(_first(call), call.mask) for call in calls])
+                if wrong := int((~torch.isfinite(rows)).any(-1).sum()):
+                    raise ValueError(
+                        f"{wrong} of {len(rows)} inputs hold NaN or infinity; expected finite numbers. Look at this "
+                        "batch, or run the model in fp32 or bf16"
+                    )
+                yield is_held_out(index, self.held_out), calls if self.fitter.calls else rows
+                self.at = index + 1
+        self.at = None
+
+
+def _first(call: Call) -> torch.Tensor:
+    """Return the first tensor among a module's arguments, positional or keyword."""
+    return next(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor))
 
 
 class _Seen(Exception):  # noqa: N818 - control flow, not an error
@@ -127,13 +244,13 @@ class _Pass:
     def run(self, index: int, inputs: Mapping[str, Any]) -> None:
         """Run the model for one batch; an exception that ends it at the slot passes through."""
         self.now = index, _digest(inputs)
-        found = self.store.load(*self.now, self.layer) if self.store.usable else None
-        if found is None:
+        stored = self.store.load(*self.now, self.layer) if self.store.usable else None
+        if stored is None:
             self.model(**inputs)
         elif self.checked:
-            self._short(inputs, *found)
+            self._short(inputs, *stored)
         else:
-            self._both_ways(inputs, *found)
+            self._both_ways(inputs, *stored)
 
     def keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook at the layer that holds the slot."""
@@ -216,9 +333,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _digest(inputs: Mapping[str, Any]) -> bytes:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in sorted(inputs.items()):
         if isinstance(value, torch.Tensor):
-            found.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.digest()
+            digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.digest()

@@ -1,0 +1,252 @@
+"""What surrounds a fit: weights are finite, a padding token is named, and a failure leaves the model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.calibrating.inputs import masked_tokens
+from snnk_peft.errors import ConfigError
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path, saved_in_full
+
+SHOWN = 4  # parameters that are named
+NONE = -1  # no token: nothing is padding
+
+
+def common_faults(model: nn.Module, held_out: float, what: str, away: list[str]) -> list[str]:
+    """Messages about what no fit of a part can do.
+
+    Args:
+        model: patched.
+        held_out: as given.
+        what: is fitted.
+        away: where its tensors are offloaded.
+    """
+    faults = []
+    if not 0 < held_out < 1:
+        faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
+    if away:
+        faults.append(
+            f"the {what} of {', '.join(away)} are offloaded to memory or disk, where a fit would not last; expected "
+            "them beside the model. Calibrate before dispatching the model, or put the adapter on an offloaded base"
+        )
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        faults.append("the model is sharded (FSDP2), so that no process has its weights; calibrate it before")
+    return faults
+
+
+@contextlib.contextmanager
+def all_or_nothing(model: nn.Module, written: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+    """Whatever ends the block early, an error or Ctrl-C, the model leaves it bit for bit as it entered.
+
+    Values are kept of tensors that are written to; of everything else that a module holds (hooks, flags, whose
+    attention it asks for), the references.
+
+    Args:
+        model: any model.
+        written: the tensors that the block may write to; None for those of the active slots.
+    """
+    before = _Before(model, _slot_tensors(model) if written is None else written)
+    try:
+        yield
+    except BaseException:
+        while True:
+            try:
+                before.restore()
+                break
+            except KeyboardInterrupt:  # once more, from the start; the first one is raised below
+                continue
+        raise
+
+
+class _Before:
+    """A model at one moment; arguments as for `all_or_nothing`."""
+
+    def __init__(self, model: nn.Module, written: Iterable[torch.Tensor]):
+        self.modules = [_Attributes(module) for module in model.modules()]
+        tensors = {id(tensor): tensor for tensor in written}
+        self.tensors = [_Tensor(tensor) for tensor in tensors.values()]
+
+    def restore(self) -> None:
+        """Put everything back; may be interrupted and begun again."""
+        for module in self.modules:
+            module.restore()
+        for tensor in self.tensors:
+            tensor.restore()
+        torch.clear_autocast_cache()
+
+
+class _Attributes:
+    """References of one module; its dicts (of hooks, parameters, children) stay the same objects."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.values = module, dict(vars(module))
+        self.inside = {name: dict(value) for name, value in self.values.items() if isinstance(value, dict)}
+
+    def restore(self) -> None:
+        for name, content in self.inside.items():
+            _become(self.values[name], content)
+        _become(vars(self.module), self.values)
+
+
+class _Tensor:
+    """Saves the values of one tensor, its gradient and whether it has one."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor, self.values = tensor, tensor.detach().clone()
+        self.trained, self.gradient = tensor.requires_grad, tensor.grad
+
+    def restore(self) -> None:
+        self.tensor.requires_grad_(self.trained)
+        self.tensor.grad = self.gradient
+        with torch.no_grad():
+            self.tensor.copy_(self.values)
+
+
+def _become(target: dict[Any, Any], content: dict[Any, Any]) -> None:
+    if list(target) != list(content) or any(target[key] is not value for key, value in content.items()):
+        target.clear()
+        target.update(content)
+
+
+def _slot_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    for layer in model.modules():
+        if isinstance(layer, SlotLayer):
+            for slot in layer.active_slots():
+                yield from slot.parameters()
+                yield from slot.buffers()
+
+
+def refuse_not_finite(model: nn.Module, replaced: bool = True) -> None:
+    """ValueError if a parameter in use holds NaN or infinity.
+
+    Args:
+        model: plain or patched; the slots of adapters that are not active do not count.
+        replaced: whether the originals of modules that a slot replaces are in use, as they are when it is fitted.
+    """
+    faults = [
+        f"{path} holds {_what(value)} in {int((~value.isfinite()).sum())} of {value.numel():,} numbers"
+        for path, value in _in_use(model, "", replaced)
+        if value.is_floating_point() and value.device.type != "meta" and not bool(value.detach().isfinite().all())
+    ]
+    if faults:
+        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise ValueError(
+            f"{'; '.join(faults[:SHOWN])}{more}; expected finite numbers. A training that diverged, an overflow in "
+            "fp16 or a head that was never initialised leave such weights: load or train it again"
+        )
+
+
+def refuse_overflow(model: nn.Module, inputs: Mapping[str, Any], what: str) -> None:
+    """ValueError if an output of the model is NaN or infinite for some inputs, with the module where that begins.
+
+    Args:
+        model: of finite weights.
+        inputs: its keyword arguments.
+        what: they are, for the message.
+    """
+    first: list[str] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda module, args, output, path=path: None if first or _finite(output) else first.append(path)
+        )
+        for path, module in model.named_modules()
+    ]
+    try:
+        with torch.no_grad(), evaluating(model), named_padding(model, masked_tokens(inputs)):
+            outputs = model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    wrong = [name for name, value in outputs.items() if not _finite(value)]
+    if wrong:
+        where = _plain(first[0]) if first else type(model).__name__
+        raise ValueError(
+            f"{what}: the model's {', '.join(wrong)} hold NaN or infinity, which begins in the output of "
+            f"{where or type(model).__name__}; expected finite numbers. Look at these inputs, or run the model in fp32 "
+            "or bf16"
+        )
+
+
+def _in_use(module: nn.Module, path: str, replaced: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(module, SlotLayer):
+        slots = module.active_slots()
+        for slot in slots:
+            for name, value in slot.named_parameters():
+                yield f"{_plain(path)} ({name} of the adapter)", value
+        if replaced or not any(slot.replaces for slot in slots):
+            yield from _in_use(module.base_layer, path, replaced)
+        return
+    module = saved_in_full(module)
+    for name, value in module.named_parameters(recurse=False):
+        yield f"{_plain(path)}.{name}".removeprefix("."), value
+    for name, child in module.named_children():
+        yield from _in_use(child, f"{path}.{name}".removeprefix("."), replaced)
+
+
+def _plain(path: str) -> str:
+    """The path in the unpatched model."""
+    return original_path(path.removeprefix("base_model.model."))
+
+
+def _what(value: torch.Tensor) -> str:
+    return "NaN" if bool(value.detach().isnan().any()) else "infinity"
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() or bool(value.isfinite().all())
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return all(map(_finite, value)) if isinstance(value, (tuple, list)) else True
+
+
+@contextlib.contextmanager
+def named_padding(model: Any, tokens: set[int]) -> Iterator[None]:
+    """Inside, the config of a classifier of texts names a padding token.
+
+    Decoders look for the last token that is not padding, and transformers refuses several examples where the config
+    names none. What the tokenizer padded with stands in the batches, where the mask leaves it out.
+
+    Args:
+        model: any; only classifiers of texts without such a token are changed.
+        tokens: those that stand where the mask is 0, of all batches that will be run.
+
+    Raises:
+        ConfigError: several.
+    """
+    root = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config: Any = getattr(root, "config", None)
+    if "ForSequenceClassification" not in type(root).__name__ or getattr(config, "pad_token_id", 0) is not None:
+        yield
+        return
+    if len(tokens) > 1:
+        raise ConfigError(
+            f"the config of {type(root).__name__} names no padding token, and the batches hold tokens "
+            f"{', '.join(map(str, sorted(tokens)[:4]))} where attention_mask is 0; expected one. Set "
+            "model.config.pad_token_id = tokenizer.pad_token_id"
+        )
+    configs = list({id(each): each for each in (config, config.get_text_config())}.values())
+    for each in configs:
+        each.pad_token_id = next(iter(tokens), NONE)
+    try:
+        yield
+    finally:
+        for each in configs:
+            each.pad_token_id = None
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set all modules to eval mode, and restore their modes on exit."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
