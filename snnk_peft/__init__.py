@@ -36,7 +36,7 @@ from snnk_peft.parts.narrow.heads import NarrowHeadsPart
 from snnk_peft.parts.norms import NormsPart
 from snnk_peft.parts.replaced.ffn import FFNPart
 from snnk_peft.parts.replaced.pooler import PoolerPart
-from snnk_peft.planning.make import plan
+from snnk_peft.planning.plan import plan
 from snnk_peft.planning.result import Plan
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tuner.get_model import get_snnk_model

@@ -33,8 +33,8 @@ from snnk_peft.families.base import ModelFamily
 from snnk_peft.layers.slots import Slot
 from snnk_peft.parts import PARTS
 from snnk_peft.tuner.get_model import get_snnk_model
-from snnk_peft.tuner.given_model import takes_model
-from snnk_peft.tuner.model import plan_patches, refuse_patched, refuse_prepared
+from snnk_peft.tuner.given_model import refuse_patched, refuse_prepared, takes_model
+from snnk_peft.tuner.model import plan_patches
 from snnk_peft.tuner.slot_layer import SlotLayer, is_saved_in_full
 
 # Paths inside one layer, which exist in every model of a family; the others belong to heads that a model may lack.

@@ -1,17 +1,174 @@
-"""The effect of converting one layer on the output of the model, with everything else original."""
+"""Errors of candidates: of the fit of each to its module, and of the output of the model, all else original.
+
+Candidates are fitted side by side on the inputs of the original's modules; the model runs once for all of them.
+`calibrate` fits what was chosen again, after the layers that were converted before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
+from snnk_peft.calibrating.calibrate import fitter_of, slot_to_fit
 from snnk_peft.errors import ConfigError
+from snnk_peft.layers.slots import Call, FitOptions, Fitter
 from snnk_peft.planning.candidates import Template, replayed
-from snnk_peft.planning.fitting import Errors
-from snnk_peft.planning.sample import Sample
 from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.ridge import DEFAULT_RIDGES
+from snnk_peft.tuner.slot_layer import SlotLayer
+
+HELD_OUT = 0.3
+IMAGE_TOKENS = 196  # of an image of the usual size
+OPTIONS = FitOptions(landmarks="greedy", ridges=DEFAULT_RIDGES, refit=False)
+Errors = dict[tuple[int, "int | None"], float]  # by number of the template and layer
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """Count the real tokens of a batch; for images approximately."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return int((mask != 0).sum())
+    main = next((value for value in batch.values() if isinstance(value, torch.Tensor)), None)
+    if main is None:
+        return 0
+    return main.numel() if main.ndim == 2 else IMAGE_TOKENS * len(main)
+
+
+class Sample:
+    """Batches spread evenly over all, of about `tokens` tokens; some of them are held out.
+
+    Args:
+        model: the original.
+        batches: of the caller.
+        tokens: how many are wanted; there are three batches at least.
+
+    Raises:
+        ConfigError: fewer than three batches, or ones that `calibrate` would refuse.
+
+    Attributes:
+        batches: (is it held out?, model inputs).
+        middle: the batch of median size of all.
+        padding: tokens that stand where a mask leaves them out.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches, tokens: int):
+        survey = Survey(model, batches, HELD_OUT)
+        if survey.faults:
+            raise ConfigError(survey.faults)
+        total = survey.total
+        if total < 3:
+            raise ConfigError(
+                f"batches holds {total}; expected three at least, of which one is held out, and better a few dozen, "
+                "such as a list of tokenized sentences of the kind that the model will see"
+            )
+        sizes = [tokens_of(batch) for _, batch in survey]
+        wanted = min(total, max(3, round(tokens * total / max(1, sum(sizes)))))
+        chosen = {round((step + 0.5) * total / wanted - 0.5) for step in range(wanted)}
+        middle = sorted(range(total), key=lambda index: (sizes[index], index))[total // 2]
+        kept = {index: batch for index, batch in survey if index in chosen or index == middle}
+        self.padding = survey.padding
+        self.middle = kept[middle]
+        self.batches = [(is_held_out(number, HELD_OUT), kept[index]) for number, index in enumerate(sorted(chosen))]
+
+    def inputs(self, model: nn.Module, held_out: bool) -> Iterable[dict[str, Any]]:
+        """Model inputs of one of the two parts."""
+        return (model_inputs(model, batch) for out, batch in self.batches if out == held_out)
+
+
+Calls = dict[str, list[tuple[bool, list[Call]]]]
+
+
+def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -> Calls:
+    """Record the arguments of modules, batch by batch.
+
+    Args:
+        model: runs; in eval mode.
+        modules: by path.
+        sample: what it runs on.
+    """
+    found: Calls = {path: [] for path in modules}
+    caught: dict[str, list[tuple[Any, Any]]] = {path: [] for path in modules}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, path=path: caught[path].append((args, kwargs)), with_kwargs=True
+        )
+        for path, module in modules.items()
+    ]
+    try:
+        for held_out, batch in sample.batches:
+            inputs = model_inputs(model, batch)
+            with torch.no_grad():
+                model(**inputs)
+            for path, calls in caught.items():
+                found[path].append((held_out, [Call(*call, inputs.get("attention_mask")) for call in calls]))
+                calls.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+@torch.no_grad()
+def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
+    """Fit every slot of templates that can be fitted.
+
+    Args:
+        templates: of one kind: their attention runs in the same way.
+        sample: the data.
+        tick: called with the number of fits that were done.
+
+    Returns:
+        The normalised error on the held-out part: by number of the template and layer, where there is one.
+    """
+    places = [
+        (number, key, path, layer)
+        for number, template in enumerate(templates)
+        for key, group in template.groups.items()
+        for path, layer in group.items()
+        if _fitted(template, key, layer)
+    ]
+    at = {path: templates[0].root.get_submodule(path) for _, _, path, _ in places}
+    calls = listen(templates[0].root, at, sample)
+    errors: Errors = {}
+    for path in at:
+        here = [(number, key, layer) for number, key, where, layer in places if where == path]
+        for number, key, _ in here:
+            templates[number].activate(key)
+        fitters = [fitter_of(templates[number].root, layer, OPTIONS) for number, _, layer in here]
+        first, *others = fitters
+        found = first.fit_sizes(others, _KeptCalls(first, calls[path])) if others else None
+        if found is None:
+            found = [fitter.fit(_KeptCalls(fitter, calls[path])).error_after for fitter in fitters]
+        torch.clear_autocast_cache()  # the caller's autocast would judge copies of what was there before
+        errors |= {(number, key): error for (number, key, _), error in zip(here, found, strict=True)}
+        tick(len(here))
+        calls[path] = []  # the inputs of a layer are not needed any more
+        for template in templates:
+            template.activate(None, nothing=True)
+    return errors
+
+
+def _fitted(template: Template, key: int | None, layer: SlotLayer) -> bool:
+    template.activate(key)
+    found = slot_to_fit(layer) is not None
+    template.activate(None, nothing=True)
+    return found
+
+
+class _KeptCalls:
+    """Kept calls in the form that a fitter reads, as often as it likes."""
+
+    def __init__(self, fitter: Fitter, calls: Any):
+        self.fitter, self.kept = fitter, calls
+
+    def __iter__(self) -> Any:
+        for held_out, calls in self.kept:
+            rows = self.fitter.rows
+            yield held_out, calls if self.fitter.calls else torch.cat([rows(c.args[0], c.mask) for c in calls])
 
 
 class OutputError:

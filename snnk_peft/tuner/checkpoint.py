@@ -20,10 +20,9 @@ from torch import nn
 from snnk_peft.config import SNNKConfig
 from snnk_peft.digests import Layout, layout_faults, refuse
 from snnk_peft.errors import ConfigError
-from snnk_peft.families.base import ModelFamily, module_at
 from snnk_peft.layers.slots import Slot
 from snnk_peft.projections.base import Projection
-from snnk_peft.tuner.labels import check_labels
+from snnk_peft.tuner.base_model import check_labels
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 PREFIX = "base_model.model."
@@ -32,36 +31,6 @@ ADDED_BY_PEFT = {"classifier", "score", "qa_outputs"}  # for a task_type, whethe
 # A config may ask for this many times the parameters of its file (redrawn matrices are not in it), and for 256 MB
 # whatever the file holds.
 ROOM, UNASKED = 4, 1 << 26
-
-
-def measurements(model: nn.Module, family: ModelFamily | None) -> dict[str, str | int]:
-    """Return what determines the shapes of an adapter: the architecture and its sizes."""
-    if family is None:
-        return {"model_class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
-    layers = family.layer_paths(model)
-    expansion = module_at(model, f"{layers[0]}.{family.ffn_in}", "the FFN expansion")
-    found: dict[str, str | int] = {"model_type": family.name, "layers": len(layers)}
-    if isinstance(expansion, nn.Linear):
-        return found | {"hidden_size": expansion.in_features, "ffn_size": expansion.out_features}
-    # A family whose FFN is built otherwise; such a model takes no part that would depend on its size.
-    config = family.config_of(model)
-    return found | {"hidden_size": config.hidden_size, "heads": config.num_attention_heads}
-
-
-def check_measurements(config: SNNKConfig, found: Mapping[str, str | int]) -> None:
-    """ConfigError if the adapter was made for a model of other sizes; says which."""
-    made_for = config.made_for
-    if made_for is None or dict(made_for) == dict(found):
-        return
-    differing = [
-        f"{key} is {found.get(key)!r}, the adapter's is {made_for.get(key)!r}"
-        for key in sorted({*made_for, *found})
-        if made_for.get(key) != found.get(key)
-    ]
-    raise ConfigError(
-        f"this adapter belongs to another base model ({config.base_model_name_or_path or 'name unknown'}): "
-        f"{'; '.join(differing)}. Load that base model, or make a new SNNKConfig for this one"
-    )
 
 
 @dataclass(frozen=True)

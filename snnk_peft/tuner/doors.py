@@ -34,8 +34,8 @@ from snnk_peft.config_size import weights_of
 from snnk_peft.digests import DIGESTS, content_faults, entry_faults, layout_of, open_tensors, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.json_files import read_json
+from snnk_peft.tuner.base_model import label_options
 from snnk_peft.tuner.checkpoint import Incoming, check_loaded
-from snnk_peft.tuner.labels import label_options
 
 MODEL_CONFIG = "config.json"
 LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth"}

@@ -10,8 +10,7 @@ from torch import nn
 
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.tuner.given_model import as_usual, is_compiled, plain_model
-from snnk_peft.tuner.model import refuse_patched, refuse_prepared
+from snnk_peft.tuner.given_model import as_usual, is_compiled, plain_model, refuse_patched, refuse_prepared
 
 
 def get_snnk_model(

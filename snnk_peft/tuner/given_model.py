@@ -1,4 +1,4 @@
-"""Models as users have them: compiled, in inference_mode, or held by another object.
+"""Models as users have them: compiled, in inference_mode, held by another object, or patched already.
 
 Calibrating and folding read modules one by one, through hooks, and write into tensors that are trained later. So a
 compiled model is used without its compiled code, and the functions of this package run outside of inference_mode, in
@@ -13,9 +13,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.tuner.slot_layer import SlotLayer
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -115,3 +118,58 @@ def as_usual(model: Any) -> contextlib.ExitStack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(grad))
     return stack
+
+
+def refuse_prepared(model: nn.Module) -> None:
+    """UnsupportedError for a model that is not a plain one: wrapped by PEFT or in copies, a bundle, or quantized."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise UnsupportedError(
+            f"the model is wrapped in {type(model).__name__}; patch the bare model first, "
+            "get_snnk_model(model.module, config), and wrap the result"
+        )
+    refuse_holders(model)
+    if is_compiled(model):
+        raise UnsupportedError(
+            "the model is compiled (torch.compile); expected the plain one, because what is put into a model has to be "
+            "there when it is compiled. Patch model._orig_mod, calibrate and train it, and compile last"
+        )
+    refuse_inference_tensors(model)
+    if isinstance(model, PeftModel):
+        names = ", ".join(f"{name!r} ({config.peft_type})" for name, config in model.peft_config.items())
+        raise UnsupportedError(
+            f"{type(model).__name__} holds adapters already: {names}; expected a plain transformers model. To put a "
+            "second SNNK adapter beside the first, call model.add_adapter(name, config); to put SNNK on top of LoRA, "
+            "merge it first (model.merge_and_unload()); to start again, take the plain model back (model.unload())"
+        )
+    foreign = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, SlotLayer)
+    ]
+    if foreign:
+        raise UnsupportedError(
+            f"{type(model).__name__} holds layers of another PEFT method ({type(foreign[0][1]).__name__} at "
+            f"{foreign[0][0]!r}, {len(foreign)} in all); expected a plain transformers model. Merge them first "
+            "(merge_and_unload of the PeftModel), or take the plain model back (unload)"
+        )
+    if getattr(getattr(model, "config", None), "snnk_plan", None) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is a bundle; expected a plain transformers model. What was folded has no slots "
+            "any more: put the new parts on the original model, beside the first ones, and bundle that. (LoRA and "
+            "other PEFT methods do go onto the Linears of a bundle)"
+        )
+    if getattr(model, "is_quantized", False):
+        raise UnsupportedError(
+            f"{type(model).__name__} is quantized; expected weights in floating point, from which SNNK parts take "
+            "sizes, statistics and rows. Load it without quantization_config, patch it, and quantize its bundle"
+        )
+
+
+def refuse_patched(model: nn.Module) -> None:
+    """UnsupportedError for a transformers model that get_snnk_model has patched, in place."""
+    if (slots := next((m for m in model.modules() if isinstance(m, SlotLayer)), None)) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is patched already (adapter {', '.join(map(repr, slots.snnk_slots))}); expected a "
+            "plain transformers model. Use the PeftModel that patching it returned: model.add_adapter(name, config) "
+            "puts a second adapter beside the first, model.unload() gives the plain model back"
+        )

@@ -14,8 +14,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from snnk_peft.config import SNNKConfig
@@ -26,78 +25,26 @@ from snnk_peft.functional.at_hand import place_of
 from snnk_peft.layers.slots import Retrained, Slot
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext
-from snnk_peft.tuner.adapter_names import name_faults, put_back
-from snnk_peft.tuner.base_digests import base_digests, note_another_base
-from snnk_peft.tuner.checkpoint import (
+from snnk_peft.tuner.base_model import (
+    base_digests,
     check_measurements,
-    check_size,
-    check_weights,
-    clashes,
     measurements,
-    plain_start,
+    note_another_base,
+    note_labels,
+    take_labels,
 )
+from snnk_peft.tuner.checkpoint import check_size, check_weights, clashes, plain_start
 from snnk_peft.tuner.doors import open_door
-from snnk_peft.tuner.first_forward import run_watchers, warn_if_nothing_is_trained, watch_first_forward
-from snnk_peft.tuner.given_model import is_compiled, refuse_holders, refuse_inference_tensors
-from snnk_peft.tuner.labels import note_labels, take_labels
-from snnk_peft.tuner.patched_save import guard_save, release_save
+from snnk_peft.tuner.given_model import refuse_prepared
 from snnk_peft.tuner.row_adapters import refuse_rows, rows_of, rows_through
-from snnk_peft.tuner.slot_layer import SlotLayer, original_path
-
-
-def refuse_prepared(model: nn.Module) -> None:
-    """UnsupportedError for a model that is not a plain one: wrapped by PEFT or in copies, a bundle, or quantized."""
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise UnsupportedError(
-            f"the model is wrapped in {type(model).__name__}; patch the bare model first, "
-            "get_snnk_model(model.module, config), and wrap the result"
-        )
-    refuse_holders(model)
-    if is_compiled(model):
-        raise UnsupportedError(
-            "the model is compiled (torch.compile); expected the plain one, because what is put into a model has to be "
-            "there when it is compiled. Patch model._orig_mod, calibrate and train it, and compile last"
-        )
-    refuse_inference_tensors(model)
-    if isinstance(model, PeftModel):
-        names = ", ".join(f"{name!r} ({config.peft_type})" for name, config in model.peft_config.items())
-        raise UnsupportedError(
-            f"{type(model).__name__} holds adapters already: {names}; expected a plain transformers model. To put a "
-            "second SNNK adapter beside the first, call model.add_adapter(name, config); to put SNNK on top of LoRA, "
-            "merge it first (model.merge_and_unload()); to start again, take the plain model back (model.unload())"
-        )
-    foreign = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer) and not isinstance(module, SlotLayer)
-    ]
-    if foreign:
-        raise UnsupportedError(
-            f"{type(model).__name__} holds layers of another PEFT method ({type(foreign[0][1]).__name__} at "
-            f"{foreign[0][0]!r}, {len(foreign)} in all); expected a plain transformers model. Merge them first "
-            "(merge_and_unload of the PeftModel), or take the plain model back (unload)"
-        )
-    if getattr(getattr(model, "config", None), "snnk_plan", None) is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} is a bundle; expected a plain transformers model. What was folded has no slots "
-            "any more: put the new parts on the original model, beside the first ones, and bundle that. (LoRA and "
-            "other PEFT methods do go onto the Linears of a bundle)"
-        )
-    if getattr(model, "is_quantized", False):
-        raise UnsupportedError(
-            f"{type(model).__name__} is quantized; expected weights in floating point, from which SNNK parts take "
-            "sizes, statistics and rows. Load it without quantization_config, patch it, and quantize its bundle"
-        )
-
-
-def refuse_patched(model: nn.Module) -> None:
-    """UnsupportedError for a transformers model that get_snnk_model has patched, in place."""
-    if (slots := next((m for m in model.modules() if isinstance(m, SlotLayer)), None)) is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} is patched already (adapter {', '.join(map(repr, slots.snnk_slots))}); expected a "
-            "plain transformers model. Use the PeftModel that patching it returned: model.add_adapter(name, config) "
-            "puts a second adapter beside the first, model.unload() gives the plain model back"
-        )
+from snnk_peft.tuner.saving import guard_save, name_faults, put_back, release_save
+from snnk_peft.tuner.slot_layer import (
+    SlotLayer,
+    original_path,
+    run_watchers,
+    warn_if_nothing_is_trained,
+    watch_first_forward,
+)
 
 
 def plan_patches(model: nn.Module, config: SNNKConfig, filled: bool = False) -> list[Patch]:

@@ -1,6 +1,13 @@
-"""Save adapters: the whole folder or none of it, with its config tied to its weights.
+"""Save adapters: the whole folder or none of it, with its config tied to its weights; and the names they can have.
 
 PEFT writes weights, config and card one after the other into the folder itself; transformers writes the config first.
+The model inside a PeftModel would write its wrapped modules under names that no transformers class has, so its
+`save_pretrained` is replaced.
+
+A name becomes a key of modules (`….snnk_slots.NAME.0.…`) and the folder that `save_pretrained` writes the adapter to.
+PEFT takes the tensors of all *other* adapters out of a state dict by their names, wherever those stand in a key: with
+adapters called "0" or "output" it loses most of every other one. They are put back here (`put_back`), so any such name
+works.
 """
 
 from __future__ import annotations
@@ -8,13 +15,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
+from torch import nn
 
 from snnk_peft.config import CONFIG, FREE, WEIGHTS, SNNKConfig
 from snnk_peft.errors import ConfigError
@@ -23,6 +33,9 @@ from snnk_peft.saved_folder import written_whole
 from snnk_peft.stamps import stamp_together
 
 CARD = "README.md"
+# Names that stand in the keys of every patched model, or in `model(..., adapter_names=[...])`.
+RESERVED = ("snnk_slots", "modules_to_save", "base_layer", "original_module", "__base__")
+FOLDER_BYTES = 255  # the longest name of a folder that common file systems take
 
 
 @contextlib.contextmanager
@@ -88,3 +101,114 @@ def _saving_whole(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*given.args, **given.kwargs)
 
     return save_pretrained
+
+
+class PatchedSave:
+    """Stands in for a patched model's `save_pretrained`.
+
+    Args:
+        model: the transformers model.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save an adapter of transformers as the model's own method does.
+
+        Raises:
+            ConfigError: the adapter belongs to a PeftModel.
+        """
+        if not getattr(self.model, "_hf_peft_config_loaded", False):
+            raise ConfigError(
+                f"this {type(self.model).__name__} is the inside of a PeftModel: saved alone, it could not be loaded "
+                "again. Save the adapter with the PeftModel's save_pretrained, the whole as a plain model with "
+                "snnk_peft.bundle(model).save_pretrained(folder), or the base model after model.unload()"
+            )
+        save = type(self.model).save_pretrained
+        if not (args[0] if args else kwargs.get("is_main_process", True)):
+            return save(self.model, save_directory, *args, **kwargs)
+        with saved_adapters(save_directory) as staged:
+            return save(self.model, staged, *args, **kwargs)
+
+
+def guard_save(model: Any) -> None:
+    """Install the replacement of `save_pretrained`."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = PatchedSave(model)
+
+
+def release_save(model: Any) -> None:
+    """Undo what `guard_save` did."""
+    if isinstance(vars(model).get("save_pretrained"), PatchedSave):
+        del model.save_pretrained
+
+
+def name_faults(name: object, saved: Collection[str] = ()) -> list[str]:
+    """Messages if an adapter cannot have this name.
+
+    Args:
+        name: as given.
+        saved: the modules that some adapter saves in full (`modules_to_save`). PEFT finds those by the end of their
+            path, and would find its own copies of them under such a name.
+    """
+    remedy = "choose another, such as 'fold-0'"
+    if not isinstance(name, str) or not name:
+        return [f"the adapter's name is {name!r}; expected text that is not empty"]
+    found = []
+    # transformers reads keys as regular expressions; of their signs only these do harm.
+    if wrong := sorted({sign for sign in name if sign in "./\\()" or not sign.isprintable()}):
+        signs = ", ".join(map(repr, wrong))
+        found.append(f"adapter name {name!r} holds {signs}, and has to be a module's and a folder's name; {remedy}")
+    if len(name.encode(errors="replace")) > FOLDER_BYTES:
+        found.append(f"adapter name {name[:20]!r}... is longer than a folder's may be ({FOLDER_BYTES} bytes); {remedy}")
+    if name in RESERVED or hasattr(nn.ModuleDict(), name):
+        found.append(f"adapter name {name!r} means something else to PEFT or torch; {remedy}")
+    if ends := sorted(target for target in saved if name.endswith(target)):
+        found.append(
+            f"adapter name {name!r} ends like {ends[0]!r} of modules_to_save, which PEFT finds by the end of its path; "
+            f"{remedy}"
+        )
+    return found
+
+
+def put_back(model: nn.Module, adapter_name: str, state: dict[str, torch.Tensor], others: Collection[str]) -> None:
+    """Add to `state`, in place, the tensors that PEFT took for those of other adapters.
+
+    Args:
+        model: the patched model.
+        adapter_name: the adapter that is saved.
+        state: tensors by name, without those whose name holds one of another adapter's.
+        others: names of the other adapters.
+
+    Raises:
+        ConfigError: `state` is not that of the model (gathered from several processes, averaged), which then cannot
+            tell what is missing.
+    """
+    names = (name for name, _ in itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers()))
+    taken = [n for n in names if n not in state and any(f".{one}." in f"{n}." for one in others)]
+    if not any(_belongs(name, adapter_name, others) for name in taken):
+        return
+    own = model.state_dict()
+    changed = [key for key in state if key in own and not _equal(state[key], own[key])]
+    if changed:
+        raise ConfigError(
+            f"the state_dict given for adapter {adapter_name!r} is not the model's own ({changed[0]} differs). PEFT "
+            f"leaves tensors out of it, because adapters are called {', '.join(map(repr, others))}, which their "
+            "paths hold. Save without state_dict, or load the adapters under other names"
+        )
+    state |= {key: own[key] for key in taken if key in own}
+
+
+def _belongs(name: str, adapter_name: str, others: Collection[str]) -> bool:
+    """Return True for a tensor of this adapter, or of the base model, which may be saved with it."""
+    for holder in (".snnk_slots.", ".modules_to_save."):
+        if holder in name:
+            return name.partition(holder)[2].partition(".")[0] == adapter_name
+    return True
+
+
+def _equal(given: torch.Tensor, own: torch.Tensor) -> bool:
+    if given.shape != own.shape or given.dtype != own.dtype:
+        return False
+    return given.data_ptr() == own.data_ptr() or bool(torch.equal(given.to(own.device), own))

@@ -239,8 +239,8 @@ def test_seconds_are_measured_once(tmp_path, monkeypatch):
     def again(*args, **kwargs):
         raise AssertionError("measured a second time")
 
-    monkeypatch.setattr("snnk_peft.planning.measure.seconds", again)
-    monkeypatch.setattr("snnk_peft.planning.measure.paired", again)
+    monkeypatch.setattr("snnk_peft.planning.costs.seconds", again)
+    monkeypatch.setattr("snnk_peft.planning.costs.paired", again)
     assert plan(model, texts(size=16, length=32), 0.9, **given).to_dict() == found.to_dict()
     with pytest.raises(AssertionError, match="a second time"):
         plan(model, texts(size=16, length=32), 0.9, **{**given, "timings": tmp_path / "other.json"})

@@ -19,7 +19,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from snnk_peft import FFNPart, NarrowHeadsPart, Plan, plan
 from snnk_peft.cost.meter import Meter
 from snnk_peft.errors import ConfigError
-from snnk_peft.planning import costs, make, measure
+from snnk_peft.planning import costs
+from snnk_peft.planning import plan as plan_module
 from snnk_peft.planning.choose import Point
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,7 @@ class Clock:
 
     @contextmanager
     def ticking(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        paired = measure.paired
+        paired = costs.paired
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.phase += 1
@@ -71,7 +72,7 @@ class Clock:
 
         with monkeypatch.context() as patch, self.meter:
             patch.setattr(costs, "clock", self.of)
-            patch.setattr(measure, "paired", counted)
+            patch.setattr(costs, "paired", counted)
             yield
 
 
@@ -166,7 +167,7 @@ def test_the_search_goes_where_the_budget_is_in_proportion(factor):
     templates = [Sized(size) for size in range(1, 100)]
     points = [Point(1.0, 0.0, (-1,)), *(Point(1 - (n + 1) / 100, n + 1.0, (n,)) for n in range(99))]
     asked = Together(factor)
-    near, config, measured = make._settle(templates, [(0, list(range(99)))], points, 0.6, 0, asked)
+    near, config, measured = plan_module._settle(templates, [(0, list(range(99)))], points, 0.6, 0, asked)
     right = next(size for size in range(1, 100) if factor * (1 - size / 100) <= 0.6)
     assert (near, config.parts[0].num_features) == (right, right)
     assert measured <= 0.6

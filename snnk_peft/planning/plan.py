@@ -25,13 +25,10 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import Places, Template, default_templates, places
 from snnk_peft.planning.choose import Offer, Point, apart, pareto
-from snnk_peft.planning.damage import measure_damage
-from snnk_peft.planning.fitting import Errors, fit_all
-from snnk_peft.planning.measure import OF, Measure
+from snnk_peft.planning.costs import OF, Measure
+from snnk_peft.planning.damage import IMAGE_TOKENS, Errors, Sample, fit_all, measure_damage
 from snnk_peft.planning.result import POINTS, Candidate, Plan
-from snnk_peft.planning.sample import IMAGE_TOKENS, Sample
-from snnk_peft.tuner.given_model import takes_model
-from snnk_peft.tuner.model import refuse_patched, refuse_prepared
+from snnk_peft.tuner.given_model import refuse_patched, refuse_prepared, takes_model
 
 ATTEMPTS = 4  # to find the budget in proportion
 AGAIN = 3  # times in all that what seems too dear is timed
