@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from snnk_peft.bundling.bundle import TOLERANCES, bundle
-from snnk_peft.bundling.probe import probe_inputs
+from snnk_peft.bundling.report import probe_inputs
 from snnk_peft.calibrating.batches import checked_one
 from snnk_peft.calibrating.guards import refuse_not_finite
 from snnk_peft.config import SHORTCUTS, SNNKConfig

@@ -18,8 +18,7 @@ from snnk_peft.bundling.attention import attention_spec
 from snnk_peft.bundling.classes import bundle_model_class
 from snnk_peft.bundling.fold import FoldPlan, Place, places, plan_folds
 from snnk_peft.bundling.modules import spec_of
-from snnk_peft.bundling.probe import compare, probe_inputs
-from snnk_peft.bundling.report import BundleReport
+from snnk_peft.bundling.report import BundleReport, compare, probe_inputs
 from snnk_peft.calibrating.batches import checked_one
 from snnk_peft.calibrating.guards import named_padding, refuse_not_finite, refuse_overflow
 from snnk_peft.calibrating.inputs import masked_tokens

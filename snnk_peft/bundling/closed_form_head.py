@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from snnk_peft.bundling.bundle import TOLERANCES
 from snnk_peft.bundling.head_bundle import PROBLEMS, head_report, with_head
 from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of, second_text, separator_of
-from snnk_peft.bundling.probe import probe_inputs
+from snnk_peft.bundling.report import probe_inputs
 from snnk_peft.calibrating.batches import LabelledRows, checked, checked_one, model_inputs
 from snnk_peft.calibrating.guards import evaluating, refuse_not_finite
 from snnk_peft.digests import tensor_digest, value_digest

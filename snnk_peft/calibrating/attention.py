@@ -30,7 +30,7 @@ from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.families.base import unwrap
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.parts.attention.observer import Observer
+from snnk_peft.parts.attention.recording import Observer
 from snnk_peft.parts.attention.slots import Attend
 from snnk_peft.solvers.reduce import processes
 from snnk_peft.tuner.given_model import takes_model

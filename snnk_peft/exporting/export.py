@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from snnk_peft.bundling.bundle import bundle
-from snnk_peft.bundling.probe import compare, probe_inputs
+from snnk_peft.bundling.report import compare, probe_inputs
 from snnk_peft.calibrating.batches import read, refuse_no_batches
 from snnk_peft.calibrating.guards import refuse_not_finite
 from snnk_peft.errors import ConfigError, UnsupportedError

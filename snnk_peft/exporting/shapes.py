@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from snnk_peft.bundling.probe import text_room
+from snnk_peft.bundling.report import text_room
 from snnk_peft.calibrating.batches import checked_one
 from snnk_peft.errors import ConfigError
 

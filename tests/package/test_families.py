@@ -27,7 +27,7 @@ from snnk_peft import (
 )
 from snnk_peft.bundling.code_file import FILE_NAME
 from snnk_peft.bundling.modules import BundledModel
-from snnk_peft.bundling.probe import probe_inputs
+from snnk_peft.bundling.report import probe_inputs
 from snnk_peft.calibrating.passes import _slot_calls
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.parts.attention.interface import NAME

@@ -13,7 +13,7 @@ import transformers
 from snnk_peft import AttentionPart, SNNKConfig, get_snnk_model
 from snnk_peft.calibrating.attention import LOSSES, fit_attention
 from snnk_peft.errors import ConfigError, NumericalError
-from snnk_peft.parts.attention.observer import Observer
+from snnk_peft.parts.attention.recording import Observer
 from snnk_peft.parts.attention.slots import Attend
 from tests.tiny_models import tiny
 

@@ -14,7 +14,7 @@ from snnk_peft.attention import RecurrentCache
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.parts.attention.documents import attend_per_document
+from snnk_peft.parts.attention.masks import attend_per_document
 from tests.package.test_attention import causal_model, left_padded, patched, sharpened
 from tests.package.test_static_cache import windowed
 from tests.tiny_models import inputs_for, trained

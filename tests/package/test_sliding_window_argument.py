@@ -12,7 +12,7 @@ from snnk_peft import bundle
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import FAMILIES, register_family
 from snnk_peft.families.base import ModelFamily
-from snnk_peft.parts.attention.bands import band_width
+from snnk_peft.parts.attention.masks import band_width
 from tests.package.test_attention import TOKENS, causal_model, patched
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

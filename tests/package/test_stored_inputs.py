@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from snnk_peft import FFNPart, NarrowFFNPart, PoolerPart, SNNKConfig, calibrate, get_snnk_model
-from snnk_peft.bundling.probe import probe_inputs
+from snnk_peft.bundling.report import probe_inputs
 from snnk_peft.calibrating.passes import StoredInputs
 from snnk_peft.families import FAMILIES
 from tests.tiny_families import build, main_head

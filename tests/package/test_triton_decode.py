@@ -17,8 +17,8 @@ from snnk_peft.functional.exponential_attention import KeyMeans
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import ABSENT, LogLinear
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.attention.cache import RecurrentLayer
 from snnk_peft.parts.attention.interface import kernel_attention_forward
-from snnk_peft.parts.attention.recurrent_layer import RecurrentLayer
 from tests.exponential_oracle import TOLERANCE, dense, error, given
 from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
 

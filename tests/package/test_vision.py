@@ -32,7 +32,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.bundling.bundle import TOLERANCES
-from snnk_peft.bundling.probe import compare, probe_inputs
+from snnk_peft.bundling.report import compare, probe_inputs
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.parts.replaced.pooler import NewPooler
 from tests.fresh_process import run_python

@@ -1,4 +1,4 @@
-"""Fit attention over `centroids`, together with the layer's output projection.
+"""Fit attention over `centroids`, together with the layer's output projection, which is then part of the adapter.
 
 One pass over the data: of the queries, keys and values of a layer as many sequences are kept, chosen at random, as
 `TOKENS` allows. Everything else is computed from these (solvers/centroids.py), so memory does not depend on the
@@ -7,6 +7,7 @@ number of tokens. What comes in is what the layers converted so far give; the ta
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
@@ -15,18 +16,22 @@ from torch import nn
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand, offloaded
-from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.functional.precision import as_a_linear, full_precision, wide
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import (
+    Base,
     Call,
     Fit,
     FitOptions,
     FitPlace,
     Fitter,
+    FoldPlace,
+    Slot,
     Tokens,
+    no_folded_form,
 )
-from snnk_peft.parts.attention.readout import ReadHeads
+from snnk_peft.layers.snnk_linear import plain_linear
 from snnk_peft.parts.attention.recording import Recorder, Sample
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.centroids import Centroids
@@ -205,3 +210,55 @@ class AttentionFitter(Fitter):
             estimate = recorded.linear(self.kernel) @ measured
             after.update(recorded.softmax() @ self.weight.T, estimate if fit.bias is None else estimate + fit.bias)
         return after, fit.ridge
+
+
+class ReadHeads(Slot):
+    """The output projection, with its own weight and bias.
+
+    Args:
+        linear: the original.
+    """
+
+    replaces = True
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        with at_hand(linear):
+            self.linear = copy.deepcopy(linear)
+
+    def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """x (..., heads·d) -> (..., out); PEFT keeps what is trained in fp32, also in a model of half precision."""
+        return as_a_linear(self.linear(x.to(self.linear.weight.dtype)), x)
+
+    def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Overwrite weight and bias, from any dtype."""
+        with torch.no_grad():
+            self.linear.weight.copy_(weight)
+            if self.linear.bias is not None and bias is not None:
+                self.linear.bias.copy_(bias)
+
+    def fold(self, place: FoldPlace) -> None:
+        if any(slot is not self for slot in place.slots):
+            raise no_folded_form(place, self)
+        place.put(plain_linear(self.linear.weight, self.linear.bias))
+
+
+class HeadsReader:
+    """The output projection of a layer: its path and its slot.
+
+    Args:
+        path: in the model.
+        source: the original.
+    """
+
+    def __init__(self, path: str, source: nn.Linear):
+        self.path = path
+        self._source: nn.Linear | None = source
+        self._slot: ReadHeads | None = None
+
+    def slot(self) -> ReadHeads:
+        """Return the slot, created on the first call."""
+        if self._slot is None:
+            assert self._source is not None
+            self._slot, self._source = ReadHeads(self._source), None  # a copy of the model copies no original
+        return self._slot

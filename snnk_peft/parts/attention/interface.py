@@ -22,9 +22,15 @@ from transformers.utils import output_capturing
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.functional.blocks import takes_blocks
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.parts.attention.bands import band_width, refuse_narrow_band
-from snnk_peft.parts.attention.documents import NUMBERS, attend_per_document, packed_documents, refuse_restarts
-from snnk_peft.parts.attention.mask_functions import read_mask_function
+from snnk_peft.parts.attention.masks import (
+    NUMBERS,
+    attend_per_document,
+    band_width,
+    packed_documents,
+    read_mask_function,
+    refuse_narrow_band,
+    refuse_restarts,
+)
 from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_attention
 
 __all__ = ["NAME", "kernel_attention_forward", "padding_mask", "pairwise_mask"]

@@ -12,10 +12,9 @@ from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import FitOptions, FitPlace, Fitter, FoldPlace, Slot
 from snnk_peft.parts.attention.cache import use_recurrent_cache
-from snnk_peft.parts.attention.fit import AttentionFitter
+from snnk_peft.parts.attention.fit import AttentionFitter, HeadsReader
 from snnk_peft.parts.attention.interface import NAME as ATTENTION
 from snnk_peft.parts.attention.joint_fit import JointFitter
-from snnk_peft.parts.attention.readout import HeadsReader
 
 
 class Attend(Slot):
