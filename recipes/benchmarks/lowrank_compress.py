@@ -47,7 +47,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from snnk_peft import LowRankPart, NarrowHeadsPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.low_rank import LowRank
-from snnk_peft.tasks._pictures import FilePictures, converted
+from snnk_peft.tasks.base_image import FilePictures, converted
 
 # Study -> its two options and their help.
 PAIRS = {

@@ -11,8 +11,8 @@ import numpy as np
 from data._pictures import EncodedPictures
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
-from snnk_peft.tasks._class_folders import PICTURE, first_folder, read_classes, root_with, unknown_class
-from snnk_peft.tasks._lines import MAX_FAULTS
+from snnk_peft.tasks._files import MAX_FAULTS
+from snnk_peft.tasks._image_folders import PICTURE, first_folder, read_classes, root_with, unknown_class
 
 
 def read_class_folders(

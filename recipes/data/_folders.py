@@ -9,8 +9,7 @@ from pathlib import Path
 
 from data._unpacking import unpacked
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._regular import NotRegularError, check_regular, read_bytes
-from snnk_peft.tasks._unpacking import DAMAGED, LARGEST
+from snnk_peft.tasks._files import DAMAGED, LARGEST, NotRegularError, check_regular, read_bytes
 
 _ARCHIVE = re.compile(r"\.(tar|tgz|tar\.(gz|xz|bz2))$")
 

@@ -13,11 +13,8 @@ import numpy as np
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks import Images, ImageTask
-from snnk_peft.tasks._extras import require
-from snnk_peft.tasks._lines import listed
-from snnk_peft.tasks._pictures import LARGEST, Pictures
-from snnk_peft.tasks._regular import read_bytes
-from snnk_peft.tasks.base_image import label_fault
+from snnk_peft.tasks._files import listed, read_bytes, require
+from snnk_peft.tasks.base_image import LARGEST, Pictures, label_fault
 
 if TYPE_CHECKING:
     from PIL.Image import Image

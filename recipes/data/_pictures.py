@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from snnk_peft.tasks._extras import require
-from snnk_peft.tasks._pictures import Pictures
+from snnk_peft.tasks._files import require
+from snnk_peft.tasks.base_image import Pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
-from snnk_peft.tasks._lines import capped, decode, empty_text, listed
+from snnk_peft.tasks._files import capped, decode, empty_text, listed
 
 
 @dataclass(frozen=True)

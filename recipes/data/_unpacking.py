@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from snnk_peft.tasks._unpacking import LARGEST, Bounded
+from snnk_peft.tasks._files import LARGEST, Bounded
 
 LONGEST_LINE = 1 << 20
 """Characters of a line of numbers."""

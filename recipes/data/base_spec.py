@@ -15,8 +15,7 @@ from data._tsv import TsvLayout, TsvRows, read_tsv
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks import TextTask
-from snnk_peft.tasks._extras import require
-from snnk_peft.tasks._lines import listed
+from snnk_peft.tasks._files import listed, require
 from snnk_peft.tasks.base import Request
 from snnk_peft.tasks.metrics import METRICS
 

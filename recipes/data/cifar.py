@@ -21,7 +21,7 @@ from data._hub_pictures import HubImageTask, HubSource
 from data._pickled_batches import read_pickled_batch
 from data._pictures import ArrayPictures
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._lines import MAX_FAULTS, listed
+from snnk_peft.tasks._files import MAX_FAULTS, listed
 from snnk_peft.tasks.base_image import Images, label_fault
 
 SIDE = 32

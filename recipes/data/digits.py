@@ -15,7 +15,7 @@ import numpy as np
 from data import TASKS
 from data._pictures import ArrayPictures
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._extras import require
+from snnk_peft.tasks._files import require
 from snnk_peft.tasks.base_image import Images, ImageTask
 
 TEST_EVERY = 3

@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING
 from data import TASKS, TaskSpec, TsvLayout
 from data._tsv import read_tsv
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._docstrings import words
 from snnk_peft.tasks.base import Request
+from snnk_peft.tasks.stdlib_docs import words
 
 if TYPE_CHECKING:
     import datasets

@@ -28,11 +28,10 @@ from data import TASKS
 from data._hub_pictures import HubSource, fetched, published_names
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
-from snnk_peft.tasks._class_folders import class_names, first_folder, picture_names, read_classes
-from snnk_peft.tasks._lines import capped, decode, listed
-from snnk_peft.tasks._picture_folders import FolderLayout
-from snnk_peft.tasks._pictures import FilePictures
-from snnk_peft.tasks.base_image_folder import ImageFolderTask, unsettled
+from snnk_peft.tasks._files import capped, decode, listed
+from snnk_peft.tasks._image_folders import FolderLayout, class_names, first_folder, picture_names, read_classes
+from snnk_peft.tasks.base_image import FilePictures
+from snnk_peft.tasks.image_folder import ImageFolderTask, unsettled
 
 KAGGLE = "ILSVRC/Data/CLS-LOC"
 NAMES_FILE = "LOC_synset_mapping.txt"

@@ -18,8 +18,7 @@ from data import TASKS
 from data._folders import read_files
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TextTask
-from snnk_peft.tasks._extras import require
-from snnk_peft.tasks._lines import MAX_FAULTS
+from snnk_peft.tasks._files import MAX_FAULTS, require
 from snnk_peft.tasks.base import Request
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from data.base_sequence import byte_tokens, with_validation
 from data.cifar import CIFAR10, PIXELS, SIDE
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
-from snnk_peft.tasks._lines import capped
-from snnk_peft.tasks._pictures import UnreadableImageError, converted
+from snnk_peft.tasks._files import capped
+from snnk_peft.tasks.base_image import UnreadableImageError, converted
 
 HELD_OUT_EVERY = 10
 

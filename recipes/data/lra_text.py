@@ -14,7 +14,7 @@ from data import TASKS, Sequences, SequenceTask
 from data._folders import read_files
 from data.base_sequence import byte_tokens, with_validation
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._lines import MAX_FAULTS
+from snnk_peft.tasks._files import MAX_FAULTS
 
 CLASSES = ("neg", "pos")
 MAX_LENGTH = 4000

@@ -20,7 +20,7 @@ from data._hub_pictures import HubImageTask, HubSource
 from data._pictures import ArrayPictures
 from data._unpacking import gunzipped
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._lines import MAX_FAULTS
+from snnk_peft.tasks._files import MAX_FAULTS
 from snnk_peft.tasks.base_image import Images, label_fault
 
 CLASSES = tuple("0123456789")

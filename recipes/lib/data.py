@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lib.settings import FinetuneConfig, StepSettings
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks.base_text import IGNORED
+from snnk_peft.tasks.base import IGNORED
 
 _MEGABATCH = 50  # batches sorted together: long enough to find similar lengths, short enough to keep the order random
 

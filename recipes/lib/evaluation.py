@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 
 from lib.data import ExampleSet, share
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._hold_out import held_back
-from snnk_peft.tasks.base_text import IGNORED
+from snnk_peft.tasks.base import IGNORED, held_back
 
 
 class DivergedError(ArithmeticError):

@@ -18,9 +18,9 @@ from lib.augmentation import Augmentation
 from lib.data import ExampleSet, check_not_empty
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
-from snnk_peft.tasks._lines import capped
-from snnk_peft.tasks._pictures import UnreadableImageError, converted
-from snnk_peft.tasks.base_text import IGNORED
+from snnk_peft.tasks._files import capped
+from snnk_peft.tasks.base import IGNORED
+from snnk_peft.tasks.base_image import UnreadableImageError, converted
 
 _LOOKED_AT = 20_000  # pictures of a set that are decoded to name all unreadable ones: a minute or two
 

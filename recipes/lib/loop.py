@@ -16,7 +16,7 @@ from lib.evaluation import DivergedError
 from lib.processes import clip_gradients
 from lib.settings import StepSettings
 from snnk_peft.feature_map import advance
-from snnk_peft.tasks.base_text import IGNORED
+from snnk_peft.tasks.base import IGNORED
 
 _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 

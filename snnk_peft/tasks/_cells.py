@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._lines import empty_text, listed
+from snnk_peft.tasks._files import empty_text, listed
 
 _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 _COMMA = re.compile(r"\s*[-+]?[0-9]+,[0-9]+\s*")

@@ -17,8 +17,7 @@ from typing import Any
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks import _cells as cell
-from snnk_peft.tasks._extras import require
-from snnk_peft.tasks._lines import capped, decode, listed
+from snnk_peft.tasks._files import capped, decode, listed, require
 
 _CELLS = {".csv": ",", ".tsv": "\t"}
 _NAMES = {",": "','", "\t": "tabs"}

@@ -18,12 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._extras import require
-from snnk_peft.tasks._lines import MAX_FAULTS
-from snnk_peft.tasks._pictures import Pictures
-from snnk_peft.tasks._regular import check_regular
-from snnk_peft.tasks._unpacking import DAMAGED, LARGEST, Bounded
-from snnk_peft.tasks.base_image import Images
+from snnk_peft.tasks._files import DAMAGED, LARGEST, MAX_FAULTS, Bounded, check_regular, require
+from snnk_peft.tasks.base_image import Images, Pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,4 +1,4 @@
-"""`Task`: what every data set says about itself, how it is loaded, and how predictions are scored."""
+"""`Task`: what every data set says about itself, how it is loaded and scored; `TextTask`, whose examples are texts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ import numpy as np
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
-from snnk_peft.tasks._extras import require
+from snnk_peft.tasks._files import require
 from snnk_peft.tasks.metrics import METRICS, load_metric
 
 if TYPE_CHECKING:
+    import datasets
     import evaluate
 
 # Which examples an evaluation on a subset sees must not depend on the seed of a run.
 _EVALUATION_SEED = 0
+
+IGNORED = -100
+"""The label of tokens that are not scored, as in torch's cross entropy."""
 
 
 class Split(Protocol):
@@ -245,3 +249,47 @@ def to_numpy(values: Any) -> np.ndarray:
     if hasattr(values, "detach"):
         values = values.detach().cpu().double()
     return np.asarray(values)
+
+
+class TextTask(Task):
+    """A task whose examples are texts (or words): a split is a `datasets.Dataset`, all splits a `DatasetDict`.
+
+    Its columns are sentence1, (sentence2), label, idx; of tagged words: words, label, idx.
+    """
+
+    modality: ClassVar[str] = "text"
+
+    @property
+    @abstractmethod
+    def text_columns(self) -> tuple[str, ...]:
+        """("sentence1",) or ("sentence1", "sentence2"); ("words",) where every word has a label."""
+
+    def _dataset(self, texts: Sequence[Sequence[Any]], labels: Sequence[Any], idx: Sequence[int]) -> datasets.Dataset:
+        """One split from its columns, one list per text column."""
+        columns = dict(zip((*self.text_columns, "label", "idx"), (*texts, labels, idx), strict=True))
+        return require("datasets").Dataset.from_dict(columns, features=self._features())
+
+    def _features(self) -> datasets.Features:
+        hf = require("datasets")
+        label: Any = hf.Value("float32") if self.label_names is None else hf.ClassLabel(names=list(self.label_names))
+        text: Any = hf.Value("string")
+        if self.tokens:
+            label, text = hf.List(label), hf.List(text)
+        return hf.Features({**dict.fromkeys(self.text_columns, text), "label": label, "idx": hf.Value("int32")})
+
+
+def held_back(groups: np.ndarray, share: float, seed: int) -> list[int]:
+    """Places of the examples to hold back, sorted: of every group its share, at least one of two or more.
+
+    Args:
+        groups: (examples,) the class of each.
+        share: part of every group, between 0 and 1.
+        seed: decides which ones.
+    """
+    rng = np.random.default_rng(seed)
+    held: list[int] = []
+    for group in np.unique(groups):
+        members = rng.permutation(np.flatnonzero(groups == group))
+        size = min(max(1, round(share * len(members))), len(members) - 1)
+        held += members[:size].tolist()
+    return sorted(held)

@@ -18,9 +18,116 @@ Example:
     {'train': 2, 'validation': 2}
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import TASKS
-from snnk_peft.tasks._picture_folders import FolderLayout
-from snnk_peft.tasks.base_image_folder import ImageFolderTask, unsettled
+from snnk_peft.tasks._files import listed
+from snnk_peft.tasks._image_folders import FolderLayout
+from snnk_peft.tasks.base import Request
+from snnk_peft.tasks.base_image import Images, ImageTask
+
+HOLD_OUT = 0.1
+
+
+def unsettled(path: Path, wanted: Sequence[str]) -> dict[str, Images]:
+    """The `read` of a task that has no classes yet."""
+    raise ConfigError(
+        f"the classes are not known before with_settings({{'dir': {str(path)!r}}}); load from the task that it returns"
+    )
+
+
+@dataclass(frozen=True)
+class ImageFolderTask(ImageTask):
+    """The registry's member has no classes until `with_settings` says where the pictures are.
+
+    Args:
+        layout: what is looked for.
+        directory: where the pictures are.
+        notes: what was found, in words.
+    """
+
+    layout: FolderLayout = field(default_factory=FolderLayout)
+    directory: Path | None = None
+    splits: tuple[str, ...] = ("train", "validation")
+    notes: tuple[str, ...] = ()
+
+    def check(self, settings: Mapping[str, Any]) -> list[str]:
+        """The faults of the settings as far as they show without reading the folder."""
+        mine = ("labels", "hold_out", "split_seed") if self.layout.hold_out else ("labels",)
+        found = super().check({key: value for key, value in settings.items() if key not in mine})
+        labels, share = settings.get("labels"), settings.get("hold_out")
+        if labels is not None and len({str(name) for name in labels}) < max(2, len(labels)):
+            found.append(f"labels are {listed(map(str, labels))}; expected at least two names, each once")
+        if share is not None and "hold_out" in mine and not 0 < share < 1:
+            found.append(f"hold_out is {share}; expected a share above 0 and below 1")
+        return found
+
+    def with_settings(self, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> ImageFolderTask:
+        """The task of one folder; its classes come from the settings, the model, or the training pictures.
+
+        Args:
+            settings: dir, labels (class folders or their names, in the order of the ids), hold_out and split_seed, None
+                for the default; other keys are passed over.
+            model: config.json of a model that was trained on the task: its classes are the labels.
+
+        Raises:
+            ConfigError: no such folder, or no classes in it.
+        """
+        if faults := self.check({key: settings.get(key) for key in ("labels", "hold_out", "split_seed")}):
+            raise ConfigError(faults)
+        names = (model or {}).get("id2label") or {}
+        labels = [str(name) for name in settings.get("labels") or [names[key] for key in sorted(names, key=int)]]
+        if settings.get("dir") is None:
+            return self._without_folder(labels)
+        path = Path(settings["dir"]).expanduser()
+        if not path.is_dir():
+            what = "is a file; unpack it, if it is an archive" if path.exists() else "does not exist"
+            raise ConfigError(f"data.dir {path} {what}. Expected {self.layout.expected}")
+        named = self.layout.names(path)
+        if labels:
+            folders = {name: folder for folder, name in named.items()}
+            classes = tuple(folders.get(name, name) for name in labels)
+        else:
+            classes = self.layout.classes(path)
+        share = HOLD_OUT if settings.get("hold_out") is None else float(settings["hold_out"])
+        read = partial(self.layout.read, classes=classes, share=share, seed=int(settings.get("split_seed") or 0))
+        titles = tuple(labels) or tuple(named.get(name, name) for name in classes)
+        notes = [] if labels else [f"{len(titles)} classes are found in {path}: {listed(titles)} (data.labels)"]
+        if self.layout.divides(path):
+            notes.append(
+                f"no evaluation pictures are given: {share:.0%} of the training pictures are held back, always the "
+                "same ones (data.hold_out, data.split_seed)"
+            )
+        source = self.source or f"the pictures in the folder {path.resolve().name}"
+        return replace(self, label_names=titles, read=read, directory=path, source=source, notes=tuple(notes))
+
+    def _without_folder(self, labels: Sequence[str]) -> ImageFolderTask:
+        """The task where no folder is given; one that fetches the pictures replaces this."""
+        raise ConfigError(f"data.dir is missing: a folder that holds {self.layout.expected}")
+
+    @property
+    def inferred(self) -> dict[str, Any]:
+        """The class names."""
+        return {"labels": list(self.label_names)}
+
+    @property
+    def title(self) -> str:
+        """The folder, if it is one's own."""
+        return self.directory.resolve().name if self.layout.hold_out and self.directory else self.name
+
+    def _read(self, request: Request) -> dict[str, Images]:
+        path = self.directory if request.path is None else request.path
+        if not self.label_names:
+            unsettled(Path("...") if path is None else path, ())
+        return super()._read(replace(request, path=path))
+
 
 LAYOUT = FolderLayout(evaluation=("val", "validation", "valid", "dev", "test"), hold_out=True)
 IMAGE_FOLDER = ImageFolderTask(

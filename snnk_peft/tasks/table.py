@@ -27,14 +27,11 @@ import numpy as np
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks import TASKS, TextTask
-from snnk_peft.tasks._columns import completed, examples, metrics_of, of_model
-from snnk_peft.tasks._entities import entity_f1
-from snnk_peft.tasks._extras import require
-from snnk_peft.tasks._hold_out import held_back
+from snnk_peft.tasks._columns import NUMBERS, TOKENS, TableSettings, completed, examples, metrics_of, of_model
+from snnk_peft.tasks._files import require
 from snnk_peft.tasks._rows import Rows
-from snnk_peft.tasks._table_settings import NUMBERS, TOKENS, TableSettings
-from snnk_peft.tasks.base import Request, to_numpy
-from snnk_peft.tasks.base_text import IGNORED
+from snnk_peft.tasks.base import IGNORED, Request, held_back, to_numpy
+from snnk_peft.tasks.metrics import entity_f1
 
 if TYPE_CHECKING:
     import datasets

@@ -34,7 +34,7 @@ from papers.lib.study_data import data_settings
 from papers.pages import fmm as fmm_page
 from papers.programs import train_copy, train_lra
 
-from snnk_peft.tasks.base_text import IGNORED
+from snnk_peft.tasks.base import IGNORED
 from tests.stored_runs import put_run, stored
 
 CONFIG = RECIPES / "papers/configs/copy/copy.yaml"

@@ -26,7 +26,7 @@ from PIL import Image
 from transformers import ViTImageProcessorPil
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._pictures import UnreadableImageError, converted
+from snnk_peft.tasks.base_image import UnreadableImageError, converted
 from tests.recipes.test_image_tasks import hub_task, shard
 
 ORIENTATION = 0x0112

@@ -39,7 +39,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks.base_text import IGNORED
+from snnk_peft.tasks.base import IGNORED
 from tests.stored_runs import drop_run, stored
 
 CONFIG = str(RECIPES / "papers/configs/pretrain_mlm.yaml")

@@ -156,7 +156,7 @@ def test_a_bomb_of_a_picture_a_pipe_and_a_loop_of_links(tmp_path: Path) -> None:
     from data import TASKS
     from PIL import Image
 
-    from snnk_peft.tasks._pictures import UnreadableImageError
+    from snnk_peft.tasks.base_image import UnreadableImageError
 
     folder = tmp_path / "train/cat"
     folder.mkdir(parents=True)

@@ -34,8 +34,7 @@ from transformers import (
 )
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._entities import entity_f1
-from snnk_peft.tasks.metrics import macro_f1
+from snnk_peft.tasks.metrics import entity_f1, macro_f1
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -25,7 +25,7 @@ from lib.quickstart_report import Row
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import stdlib_docs as docs
-from snnk_peft.tasks._docstrings import is_prose, read_module, without, words
+from snnk_peft.tasks.stdlib_docs import is_prose, read_module, without, words
 from tests.film_archive import made_up_rows, source_distribution, write_archive
 from tests.fresh_process import run_python
 

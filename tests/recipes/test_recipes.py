@@ -33,7 +33,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_image import Images
-from tests.fresh_process import FreshProcess, run_python, start_python
+from tests.fresh_process import FreshProcess, start_python
 from tests.kill_runs import kill_runs
 from tests.stored_runs import stored
 
@@ -789,12 +789,6 @@ def test_a_run_and_its_adapter_give_the_same_bundle(
         assert bundle.main(arguments) == 2
         assert message in capsys.readouterr().err
     assert bundle.main([str(run), "--overwrite"]) == 0
-
-
-def test_the_recipes_do_not_hide_the_evaluate_package() -> None:
-    code = f"import sys; sys.path.insert(0, {str(RECIPES)!r}); import lib, evaluate; print(evaluate.Metric.__name__)"
-    done = run_python(["-c", code])
-    assert done.stdout == "Metric\n", done.stderr
 
 
 def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from lib.data import ExampleSet, check_not_empty, digest
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
-from snnk_peft.tasks._lines import capped
-from snnk_peft.tasks._pictures import UnreadableImageError, converted
+from snnk_peft.tasks._files import capped
+from snnk_peft.tasks.base_image import UnreadableImageError, converted
 
 
 class ColumnRows(ExampleSet):

@@ -18,7 +18,7 @@ import torch
 from lib.data import ExampleSet
 from lib.evaluation import predict
 
-from snnk_peft.tasks.base_text import IGNORED
+from snnk_peft.tasks.base import IGNORED
 
 MARK = 0
 SPLITS = ("train", "validation", "test")

@@ -23,7 +23,7 @@ from papers.lib.lra_model import make_sinusoidal
 from papers.lib.lra_settings import SOFTMAX, AttentionMethod
 from papers.lib.mlm_settings import MaskedModelSection
 from snnk_peft import get_snnk_model
-from snnk_peft.tasks.base_text import IGNORED
+from snnk_peft.tasks.base import IGNORED
 
 ATTENTION = "attention"  # folder in that of the model
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks.base_text import IGNORED
+from snnk_peft.tasks.base import IGNORED
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WIKITEXT = "wikitext"

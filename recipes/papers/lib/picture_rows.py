@@ -12,7 +12,7 @@ from lib.data import ExampleSet
 from PIL import Image
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._pictures import FilePictures, UnreadableImageError, converted
+from snnk_peft.tasks.base_image import FilePictures, UnreadableImageError, converted
 
 
 class PictureRows(ExampleSet):

@@ -33,7 +33,7 @@ def data_settings(task: str, wanted: str | list[str] | None, data: Path | None, 
 
 def photograph(task: str, folders: Sequence[str], data: Path | None) -> list[str] | None:
     """The first image by path of the first folder that has one; None if there is none."""
-    from snnk_peft.tasks._class_folders import SUFFIXES
+    from snnk_peft.tasks._image_folders import SUFFIXES
 
     for folder in [] if data is None else [data / name for name in folders]:
         for place, below, names in os.walk(folder):  # which ends at the first one: ImageNet has a million

@@ -143,7 +143,7 @@ def accuracy(model: torch.nn.Module, reader: Any, folder: Path) -> tuple[int, in
 
     from papers.lib.efficientnet_lite import CLASSES
     from snnk_peft.errors import ConfigError
-    from snnk_peft.tasks._pictures import FilePictures, converted
+    from snnk_peft.tasks.base_image import FilePictures, converted
 
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     if not classes or CLASSES % len(classes):

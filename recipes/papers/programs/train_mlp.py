@@ -127,7 +127,7 @@ class TrainMlp(Experiment[MlpConfig]):
         import numpy as np
 
         from papers.lib.column_rows import ColumnRows, columns_of, standard
-        from snnk_peft.tasks._hold_out import held_back
+        from snnk_peft.tasks.base import held_back
 
         config = self.config
         limits = {"train": config.data.max_train_samples, "test": config.data.max_test_samples}
