@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.initialization import no_init_weights
 
 from snnk_peft.bundling.plan import plan_faults, spec_faults
 from snnk_peft.config_size import building_within, weights_of
@@ -345,8 +346,6 @@ class BundledModel:
     @classmethod
     def get_init_context(cls, *args: Any, **kwargs: Any) -> list[Any]:
         """Skip initial values: loading is strict, so every tensor comes from the file."""
-        from transformers.initialization import no_init_weights
-
         return [*super().get_init_context(*args, **kwargs), no_init_weights()]  # type: ignore[misc]
 
     @staticmethod

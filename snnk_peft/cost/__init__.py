@@ -6,7 +6,6 @@ Models are built on the meta device, where tensors have shapes but no values, an
 torch calls them, and no formula of an architecture is needed. `CostRow` says what each figure contains.
 """
 
-from snnk_peft.cost.estimate import estimate_cost
-from snnk_peft.cost.report import CostReport, CostRow
+from snnk_peft.cost.estimate import CostReport, CostRow, estimate_cost
 
 __all__ = ["CostReport", "CostRow", "estimate_cost"]

@@ -22,9 +22,17 @@ from snnk_peft.calibrating.batches import read, refuse_no_batches
 from snnk_peft.calibrating.guards import refuse_not_finite
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.exporting.int8 import compared, milliseconds, quantized
-from snnk_peft.exporting.program import FORMATS, TorchFormat, as_it_was, missing_packages, opsets
+from snnk_peft.exporting.program import (
+    FORMATS,
+    Axes,
+    Inputs,
+    TorchFormat,
+    as_it_was,
+    missing_packages,
+    only_tensors,
+    opsets,
+)
 from snnk_peft.exporting.report import ExportReport, Int8Report, ShapeParity
-from snnk_peft.exporting.shapes import Axes, Inputs, only_tensors
 from snnk_peft.tuner.given_model import takes_model
 from snnk_peft.tuner.slot_layer import is_of_an_adapter
 

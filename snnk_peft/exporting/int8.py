@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from transformers import exporters
 
 from snnk_peft.errors import NumericalError
-from snnk_peft.exporting.program import quiet
-from snnk_peft.exporting.shapes import Inputs
+from snnk_peft.exporting.program import Inputs, quiet
 from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.layers.kernel_attention import KernelAttention
 
@@ -35,18 +35,17 @@ def quantized(program: Any, sample: Inputs) -> tuple[Any, int]:
     Returns:
         The new graph and the number of its int8 products.
     """
-    from transformers.exporters import ExportFormat, OnnxRuntimeDynamicConfig, OnnxRuntimeQuantizer
-
     products = {node.name: node for node in program.graph if node.op_type in ("MatMul", "Gemm")}
     linears = {name for name, node in products.items() if _is_linear(node)}
-    settings = OnnxRuntimeDynamicConfig(
+    settings = exporters.OnnxRuntimeDynamicConfig(
         op_types_to_quantize=["MatMul", "Gemm"],
         nodes_to_exclude=sorted(products.keys() - linears),
         per_channel=True,
         reduce_range=True,
     )
     with quiet():
-        return OnnxRuntimeQuantizer(settings).quantize(program, sample, ExportFormat("onnx")), len(linears)
+        quantizer = exporters.OnnxRuntimeQuantizer(settings)
+        return quantizer.quantize(program, sample, exporters.ExportFormat("onnx")), len(linears)
 
 
 def _is_linear(node: Any) -> bool:

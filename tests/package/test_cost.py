@@ -22,8 +22,8 @@ from transformers import BertConfig, LlamaConfig, ViTConfig
 from snnk_peft import PARTS as PARTS_REGISTRY
 from snnk_peft import AdapterPart, AttentionPart, FFNPart, Part, Patch, PatchContext, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.cost import estimate_cost
+from snnk_peft.cost.__main__ import main
 from snnk_peft.cost.build import Builder, inputs_for, labels_for, prepare
-from snnk_peft.cost.command import main
 from snnk_peft.cost.meter import held, measure_inference, measure_training
 from snnk_peft.errors import UnsupportedError
 from tests.fresh_process import run_python, start_python

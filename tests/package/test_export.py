@@ -32,8 +32,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.exporting.program import OnnxFormat
-from snnk_peft.exporting.shapes import Axes
+from snnk_peft.exporting.program import Axes, OnnxFormat
 from snnk_peft.families import FAMILIES
 from snnk_peft.functional import blocks
 from tests.package.test_attention import causal_model

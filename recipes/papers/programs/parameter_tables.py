@@ -41,7 +41,7 @@ from papers.lib.measured_page import measured_page, page_options
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig
 from snnk_peft.cost import estimate_cost
 from snnk_peft.cost.build import Builder
-from snnk_peft.cost.report import short
+from snnk_peft.cost.estimate import short
 from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
