@@ -1,4 +1,11 @@
-"""Every architecture of the package, one entry each: a layout, and the fields in which an architecture differs from it.
+"""Every architecture of the package, one entry each; most differ in a few fields from one that stands before them.
+
+BERT      post-norm encoder: query, key and value apart, an expansion and an activation, dropout before each sum
+ROBERTA   BERT layers; the head is dense + tanh (a function) + out_proj on the first token
+LLAMA     causal pre-norm decoder: query, key and value apart, an FFN that multiplies two expansions
+VIT       pre-norm encoder of images: the layers stand in the encoder itself
+DINO      pre-norm encoder of images with a learned scale before each sum; [CLS] and the mean of the patches are read
+CLIP      pre-norm encoder of one of two towers: the layers stand in `encoder`
 
 A user's own architecture needs no entry: `register_family` takes it from anywhere.
 """
@@ -10,21 +17,48 @@ from typing import Any
 
 from snnk_peft.families import register_family
 from snnk_peft.families.base import ModelFamily
-from snnk_peft.families.layouts import BERT, CLIP, DINO, LLAMA, ROBERTA, VIT
 
 
-def add(name: str, layout: ModelFamily, **differences: Any) -> None:
-    """Register an architecture that differs from a layout in these fields."""
-    register_family(dataclasses.replace(layout, name=name, **differences))
+def add(name: str, like: ModelFamily, **differences: Any) -> ModelFamily:
+    """Register an architecture that differs from another in these fields."""
+    return register_family(dataclasses.replace(like, name=name, **differences))
 
 
 # --- encoders of texts ------------------------------------------------------------------------------------------------
 
 # Pooler = dense + tanh on [CLS], then dropout and the classifier.
-add("bert", BERT)
+BERT = register_family(
+    ModelFamily(
+        name="bert",
+        layers="{base}.encoder.layer",
+        attention="attention.self",
+        query="attention.self.query",
+        value="attention.self.value",
+        key="attention.self.key",
+        attention_out="attention.output.dense",
+        attention_adapter="attention.output.dropout",
+        ffn_in="intermediate.dense",
+        activation="intermediate.intermediate_act_fn",
+        ffn_out="output.dense",
+        ffn_adapter="output.dropout",
+        ffn_norm="attention.output.LayerNorm",
+        last_norm="output.LayerNorm",
+        pooler="{base}.pooler.dense",
+        pooler_activation="{base}.pooler.activation",
+        classifier="classifier",
+        classifier_of_pooler="classifier",
+    )
+)
 
 # The "pooler" is classifier.dense, followed by torch.tanh called inline.
-add("roberta", ROBERTA)
+ROBERTA = add(
+    "roberta",
+    BERT,
+    pooler="classifier.dense",
+    pooler_activation=None,
+    classifier_of_pooler=None,
+    head_output="classifier.out_proj",
+)
 add("camembert", ROBERTA)
 add("xlm-roberta", ROBERTA)
 
@@ -137,7 +171,26 @@ register_family(
 # --- decoders ---------------------------------------------------------------------------------------------------------
 
 # Rotary positions, grouped-query attention, gated FFN (SwiGLU).
-add("llama", LLAMA)
+LLAMA = register_family(
+    ModelFamily(
+        name="llama",
+        layers="{base}.layers",
+        attention="self_attn",
+        query="self_attn.q_proj",
+        value="self_attn.v_proj",
+        attention_out="self_attn.o_proj",
+        attention_adapter="self_attn.o_proj",
+        ffn_in="mlp.gate_proj",
+        activation="mlp.act_fn",
+        ffn_out="mlp.down_proj",
+        ffn_adapter="mlp.down_proj",
+        ffn_norm=None,
+        classifier="score",
+        causal=True,
+        gated=True,
+        ffn_up="mlp.up_proj",
+    )
+)
 
 # Checkpoints with a sliding window keep it where attention stays softmax.
 add("mistral", LLAMA)
@@ -229,7 +282,28 @@ register_family(
 # --- encoders of images and sound -------------------------------------------------------------------------------------
 
 # Image classifiers have no pooler and get a new one; the bare encoder has one.
-add("vit", VIT)
+VIT = register_family(
+    ModelFamily(
+        name="vit",
+        layers="{base}.layers",
+        attention="attention",
+        query="attention.q_proj",
+        value="attention.v_proj",
+        key="attention.k_proj",
+        attention_out="attention.o_proj",
+        attention_adapter="attention.o_proj",
+        ffn_in="mlp.fc1",
+        activation="mlp.activation_fn",
+        ffn_out="mlp.fc2",
+        ffn_adapter="mlp.fc2",
+        ffn_norm="layernorm_after",
+        last_norm="{base}.layernorm",
+        pooler="{base}.pooler.dense",
+        pooler_activation="{base}.pooler.activation",
+        pooled_heads=("classifier",),
+        classifier="classifier",
+    )
+)
 add("vit_msn", VIT, pooler=None, pooler_activation=None)
 
 # A distilled model has a second head, on the distillation token.
@@ -240,7 +314,18 @@ add("deit", VIT, pooled_heads=("classifier", "cls_classifier", "distillation_cla
 add("beit", VIT, last_norm="{base}.pooler.layernorm", pooler=None, pooler_activation=None)
 
 # The giant model's gated FFN is refused.
-add("dinov2", DINO)
+DINO = add(
+    "dinov2",
+    VIT,
+    layers="{base}.encoder.layer",
+    attention_adapter="layer_scale1",
+    ffn_adapter="layer_scale2",
+    ffn_norm="norm2",
+    last_norm=None,
+    pooler=None,
+    pooler_activation=None,
+    expects={"use_swiglu_ffn": False},
+)
 add("dinov2_with_registers", DINO)
 
 # BERT's modules in the order of ViT; attention is computed inside the module and stays softmax.
@@ -261,7 +346,24 @@ add(
 )
 
 # The towers of CLIP and SigLIP, bare or with their projection; CLIP's text encoder is causal, SigLIP's is not.
-add("clip_vision_model", CLIP)
+CLIP = register_family(
+    ModelFamily(
+        name="clip_vision_model",
+        layers="{base}.encoder.layers",
+        attention="self_attn",
+        query="self_attn.q_proj",
+        value="self_attn.v_proj",
+        key="self_attn.k_proj",
+        attention_out="self_attn.out_proj",
+        attention_adapter="self_attn.out_proj",
+        ffn_in="mlp.fc1",
+        activation="mlp.activation_fn",
+        ffn_out="mlp.fc2",
+        ffn_adapter="mlp.fc2",
+        ffn_norm="layer_norm2",
+        classifier=None,
+    )
+)
 add("clip_text_model", CLIP, causal=True)
 add("siglip_vision_model", CLIP)
 add("siglip_text_model", CLIP)
