@@ -115,54 +115,54 @@ class SNNKConfig(NamedOptions, PeftConfig):
         super().__post_init__()
         changed = self._take_digests()
         self.peft_type = SNNKType.SNNK
-        found: list[str] = []
+        faults: list[str] = []
         for name in SHORTCUTS:
             value, wrong = _part_from(name, PARTS[name], getattr(self, name))
             setattr(self, name, value)
-            found += wrong
+            faults += wrong
         if isinstance(self.parts, (list, tuple)):
             read = [_listed_part(f"parts[{index}]", value) for index, value in enumerate(self.parts)]
             self.parts = [part for part, _ in read]
-            found += [fault for _, wrong in read for fault in wrong]
+            faults += [fault for _, wrong in read for fault in wrong]
         else:
-            found.append(f"parts is a {type(self.parts).__name__}; expected a list of parts")
+            faults.append(f"parts is a {type(self.parts).__name__}; expected a list of parts")
         for name, part in self.named_parts().items() if isinstance(self.parts, list) else ():
             if not isinstance(part, Part):
                 continue  # told already
-            found += part.faults(name)
+            faults += part.faults(name)
             if not self.save_projection and (what := part.not_drawn()) is not None:
-                found.append(
+                faults.append(
                     f"{name}.{what} with save_projection=False: such a matrix cannot be drawn again from a seed; use "
                     "save_projection=True or a drawn projection such as 'orf'"
                 )
-        if not found and not self.named_parts():
-            found.append(f"no part given; set at least one of {', '.join(SHORTCUTS)}, or parts")
+        if not faults and not self.named_parts():
+            faults.append(f"no part given; set at least one of {', '.join(SHORTCUTS)}, or parts")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= MOST_SEED:
-            found.append(f"seed is {repr(self.seed)[:100]}; expected an integer >= 0, of 63 bits")
+            faults.append(f"seed is {repr(self.seed)[:100]}; expected an integer >= 0, of 63 bits")
         if not isinstance(self.save_projection, bool):
-            found.append(f"save_projection is {self.save_projection!r}; expected True or False")
+            faults.append(f"save_projection is {self.save_projection!r}; expected True or False")
         if isinstance(self.modules_to_save, str):
-            found.append(f"modules_to_save is {self.modules_to_save!r}; expected a list, [{self.modules_to_save!r}]")
-        found += [
+            faults.append(f"modules_to_save is {self.modules_to_save!r}; expected a list, [{self.modules_to_save!r}]")
+        faults += [
             f"{name} is {value!r}; expected a list of paths or None"
             for name in ("modules_to_save", "target_modules", "trained_within", "saved_embeddings")
             if not _is_paths(value := getattr(self, name)) and not isinstance(value, str)
         ]
         if self.made_for is not None and not isinstance(self.made_for, Mapping):
-            found.append(f"made_for is {self.made_for!r}; expected a dict, which patching a model fills in, or None")
+            faults.append(f"made_for is {self.made_for!r}; expected a dict, which patching a model fills in, or None")
         if self.base_digests is not None and not isinstance(self.base_digests, Mapping):
-            found.append(f"base_digests is {self.base_digests!r}; expected a dict, which patching fills in, or None")
+            faults.append(f"base_digests is {self.base_digests!r}; expected a dict, which patching fills in, or None")
         try:
             if self.id2label is not None:  # the keys of JSON are texts
                 self.id2label = dict(sorted((int(key), str(name)) for key, name in self.id2label.items()))
         except (AttributeError, TypeError, ValueError):
-            found.append(f"id2label is {repr(self.id2label)[:100]}; expected a dict of names by index, or None")
+            faults.append(f"id2label is {repr(self.id2label)[:100]}; expected a dict of names by index, or None")
         if not isinstance(self.problem_type, (str, type(None))):
-            found.append(f"problem_type is {self.problem_type!r}; expected a name that transformers knows, or None")
+            faults.append(f"problem_type is {self.problem_type!r}; expected a name that transformers knows, or None")
         if not isinstance(self.revision, (str, type(None))):
-            found.append(f"revision is {self.revision!r}; expected a branch, tag or commit of the base model, or None")
-        if found := found + changed:
-            raise ConfigError(found)
+            faults.append(f"revision is {self.revision!r}; expected a branch, tag or commit of the base model, or None")
+        if faults := faults + changed:
+            raise ConfigError(faults)
         # A tuple: PEFT shortens long lists and sets of targets to common endings, which would no longer be paths.
         if self.target_modules is not None:
             self.target_modules = tuple(self.target_modules)
@@ -208,9 +208,9 @@ class SNNKConfig(NamedOptions, PeftConfig):
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as in PEFT; entries of `parts` say which part they are."""
         names = [part_name(type(part)) for part in self.parts]
-        found: dict[str, Any] = super().to_dict()
-        found["parts"] = [{"part": name, **fields} for name, fields in zip(names, found["parts"], strict=True)]
-        return found
+        entries: dict[str, Any] = super().to_dict()
+        entries["parts"] = [{"part": name, **fields} for name, fields in zip(names, entries["parts"], strict=True)]
+        return entries
 
 
 def _is_paths(value: object) -> bool:

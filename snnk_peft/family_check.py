@@ -112,11 +112,11 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
                 report.left_out[case] = reason
                 continue
             try:
-                found = list(_check(copy.deepcopy(model), config, inputs))
+                problems = list(_check(copy.deepcopy(model), config, inputs))
             except (RuntimeError, TypeError, ValueError, LookupError) as error:
-                found = [f"the patched model does not run ({type(error).__name__}: {error})"]
-            faults += [f"{case}: {fault}" for fault in found]
-            if not found:
+                problems = [f"the patched model does not run ({type(error).__name__}: {error})"]
+            faults += [f"{case}: {fault}" for fault in problems]
+            if not problems:
                 report.checked.append(case)
     if not faults and not report.checked:
         faults = [f"{case} left out: {reason}" for case, reason in report.left_out.items()]
@@ -229,16 +229,16 @@ def _tensors(output: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, 
     several = [
         (f"{key}[{i}]", v) for key, value in output.items() if isinstance(value, tuple) for i, v in enumerate(value)
     ]
-    found = {key: v for key, v in [*output.items(), *several] if torch.is_tensor(v) and v.is_floating_point()}
+    tensors = {key: v for key, v in [*output.items(), *several] if torch.is_tensor(v) and v.is_floating_point()}
     mask = inputs.get("attention_mask")
     if not isinstance(mask, torch.Tensor):
-        return found
+        return tensors
     padding = mask == 0
     return {
         key: v.masked_fill(padding.reshape(padding.shape + (1,) * (v.dim() - padding.dim())), 0.0)
         if v.shape[: padding.dim()] == padding.shape
         else v
-        for key, v in found.items()
+        for key, v in tensors.items()
     }
 
 

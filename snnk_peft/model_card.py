@@ -232,13 +232,13 @@ def _load(name: str, is_adapter: bool) -> str:
 def _reach(parts: Mapping[str, Any]) -> str:
     """State the longest supported text."""
 
-    def found(data: Any) -> list[int]:
+    def lengths_in(data: Any) -> list[int]:
         if not isinstance(data, Mapping):
             return []
         own = data.get("fitted_length")
-        return [*([] if own is None else [own]), *(length for value in data.values() for length in found(value))]
+        return [*([] if own is None else [own]), *(length for value in data.values() for length in lengths_in(value))]
 
-    if not (lengths := found(parts)):
+    if not (lengths := lengths_in(parts)):
         return ""
     return (
         f"\n\nLinear attention was fitted to texts of at most {min(lengths):,} tokens. In a decoder, later "
@@ -276,8 +276,8 @@ def _folded(report: Any) -> str:
 
 def _sizes(folder: Path, report: Any) -> str:
     if report is None:
-        found = sorted([*folder.glob("*.safetensors")])
-        return _table(("file", "bytes"), [(file.name, f"{file.stat().st_size:,}") for file in found]) if found else "-"
+        files = sorted([*folder.glob("*.safetensors")])
+        return _table(("file", "bytes"), [(file.name, f"{file.stat().st_size:,}") for file in files]) if files else "-"
     rows = [(what, f"{parameters:,}", f"{size:,}") for what, parameters, size in report.rows()]
     return (
         f"{_table(('model', 'parameters', 'bytes'), rows)}\n\nParameters include the matrices of feature maps. On a "

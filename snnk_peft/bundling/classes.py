@@ -232,8 +232,8 @@ def _members(auto: type[_BaseAutoModelClass], config: Any) -> tuple[Any, ...]:
     mapping: Any = auto._model_mapping
     if config not in mapping:
         return ()
-    found = mapping[config]
-    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+    members = mapping[config]
+    return tuple(members) if isinstance(members, (tuple, list)) else (members,)
 
 
 def register_models(config: type[Any], wanted: str | None = None) -> None:
@@ -251,9 +251,9 @@ def register_models(config: type[Any], wanted: str | None = None) -> None:
     if wanted is not None and wanted not in globals() and base.__module__.startswith("transformers."):
         home = import_module(base.__module__.replace(".configuration_", ".modeling_"))
         original, pooled = _named(wanted)
-        found = getattr(home, original, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is base:
-            bundle_model_class(found, pooled)
+        named = getattr(home, original, None)
+        if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.config_class is base:
+            bundle_model_class(named, pooled)
 
 
 def _named(bundle: str) -> tuple[str, bool]:

@@ -124,10 +124,10 @@ def fit_closed_form(
     weight, bias = fit.weight, fit.bias
     assert bias is not None
     if as_logits and of_classes:
-        found_shares = moments.target_mean
-        shares = (found_shares * moments.count + 1) / (moments.count + head.out_features)  # none is 0
+        counted = moments.target_mean
+        shares = (counted * moments.count + 1) / (moments.count + head.out_features)  # none is 0
         weight, prior = weight / shares[:, None], shares.log()
-        bias = prior - prior.mean() + (bias - found_shares) / shares
+        bias = prior - prior.mean() + (bias - counted) / shares
     with all_or_nothing(head, head.parameters()), torch.no_grad():
         head.weight.copy_(weight)
         head.bias.copy_(bias)
@@ -140,15 +140,15 @@ def _pass(
 ) -> tuple[str, nn.Linear, GramAccumulator, bool]:
     """Run the pass; returns path and module of the head, the moments, and whether targets are classes."""
     bundled = isinstance(model, SavedBundle) and model.config.snnk_plan.get("head") is not None
-    found = bundled_head(model)[:2] if bundled else None
+    path_and_head = bundled_head(model)[:2] if bundled else None
     names = list((getattr(getattr(model, "config", None), "id2label", None) or {}).values())
-    of_classes, moments, known = False, _moments_of(found), LabelledRows()
+    of_classes, moments, known = False, _moments_of(path_and_head), LabelledRows()
     for index, batch in enumerate(checked(model, batches, targets)):
         inputs = {key: value for key, value in batch.items() if key != targets}
-        found = logits_head(model, inputs) if found is None else found
-        head = found[1]
+        path_and_head = logits_head(model, inputs) if path_and_head is None else path_and_head
+        head = path_and_head[1]
         if index == 0:
-            moments = _moments_of(found)
+            moments = _moments_of(path_and_head)
         features = head_features(model, head, inputs)
         if not bool(features.isfinite().all()):
             refuse_overflow(model, model_inputs(model, inputs), f"batch {index}")
@@ -178,12 +178,15 @@ def _pass(
     varies = bool((moments.normal_equations()[0].diagonal() > 0).any())
     for note in fit_notes(moments.count, moments.target_mean if of_classes else None, names, varies):
         warnings.warn(note, NumericalWarning, stacklevel=4)
-    assert found is not None
-    return *found, moments, of_classes
+    assert path_and_head is not None
+    return *path_and_head, moments, of_classes
 
 
-def _moments_of(found: tuple[str, nn.Linear] | None) -> GramAccumulator:
-    return GramAccumulator(1, 1) if found is None else GramAccumulator(found[1].in_features, found[1].out_features)
+def _moments_of(path_and_head: tuple[str, nn.Linear] | None) -> GramAccumulator:
+    """Empty moments; of a process without batches, which does not know the head, of any size."""
+    if path_and_head is None:
+        return GramAccumulator(1, 1)
+    return GramAccumulator(path_and_head[1].in_features, path_and_head[1].out_features)
 
 
 @torch.no_grad()

@@ -128,19 +128,19 @@ class ClosedFormHead:
     ) -> tuple[HeadStatistics, TokenSample, LabelledRows]:
         """Accumulate separate statistics of batches, so that a fault in a late one counts none of them."""
         refuse_not_finite(self.encoder)
-        found, known = self.statistics.empty(), LabelledRows()
+        counted, known = self.statistics.empty(), LabelledRows()
         sample = TokenSample(SAMPLE, torch.Generator().manual_seed(0))
         for index, (inputs, given) in enumerate(self._parts(batches, targets)):
             vectors = self.vectors(inputs)
             try:
-                wanted = found.targets(given)
-                found.add(vectors, given)
+                wanted = counted.targets(given)
+                counted.add(vectors, given)
             except ConfigError as error:
                 raise ConfigError(f"batch {index}: {fault}" for fault in error.faults) from error
             sample.update(torch.cat([vectors.double().cpu(), wanted.cpu()], 1))
-            if found.kind != "numbers":
+            if counted.kind != "numbers":
                 known.add(inputs, wanted)
-        return found, sample, known
+        return counted, sample, known
 
     @outside_inference_mode
     def add(self, batches: Iterable[Mapping[str, Any]], targets: str = "labels") -> int:
@@ -160,11 +160,11 @@ class ClosedFormHead:
         Warns:
             NumericalWarning: rows among these batches with two labels.
         """
-        found, sample, known = self._counted(batches, targets)
+        counted, sample, known = self._counted(batches, targets)
         known.warn_if_contradicting(stacklevel=4)
-        self.statistics.merge(found)
+        self.statistics.merge(counted)
         self._keep(sample)
-        return found.count
+        return counted.count
 
     def _keep(self, sample: TokenSample | None) -> None:
         """Return the larger of two samples; an empty one too, so that every process of a group has one."""
@@ -189,12 +189,12 @@ class ClosedFormHead:
         Raises:
             ConfigError: as in `add`, or examples that cannot have been counted; nothing is forgotten then.
         """
-        found = self._counted(batches, targets)[0]
-        same_bits = found.digests is not None
+        counted = self._counted(batches, targets)[0]
+        same_bits = counted.digests is not None
         eps = torch.finfo(torch.promote_types(self.model.dtype, torch.float32)).eps
-        self.statistics.take_away(found, 0.0 if same_bits else ROUNDINGS * eps)
+        self.statistics.take_away(counted, 0.0 if same_bits else ROUNDINGS * eps)
         self._sample = None
-        return found.count
+        return counted.count
 
     @outside_inference_mode
     def merge(self, other: ClosedFormHead | HeadStatistics | str | os.PathLike[str]) -> None:
@@ -316,10 +316,10 @@ class ClosedFormHead:
 
 def _checked(names: Any) -> list[str]:
     """Refuse names that are not distinct texts."""
-    found = [] if isinstance(names, str) else [str(name) for name in names]
-    if len(set(found)) < max(1, len(found)):
+    texts = [] if isinstance(names, str) else [str(name) for name in names]
+    if len(set(texts)) < max(1, len(texts)):
         raise ConfigError(f"names is {names!r}; expected different texts, one per class, label or number")
-    return found
+    return texts
 
 
 def _digest(encoder: nn.Module) -> str:

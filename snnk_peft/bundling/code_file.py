@@ -131,8 +131,8 @@ def assemble(names: Iterable[str]) -> tuple[set[Import], str]:
     defined: dict[str, str] = {}
     parts: list[str] = []
     for name in order:
-        found, text, own = _strip(name)
-        imports |= found
+        imported, text, own = _strip(name)
+        imports |= imported
         for symbol in own:
             if symbol in defined:
                 raise ConfigError(

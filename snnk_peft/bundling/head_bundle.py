@@ -45,8 +45,8 @@ def classifier_class(model: PreTrainedModel) -> type[PreTrainedModel]:
             f"transformers has no {'image' if images else 'sequence'} classifier for {type(model).__name__}; expected "
             "an architecture with one, such as BERT or ViT"
         )
-    found = mapping[config]
-    return found[0] if isinstance(found, (tuple, list)) else found
+    classes = mapping[config]
+    return classes[0] if isinstance(classes, (tuple, list)) else classes
 
 
 def with_head(model: PreTrainedModel, head: PooledHead, names: list[str], problem: str) -> Any:
@@ -100,9 +100,9 @@ def _encoder_plan(model: PreTrainedModel, planned: dict[str, Any], inside: str) 
 
 def _unread(built: PreTrainedModel, inside: str) -> list[str]:
     """Paths of modules with weights that a pooled head leaves unused: pooler and head of the original."""
-    found = [name for name, part in built.named_children() if f"{name}." != inside and list(part.parameters())]
+    unread = [name for name, part in built.named_children() if f"{name}." != inside and list(part.parameters())]
     pooler = getattr(built.base_model, "pooler", None)
-    return found + ([f"{inside}pooler"] if isinstance(pooler, nn.Module) and list(pooler.parameters()) else [])
+    return unread + ([f"{inside}pooler"] if isinstance(pooler, nn.Module) and list(pooler.parameters()) else [])
 
 
 def _volatile(prefix: str, part: nn.Module) -> dict[str, torch.Tensor]:

@@ -180,19 +180,19 @@ def with_outputs(modules: Mapping[str, Spec], heads: set[str], config: Any) -> d
     """
     if not isinstance(modules, Mapping):
         return modules  # refused where it is installed
-    found = dict(modules)
+    changed = dict(modules)
     for path, spec in modules.items():
         if not isinstance(spec, Mapping):
             continue
         if spec.get("kind") == "pooled_head":
-            found[path] = {**spec, "outputs": config.num_labels}
+            changed[path] = {**spec, "outputs": config.num_labels}
         elif path in heads and spec.get("kind") == "linear":
-            found[path] = {**spec, "out": config.num_labels}
+            changed[path] = {**spec, "out": config.num_labels}
         elif path in heads and spec.get("kind") == "sequence" and isinstance(spec.get("modules"), list):
             *before, last = spec["modules"] or [None]
             if isinstance(last, Mapping) and last.get("kind") == "linear":
-                found[path] = {**spec, "modules": [*before, {**last, "out": config.num_labels}]}
-    return found
+                changed[path] = {**spec, "modules": [*before, {**last, "out": config.num_labels}]}
+    return changed
 
 
 def finish_loading(model: nn.Module, dtype: torch.dtype) -> None:
@@ -381,14 +381,14 @@ class BundledModel:
             model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         fresh = model._head_tensors() if kwargs.get("ignore_mismatched_sizes") else set()
         faults = [
-            f"{what}: {', '.join(sorted(str(key) for key in found))}"
+            f"{what}: {', '.join(sorted(str(key) for key in keys))}"
             for field, what in (
                 ("missing_keys", "tensors missing from the file"),
                 ("unexpected_keys", "tensors that the bundle does not have"),
                 ("mismatched_keys", "tensors of another shape"),
                 ("error_msgs", "errors while loading"),
             )
-            if (found := [key for key in info.get(field) or () if _name(key) not in fresh])
+            if (keys := [key for key in info.get(field) or () if _name(key) not in fresh])
         ]
         if faults:
             raise ConfigError([f"{fault}. The folder is incomplete or was changed" for fault in faults])

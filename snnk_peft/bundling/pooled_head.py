@@ -86,8 +86,8 @@ def hidden_states_of(encoder: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any
 
 def separator_of(config: Any) -> int | None:
     """Return the token that separates two texts, if the model's configuration names one."""
-    found = [getattr(config, name, None) for name in ("sep_token_id", "eos_token_id")]
-    return next((value for value in found if isinstance(value, int)), None)
+    tokens = [getattr(config, name, None) for name in ("sep_token_id", "eos_token_id")]
+    return next((value for value in tokens if isinstance(value, int)), None)
 
 
 def second_text(reader: HeadReader, config: Any, inputs: Mapping[str, Any]) -> Tensor | None:

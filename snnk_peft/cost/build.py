@@ -139,13 +139,13 @@ def model_class(config: PretrainedConfig, task: str | None) -> Any:
             raise ConfigError(did_you_mean("task", task, list(TASKS)))
         return getattr(transformers, TASKS[task])
     named = (getattr(config, "architectures", None) or [None])[0]
-    found = transformers.AutoModel if named is None else getattr(transformers, named, None)
-    if found is None:
+    cls = transformers.AutoModel if named is None else getattr(transformers, named, None)
+    if cls is None:
         raise UnsupportedError(
             f"config.architectures names {named!r}, which transformers {transformers.__version__} does not have; give "
             f"a task instead, one of {', '.join(TASKS)}"
         )
-    return found
+    return cls
 
 
 @contextmanager

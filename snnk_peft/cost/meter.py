@@ -92,8 +92,8 @@ class KernelsOf(TorchFunctionMode):
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:  # the kernels add their masks
             mask = torch.empty(mask.shape, dtype=query.dtype, device=mask.device)
-        found: torch.Tensor = _fused(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
-        return found
+        output: torch.Tensor = _fused(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+        return output
 
     def _dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         return torch.native_dropout(input, p, True)[0] if training and p else input

@@ -258,7 +258,7 @@ def _parity(model: PreTrainedModel, run: Any, batches: Iterable[Inputs], limit: 
         ValueError: beyond the limit.
         UnsupportedError: the program does not take a shape.
     """
-    found: dict[str, ShapeParity] = {}
+    worst: dict[str, ShapeParity] = {}
     for batch in batches:
         error, output = compare(model, partial(_answer, run), batch)
         entry = ShapeParity(_shapes(batch), error, output)
@@ -269,9 +269,9 @@ def _parity(model: PreTrainedModel, run: Any, batches: Iterable[Inputs], limit: 
                 "rounding (weights or readouts with very large entries), raise tolerance=, or export in float64"
             )
         key = str(entry.shapes)
-        if key not in found or found[key].error < error:
-            found[key] = entry
-    return list(found.values())
+        if key not in worst or worst[key].error < error:
+            worst[key] = entry
+    return list(worst.values())
 
 
 def _answer(run: Any, return_dict: bool, **inputs: torch.Tensor) -> Any:

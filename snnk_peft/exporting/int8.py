@@ -72,9 +72,9 @@ def compared(run: Run, other: Run, batches: Iterable[Inputs]) -> tuple[int, floa
     examples = equal = chosen = 0
     difference = size = 0.0
     for batch in batches:
-        expected, found = run(**batch), other(**batch)
+        expected, given = run(**batch), other(**batch)
         name = "logits" if "logits" in expected else next(iter(expected))
-        a, b = expected[name].double(), found[name].double()
+        a, b = expected[name].double(), given[name].double()
         mask = batch.get("attention_mask")
         if mask is not None and a.dim() == 3 and mask.shape == a.shape[:2]:  # padding answers nothing
             a, b = a[mask.bool()], b[mask.bool()]

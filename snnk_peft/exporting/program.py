@@ -87,7 +87,7 @@ class Axes:
 
         Tokens are spread evenly, so that padding stays on its side; a text of padding alone becomes one without.
         """
-        found = {}
+        resized = {}
         for name, value in sample.items():
             if 0 in self.free[name]:
                 value = value[torch.arange(examples, device=value.device) % self.examples]
@@ -95,11 +95,11 @@ class Axes:
                 assert self.tokens is not None
                 spread = torch.arange(tokens, device=value.device) * self.tokens // tokens
                 value = value.index_select(self._token_axis[name], spread)
-            found[name] = value.contiguous()
+            resized[name] = value.contiguous()
         if "attention_mask" in self._token_axis:
-            mask = found["attention_mask"]
-            found["attention_mask"] = torch.where(mask.any(-1, keepdim=True), mask, torch.ones_like(mask))
-        return found
+            mask = resized["attention_mask"]
+            resized["attention_mask"] = torch.where(mask.any(-1, keepdim=True), mask, torch.ones_like(mask))
+        return resized
 
     def traced(self, sample: Inputs) -> Inputs:
         """The sample with two examples and two tokens at least: an axis of length one would be taken for fixed."""

@@ -60,23 +60,23 @@ class AdapterPart(FeaturePart):
     )
 
     def faults(self, part: str) -> list[str]:
-        found = super().faults(part)
+        faults = super().faults(part)
         if self.needs_layer:
-            found.append(
+            faults.append(
                 f"{part}.projection is {self.projection!r}; an adapter replaces no pretrained weight to take rows from"
             )
         if self.scaling == 0:
-            found.append(f"{part}.scaling is {self.scaling!r}; expected a number other than 0")
+            faults.append(f"{part}.scaling is {self.scaling!r}; expected a number other than 0")
         if self.gate is False and self.init == "random":
-            found.append(f"{part}.gate is False with init='random': the model would start broken; use gate=True")
+            faults.append(f"{part}.gate is False with init='random': the model would start broken; use gate=True")
         if self.gate is False and self.init == "paper":
-            found.append(f"{part}.gate is False with init='paper': the paper's form has a gate; use init='default'")
+            faults.append(f"{part}.gate is False with init='paper': the paper's form has a gate; use init='default'")
         if self.gate is True and self.init == "default":
-            found.append(
+            faults.append(
                 f"{part}.gate is True with init='default': A and v would both start at zero and get no gradient; "
                 "use init='random' or init='paper'"
             )
-        return found
+        return faults
 
     @classmethod
     def probes(cls) -> dict[str, Part]:

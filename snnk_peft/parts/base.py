@@ -120,13 +120,13 @@ class FeaturePart(Part):
     projection_params: dict[str, Any] = option(dict, "keyword arguments of the projection.", checked=False)
 
     def faults(self, part: str) -> list[str]:
-        found = super().faults(part) + self.feature_map_spec().faults(part)
+        faults = super().faults(part) + self.feature_map_spec().faults(part)
         if self.of_attention and not self.attends:
-            found.append(
+            faults.append(
                 f"{part}.projection is {self.projection!r}, whose rows are made from the queries and keys of an "
                 "attention; expected it in an attention part only. Use 'free' for rows that are learned"
             )
-        return found + layers_faults(f"{part}.layers", self.layers)
+        return faults + layers_faults(f"{part}.layers", self.layers)
 
     def feature_map_spec(self, **known: Any) -> FeatureMapSpec:
         """The feature map of this part, as far as the config decides it.
@@ -204,21 +204,21 @@ class PatchContext:
             UnsupportedError: there is none.
         """
         whole = {path: as_linear(m) if kind is nn.Linear else m for path, m in plain_modules(self.model)}
-        found = {path: m for path, m in whole.items() if isinstance(m, kind) and matches(path, pattern)}
-        if not found:
+        matching = {path: m for path, m in whole.items() if isinstance(m, kind) and matches(path, pattern)}
+        if not matching:
             some = ", ".join(repr(path) for path, m in whole.items() if isinstance(m, kind)) or "none at all"
             raise UnsupportedError(
                 f"no {kind.__name__} of {type(self.model).__name__} has a path that matches {pattern!r}; it has {some}"
             )
-        return found
+        return matching
 
     def linear(self, path: str, what: str) -> nn.Linear:
         """Return the nn.Linear at `path`; UnsupportedError if it is none."""
-        found = module_at(self.model, path, what)
-        whole = [tensor for tensor in (*found.parameters(), *found.buffers()) if not tensor.is_floating_point()]
+        module = module_at(self.model, path, what)
+        whole = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_floating_point()]
         if whole:
             raise UnsupportedError(
-                f"{what}: the {type(found).__name__} at {path!r} holds {str(whole[0].dtype).removeprefix('torch.')} "
+                f"{what}: the {type(module).__name__} at {path!r} holds {str(whole[0].dtype).removeprefix('torch.')} "
                 "numbers, so the model is quantized; expected an nn.Linear in floating point. Load it without "
                 "quantization_config, patch it, and quantize its bundle"
             )

@@ -98,11 +98,11 @@ class Template:
 
     def changed(self, group: int | None) -> set[str]:
         """Paths of everything that a group changes."""
-        found = set()
+        paths = set()
         for path, layer in self.groups[group].items():
             for slot in _slots(layer):
-                found |= {path, *slot.changes(path)}
-        return found
+                paths |= {path, *slot.changes(path)}
+        return paths
 
     def folded(self) -> Any:
         for slots in self.groups.values():
@@ -129,19 +129,19 @@ def default_templates(model: nn.Module, length: int, seed: int) -> list[Template
         ConfigError: the model can take none.
     """
     family_of(model)
-    found: list[Template] = []
+    templates: list[Template] = []
     reasons: list[str] = []
     for name in PARTS:
         try:
-            found += [Template(part, model, seed) for part in PARTS[name].candidates(model, length)]
+            templates += [Template(part, model, seed) for part in PARTS[name].candidates(model, length)]
         except (ConfigError, UnsupportedError) as error:
             reasons.append(str(error))
-    if not found:
+    if not templates:
         raise ConfigError(
             f"{type(model).__name__} can take none of the parts that plan() tries; expected a model with a plain FFN, "
             "plain heads or a pooler, or candidates of your own as parts=[...]. " + " ".join(reasons)
         )
-    return found
+    return templates
 
 
 def _slots(layer: SlotLayer) -> list[Slot]:
@@ -150,7 +150,7 @@ def _slots(layer: SlotLayer) -> list[Slot]:
 
 def places(templates: Sequence[Template]) -> Places:
     """(layer, the templates that compete for one place in it): those that change the same module, or one inside it."""
-    found: Places = []
+    result: Places = []
     keys: dict[int | None, None] = {key: None for template in templates for key in template.groups}
     for key in sorted(keys, key=lambda key: -1 if key is None else key):
         sets: list[tuple[set[str], list[int]]] = []
@@ -162,8 +162,8 @@ def places(templates: Sequence[Template]) -> Places:
                 sets.remove(other)
                 paths, members = paths | other[0], other[1] + members
             sets.append((paths, members))
-        found += [(key, members) for _, members in sets]
-    return found
+        result += [(key, members) for _, members in sets]
+    return result
 
 
 def _overlap(one: set[str], other: set[str]) -> bool:

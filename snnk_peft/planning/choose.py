@@ -92,5 +92,5 @@ def apart(points: Sequence[Point], stride: float) -> list[Point]:
     """
     if stride <= 0:
         return list(points)
-    found = {math.floor((1 - point.cost) / stride + 1e-9): point for point in points[1:]}
-    return [points[0], *found.values()]
+    kept = {math.floor((1 - point.cost) / stride + 1e-9): point for point in points[1:]}
+    return [points[0], *kept.values()]

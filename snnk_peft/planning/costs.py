@@ -144,19 +144,19 @@ def seconds(
         paths: of their Transformer layers.
         alike: per model and layer, equal where layers are built alike.
     """
-    found: dict[Any, list[float]] = defaultdict(list)
+    by_kind: dict[Any, list[float]] = defaultdict(list)
     outside: list[float] = []
     first = next(iter(models))
     for turn in range(MOST):
         for name in list(models) if turn % 2 else reversed(list(models)):
             cost = _by_layer(models[name], inputs, paths, clock(models[name]))
             for kind, spent in zip(alike[name], cost.layers, strict=True):
-                found[kind].append(spent)
+                by_kind[kind].append(spent)
             if name == first:
                 outside.append(cost.outside)
-        if turn + 1 >= ROUNDS and all(_reached(samples) for samples in (outside, *found.values())):
+        if turn + 1 >= ROUNDS and all(_reached(samples) for samples in (outside, *by_kind.values())):
             break
-    layers = {name: tuple(min(found[kind]) for kind in alike[name]) for name in models}
+    layers = {name: tuple(min(by_kind[kind]) for kind in alike[name]) for name in models}
     return {name: Cost(sum(spent) + min(outside), spent) for name, spent in layers.items()}
 
 
@@ -237,18 +237,18 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = read_json(path)
+        timings = read_json(path)
     except ConfigError as error:
         raise ConfigError(
             f"timings is {str(path)!r}, which cannot be read ({error}); expected a file that plan() wrote, or one that "
             "does not exist yet. Remove it to measure again"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(timings, dict):
         raise ConfigError(
-            f"timings is {str(path)!r}, which holds a {type(found).__name__}; expected a file that plan() wrote. Give "
-            "another name"
+            f"timings is {str(path)!r}, which holds a {type(timings).__name__}; expected a file that plan() wrote. "
+            "Give another name"
         )
-    return found
+    return timings
 
 
 class Measure:

@@ -90,7 +90,7 @@ def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -
         modules: by path.
         sample: what it runs on.
     """
-    found: Calls = {path: [] for path in modules}
+    calls_at: Calls = {path: [] for path in modules}
     caught: dict[str, list[tuple[Any, Any]]] = {path: [] for path in modules}
     hooks = [
         module.register_forward_pre_hook(
@@ -104,12 +104,12 @@ def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -
             with torch.no_grad():
                 model(**inputs)
             for path, calls in caught.items():
-                found[path].append((held_out, [Call(*call, inputs.get("attention_mask")) for call in calls]))
+                calls_at[path].append((held_out, [Call(*call, inputs.get("attention_mask")) for call in calls]))
                 calls.clear()
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return calls_at
 
 
 @torch.no_grad()
@@ -140,11 +140,11 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
             templates[number].activate(key)
         fitters = [fitter_of(templates[number].root, layer, OPTIONS) for number, _, layer in here]
         first, *others = fitters
-        found = first.fit_sizes(others, _KeptCalls(first, calls[path])) if others else None
-        if found is None:
-            found = [fitter.fit(_KeptCalls(fitter, calls[path])).error_after for fitter in fitters]
+        fitted = first.fit_sizes(others, _KeptCalls(first, calls[path])) if others else None
+        if fitted is None:
+            fitted = [fitter.fit(_KeptCalls(fitter, calls[path])).error_after for fitter in fitters]
         torch.clear_autocast_cache()  # the caller's autocast would judge copies of what was there before
-        errors |= {(number, key): error for (number, key, _), error in zip(here, found, strict=True)}
+        errors |= {(number, key): error for (number, key, _), error in zip(here, fitted, strict=True)}
         tick(len(here))
         calls[path] = []  # the inputs of a layer are not needed any more
         for template in templates:
@@ -154,9 +154,9 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
 
 def _fitted(template: Template, key: int | None, layer: SlotLayer) -> bool:
     template.activate(key)
-    found = slot_to_fit(layer) is not None
+    fits = slot_to_fit(layer) is not None
     template.activate(None, nothing=True)
-    return found
+    return fits
 
 
 class _KeptCalls:
@@ -189,15 +189,15 @@ class OutputError:
 
     def update(self, original: Any, other: Any, mask: Any) -> None:
         for name in _compared(original):
-            target, found = _rows(original[name], mask).double(), _rows(other[name], mask).double()
+            target, output = _rows(original[name], mask).double(), _rows(other[name], mask).double()
             if name.endswith("logits") and target.shape[-1] > 1 and self.problem not in OTHER_PROBLEMS:
-                target, found = target.log_softmax(-1), found.log_softmax(-1)
+                target, output = target.log_softmax(-1), output.log_softmax(-1)
                 total, rows = self.divergence.get(name, (0.0, 0))
                 # A class that the original rules out (-inf) adds nothing.
-                lost = torch.where(target.isneginf(), 0.0, target.exp() * (target - found))
+                lost = torch.where(target.isneginf(), 0.0, target.exp() * (target - output))
                 self.divergence[name] = total + float(lost.sum()), rows + len(target)
             else:
-                self.squared.setdefault(name, ErrorMeter()).update(target, found)
+                self.squared.setdefault(name, ErrorMeter()).update(target, output)
 
     def value(self) -> float:
         """The error: 0 for equal outputs, NaN if an output is no number.
@@ -211,17 +211,17 @@ class OutputError:
                 "the batches that are held out have no token that counts (attention_mask is 0 everywhere), so there is "
                 "nothing to compare outputs on; expected real tokens in every batch"
             )
-        found = [0.0 if total <= 0 else total / count for total, count in self.divergence.values()]
-        found += [meter.value() for meter in self.squared.values()]
-        return sum(found) / len(found)
+        errors = [0.0 if total <= 0 else total / count for total, count in self.divergence.values()]
+        errors += [meter.value() for meter in self.squared.values()]
+        return sum(errors) / len(errors)
 
 
 OTHER_PROBLEMS = ("regression", "multi_label_classification")
 
 
 def _compared(outputs: Mapping[str, Any]) -> list[str]:
-    found = [name for name in outputs if name.endswith("logits")]
-    return found or [next(n for n, v in outputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point())]
+    logits = [name for name in outputs if name.endswith("logits")]
+    return logits or [next(n for n, v in outputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point())]
 
 
 def _rows(output: torch.Tensor, mask: Any) -> torch.Tensor:
@@ -244,11 +244,11 @@ def measure_damage(templates: Sequence[Template], sample: Sample, tick: Callable
         tick: called after each measurement of a batch.
     """
     first = templates[0]
-    found = {(n, key): OutputError(first.root.config) for n, each in enumerate(templates) for key in each.groups}
+    errors = {(n, key): OutputError(first.root.config) for n, each in enumerate(templates) for key in each.groups}
     for inputs in sample.inputs(first.root, held_out=True):
         mask = inputs.get("attention_mask")
         original, outputs = _remember(first, inputs)
-        for (number, key), error in found.items():
+        for (number, key), error in errors.items():
             template = templates[number]
             before = {} if outputs is None or key is None else dict(list(outputs.items())[:key])
             template.activate(key)
@@ -258,7 +258,7 @@ def measure_damage(templates: Sequence[Template], sample: Sample, tick: Callable
             finally:
                 template.activate(None, nothing=True)
             tick()
-    return {name: error.value() for name, error in found.items()}
+    return {name: error.value() for name, error in errors.items()}
 
 
 def _remember(template: Template, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:

@@ -111,14 +111,14 @@ class Plan:
         """
         file = Path(folder) / FILE
         try:
-            found = read_json(file)
-            if DIGESTS not in found:
+            entries = read_json(file)
+            if DIGESTS not in entries:
                 notes.warning("%s carries no digests of its entries, so a changed one would not be noticed", file)
             else:
                 remedy = f"was changed. If that is meant, remove {DIGESTS!r} from it; otherwise make the plan again"
-                refuse(file, remedy, entry_faults(found, found[DIGESTS], ()))
-            config = SNNKConfig(**found["config"])
-            candidates = [Candidate(**candidate) for candidate in found["candidates"]]
+                refuse(file, remedy, entry_faults(entries, entries[DIGESTS], ()))
+            config = SNNKConfig(**entries["config"])
+            candidates = [Candidate(**candidate) for candidate in entries["candidates"]]
             kinds: dict[str, Any] = {
                 "of": str,
                 "budget": (int, float),
@@ -127,9 +127,9 @@ class Plan:
                 "settings": dict,
             }
             for name, kind in kinds.items():
-                if not isinstance(found[name], kind):
-                    raise TypeError(f"{name} is {str(found[name])[:100]!r}")
-            return cls(config=config, candidates=candidates, **{name: found[name] for name in kinds})
+                if not isinstance(entries[name], kind):
+                    raise TypeError(f"{name} is {str(entries[name])[:100]!r}")
+            return cls(config=config, candidates=candidates, **{name: entries[name] for name in kinds})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{str(file)!r} cannot be read as a plan ({type(error).__name__}: {error}); expected a folder that "

@@ -34,30 +34,30 @@ def text(column: str, value: Any) -> str:
 
 def words(column: str, value: Any) -> list[str]:
     """A list of words; of a text, those between its spaces."""
-    found = value.split() if isinstance(value, str) else value
-    if found is not None and not isinstance(found, (list, tuple)):
+    listed_words = value.split() if isinstance(value, str) else value
+    if listed_words is not None and not isinstance(listed_words, (list, tuple)):
         raise ConfigError(f"{column} is {_shown(value)}; expected a list of words")
-    if not found:
+    if not listed_words:
         raise ConfigError(f"{column} is empty; expected a list of words")
     faults = []
-    for at, word in enumerate(found, start=1):
+    for at, word in enumerate(listed_words, start=1):
         try:
             text(f"word {at} of {column}", word)
         except ConfigError as error:
             faults += error.faults
     if faults:
         raise ConfigError(faults)
-    return list(found)
+    return list(listed_words)
 
 
 def tags(column: str, value: Any) -> list[Any]:
     """A list of tags, not yet read; of a text, those between its spaces."""
     if missing(value):
         raise ConfigError(f"{column} is missing; expected a list of tags")
-    found = value.split() if isinstance(value, str) else value
-    if not isinstance(found, (list, tuple)):
+    cells = value.split() if isinstance(value, str) else value
+    if not isinstance(cells, (list, tuple)):
         raise ConfigError(f"{column} is {_shown(value)}; expected a list of tags")
-    return list(found)
+    return list(cells)
 
 
 def class_name(column: str, value: Any) -> str:
@@ -112,11 +112,11 @@ def number(column: str, value: Any) -> float:
     """A finite number."""
     if missing(value):
         raise ConfigError(f"{column} is missing; expected a number")
-    found = or_number(value)
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+    parsed = or_number(value)
+    if isinstance(parsed, bool) or not isinstance(parsed, (int, float)) or not math.isfinite(parsed):
         comma = ", with a point and not a comma" if has_decimal_comma(value) else ""
         raise ConfigError(f"{column} is {_shown(value)}; expected a number{comma}")
-    return float(found)
+    return float(parsed)
 
 
 def or_number(value: Any) -> Any:
@@ -133,16 +133,16 @@ def or_number(value: Any) -> Any:
 
 def is_whole(value: Any) -> bool:
     """Whether a value is a whole number, or a text that says one."""
-    found = or_number(value)
-    return (isinstance(found, int) and not isinstance(found, bool)) or (
-        isinstance(found, float) and found.is_integer() and abs(found) < _EXACT
+    parsed = or_number(value)
+    return (isinstance(parsed, int) and not isinstance(parsed, bool)) or (
+        isinstance(parsed, float) and parsed.is_integer() and abs(parsed) < _EXACT
     )
 
 
 def whole_name(name: str) -> str:
     """1 of 1.0, as pandas writes whole numbers of a column with gaps; of everything else itself."""
-    found = or_number(name)
-    return str(int(found)) if isinstance(found, float) and is_whole(found) else name
+    parsed = or_number(name)
+    return str(int(parsed)) if isinstance(parsed, float) and is_whole(parsed) else name
 
 
 def _shown(value: Any) -> str:

@@ -70,24 +70,24 @@ class TableSettings:
 
     def faults(self) -> list[str]:
         """What contradicts itself."""
-        found = []
+        faults = []
         if self.train_file is not None and self.dataset is not None:
-            found.append("train_file and dataset are both given; expected one of them")
+            faults.append("train_file and dataset are both given; expected one of them")
         if len(set(self.columns)) < len(self.columns):
-            found.append(f"text, text_pair and label are {', '.join(self.columns)}; expected different columns")
+            faults.append(f"text, text_pair and label are {', '.join(self.columns)}; expected different columns")
         if self.kind is not None and self.kind not in KINDS:
-            found.append(f"kind: {did_you_mean('kind', self.kind, list(KINDS))}")
+            faults.append(f"kind: {did_you_mean('kind', self.kind, list(KINDS))}")
         if self.kind == TOKENS and self.text_pair is not None:
-            found.append("text_pair is given, but token_classification reads one list of words; leave it out")
+            faults.append("text_pair is given, but token_classification reads one list of words; leave it out")
         if self.labels is not None and self.kind == NUMBERS:
-            found.append("labels are given, but a regression has none; leave them out or set kind to classification")
+            faults.append("labels are given, but a regression has none; leave them out or set kind to classification")
         if self.labels is not None and (
             len(self.labels) < 2 or len({str(name) for name in self.labels}) < len(self.labels)
         ):
-            found.append(f"labels are {list(self.labels)}; expected at least two names, each once")
+            faults.append(f"labels are {list(self.labels)}; expected at least two names, each once")
         if not 0 < self.hold_out < 1:
-            found.append(f"hold_out is {self.hold_out}; expected a share above 0 and below 1")
-        return found
+            faults.append(f"hold_out is {self.hold_out}; expected a share above 0 and below 1")
+        return faults
 
     @classmethod
     def among(cls, settings: Mapping[str, Any]) -> TableSettings:
@@ -140,11 +140,11 @@ def completed(known: TableSettings, rows: Rows, notes: list[str]) -> TableSettin
     if kind == NUMBERS or known.labels is not None:
         return replace(known, kind=kind)
     if (names := rows.class_names.get(known.label)) is None:
-        found = {name for value in values for name in _names(known.label, value, kind == TOKENS)}
-        whole = all(cell.is_whole(name) for name in found)
+        seen = {name for value in values for name in _names(known.label, value, kind == TOKENS)}
+        whole = all(cell.is_whole(name) for name in seen)
         if whole:
-            found = {cell.whole_name(name) for name in found}
-        names = sorted(found, key=lambda name: (int(name), name) if whole else (0, name))
+            seen = {cell.whole_name(name) for name in seen}
+        names = sorted(seen, key=lambda name: (int(name), name) if whole else (0, name))
         if (
             kind == CLASSES
             and any(map(cell.has_decimal_comma, names))

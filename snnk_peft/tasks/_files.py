@@ -79,14 +79,14 @@ def check_regular(path: Path, limit: int | None = None) -> None:
         NotRegularError: which of the two it is, and what was expected.
         OSError: there is no such file, or links that lead nowhere.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         names = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
-        what = names.get(stat.S_IFMT(found.st_mode), "a device")
+        what = names.get(stat.S_IFMT(status.st_mode), "a device")
         raise NotRegularError(errno.EINVAL, f"{what}; expected a regular file: write its content into one", str(path))
-    if limit is not None and found.st_size > limit:
+    if limit is not None and status.st_size > limit:
         raise NotRegularError(
-            errno.EFBIG, f"{found.st_size:,} bytes; expected at most {limit:,}: the file is damaged", str(path)
+            errno.EFBIG, f"{status.st_size:,} bytes; expected at most {limit:,}: the file is damaged", str(path)
         )
 
 

@@ -29,8 +29,8 @@ def root_with(path: Path, names: Iterable[str]) -> Path | None:
         return None
     names = list(names)
     candidates = [path, *(path / name for name in class_names(path))]
-    found = [folder for folder in candidates if first_folder(folder, names) is not None]
-    return found[0] if found and (found[0] == path or len(found) == 1) else None
+    roots = [folder for folder in candidates if first_folder(folder, names) is not None]
+    return roots[0] if roots and (roots[0] == path or len(roots) == 1) else None
 
 
 def first_folder(root: Path, names: Iterable[str]) -> Path | None:
@@ -130,17 +130,17 @@ class FolderLayout:
             ConfigError: no class is found, or folders that cannot be classes.
         """
         folder = self._folder(path, "train")
-        found = [] if folder is None else class_names(folder)
-        if folder is None or not found:
+        names = [] if folder is None else class_names(folder)
+        if folder is None or not names:
             if not (shards := self._shards(path, "train")):
                 raise ConfigError(f"{path} holds no folders of training pictures; expected {self.expected}")
             return self._shard_classes(path, shards)
-        faults = [fault for name in found if (fault := self._class_fault(folder / name)) is not None]
-        if len(found) < 2:
-            faults.append(f"{folder} holds the class {found[0]} only; expected at least two")
+        faults = [fault for name in names if (fault := self._class_fault(folder / name)) is not None]
+        if len(names) < 2:
+            faults.append(f"{folder} holds the class {names[0]} only; expected at least two")
         if faults:
             raise ConfigError(faults[:MAX_FAULTS])
-        return tuple(found)
+        return tuple(names)
 
     def _shard_classes(self, path: Path, shards: Sequence[str]) -> tuple[str, ...]:
         return tuple(map(str, range(int(read_shards(path, shards)["label"].max(initial=0)) + 1)))
@@ -165,18 +165,18 @@ class FolderLayout:
             ConfigError: with every fault that was found.
         """
         divide = self.divides(path)
-        found: dict[str, Images] = {}
+        images: dict[str, Images] = {}
         faults: list[str] = []
         for split in ["train"] if divide else wanted:
             try:
-                found[split] = self._split(path, split, classes)
+                images[split] = self._split(path, split, classes)
             except ConfigError as error:
                 faults += error.faults
         if faults:
             raise ConfigError(faults[:MAX_FAULTS])
         if not divide:
-            return found
-        train = found["train"]
+            return images
+        train = images["train"]
         held = held_back(train["label"], share, seed)
         if not held:
             raise ConfigError(

@@ -53,8 +53,8 @@ class Rows:
 
     def messages(self, faults: Sequence[tuple[int, str]]) -> list[str]:
         """These faults and those of reading with their places, in order; up to ten, the rest is counted."""
-        found = sorted([*self.faults, *faults])
-        return capped([f"{self.source}, {self.unit} {number}: {text}" for number, text in found], self.source)
+        numbered = sorted([*self.faults, *faults])
+        return capped([f"{self.source}, {self.unit} {number}: {text}" for number, text in numbered], self.source)
 
 
 def read_table(path: Path, columns: Sequence[str]) -> Rows:
@@ -67,12 +67,12 @@ def read_table(path: Path, columns: Sequence[str]) -> Rows:
     """
     kind = path.suffix.lower()
     if path.is_dir():
-        found = _saved(path)
-        if not hasattr(found, "features"):
+        saved = _saved(path)
+        if not hasattr(saved, "features"):
             raise ConfigError(
-                f"{path} holds the splits {', '.join(found)}; expected one table: give it as data.dataset"
+                f"{path} holds the splits {', '.join(saved)}; expected one table: give it as data.dataset"
             )
-        rows = _of_dataset(str(path), found, columns)
+        rows = _of_dataset(str(path), saved, columns)
     elif not path.exists():
         raise ConfigError(f"{path} does not exist; expected a table (.csv, .tsv, .jsonl, .parquet)")
     elif kind in (*_CELLS, *_JSON, ".parquet") and not path.is_file():
@@ -96,20 +96,20 @@ def read_split(name: str, config: str | None, split: str, columns: Sequence[str]
     """
     hf, folder = require("datasets"), Path(name).expanduser()
     if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
-        found = _saved(folder)
-        found = {"train": found} if hasattr(found, "features") else found
+        saved = _saved(folder)
+        saved = {"train": saved} if hasattr(saved, "features") else saved
     else:
         try:
-            found = hf.load_dataset(name, config, cache_dir=cache_dir)
+            saved = hf.load_dataset(name, config, cache_dir=cache_dir)
         except (ConnectionError, hf.exceptions.DatasetNotFoundError, ValueError) as error:
             raise ConfigError(
                 f"data.dataset {name!r} ({config}) could not be loaded: {error}. Expected a folder of save_to_disk or "
                 "a data set on the Hub; to work offline, give data.train_file"
             ) from error
-    if split not in found:
+    if split not in saved:
         held = "" if split == "train" else "; data.eval_split=train holds back a part of that"
-        raise ConfigError(f"{name}: {did_you_mean('split', split, list(found))}{held}")
-    return _checked(_of_dataset(f"{name}, split {split}", found[split], columns))
+        raise ConfigError(f"{name}: {did_you_mean('split', split, list(saved))}{held}")
+    return _checked(_of_dataset(f"{name}, split {split}", saved[split], columns))
 
 
 def _of_lines(
@@ -192,9 +192,9 @@ def _csv_rows(path: Path, lines: list[str], separator: str) -> Iterator[tuple[in
 
 
 def _objects(path: Path, lines: list[str]) -> Iterator[tuple[int, Any]]:
-    if (found := _one_value(lines)) is not None:
+    if (kind := _one_value(lines)) is not None:
         raise ConfigError(
-            f"{path}, line 1: the file is one JSON {found}; expected JSON lines, one object {{...}} per line, as "
+            f"{path}, line 1: the file is one JSON {kind}; expected JSON lines, one object {{...}} per line, as "
             "DataFrame.to_json(path, orient='records', lines=True) writes them"
         )
     for number, line in enumerate(lines, start=1):
@@ -215,11 +215,11 @@ def _objects(path: Path, lines: list[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         double = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"key {double!r} occurs more than once")
-    return found
+    return entries
 
 
 def _one_value(lines: list[str]) -> str | None:
@@ -270,8 +270,8 @@ def _of_dataset(source: str, dataset: Any, columns: Sequence[str]) -> Rows:
     return rows
 
 
-def _check_columns(source: str, wanted: Sequence[str], found: Sequence[str]) -> None:
-    if faults := [f"{source}: {did_you_mean('column', name, list(found))}" for name in wanted if name not in found]:
+def _check_columns(source: str, wanted: Sequence[str], present: Sequence[str]) -> None:
+    if faults := [f"{source}: {did_you_mean('column', name, list(present))}" for name in wanted if name not in present]:
         raise ConfigError(faults)
 
 
@@ -280,10 +280,11 @@ def _checked(rows: Rows) -> Rows:
     if not rows.numbers:
         raise ConfigError(rows.messages([]) or f"{rows.source} holds no row; expected a header line and rows, or rows")
     written = [
-        f"{rows.source}: the cells of {name!r} hold lists written as text, such as {cell.start(found[0])}; expected "
+        f"{rows.source}: the cells of {name!r} hold lists written as text, such as {cell.start(present[0])}; expected "
         "real lists (.jsonl, .parquet: DataFrame.to_json(path, orient='records', lines=True)), or words between spaces"
         for name, values in rows.columns.items()
-        if (found := [value for value in values if not cell.missing(value)]) and all(map(cell.is_written_list, found))
+        if (present := [value for value in values if not cell.missing(value)])
+        and all(map(cell.is_written_list, present))
     ]
     if written:
         raise ConfigError(written)

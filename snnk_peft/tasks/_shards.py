@@ -70,7 +70,7 @@ def find_shards(root: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, lis
     Raises:
         ConfigError: shards that name no split or two, or only compressed ones.
     """
-    found: dict[str, list[str]] = {split: [] for split in parts}
+    shards: dict[str, list[str]] = {split: [] for split in parts}
     files = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.tar"))
     packed = [] if files else sorted(str(file) for kind in ("gz", "xz", "bz2") for file in root.rglob(f"*.tar.{kind}"))
     faults = [f"{file} is compressed, so it has no random access; unpack it to .tar first" for file in packed]
@@ -78,13 +78,13 @@ def find_shards(root: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, lis
         words = set(re.split(r"[^a-z]+", file.lower()))
         splits = [split for split, names in parts.items() if words & set(names)]
         if len(splits) == 1:
-            found[splits[0]].append(file)
+            shards[splits[0]].append(file)
         else:
             names = ", ".join(name for group in parts.values() for name in group)
             faults.append(f"{root / file}: its name says {' and '.join(splits) or 'no split'}; expected one of {names}")
     if faults:
         raise ConfigError(faults[:MAX_FAULTS])
-    return found if files else {}
+    return shards if files else {}
 
 
 def read_shards(root: Path, shards: Sequence[str]) -> Images:

@@ -115,12 +115,12 @@ class Task(ABC):
         if faults:
             raise ConfigError(faults)
         path = None if data_dir is None else Path(data_dir).expanduser()
-        found = self._read(Request(path, splits, limits, None if cache_dir is None else str(cache_dir)))
+        examples = self._read(Request(path, splits, limits, None if cache_dir is None else str(cache_dir)))
         for split, size in limits.items():
-            if split in found and size < (count := len(found[split])):
+            if split in examples and size < (count := len(examples[split])):
                 rng = np.random.default_rng(seed if split == "train" else _EVALUATION_SEED)
-                found[split] = found[split].select(np.sort(rng.choice(count, size, replace=False)).tolist())
-        return found
+                examples[split] = examples[split].select(np.sort(rng.choice(count, size, replace=False)).tolist())
+        return examples
 
     @abstractmethod
     def _read(self, request: Request) -> MutableMapping[str, Any]:

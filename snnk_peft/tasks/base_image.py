@@ -88,12 +88,12 @@ class Pictures(ABC):
 
     def fingerprint(self, indices: Sequence[int]) -> bytes:
         """A digest of the chosen pictures, in this order."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for index in indices:
             content = self._identity(index)
-            found.update(len(content).to_bytes(8, "little"))
-            found.update(content)
-        return found.digest()
+            digest.update(len(content).to_bytes(8, "little"))
+            digest.update(content)
+        return digest.digest()
 
 
 class FilePictures(Pictures):
@@ -183,9 +183,9 @@ class Images:
 
     def fingerprint(self) -> str:
         """A digest of labels and pictures (of files: their names and sizes)."""
-        found = hashlib.sha256(self.labels.tobytes())
-        found.update(self._pictures.fingerprint(self._indices.tolist()))
-        return found.hexdigest()
+        digest = hashlib.sha256(self.labels.tobytes())
+        digest.update(self._pictures.fingerprint(self._indices.tolist()))
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -224,10 +224,10 @@ class ImageTask(Task):
             return self._fetched(wanted, request.cache_dir)
         if not path.exists():
             raise ConfigError(f"data_dir {path} does not exist; expected {self.folder}")
-        found = self.read(path, wanted)
-        if faults := [f"{path} holds no image of the {split} split" for split in wanted if not len(found[split])]:
+        images = self.read(path, wanted)
+        if faults := [f"{path} holds no image of the {split} split" for split in wanted if not len(images[split])]:
             raise ConfigError(faults)
-        return found
+        return images
 
     def _fetched(self, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
         """The splits of a task that was given no folder; one that fetches or makes them replaces this."""

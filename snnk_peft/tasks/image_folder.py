@@ -61,13 +61,13 @@ class ImageFolderTask(ImageTask):
     def check(self, settings: Mapping[str, Any]) -> list[str]:
         """The faults of the settings as far as they show without reading the folder."""
         mine = ("labels", "hold_out", "split_seed") if self.layout.hold_out else ("labels",)
-        found = super().check({key: value for key, value in settings.items() if key not in mine})
+        faults = super().check({key: value for key, value in settings.items() if key not in mine})
         labels, share = settings.get("labels"), settings.get("hold_out")
         if labels is not None and len({str(name) for name in labels}) < max(2, len(labels)):
-            found.append(f"labels are {listed(map(str, labels))}; expected at least two names, each once")
+            faults.append(f"labels are {listed(map(str, labels))}; expected at least two names, each once")
         if share is not None and "hold_out" in mine and not 0 < share < 1:
-            found.append(f"hold_out is {share}; expected a share above 0 and below 1")
-        return found
+            faults.append(f"hold_out is {share}; expected a share above 0 and below 1")
+        return faults
 
     def with_settings(self, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> ImageFolderTask:
         """The task of one folder; its classes come from the settings, the model, or the training pictures.

@@ -86,15 +86,15 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     An entity begins at B-x, and at I-x behind O, behind another type or at the beginning of a sentence, as in the
     evaluation of CoNLL 2003 (Tjong Kim Sang and De Meulder 2003).
     """
-    found: set[tuple[str, int, int]] = set()
+    spans: set[tuple[str, int, int]] = set()
     kind, first = "", 0
     for at, tag in enumerate([*tags, "O"]):
         if kind and tag != f"I-{kind}":
-            found.add((kind, first, at - 1))
+            spans.add((kind, first, at - 1))
             kind = ""
         if not kind and tag != "O":
             kind, first = tag[2:], at
-    return found
+    return spans
 
 
 def entity_f1(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:

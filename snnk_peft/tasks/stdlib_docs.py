@@ -129,13 +129,13 @@ def load_sentences(stdlib: str | Path | None = None) -> tuple[list[Sentence], li
     test: list[Sentence] = []
     seen: set[tuple[str, ...]] = set()
     for label, area in enumerate(AREAS):
-        found = {module: _of_module(module, doc, ordinary, label, seen) for module, doc in docs[area].items()}
-        room = TEST_SHARE * sum(map(len, found.values()))
+        sentences = {module: _of_module(module, doc, ordinary, label, seen) for module, doc in docs[area].items()}
+        room = TEST_SHARE * sum(map(len, sentences.values()))
         halves: tuple[list[Sentence], list[Sentence]] = ([], [])
-        for module in sorted(found, key=_digest):  # first fit: a module too big for the test half goes to train
-            size = len(found[module])
+        for module in sorted(sentences, key=_digest):  # first fit: a module too big for the test half goes to train
+            size = len(sentences[module])
             in_test = size <= room / 2 and len(halves[1]) + size <= room
-            halves[in_test].extend(found[module])
+            halves[in_test].extend(sentences[module])
         train += _shuffled(halves[0])[: round(AREA_LIMIT * (1 - TEST_SHARE))]
         test += _shuffled(halves[1])[: round(AREA_LIMIT * TEST_SHARE)]
     return _shuffled(train), _shuffled(test)
@@ -167,12 +167,12 @@ def _of_module(
 ) -> list[Sentence]:
     """At most `MODULE_LIMIT` sentences of one module whose words are not in `seen`, which is updated."""
     names = give_away_names(module, docs, ordinary)
-    found = []
+    sentences = []
     for text in (without(names, sentence) for sentence in docs.sentences):
         if is_prose(text) and (key := tuple(words(text))) not in seen:
             seen.add(key)
-            found.append(Sentence(text, label, module))
-    return _shuffled(found)[:MODULE_LIMIT]
+            sentences.append(Sentence(text, label, module))
+    return _shuffled(sentences)[:MODULE_LIMIT]
 
 
 def _shuffled(sentences: list[Sentence]) -> list[Sentence]:
@@ -238,13 +238,13 @@ def without(names: frozenset[str], sentence: str) -> str:
 
 def is_prose(text: str) -> bool:
     """Whether a sentence has 7 to 48 words, is mostly letters, starts like a sentence and is not mostly gaps."""
-    found = words(text)
+    found_words = words(text)
     letters = sum(character.isalpha() or character.isspace() for character in text)
     return (
-        MIN_WORDS <= len(found) <= MAX_WORDS
+        MIN_WORDS <= len(found_words) <= MAX_WORDS
         and (text[0].isupper() or text[0] in f"{GAP}\"'(")
         and letters >= 0.85 * len(text)
-        and 3 * text.count(GAP) <= len(found)
+        and 3 * text.count(GAP) <= len(found_words)
         and not re.search(r"[=<>{}\[\]|\\@#\t]", text)
     )
 

@@ -188,20 +188,20 @@ class Table(TextTask):
         if request.path is not None:
             raise ConfigError(f"data.dir is {request.path}, but a table is given as data.train_file and data.eval_file")
         wanted, held_out = list(request.splits or self.splits), self.settings.held_out
-        found: dict[str, datasets.Dataset] = {}
+        rows_of: dict[str, datasets.Dataset] = {}
         faults: list[str] = []
         for split in ["train"] if held_out else wanted:
             rows = self.rows.pop(split, None) or self.settings.read(split, request.cache_dir)
             try:
                 *texts, labels, idx = examples(self.settings, rows)
-                found[split] = self._dataset(texts, labels, idx)
+                rows_of[split] = self._dataset(texts, labels, idx)
             except ConfigError as error:
                 faults += error.faults
         if faults:
             raise ConfigError(faults)
         if held_out:
-            found = self._divided(found["train"])
-        return require("datasets").DatasetDict({split: found[split] for split in wanted})
+            rows_of = self._divided(rows_of["train"])
+        return require("datasets").DatasetDict({split: rows_of[split] for split in wanted})
 
     def _divided(self, rows: datasets.Dataset) -> dict[str, datasets.Dataset]:
         """Training rows and those that are held back: of every class its share, at least one of two or more."""

@@ -66,27 +66,27 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _embeddings(model: Any) -> list[nn.Parameter]:
-    found: list[nn.Parameter] = []
+    weights: list[nn.Parameter] = []
     for getter in (model.get_input_embeddings, model.get_output_embeddings) if hasattr(model, "config") else ():
         try:
             embedding = getter()
         except (NotImplementedError, AttributeError):  # how transformers says that a model has none
             continue
-        found += [] if embedding is None else list(embedding.parameters())
-    return found
+        weights += [] if embedding is None else list(embedding.parameters())
+    return weights
 
 
-def note_another_base(config: SNNKConfig, found: dict[str, str] | None, model: nn.Module) -> None:
+def note_another_base(config: SNNKConfig, present: dict[str, str] | None, model: nn.Module) -> None:
     """Say so if an adapter comes into another base model than it was trained on.
 
     Args:
         config: of the adapter.
-        found: the digests of the base model.
+        present: the digests of the base model.
         model: the base model.
     """
     saved = config.base_digests
-    comparable = [name for name in found or () if name in (saved or ())]
-    if saved is None or found is None or not comparable or saved[comparable[0]] == found[comparable[0]]:
+    comparable = [name for name in present or () if name in (saved or ())]
+    if saved is None or present is None or not comparable or saved[comparable[0]] == present[comparable[0]]:
         return
     name = config.base_model_name_or_path or "its base model"
     known = f"at revision {config.revision!r}" if config.revision else "as it was then (no revision was recorded)"
@@ -135,24 +135,24 @@ def label_options(config: SNNKConfig, given: Mapping[str, Any]) -> dict[str, Any
         config: of the adapter.
         given: the options of the user.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     names = config.id2label
     if names and "id2label" not in given and given.get("num_labels") in (None, len(names)):
-        found["id2label"] = names
+        options["id2label"] = names
         if "label2id" not in given:
-            found["label2id"] = {name: index for index, name in names.items()}
+            options["label2id"] = {name: index for index, name in names.items()}
     if config.problem_type is not None and "problem_type" not in given:
-        found["problem_type"] = config.problem_type
-    return found
+        options["problem_type"] = config.problem_type
+    return options
 
 
-def check_labels(config: SNNKConfig, model: nn.Module, found: Layout, expected: Layout) -> None:
+def check_labels(config: SNNKConfig, model: nn.Module, layout: Layout, expected: Layout) -> None:
     """ConfigError if an adapter's classifier has another number of labels than the model.
 
     Args:
         config: of the adapter; one that was saved without names is judged by its tensors.
         model: the transformers model.
-        found: shape and dtype of what was saved.
+        layout: shape and dtype of what was saved.
         expected: of what the model needs.
     """
     if (own := _number(model)) is None:
@@ -160,9 +160,9 @@ def check_labels(config: SNNKConfig, model: nn.Module, found: Layout, expected: 
     saved = len(config.id2label or ())
     if not saved:
         rows = {
-            found[key][0][0]
-            for key in found.keys() & expected.keys()
-            if found[key][0] and expected[key][0][:1] == (own,) and found[key][0][1:] == expected[key][0][1:]
+            layout[key][0][0]
+            for key in layout.keys() & expected.keys()
+            if layout[key][0] and expected[key][0][:1] == (own,) and layout[key][0][1:] == expected[key][0][1:]
         }
         saved = rows.pop() if len(rows) == 1 else own
     if saved != own:
@@ -187,23 +187,23 @@ def measurements(model: nn.Module, family: ModelFamily | None) -> dict[str, str 
         return {"model_class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
     layers = family.layer_paths(model)
     expansion = module_at(model, f"{layers[0]}.{family.ffn_in}", "the FFN expansion")
-    found: dict[str, str | int] = {"model_type": family.name, "layers": len(layers)}
+    sizes: dict[str, str | int] = {"model_type": family.name, "layers": len(layers)}
     if isinstance(expansion, nn.Linear):
-        return found | {"hidden_size": expansion.in_features, "ffn_size": expansion.out_features}
+        return sizes | {"hidden_size": expansion.in_features, "ffn_size": expansion.out_features}
     # A family whose FFN is built otherwise; such a model takes no part that would depend on its size.
     config = family.config_of(model)
-    return found | {"hidden_size": config.hidden_size, "heads": config.num_attention_heads}
+    return sizes | {"hidden_size": config.hidden_size, "heads": config.num_attention_heads}
 
 
-def check_measurements(config: SNNKConfig, found: Mapping[str, str | int]) -> None:
+def check_measurements(config: SNNKConfig, sizes: Mapping[str, str | int]) -> None:
     """ConfigError if the adapter was made for a model of other sizes; says which."""
     made_for = config.made_for
-    if made_for is None or dict(made_for) == dict(found):
+    if made_for is None or dict(made_for) == dict(sizes):
         return
     differing = [
-        f"{key} is {found.get(key)!r}, the adapter's is {made_for.get(key)!r}"
-        for key in sorted({*made_for, *found})
-        if made_for.get(key) != found.get(key)
+        f"{key} is {sizes.get(key)!r}, the adapter's is {made_for.get(key)!r}"
+        for key in sorted({*made_for, *sizes})
+        if made_for.get(key) != sizes.get(key)
     ]
     raise ConfigError(
         f"this adapter belongs to another base model ({config.base_model_name_or_path or 'name unknown'}): "

@@ -86,7 +86,7 @@ def check_weights(
         saved: the modules that are saved in full.
         incoming: what is there.
     """
-    found = {_place(key): entry for key, entry in incoming.layout.items()}
+    given_layout = {_place(key): entry for key, entry in incoming.layout.items()}
     checksums = {_place(key): value for key, value in incoming.checksums.items()}
     expected: Layout = {}
     for place, installed in slots.items():
@@ -105,14 +105,14 @@ def check_weights(
     base = {original_path(key): (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
     embeddings = {_place(key) for key in config.saved_embeddings or ()} & _embedding_keys(model)
     expected |= {key: base[key] for key in embeddings}
-    check_labels(config, model, found, expected)
-    faults = [f"{key} is missing" for key in sorted(expected.keys() - found.keys())]
-    for key in sorted(found.keys() - expected.keys()):
+    check_labels(config, model, given_layout, expected)
+    faults = [f"{key} is missing" for key in sorted(expected.keys() - given_layout.keys())]
+    for key in sorted(given_layout.keys() - expected.keys()):
         what = "is a tensor of the base model and would overwrite it" if key in base else "has no place in this model"
         faults.append(f"{key} {what}")
-    faults += layout_faults(found, expected)
-    for key in sorted(_embedding_keys(model) & found.keys() & base.keys()):
-        (given, _), (present, _) = found[key], base[key]
+    faults += layout_faults(given_layout, expected)
+    for key in sorted(_embedding_keys(model) & given_layout.keys() & base.keys()):
+        (given, _), (present, _) = given_layout[key], base[key]
         if given[:1] != present[:1] and given[1:] == present[1:]:
             faults.append(f"the vocabulary was changed: call model.resize_token_embeddings({given[0]}) first")
     refuse(
@@ -135,7 +135,7 @@ def check_loaded(config: SNNKConfig, model: nn.Module, adapter_name: str, incomi
 
 def _embedding_keys(model: Any) -> set[str]:
     """Tensors of the embeddings, which PEFT saves where the vocabulary was changed, or on request."""
-    found = set()
+    keys = set()
     getters = (getattr(model, name, lambda: None) for name in ("get_input_embeddings", "get_output_embeddings"))
     for getter in getters:
         try:
@@ -144,8 +144,8 @@ def _embedding_keys(model: Any) -> set[str]:
             continue
         for name, module in model.named_modules() if embedding is not None else ():
             if module is embedding:
-                found |= {original_path(f"{name}.{key}") for key in embedding.state_dict()}
-    return found
+                keys |= {original_path(f"{name}.{key}") for key in embedding.state_dict()}
+    return keys
 
 
 def _place(key: str) -> str:
@@ -169,7 +169,7 @@ def clashes(model: nn.Module, places: set[str], saved: list[str] | None) -> list
     """
     named = {original_path(name): module for name, module in model.named_modules()}
     remedy = "leave one of the two out, or load the adapters into separate copies of the model"
-    found = [
+    faults = [
         f"{place!r} cannot be changed: another adapter saves it, or a module around it, in full; {remedy}"
         for place in sorted(places)
         if place not in named or isinstance(named[place], ModulesToSaveWrapper)
@@ -178,11 +178,11 @@ def clashes(model: nn.Module, places: set[str], saved: list[str] | None) -> list
         if target not in ADDED_BY_PEFT and not any(name.endswith(target) for name in named):
             close = difflib.get_close_matches(target, [name.rpartition(".")[2] for name in named], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            found.append(f"modules_to_save: no module path ends in {target!r}{hint}")
+            faults.append(f"modules_to_save: no module path ends in {target!r}{hint}")
     slotted = places | {name for name, module in named.items() if isinstance(module, SlotLayer)}
     for name in named:
         if any(name.endswith(target) for target in saved or ()) and not _inside_adapter(name):
             inside = sorted(place for place in slotted if place == name or place.startswith(f"{name}."))
             if inside:
-                found.append(f"{name!r} cannot be saved in full: an SNNK part changes {inside[0]!r}; {remedy}")
-    return found
+                faults.append(f"{name!r} cannot be saved in full: an SNNK part changes {inside[0]!r}; {remedy}")
+    return faults

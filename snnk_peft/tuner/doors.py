@@ -149,20 +149,20 @@ def _watch_json(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _dict_from_json_file(cls: type, json_file: Any) -> Any:
         try:
-            found = original(cls, json_file)
+            content = original(cls, json_file)
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise  # transformers says so
         except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
             read_json(json_file)
             raise ConfigError(f"{json_file} cannot be read ({error}); copy or download it again") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"{json_file} is {str(found)[:100]!r}; expected an object. Copy or download it again")
-        code = found.get("auto_map") or {}
+        if not isinstance(content, dict):
+            raise ConfigError(f"{json_file} is {str(content)[:100]!r}; expected an object. Copy or download it again")
+        code = content.get("auto_map") or {}
         if not isinstance(code, dict) or not all(isinstance(name, (str, list, type(None))) for name in code.values()):
             raise ConfigError(
                 f"{json_file}: auto_map is {str(code)[:100]!r}; expected names of classes in files of code"
             )
-        return found
+        return content
 
     return _dict_from_json_file
 
@@ -210,10 +210,10 @@ def _watch_from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 def _watch_search(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def find_adapter_config_file(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        if found is not None:
-            Door(str(Path(found).parent)).check_config(needs_base=True)
-        return found
+        file = original(*args, **kwargs)
+        if file is not None:
+            Door(str(Path(file).parent)).check_config(needs_base=True)
+        return file
 
     return find_adapter_config_file
 

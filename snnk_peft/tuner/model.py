@@ -137,8 +137,8 @@ class SNNKModel(BaseTuner):
         for part in peft_config.named_parts().values() if hasattr(model, "config") else ():
             part.check_model(model)  # says more about an architecture than that its modules are elsewhere
         family = known_family(model)
-        found = measurements(model, family)
-        check_measurements(peft_config, found)
+        sizes = measurements(model, family)
+        check_measurements(peft_config, sizes)
         patches = plan_patches(model, peft_config)
         extra = [patch.path for patch in patches if patch.train]
         saved = modules_to_save(peft_config, model, family, extra)
@@ -180,7 +180,7 @@ class SNNKModel(BaseTuner):
         # An empty list stays one: null would mean the classifier when the adapter is loaded.
         peft_config.modules_to_save = [] if saved is None and peft_config.modules_to_save is not None else saved
         peft_config.trained_within = sorted(within & set(copied)) or None
-        peft_config.made_for = found
+        peft_config.made_for = sizes
 
     @staticmethod
     def _check_target_module_exists(peft_config: Any, key: str) -> bool:

@@ -155,21 +155,23 @@ def name_faults(name: object, saved: Collection[str] = ()) -> list[str]:
     remedy = "choose another, such as 'fold-0'"
     if not isinstance(name, str) or not name:
         return [f"the adapter's name is {name!r}; expected text that is not empty"]
-    found = []
+    faults = []
     # transformers reads keys as regular expressions; of their signs only these do harm.
     if wrong := sorted({sign for sign in name if sign in "./\\()" or not sign.isprintable()}):
         signs = ", ".join(map(repr, wrong))
-        found.append(f"adapter name {name!r} holds {signs}, and has to be a module's and a folder's name; {remedy}")
+        faults.append(f"adapter name {name!r} holds {signs}, and has to be a module's and a folder's name; {remedy}")
     if len(name.encode(errors="replace")) > FOLDER_BYTES:
-        found.append(f"adapter name {name[:20]!r}... is longer than a folder's may be ({FOLDER_BYTES} bytes); {remedy}")
+        faults.append(
+            f"adapter name {name[:20]!r}... is longer than a folder's may be ({FOLDER_BYTES} bytes); {remedy}"
+        )
     if name in RESERVED or hasattr(nn.ModuleDict(), name):
-        found.append(f"adapter name {name!r} means something else to PEFT or torch; {remedy}")
+        faults.append(f"adapter name {name!r} means something else to PEFT or torch; {remedy}")
     if ends := sorted(target for target in saved if name.endswith(target)):
-        found.append(
+        faults.append(
             f"adapter name {name!r} ends like {ends[0]!r} of modules_to_save, which PEFT finds by the end of its path; "
             f"{remedy}"
         )
-    return found
+    return faults
 
 
 def put_back(model: nn.Module, adapter_name: str, state: dict[str, torch.Tensor], others: Collection[str]) -> None:

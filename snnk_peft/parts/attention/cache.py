@@ -138,13 +138,13 @@ def linear_layers(model: nn.Module) -> list[int]:
     """
     if not is_linear(getattr(model.config, "_attn_implementation", None)):
         return []
-    found = [module for module in model.modules() if active_kernel(module) is not None]
-    unknown = {type(module).__name__ for module in found if getattr(module, "layer_idx", None) is None}
+    modules = [module for module in model.modules() if active_kernel(module) is not None]
+    unknown = {type(module).__name__ for module in modules if getattr(module, "layer_idx", None) is None}
     if unknown:
         raise ConfigError(
             f"{', '.join(sorted(unknown))} has no layer_idx, by which caches know layers; build it with one"
         )
-    return [module.layer_idx for module in found]  # type: ignore[misc]
+    return [module.layer_idx for module in modules]  # type: ignore[misc]
 
 
 def plain_model(model: Any) -> Any:

@@ -88,11 +88,11 @@ class AttentionFitter(Fitter):
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         if readout_path is not None:
-            found = as_linear(place.original_at(readout_path))
-            assert isinstance(found, nn.Linear)
-            with at_hand(found):
-                self.weight = wide(found.weight.detach())
-                self.bias = None if found.bias is None else wide(found.bias.detach())
+            projection = as_linear(place.original_at(readout_path))
+            assert isinstance(projection, nn.Linear)
+            with at_hand(projection):
+                self.weight = wide(projection.weight.detach())
+                self.bias = None if projection.bias is None else wide(projection.bias.detach())
 
     def fit(self, data: Tokens) -> Fit:
         first = self.kernel.maps()[0].projection
@@ -133,9 +133,12 @@ class AttentionFitter(Fitter):
         maps = CentroidMaps(rows[0], biases[0], rows[1], biases[1])
         first = projections[0][0]
         generator = site_generator(first.seed, f"{first.site}.divergence")  # the same queries before and after
-        found = [(divergence(maps, recorded.scores().some(MOST, generator)).mean(), recorded) for recorded in sample]
-        queries = [int(recorded.counted.sum()) for _, recorded in found]
-        return sum(float(each) * count for (each, _), count in zip(found, queries, strict=True)) / max(sum(queries), 1)
+        total, count = 0.0, 0
+        for recorded in sample:
+            queries = int(recorded.counted.sum())
+            total += float(divergence(maps, recorded.scores().some(MOST, generator)).mean()) * queries
+            count += queries
+        return total / max(count, 1)
 
     def _record(self, data: Tokens, generator: torch.Generator) -> tuple[Sample, Sample]:
         """Record samples of the fitted and of the held-out calls."""
@@ -192,16 +195,16 @@ class AttentionFitter(Fitter):
         """Refit the projection: ridge regression of what is missing, so that a large ridge leaves the old one."""
         assert self.readout is not None
         assert self.weight is not None
-        found = [GramAccumulator(self.weight.shape[1], len(self.weight)) for _ in range(2)]
-        for moments, sample in zip(found, (train, test), strict=True):
+        both = [GramAccumulator(self.weight.shape[1], len(self.weight)) for _ in range(2)]
+        for moments, sample in zip(both, (train, test), strict=True):
             for recorded in sample:
                 given = recorded.linear(self.kernel)
                 moments.update(given, (recorded.softmax() - given) @ self.weight.T)
-        fit = fit_ridge(found[0], found[1], self.options.ridges)
+        fit = fit_ridge(both[0], both[1], self.options.ridges)
         step, offset = fit.weight, fit.bias
         if self.options.refit:
-            found[0].merge(found[1])
-            step, offset, _ = found[0].solve(fit.ridge * found[0].ridge_scale)
+            both[0].merge(both[1])
+            step, offset, _ = both[0].solve(fit.ridge * both[0].ridge_scale)
         weight = self.weight.double() + step
         bias = offset if self.bias is None or offset is None else self.bias.double() + offset
         self.readout.take(weight, bias)

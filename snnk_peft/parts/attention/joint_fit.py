@@ -85,14 +85,14 @@ class JointFitter(AttentionFitter):
         generator = site_generator(
             queries[0].seed, f"{queries[0].site}.divergence"
         )  # the same queries before and after
-        found, count = 0.0, 0
+        total, count = 0.0, 0
         for recorded in sample:
             scores = NearScores.of(recorded.scores(), joint.width, joint.sinks)
             scores = scores.some(most_queries(scores), generator)
             affected = int(scores.affected.sum())
-            found += float(joint_divergence(maps, scores).mean()) * affected
+            total += float(joint_divergence(maps, scores).mean()) * affected
             count += affected
-        return found / max(count, 1)
+        return total / max(count, 1)
 
     @torch.no_grad()
     def _take(self, maps: JointMaps) -> None:  # type: ignore[override]

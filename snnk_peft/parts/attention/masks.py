@@ -88,9 +88,9 @@ def _pattern(function: Callable[..., Any] | None) -> MaskPattern:
     code = _code(function)
     if code == ALL_OF:
         parts = [_pattern(part) for part in _made_with(function, "mask_functions")]
-        found = [part.documents for part in parts if part.documents is not None]
-        if len(found) < 2:
-            return MaskPattern(any(part.causal for part in parts), found[0] if found else None)
+        packed = [part.documents for part in parts if part.documents is not None]
+        if len(packed) < 2:
+            return MaskPattern(any(part.causal for part in parts), packed[0] if packed else None)
     if code == REMAPPED:  # positions within documents, which differ by as much as those within the row
         return _pattern(_made_with(function, "mask_function"))
     if code == PACKED:
@@ -183,8 +183,8 @@ def attend_per_document(attend: Callable[..., Tensor], documents: Tensor, q: Ten
         out = attend(*(t[index].transpose(1, 2) for t in tokens), counts)
         places.append(index[counts])
         rows.append(out[counts])
-    found = torch.cat(rows)
-    return torch.empty_like(found).index_copy(0, torch.cat(places), found).unflatten(0, documents.shape)
+    outputs = torch.cat(rows)
+    return torch.empty_like(outputs).index_copy(0, torch.cat(places), outputs).unflatten(0, documents.shape)
 
 
 def _similar_documents(documents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -114,18 +114,18 @@ class AttentionPart(FeaturePart):
 
     def faults(self, part: str) -> list[str]:
         given = self if self.num_features is not None else dataclasses.replace(self, num_features=DEFAULT_ROWS)
-        found = super(AttentionPart, given).faults(part)
+        faults = super(AttentionPart, given).faults(part)
         if self.needs_layer:
-            found.append(
+            faults.append(
                 f"{part}.projection is {self.projection!r}; attention replaces no pretrained weight to take rows from"
             )
-        found += self._separation_faults(part) + self._fit_faults(part) + near_field_faults(self, part)
+        faults += self._separation_faults(part) + self._fit_faults(part) + near_field_faults(self, part)
         if not isinstance(self.sum_of, (list, tuple)):
-            return [*found, f"{part}.sum_of is {self.sum_of!r}; expected a list of dicts, one for each further map"]
+            return [*faults, f"{part}.sum_of is {self.sum_of!r}; expected a list of dicts, one for each further map"]
         wrong = self._sum_faults(part)
         if not wrong:
             wrong = [f for i, term in enumerate(self.terms()[1:]) for f in term.faults(f"{part}.sum_of[{i}]")]
-        return found + wrong
+        return faults + wrong
 
     def _separation_faults(self, part: str) -> list[str]:
         if not self.separate_maps or self.projection not in PROJECTIONS or PROJECTIONS[self.projection].trainable:
@@ -168,15 +168,15 @@ class AttentionPart(FeaturePart):
         return self.near_field_normalisation == "joint"
 
     def _sum_faults(self, part: str) -> list[str]:
-        found = []
+        faults = []
         for i, entry in enumerate(self.sum_of):
             if not isinstance(entry, Mapping):
-                found.append(f"{part}.sum_of[{i}] is {entry!r}; expected a dict such as {{'component': 'elu'}}")
+                faults.append(f"{part}.sum_of[{i}] is {entry!r}; expected a dict such as {{'component': 'elu'}}")
                 continue
-            found += [
+            faults += [
                 f"{part}.sum_of[{i}].{did_you_mean('field', k, TERM_FIELDS)}" for k in entry if k not in TERM_FIELDS
             ]
-        return found
+        return faults
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:

@@ -42,8 +42,8 @@ def check_attention(model: nn.Module) -> None:
 def _reasons(model: nn.Module) -> Iterator[str]:
     config: Any = getattr(model, "config", None)
     names = [path.rpartition(".")[2] for path, _ in [*model.named_modules(), *model.named_parameters()]]
-    found = {what: name for name, what in reversed(ADDED_TO_WEIGHTS.items()) if name in names}
-    yield from (f"has {what} ({name!r})" for what, name in found.items())
+    added = {what: name for name, what in reversed(ADDED_TO_WEIGHTS.items()) if name in names}
+    yield from (f"has {what} ({name!r})" for what, name in added.items())
     if any(
         hasattr(module, "build_alibi_tensor") or hasattr(module, "build_mpt_alibi_tensor") for module in model.modules()
     ):
@@ -85,9 +85,9 @@ def near_field_faults(part: Any, where: str) -> list[str]:
             f"{where}.sinks is {part.sinks} with near_field_normalisation {part.near_field_normalisation!r}; exact "
             "tokens beside the band need one normalisation with it: near_field_normalisation='joint'"
         ]
-    found = []
+    faults = []
     if part.near_field is None:
-        found.append(
+        faults.append(
             f"{where}.near_field_normalisation is 'joint' without near_field; expected the width of the exact band as "
             "well, such as near_field=64"
         )
@@ -99,12 +99,12 @@ def near_field_faults(part: Any, where: str) -> list[str]:
         if not _known(component, projection) or _fit(component, projection, entry.get("component_params", params)):
             continue
         fitting = [name for name in COMPONENTS if _fit(name, "orf", {})]
-        found.append(
+        faults.append(
             f"{place} has component {component!r} over {projection!r}, whose features are not known as positive "
             "numbers on the scale of e^(q·k), as near_field_normalisation='joint' needs them; expected one of "
             f"{', '.join(fitting)}, over rows of equal weights such as 'orf', or use 'blend'"
         )
-    return found
+    return faults
 
 
 def _known(component: Any, projection: Any) -> bool:

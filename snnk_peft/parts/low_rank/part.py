@@ -90,16 +90,16 @@ class LowRankPart(Part):
     size_fields: ClassVar[tuple[str, ...]] = ("rank", "rank_scale")
 
     def faults(self, part: str) -> list[str]:
-        found = super().faults(part) + layers_faults(f"{part}.layers", self.layers)
+        faults = super().faults(part) + layers_faults(f"{part}.layers", self.layers)
         given = {name: getattr(self, name) for name in ("rank_scale", "rank", "energy")}
         given = {name: value for name, value in given.items() if value is not None}
         if len(given) > 1:
             both = " and ".join(f"{name}={value}" for name, value in given.items())
-            found.append(f"{part} has {both}; expected one of them")
+            faults.append(f"{part} has {both}; expected one of them")
         if self.targets in ([], ()):
-            found.append(f"{part}.targets is empty; expected a role ({', '.join(ROLES)}) or patterns of paths")
+            faults.append(f"{part}.targets is empty; expected a role ({', '.join(ROLES)}) or patterns of paths")
         if self.init == "data":
-            found.append(
+            faults.append(
                 f"{part}.init is 'data', and a part starts before it has seen any; choose another start "
                 "('spectral') and call calibrate(model, batches), which fits the factors to real inputs"
             )
@@ -107,25 +107,25 @@ class LowRankPart(Part):
             starts = [name for name in LOW_RANK_INITS if name != "data"]
             close = closest(self.init, starts)
             hint = f". Did you mean {close!r}?" if close else ""
-            found.append(f"{part}.init is {self.init!r}; expected {', '.join(map(repr, starts))}{hint}")
+            faults.append(f"{part}.init is {self.init!r}; expected {', '.join(map(repr, starts))}{hint}")
         if self.activation is not None and self.activation not in list(NONLINEARITIES):
             known = ", ".join(map(repr, NONLINEARITIES))
-            found.append(f"{part}.activation is {self.activation!r}; expected {known}, or None")
+            faults.append(f"{part}.activation is {self.activation!r}; expected {known}, or None")
         role = isinstance(self.targets, str) and self.targets in ROLES
         if self.layers != "all" and (not role or self.targets == "pooler"):
-            found.append(
+            faults.append(
                 f"{part}.layers is {self.layers!r} with targets={self.targets!r}; expected 'all', because only the "
                 "roles 'ffn' and 'attention' have layers. Name the layers in the pattern"
             )
-        return found
+        return faults
 
     def plan(self, context: PatchContext) -> list[Patch]:
         """Plan the layers; every module that matches and cannot be factorised is a fault."""
-        found = self._targets(context)
+        targets = self._targets(context)
         uses = Counter(id(p) for _, p in context.model.named_parameters(remove_duplicate=False))
         owners = dict(plain_modules(context.model))
         patches, faults, ranks = [], [], {}
-        for path, (module, activation) in found.items():
+        for path, (module, activation) in targets.items():
             dense = as_linear(module)
             fault = _unfit(module, owners.get(path.rpartition(".")[0]), uses)
             if fault is None:
@@ -145,8 +145,8 @@ class LowRankPart(Part):
         """Find the modules, and the activation after each."""
         present = dict(plain_modules(context.model))
         if isinstance(self.targets, str) and self.targets in ROLES:
-            found = dict(self._by_role(context, present))
-            if not found:
+            targets = dict(self._by_role(context, present))
+            if not targets:
                 raise UnsupportedError(
                     f"{context.where}: the layers of {type(context.model).__name__} (family {context.family.name!r}) "
                     f"have no Linear in what the family describes as {self.targets!r}; name modules by a pattern"
@@ -155,19 +155,19 @@ class LowRankPart(Part):
             patterns = [self.targets] if isinstance(self.targets, str) else list(self.targets)
             wanted = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
             unwanted = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
-            found = {
+            targets = {
                 path: None
                 for path in present
                 if any(matches(path, pattern) for pattern in wanted)
                 and not any(matches(path, pattern) for pattern in unwanted)
             }
             idle = [fault for p in (*wanted, *unwanted) if (fault := self._idle(context, p, present))]
-            if found and idle:
+            if targets and idle:
                 raise ConfigError(idle)
         of_kind = {path for path, m in present.items() if isinstance(as_linear(m), KINDS[self.kind])}
-        chosen = {path: (present[path], behind) for path, behind in found.items() if path in of_kind}
+        chosen = {path: (present[path], behind) for path, behind in targets.items() if path in of_kind}
         if not chosen:
-            other = ", ".join(f"{path!r} ({type(present[path]).__name__})" for path in list(found)[:5]) or "nothing"
+            other = ", ".join(f"{path!r} ({type(present[path]).__name__})" for path in list(targets)[:5]) or "nothing"
             some = ", ".join(map(repr, sorted(of_kind)[:20])) or "none"
             raise ConfigError(
                 f"{context.where}.targets is {self.targets!r}, which matches {other} in {type(context.model).__name__} "

@@ -110,12 +110,12 @@ class LowRankFitter(Fitter):
         train.reduce()
         test.reduce()
         tokens, held_out, solve = train.count, test.count, self._linear
-        found = solve(train)
+        factors = solve(train)
         if self.reads == 1:
-            before, after = self._error(present, test), self._error(found, test)
+            before, after = self._error(present, test), self._error(factors, test)
         else:
             ways = [self._linear, self._behind_activation]
-            candidates = [found, self._behind_activation(train)]
+            candidates = [factors, self._behind_activation(train)]
             meters += [ErrorMeter() for _ in candidates]
             for is_test, rows in data:
                 if is_test:
@@ -124,11 +124,11 @@ class LowRankFitter(Fitter):
                 meter.reduce()
             before, *errors = (meter.value() for meter in meters)
             after = min(errors)
-            found, solve = candidates[errors.index(after)], ways[errors.index(after)]
+            factors, solve = candidates[errors.index(after)], ways[errors.index(after)]
         if self.options.refit:
             train.merge(test)
-            found = solve(train)
-        self.layer.set_factors(*found)
+            factors = solve(train)
+        self.layer.set_factors(*factors)
         # Fewer inputs do not span the leading directions of the output.
         return Fit(self.layer.rank, tokens, held_out, None, before, after, unknowns=self.layer.rank + 1)
 
@@ -162,8 +162,8 @@ class LowRankFitter(Fitter):
         covariance = covariance + covariance.diagonal().mean() * FLOOR * torch.eye(len(covariance)).to(covariance)
         inputs, weight = InputMoments(moments.mean, covariance), self.weight.to(covariance.device)
         bias = None if self.bias is None else self.bias.to(weight)
-        found = factorize(weight, self.layer.rank, "data", activation=self.activation, bias=bias, inputs=inputs)
-        return found.U, found.V, found.bias
+        factors = factorize(weight, self.layer.rank, "data", activation=self.activation, bias=bias, inputs=inputs)
+        return factors.U, factors.V, factors.bias
 
     def _measure(self, meters: list[ErrorMeter], solutions: list[Solution], rows: Tensor) -> None:
         """Errors after the activation."""

@@ -186,9 +186,9 @@ class FirstUnits(NarrowUnits):
         run()
         for hook in hooks:
             hook.remove()
-        found = block.hidden(expansions, root.get_submodule(block.activation), given[expansions[0]])
-        units = given[contraction].reshape(found.shape)
-        if not torch.allclose(found, units, rtol=1e-3, atol=1e-3 * float(units.abs().max())):
+        computed = block.hidden(expansions, root.get_submodule(block.activation), given[expansions[0]])
+        units = given[contraction].reshape(computed.shape)
+        if not torch.allclose(computed, units, rtol=1e-3, atol=1e-3 * float(units.abs().max())):
             yield f"{block.paths[-1]!r} reads something else than activation(a) or, gated, activation(a) * b"
 
 

@@ -61,10 +61,10 @@ class PoolerPart(ReplacingPart):
         return {"pooler": cls("relu", "orf", 16)}
 
     def faults(self, part: str) -> list[str]:
-        found = [fault for fault in super().faults(part) if not fault.startswith(f"{part}.layers")]
+        faults = [fault for fault in super().faults(part) if not fault.startswith(f"{part}.layers")]
         if self.layers != "all":
-            found.append(f"{part}.layers is {self.layers!r}; a model has one pooler, leave it out")
-        return found
+            faults.append(f"{part}.layers is {self.layers!r}; a model has one pooler, leave it out")
+        return faults
 
     def plan(self, context: PatchContext) -> list[Patch]:
         family, model = context.family, context.model

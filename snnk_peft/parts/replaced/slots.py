@@ -34,14 +34,14 @@ class ReplacingPart(FeaturePart):
     )
 
     def faults(self, part: str) -> list[str]:
-        found = super().faults(part)
+        faults = super().faults(part)
         elementwise = [name for name in COMPONENTS if COMPONENTS[name].elementwise()]
         if self.component in COMPONENTS and self.init == "nystrom" and self.component not in elementwise:
-            found.append(
+            faults.append(
                 f"{part}.init is 'nystrom', a closed form for elementwise features, and {self.component!r} is none "
                 f"(these are: {', '.join(elementwise)}); use init='random' and calibrate"
             )
-        return found
+        return faults
 
     def undrawn(self) -> ReplacingPart:
         return dataclasses.replace(self, init="random")
