@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -59,3 +60,9 @@ def write_settings(file: Path, model: str, data: str, output: str, method: str =
     }
     file.write_text(yaml.safe_dump(content))
     return file.name
+
+
+def reset_accelerate() -> None:
+    """Forget the one state per process that accelerate keeps; each run of a recipe normally has its own."""
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)

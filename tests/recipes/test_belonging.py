@@ -1,45 +1,27 @@
 """`--resume` takes no checkpoint, report or record of another run, and no manifest that leaves a file unchecked."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from safetensors.torch import load_file, save_file
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-from recipe_world import recipe, write_settings, write_world
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
+import bundle
 import finetune
 import fit_head
-from accelerate.state import AcceleratorState
+import pytest
+import score
+import torch
 from lib import training
 from lib.checkpoint import list_checkpoints
 from lib.files import sha256
 from lib.loop import train_step
-
-evaluate, bundle = recipe("score"), recipe("bundle")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+from recipe_world import RECIPES, write_settings, write_world
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +103,7 @@ def test_a_checkpoint_of_another_seed_is_refused(here: Path, capsys: pytest.Capt
     shutil.rmtree(place)
     shutil.copytree(Path("seed/checkpoints") / place.name, place)
     refused(capsys, f"{place} is of another run: train.seed was 7 there and is 0 here", "Put back what belongs")
-    for program in (evaluate, bundle):  # they read the best one
+    for program in (score, bundle):  # they read the best one
         capsys.readouterr()
         best = json.loads((place / "state.json").read_text())["run"]["best"]["step"]
         shutil.rmtree(there := Path(f"stopped/checkpoints/step-{best:07d}"))

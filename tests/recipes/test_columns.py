@@ -1,38 +1,22 @@
 """Rows of numbers: the official layouts of UCI, and recipes/papers/programs/train_mlp.py."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from data import TASKS, covertype, higgs
-
-from snnk_peft.errors import ConfigError
-
-for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-from accelerate.state import AcceleratorState
 from column_files import write_columns
+from data import TASKS, covertype, higgs
 from papers.lib.column_rows import columns_of, standard
 from papers.lib.mlp import Perceptron, equal_rank
 from papers.programs import train_mlp
+from recipe_world import RECIPES
 
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+from snnk_peft.errors import ConfigError
 
 
 @pytest.fixture

@@ -3,29 +3,23 @@
 A file in a folder that `STAND_INS` does not know fails.
 """
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
-import pytest
-import torch
-import yaml
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 import closed_form
 import convert
 import finetune
 import fit_head
+import image_layouts
+import numpy as np
+import pytest
+import torch
+import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from column_files import write_columns
 from data import TASKS
 from glue_files import sentences, write_task
 from imdb_files import write_reviews
@@ -42,8 +36,9 @@ from papers.programs import (
     train_lowrank,
     train_lra,
     train_mlp,
+    write_listops,
 )
-from recipe_world import RECIPES, recipe, write_world
+from recipe_world import RECIPES, write_world
 from safetensors.torch import save_file
 from transformers import (
     AutoTokenizer,
@@ -137,15 +132,13 @@ def long_range(file: Path, models: Path, out: Path) -> list[str]:
         if kind.startswith("sparsity"):
             return few  # they make their own data
         sizes = ["--train", "8", "--validation", "4", "--test", "4", "--min-length", "20", "--max-length", "60"]
-        assert recipe("write_listops").main(["--output", str(out / "listops"), *sizes]) == 0
+        assert write_listops.main(["--output", str(out / "listops"), *sizes]) == 0
         return [f"data.dir={out / 'listops'}", *few]
     return [f"data.dir={out}"]
 
 
 def pictures(write: str, classes: int) -> Callable[[Path, Path, Path], list[str]]:
     def stand_in(file: Path, models: Path, out: Path) -> list[str]:
-        import image_layouts
-
         data = image_layouts.draw(("train", "test" if write != "class_folders" else "val"), classes, per_class=12)
         if write == "class_folders":
             data_dir = image_layouts.class_folders(out, data, WNIDS)
@@ -181,11 +174,7 @@ def potential(file: Path, models: Path, out: Path) -> list[str]:
 
 
 def numbers(file: Path, models: Path, out: Path) -> list[str]:
-    from column_files import write_columns
-
     if file.stem == "mnist":
-        import image_layouts
-
         drawn = image_layouts.draw(("train", "test"), 10, side=28, colours=False, per_class=12)
         return [f"data.dir={image_layouts.mnist(out, drawn)}"]
     if file.stem == "higgs":  # the official file would need half a million rows to test
@@ -248,12 +237,6 @@ STAND_INS = {
     "copy": (train_copy.TrainCopy, copies),
     "potential": (fit_potential.FitPotential, potential),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 # The stand-ins are a few rows, some of them alike.

@@ -21,8 +21,6 @@ BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
 
 
 def test_every_conversion_is_made_scored_and_timed(tmp_path: Path):
-    for package in ("accelerate", "datasets", "rich"):
-        pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
     write_world(tmp_path)
     write_task(tmp_path / "glue", "sst2", n_train=300, n_dev=20)
     torch.manual_seed(0)
@@ -52,8 +50,6 @@ def test_every_conversion_is_made_scored_and_timed(tmp_path: Path):
 
 
 def test_any_text_task_is_scored_by_its_own_metric(tmp_path: Path):
-    for package in ("accelerate", "datasets", "rich"):
-        pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
     write_world(tmp_path)
     write_task(tmp_path / "glue", "stsb", n_train=120, n_dev=30)
     config = BertConfig.from_pretrained(tmp_path / "bert", num_labels=1)

@@ -19,8 +19,6 @@ from snnk_peft import LowRankPart, SNNKConfig, calibrate, get_snnk_model
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
-
 
 @pytest.fixture
 def peers(monkeypatch):

@@ -1,8 +1,5 @@
 """recipes/convert.py: a fine-tuned classifier in, a bundle with its figures out, with labels and without."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import contextlib
@@ -14,21 +11,26 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import convert
 import huggingface_hub
 import pytest
 import torch
-from torch import nn
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
 from data import TASKS
 from glue_files import write_task
-from recipe_world import write_world
+from lib import checkpoint as checkpoints
+from lib.config import load_config
+from lib.conversion import train_all
+from lib.convert_settings import ConvertConfig, UptrainSection
+from lib.distillation import Distilled, layer_loss, logit_loss
+from lib.hub import push
+from lib.teacher import agreement, load_teacher, teacher_task
+from lib.texts import batches_by_length
+from recipe_world import RECIPES, reset_accelerate, write_world
+from safetensors.torch import load_file
+from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -44,31 +46,9 @@ from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python, start_python
 from tests.hub_stand_in import HubStandIn
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-import convert
-from accelerate.state import AcceleratorState
-from lib import checkpoint as checkpoints
-from lib.config import load_config
-from lib.conversion import train_all
-from lib.convert_settings import ConvertConfig, UptrainSection
-from lib.distillation import Distilled, layer_loss, logit_loss
-from lib.hub import push
-from lib.teacher import agreement, load_teacher, teacher_task
-from lib.texts import batches_by_length
-from safetensors.torch import load_file
-
 pytestmark = pytest.mark.slow
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    """Accelerate keeps one state per process; each run of a recipe normally has its own."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +218,7 @@ def test_killed_in_its_training_it_continues_to_the_same_weights(world: Path, tm
     process.wait()
     assert not (killed / "metrics.json").exists()
     record = (killed / "conversion.json").read_text()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     assert convert.main([*arguments, "--resume"]) == 0
     assert (killed / "conversion.json").read_text() == record
     first, second = (load_file(tmp_path / name / "bundle/model.safetensors") for name in ("straight", "killed"))

@@ -1,19 +1,12 @@
 """The adapters that the settings files train, through the recipe's door: size, bundle, reload, ONNX, on MiniLM."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 from pathlib import Path
 
+import finetune
 import pytest
 import torch
-
-for package in ("accelerate", "datasets", "rich", "yaml"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-import finetune
 from lib.config import load_config
 from lib.settings import FinetuneConfig
 from peft import PeftModel

@@ -6,41 +6,28 @@ Oracles: the pictures of scikit-learn, parameters counted by hand, real weights 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
+import finetune
 import numpy as np
 import pytest
 import torch
-from recipe_world import RECIPES, recipe
+from data import TASKS
+from lib.config import load_config
+from lib.models import build_model, parameter_counts
+from lib.settings import FinetuneConfig, MethodSection
+from papers import study
+from papers.lib.reports import read_reports
+from papers.lib.study import load
+from papers.pages import vision as vision_page
+from recipe_world import RECIPES
+from sklearn import datasets
+from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
-pytest.importorskip("PIL.Image", reason="pip install snnk-peft[recipes]")
-pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
-datasets = pytest.importorskip("sklearn.datasets", reason="pip install snnk-peft[recipes]")
-
-finetune = recipe("finetune")
-
-from accelerate.state import AcceleratorState  # noqa: E402
-from data import TASKS  # noqa: E402
-from lib.config import load_config  # noqa: E402
-from lib.models import build_model, parameter_counts  # noqa: E402
-from lib.settings import FinetuneConfig, MethodSection  # noqa: E402
-from papers import study  # noqa: E402
-from papers.lib.reports import read_reports  # noqa: E402
-from papers.lib.study import load  # noqa: E402
-from papers.pages import vision as vision_page  # noqa: E402
-from transformers import AutoModelForImageClassification, ViTImageProcessorPil  # noqa: E402
-
-from snnk_peft.errors import ConfigError  # noqa: E402
+from snnk_peft.errors import ConfigError
 
 CONFIGS = RECIPES / "configs/digits"
 ADAPTING = ("adapter", "full", "linear_probe", "lora", "pooler")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")

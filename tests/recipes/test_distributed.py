@@ -1,8 +1,5 @@
 """recipes/finetune.py in several processes on the CPU, and the profiles of `accelerate launch`."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
@@ -18,22 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from lib.checkpoint import list_checkpoints, verify
+from lib.processes import launcher_faults
 from recipe_world import write_world
+from safetensors.torch import load_file
 
 from tests.fresh_process import run_processes, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "recipes/finetune.py")
 
-from lib.checkpoint import list_checkpoints, verify
-from lib.processes import launcher_faults
 
 pytestmark = pytest.mark.slow
 

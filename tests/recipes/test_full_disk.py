@@ -1,8 +1,5 @@
 """A disk that fills up at any moment of a run: the path is told, nothing half stays, and the run can be continued."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import functools
@@ -12,36 +9,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import bundle
+import export
 import pytest
+import score
 import torch
-from safetensors.torch import load_file
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-from recipe_world import recipe, write_settings, write_world
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-from accelerate.state import AcceleratorState
 from lib import run as runs
 from lib import training
 from lib.checkpoint import list_checkpoints, verify
+from papers.programs import write_listops
+from recipe_world import RECIPES, reset_accelerate, write_settings, write_world
+from safetensors.torch import load_file
 
-bundle, evaluate, export = recipe("bundle"), recipe("score"), recipe("export")
-write_listops = recipe("write_listops")
 SMALL = {"train_copy": ["data.length=8", "data.train_examples=40", "train.steps=4", "train.eval_every=2"]}
 SMALL["train_copy"] += ["model.dim=8", "model.heads=1", "model.layers=1", "data.validation_examples=4"]
 SMALL["train_copy"] += ["data.test_examples=4", "method.attention=softmax"]
 SHORT = ["--min-length", "3", "--max-length", "60"]
 Switch = Callable[[], None]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -102,7 +86,7 @@ def straight(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
                 )
                 == 0
             )
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerate()
         return folder / program
 
     return done
@@ -173,7 +157,7 @@ def test_programs_that_are_no_run(
     assert module.main(["run.yaml", "train.epochs=1"]) == 0
     for program, given, path in (
         (bundle, ["run"], "run/bundle"),
-        (evaluate, ["run"], "run/evaluation.json"),
+        (score, ["run"], "run/evaluation.json"),
         (export, ["run", "--format", "torch", "--output", "out.pt2"], "out.pt2"),
         (write_listops, ["--output", "listops", "--train", "1", "--validation", "1", "--test", "1", *SHORT], "listops"),
     ):

@@ -1,23 +1,16 @@
 """A training step depends on its examples, not on how they are divided into batches and among processes."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-for package in ("accelerate", "datasets", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from lib.config import load_config
+from papers.programs import fit_potential
+from safetensors.torch import load_file
 
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_processes
@@ -26,13 +19,6 @@ from tests.global_batch import KINDS, batch_of, by_hand, mean_loss, model_of, on
 ROOT = Path(__file__).resolve().parents[2]
 WHOLE, PAIRS, UNEVEN = [list(range(8))], [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1, 2], [3, 4, 5, 6], [7]]
 CLOSE = {"rtol": 0.0, "atol": 1e-6}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("batches", [WHOLE, PAIRS, UNEVEN], ids=["1x8", "4x2", "uneven"])
@@ -65,9 +51,6 @@ def test_two_processes_take_the_step_of_one(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_mean_over_parts_is_not_taken_in_parts() -> None:
     """The spread of the local energy: refused for batches of a step here, and for several processes."""
-    from lib.config import load_config
-    from papers.programs import fit_potential
-
     with pytest.raises(ConfigError, match=r"train\.gradient_accumulation is 2; expected 1.*Set train\.batch_size"):
         load_config(fit_potential.PotentialConfig, None, ["output.dir=x", "train.gradient_accumulation=2"])
     config = load_config(fit_potential.PotentialConfig, None, ["output.dir=x"])

@@ -6,15 +6,13 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
+import gpu
 import numpy as np
 import pytest
 import torch
+from lib.gpu_data import write_pictures
 from PIL import Image
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-import gpu  # noqa: E402
-from lib.gpu_data import write_pictures  # noqa: E402
+from recipe_world import RECIPES
 
 ON_CPU = ["--device", "cpu", "--small", "--output"]
 

@@ -1,31 +1,22 @@
 """recipes/fit_head.py: a head in closed form from files to a bundle, in one process and in two."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
 import resource
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-import torch
-import yaml
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 import finetune
 import fit_head
-from accelerate.state import AcceleratorState
+import pytest
+import torch
+import yaml
 from glue_files import write_task
-from recipe_world import RECIPES, write_world
+from recipe_world import RECIPES, reset_accelerate, write_world
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from snnk_peft import ClosedFormHead, HeadStatistics
 from snnk_peft.errors import NumericalWarning
@@ -34,12 +25,6 @@ from tests.fresh_process import run_processes, run_python
 pytestmark = pytest.mark.slow
 
 ROWS = 120
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +52,7 @@ def fitted(world: Path, out: Path, *changes: str) -> dict:
 def test_from_files_to_a_pipeline(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lora = ["method.name=lora", "train.epochs=2", f"output.dir={tmp_path / 'lora'}", "output.save_model=false"]
     assert finetune.main([str(world / "head.yaml"), *lora]) == 0
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     figures = fitted(world, tmp_path / "head", f"method.beside=[{tmp_path / 'lora'}]")
     assert [point["examples"] for point in figures["points"]] == [ROWS // 8, ROWS // 4, ROWS // 2, ROWS]
     assert all(point["seconds"] > 0 for point in figures["points"])
@@ -126,9 +111,9 @@ def test_seconds_are_of_reading_and_one_fit(world: Path, tmp_path: Path, monkeyp
 def test_a_finished_run_is_replaced_on_request(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All that the run leaves is known as a run's; a file of somebody else's is not."""
     fitted(world, tmp_path / "head", "data.max_train_samples=64")
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     assert fitted(world, tmp_path / "head", "--overwrite", "data.max_train_samples=72")["examples"]["train"] == 72
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     (tmp_path / "head/thesis.tex").write_text("mine")
     assert fit_head.main([str(world / "head.yaml"), f"output.dir={tmp_path / 'head'}", "--overwrite"]) == 2
     assert "holds more than a run: thesis.tex" in capsys.readouterr().err
@@ -200,11 +185,11 @@ def test_a_stopped_report_is_resumed(world: Path, tmp_path: Path, monkeypatch: p
         patch.setattr(fit_head.FitHead, "report", fail)
         with pytest.raises(OSError, match="no space"):
             fit_head.main([str(world / "head.yaml"), f"output.dir={out}"])
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     with monkeypatch.context() as patch:
         patch.setattr(fit_head.FitHead, "_fitted", fail)
         assert fit_head.main([str(world / "head.yaml"), f"output.dir={out}", "--resume"]) == 0
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     plain = fitted(world, tmp_path / "plain")
     resumed = json.loads((out / "metrics.json").read_text())
     assert resumed["score"] == plain["score"]
@@ -219,7 +204,7 @@ def test_wrong_views_are_refused_before_the_run(
     given = [str(world / "head.yaml"), f"output.dir={tmp_path / 'run'}"]
     assert fit_head.main([*given, "method.views=[[9, mean]]"]) == 2
     assert "hidden states 9" in capsys.readouterr().err
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     assert fit_head.main([*given, "method.views=[[1, median]]"]) == 2
     assert "median" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

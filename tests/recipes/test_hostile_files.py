@@ -1,7 +1,5 @@
 """Files that claim more than they hold, expand without end, or are no files: refused in a line, within 2 GB."""
 
-# Imports follow the check that the optional packages are there.
-
 from __future__ import annotations
 
 import gzip
@@ -14,10 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("PIL", reason="pip install snnk-peft[recipes]")
+from data import TASKS
+from PIL import Image
+from recipe_world import RECIPES
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.tasks.base_image import UnreadableImageError
 from snnk_peft.yaml_files import parse_yaml
 
 pytestmark = pytest.mark.slow
@@ -38,9 +38,6 @@ except ConfigError as error:
     print(error)
     sys.exit(3)
 """
-
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def refusal(task: str, path: Path) -> str:
@@ -153,11 +150,6 @@ def test_what_claims_too_much_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_bomb_of_a_picture_a_pipe_and_a_loop_of_links(tmp_path: Path) -> None:
-    from data import TASKS
-    from PIL import Image
-
-    from snnk_peft.tasks.base_image import UnreadableImageError
-
     folder = tmp_path / "train/cat"
     folder.mkdir(parents=True)
     stream = io.BytesIO()

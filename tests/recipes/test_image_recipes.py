@@ -10,45 +10,36 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import finetune
 import numpy as np
 import pytest
+import score
 import torch
-from recipe_world import RECIPES, recipe
+from accelerate import Accelerator
+from data import TASKS
+from data._pictures import ArrayPictures
+from lib import training
+from lib.augmentation import Augmentation, crop_box
+from lib.checkpoint import list_checkpoints
+from lib.config import load_config
+from lib.evaluation import evaluation_splits, predict
+from lib.images import ImageExamples, input_size
+from lib.loop import train_step
+from lib.settings import AugmentSection, FinetuneConfig
+from PIL import Image
+from recipe_world import RECIPES
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import ViTImageProcessorPil as Processor
 
-Image = pytest.importorskip("PIL.Image", reason="pip install snnk-peft[recipes]")
-pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
-
-finetune, evaluate = recipe("finetune"), recipe("score")
-
-from accelerate.state import AcceleratorState  # noqa: E402
-from data import TASKS  # noqa: E402
-from data._pictures import ArrayPictures  # noqa: E402
-from lib import training  # noqa: E402
-from lib.augmentation import Augmentation, crop_box  # noqa: E402
-from lib.checkpoint import list_checkpoints  # noqa: E402
-from lib.config import load_config  # noqa: E402
-from lib.images import ImageExamples, input_size  # noqa: E402
-from lib.loop import train_step  # noqa: E402
-from lib.settings import AugmentSection, FinetuneConfig  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification  # noqa: E402
-from transformers import ViTImageProcessorPil as Processor  # noqa: E402
-
-from snnk_peft.errors import ConfigError  # noqa: E402
-from snnk_peft.tasks import Images  # noqa: E402
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks import Images
 
 CLASSES = ("airplane", "cat", "truck")
 SIZE = 8
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -247,17 +238,17 @@ def test_own_pictures_are_trained_on_and_scored_by_the_names_of_their_folders(
     assert figures["examples"] == {"train": 30, "validation": 12}
     model = AutoModelForImageClassification.from_pretrained(run / "bundle")
     assert list(model.config.id2label.values()) == list(CLASSES)
-    assert evaluate.main([str(run)]) == 0  # the record knows the classes and what was held back
+    assert score.main([str(run)]) == 0  # the record knows the classes and what was held back
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert evaluation["examples"] == {"validation": 12}
     assert evaluation["score"] == figures["score"]
     # Other pictures by the classes of the model, in a folder that has one more.
     more = tmp_path / "more"
     shutil.copytree(pictures / "test", more / "val")
-    assert evaluate.main([str(run / "bundle"), "--task", "image_folder", f"data.dir={more}"]) == 0
+    assert score.main([str(run / "bundle"), "--task", "image_folder", f"data.dir={more}"]) == 0
     assert json.loads((run / "bundle/metrics.json").read_text())["examples"] == {"validation": 15}
     shutil.copytree(more / "val/cat", more / "val/dog")
-    assert evaluate.main([str(run / "bundle"), "--task", "image_folder", f"data.dir={more}"]) != 0
+    assert score.main([str(run / "bundle"), "--task", "image_folder", f"data.dir={more}"]) != 0
     assert "unknown class 'dog'" in " ".join(capsys.readouterr().err.split())
 
 
@@ -278,9 +269,6 @@ def test_training_takes_the_next_picture_for_one_that_cannot_be_read(
 
 
 def test_evaluation_leaves_unreadable_pictures_out_of_the_count(damaged: Path) -> None:
-    from accelerate import Accelerator
-    from lib.evaluation import predict
-
     rows = TASKS["cifar10"].load(damaged, splits=["test"])["test"]
     made = ImageExamples(rows, processor(), 3, 10, max_unreadable=1)
     config = ViTConfig(image_size=SIZE, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
@@ -334,13 +322,13 @@ def test_adapters_are_trained_bundled_and_scored(
     assert figures["score"] >= 0.8  # the brightest channel; chance is a third
     assert figures["examples"] == {"train": 42, "test": 15}
     assert figures["trainable_parameters_without_classifier"] < 2000
-    assert evaluate.main([str(run / "bundle"), "--task", "cifar10", f"data.dir={pictures}"]) == 0
+    assert score.main([str(run / "bundle"), "--task", "cifar10", f"data.dir={pictures}"]) == 0
     scored = json.loads((run / "bundle/metrics.json").read_text())
     assert scored["score"] == figures["score"]
     assert scored["examples"] == {"test": 15}
-    assert evaluate.main([str(run / "adapter"), "--task", "cifar10", f"data.dir={pictures}"]) == 0
+    assert score.main([str(run / "adapter"), "--task", "cifar10", f"data.dir={pictures}"]) == 0
     assert json.loads((run / "adapter/metrics.json").read_text())["score"] == figures["score"]
-    assert evaluate.main([str(run), "data.max_eval_samples=3"]) == 0
+    assert score.main([str(run), "data.max_eval_samples=3"]) == 0
     # Rows at equal distances: one of each class.
     assert json.loads((run / "evaluation.json").read_text())["examples"] == {"test": 3}
     model = AutoModelForImageClassification.from_pretrained(run / "bundle")
@@ -379,8 +367,6 @@ def test_from_scratch_nothing_of_the_folder_is_taken_but_its_configuration(
 
 def test_a_subset_for_evaluation_has_all_classes(pictures: Path) -> None:
     """Files stand in the order of their classes."""
-    from lib.evaluation import evaluation_splits
-
     rows = evaluation_splits(TASKS["cifar10"], TASKS["cifar10"].load(pictures), 6)
     assert rows["test"]["label"].tolist() == [0, 0, 3, 3, 9, 9]
 
@@ -425,7 +411,7 @@ def test_every_method_trains(vit: Path, pictures: Path, tmp_path: Path, changes:
     run = tmp_path / "run"
     assert finetune.main(settings(vit, pictures, run, "train.epochs=1", *changes)) == 0
     figures = json.loads((run / "metrics.json").read_text())
-    assert evaluate.main([str(run / kind), "--task", "cifar10", f"data.dir={pictures}"]) == 0
+    assert score.main([str(run / kind), "--task", "cifar10", f"data.dir={pictures}"]) == 0
     assert json.loads((run / kind / "metrics.json").read_text())["score"] == pytest.approx(figures["score"])
 
 

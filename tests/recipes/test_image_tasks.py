@@ -15,13 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import data
+import datasets
+import image_layouts as layouts
 import numpy as np
 import pytest
-
-pytest.importorskip("PIL", reason="pip install snnk-peft[recipes]")
-
-import data
-import image_layouts as layouts
 from data import TASKS
 from image_layouts import LAYOUTS, NAMES, PICTURES, WNIDS, Pixels, draw, png, write
 from PIL import Image
@@ -513,7 +511,6 @@ def test_an_unreadable_picture_is_named_when_it_is_opened(kept: str, tmp_path: P
     good = png(np.full((4, 4, 3), 7, np.uint8))
     bad = {"0": good, "1": b"", "2": b"no picture", "3": good[:-30], "4": sixteen_bits()}
     if kept == "hub":
-        datasets = pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
         names = list(layouts.CIFAR10.classes)
         features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=names)})
         cells = [{"bytes": member, "path": None} for member in bad.values()]
@@ -560,7 +557,6 @@ def hub_task(name: str, path: Path | str, **changes: Any) -> ImageTask:
     ],
 )
 def test_the_layout_of_the_hub(name: str, path: str, columns: tuple[str, str], tmp_path: Path):
-    pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
     assert TASKS[name].hub_path == path
     data = PICTURES[name]()
     names = TASKS[name].label_names or ("tench, Tinca tinca", "crane", "crane bird")
@@ -578,7 +574,6 @@ def test_the_layout_of_the_hub(name: str, path: str, columns: tuple[str, str], t
 
 
 def test_faults_of_the_hub(tmp_path: Path):
-    datasets = pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
     data, names = PICTURES["mnist"](), TASKS["mnist"].label_names
     cache = tmp_path / "cache"
     folder = layouts.hub_folder(tmp_path / "a", data, "image", "label", names)
@@ -602,7 +597,6 @@ def test_faults_of_the_hub(tmp_path: Path):
 
 
 def test_without_the_hub_the_remedy_is_named(tmp_path: Path):
-    pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
     fault = faults_of(lambda: TASKS["cifar100"].load(cache_dir=tmp_path))[0]
     assert "uoft-cs/cifar100 could not be loaded from the Hub: " in fault
     assert "To work offline, give data.dir (data_dir=...): cifar-100-python" in fault

@@ -5,13 +5,12 @@ from __future__ import annotations
 import tarfile
 from pathlib import Path
 
+import datasets
 import pytest
 from data import TASKS, imdb
 from imdb_files import write_reviews
 
 from snnk_peft.errors import ConfigError
-
-datasets = pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
 
 TASK = TASKS["imdb"]
 

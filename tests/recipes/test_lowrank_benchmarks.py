@@ -17,7 +17,6 @@ from recipe_world import RECIPES, write_world
 from safetensors.torch import save_file
 from transformers import BertConfig, BertForSequenceClassification
 
-pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "recipes/benchmarks"
 
 

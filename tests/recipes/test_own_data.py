@@ -1,8 +1,5 @@
 """Own data: tables of every kind, trained, evaluated and bundled from the command line; every fault with its line."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import csv
@@ -10,21 +7,21 @@ import json
 import random
 import re
 import string
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bundle
+import datasets
+import finetune
 import numpy as np
 import pytest
+import score
 import torch
 import yaml
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-import datasets
 from data import TASKS
-from recipe_world import recipe, write_world
+from lib.data import Examples
+from lib.models import load_tokenizer
+from recipe_world import RECIPES, write_world
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -36,26 +33,11 @@ from transformers import (
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.metrics import entity_f1, macro_f1
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-from accelerate.state import AcceleratorState
-from lib.data import Examples
-from lib.models import load_tokenizer
-
-finetune, evaluate, bundle = recipe("finetune"), recipe("score"), recipe("bundle")
 # The made-up sentences repeat, of which the labelled pass before the training warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*held-out rows are also among:snnk_peft.errors.NumericalWarning")
 TABLE = str(RECIPES / "configs/table.yaml")
 CUES = {"bad": ["terrible", "awful", "boring"], "good": ["wonderful", "brilliant"], "mixed": ["ordinary", "common"]}
 NAMES = {"PER": ["Ada Byron", "Grace"], "LOC": ["Turin", "New York"]}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    """Accelerate keeps one state per process; each run of a recipe normally has its own."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +142,12 @@ def test_a_csv_with_three_labels(here: Path, capsys: pytest.CaptureFixture[str])
     assert str(here) not in Path("runs/x/metrics.json").read_text()
 
     # score.py on the run, and on the bundle, which knows its labels; also with rows in another file.
-    assert evaluate.main(["runs/x"]) == 0
+    assert score.main(["runs/x"]) == 0
     assert read("runs/x/evaluation.json")["metrics"] == pytest.approx(report["metrics"])
-    assert evaluate.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.csv"]) == 0
+    assert score.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.csv"]) == 0
     assert read("runs/x/bundle/metrics.json")["metrics"] == pytest.approx(report["metrics"])
     write_lines(here / "new.jsonl", [{"text": text, "label": label} for text, label in eval_rows[:4]])
-    assert evaluate.main(["runs/x", "data.eval_file=new.jsonl", "--output", "new.json"]) == 0
+    assert score.main(["runs/x", "data.eval_file=new.jsonl", "--output", "new.json"]) == 0
     assert read("new.json")["examples"] == {"validation": 4}
 
     # bundle.py, and the names that a user of the bundle sees.
@@ -176,7 +158,7 @@ def test_a_csv_with_three_labels(here: Path, capsys: pytest.CaptureFixture[str])
     assert found[0]["label"] == predicted[0]
     capsys.readouterr()
     write_lines(here / "new.jsonl", [{"text": "the film", "label": "good"}, {"text": "the film", "label": "god"}])
-    assert evaluate.main(["runs/x", "data.eval_file=new.jsonl"]) == 2
+    assert score.main(["runs/x", "data.eval_file=new.jsonl"]) == 2
     assert (
         "new.jsonl, line 2: label is 'god', which is not among the labels of training: bad, good, mixed"
         in capsys.readouterr().err
@@ -204,7 +186,7 @@ def test_a_regression(here: Path) -> None:
     report = read("runs/x/metrics.json")
     assert report["score"] == pytest.approx((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()), abs=1e-4)
     assert report["config"]["data"]["kind"] == "regression"
-    assert evaluate.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.tsv", "data.text=review",
+    assert score.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.tsv", "data.text=review",
                           "data.label=stars"]) == 0  # fmt: skip
     assert read("runs/x/bundle/metrics.json")["score"] == pytest.approx(report["score"], abs=1e-4)
     assert bundle.main(["runs/x", "--output", "small"]) == 0
@@ -227,7 +209,7 @@ def test_pairs_of_texts_of_which_a_part_is_held_back(here: Path, capsys: pytest.
     predicted, _ = classes("runs/x/bundle", list(zip(held["sentence1"], held["sentence2"], strict=True)))
     true = [held.features["label"].int2str(label) for label in held["label"]]
     assert report["metrics"]["accuracy"] == pytest.approx(sum(map(str.__eq__, predicted, true)) / 12)
-    assert evaluate.main(["runs/x"]) == 0
+    assert score.main(["runs/x"]) == 0
     assert read("runs/x/evaluation.json")["metrics"] == pytest.approx(report["metrics"])
     assert bundle.main(["runs/x", "--output", "small"]) == 0
     assert train(*files, "data.hold_out=0.25", "data.metric=macro_f1", "--resume") == 0  # finished: settings agree
@@ -266,7 +248,7 @@ def test_words_with_tags(here: Path, method: str) -> None:
     assert report["config"]["data"]["labels"] == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
     assert set(report["metrics"]) == {"accuracy", "macro_f1", "entity_f1", "score"}
     if method == "lora":
-        assert evaluate.main(["runs/x"]) == 0
+        assert score.main(["runs/x"]) == 0
         assert read("runs/x/evaluation.json")["metrics"] == pytest.approx(report["metrics"])
         return
     # The oracle tokenises word by word and reads the logits where each word begins.
@@ -288,7 +270,7 @@ def test_words_with_tags(here: Path, method: str) -> None:
     total = sum(len(spans(tags)) for tags in [*predicted, *true])
     assert report["score"] == report["metrics"]["entity_f1"] == pytest.approx(2 * right / total)
     assert 0 < 2 * right < total
-    assert evaluate.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.jsonl", *files[2:]]) == 0
+    assert score.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.jsonl", *files[2:]]) == 0
     assert read("runs/x/bundle/metrics.json")["metrics"] == pytest.approx(report["metrics"])
     assert bundle.main(["runs/x", "--output", "small"]) == 0
     found = pipeline("token-classification", model="small")("the film New York")

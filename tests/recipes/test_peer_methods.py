@@ -10,8 +10,6 @@ import pytest
 import torch
 from peer_world import LAYER, logits, modules, seen_by, sentences, teacher
 
-pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
-
 
 @pytest.fixture
 def peers(monkeypatch):

@@ -1,35 +1,27 @@
 """The peers of recipes/finetune.py: what each trains, that it starts as the original; a head that knows shares."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
 import finetune
-from accelerate.state import AcceleratorState
+import pytest
+import score
+import torch
 from lib.models import build_model
 from lib.peers import start_at_prior
 from lib.settings import LoraSection, MethodSection
-from recipe_world import RECIPES, recipe, write_settings, write_world
+from recipe_world import RECIPES, write_settings, write_world
+from safetensors.torch import load_file
 
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python
 from tests.tiny_families import build
 from tests.tiny_models import inputs_for, tiny
 
-evaluate = recipe("score")
 HEAD = 32 * 3 + 3
 NORMS = 5 * 2 * 32  # embeddings, and two in each of two layers
 BIASES = 2 * (32 * 5 + 64) + 32  # q, k, v, o, contraction, expansion of two layers; pooler
@@ -44,12 +36,6 @@ PEERS: list[tuple[str, dict[str, Any], int]] = [
     ("boft", {"block_size": 8, "norms": True}, 2 * 2 * (32 * 8 + 32) + NORMS),
     ("bitfit", {}, NORMS + BIASES),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(("name", "options", "numbers"), PEERS)
@@ -126,7 +112,7 @@ def test_trained_saved_and_scored_again(name: str, tmp_path: Path) -> None:
     assert finetune.main([str(tmp_path / "run.yaml"), *changes]) == 0
     scored = json.loads((tmp_path / "run/metrics.json").read_text())["metrics"]
     saved = tmp_path / "run" / ("model" if name == "bitfit" else "adapter")
-    assert evaluate.main([str(saved), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
+    assert score.main([str(saved), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
     assert json.loads((saved / "metrics.json").read_text())["metrics"] == scored
 
 
@@ -147,8 +133,6 @@ def test_the_bias_knows_the_shares_of_the_classes() -> None:
 @pytest.mark.parametrize("asked", ["prior", "auto"])
 def test_a_run_starts_at_the_prior(tmp_path: Path, asked: str) -> None:
     """Steps of length zero leave it there."""
-    from safetensors.torch import load_file
-
     world = write_world(tmp_path)
     write_settings(tmp_path / "run.yaml", str(world / "bert"), str(world / "glue"), str(tmp_path / "run"), "lora")
     still = ["train.epochs=1", "train.learning_rate=1e-12", "train.weight_decay=0", "output.save_model=true"]

@@ -6,17 +6,10 @@ before it has been read. Adapters with a large readout, as ReLU features beside 
 first; on STS-B they stayed (three seeds: .778, .403, .075). A head that starts at the mean has no such gradient.
 """
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import pytest
 import torch
-
-for package in ("accelerate", "yaml"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
 from lib.peers import start_at_prior
 
 from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model

@@ -15,10 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("rich", reason="pip install snnk-peft[demo]")
-
-
+import scipy.stats as scipy_stats
 from data import TASKS, film_reviews
 from lib.quickstart_data import film_corpus, load_corpus
 from lib.quickstart_report import Row
@@ -170,7 +167,6 @@ def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
 
 
 def test_as_a_task_of_the_recipes(halves: Halves, tmp_path: Path) -> None:
-    pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
     task = TASKS["stdlib_docs"]
     data = task.load(max_samples={"train": 50})
     assert len(data["train"]) == 50
@@ -183,7 +179,6 @@ def test_as_a_task_of_the_recipes(halves: Halves, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("correct", "total"), [(0, 20), (7, 20), (700, 1500), (20, 20)])
 def test_interval_is_scipys(correct: int, total: int) -> None:
-    scipy_stats = pytest.importorskip("scipy.stats", reason="pip install snnk-peft[recipes]")
     expected = scipy_stats.binomtest(correct, total).proportion_ci(method="wilson")
     row = Row("name", correct, total, 0, 0, 0, 1.0)
     assert row.interval == pytest.approx((expected.low, expected.high), abs=1e-5)

@@ -1,8 +1,5 @@
 """What users of the recipes meet: Ctrl-C, full and closed disks, folders that are not there, texts that do not fit."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
@@ -17,25 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from safetensors.torch import load_file, save_file
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-from data import TASKS
-from glue_files import write_task
-from recipe_world import program_file, recipe, write_settings, write_world
-from transformers import RobertaConfig, RobertaForSequenceClassification
-
-from snnk_peft.errors import ConfigError
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
+import bundle
 import closed_form
 import finetune
-from accelerate.state import AcceleratorState
+import pytest
+import score
+import torch
+from data import TASKS
+from glue_files import write_task
 from lib import checkpoint as checkpoints
 from lib import modality, training
 from lib.files import temporary_name, write_text
@@ -43,15 +29,12 @@ from lib.guard import guarded
 from lib.loop import train_step
 from lib.models import check_length, positions, resolve_model
 from papers.lib import sweep
+from papers.programs import write_listops
+from recipe_world import RECIPES, program_file, write_settings, write_world
+from safetensors.torch import load_file, save_file
+from transformers import RobertaConfig, RobertaForSequenceClassification
 
-bundle, evaluate, write_listops = recipe("bundle"), recipe("score"), recipe("write_listops")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+from snnk_peft.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +296,7 @@ def test_folders_that_are_not_there_are_named(here: Path, capsys: pytest.Capture
         (bundle, ["run.yaml"], "run.yaml is a file; expected a run"),
         (bundle, ["empty", *task], "empty: expected a run (config.yaml), an adapter (adapter_config.json) or a model"),
         (bundle, ["orphan", *task], "base_model_name_or_path in orphan/adapter_config.json is /gone/bert: no such"),
-        (evaluate, ["/nope", "--task", "rte"], "/nope is no folder"),
+        (score, ["/nope", "--task", "rte"], "/nope is no folder"),
         (finetune, ["run.yaml", "model.name_or_path=/nope"], "model.name_or_path is /nope: no such folder; expected a"),
         (finetune, ["run.yaml", "model.name_or_path=./nope"], "model.name_or_path is ./nope: no such folder"),
         (finetune, ["run.yaml", "model.name_or_path=run.yaml/x"], "there is no such folder in"),
@@ -353,7 +336,7 @@ def test_examples_longer_than_the_positions_are_refused_before_the_run(
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert finetune.main(["run.yaml", "data.max_length=16", "train.epochs=1"]) == 0
-    assert evaluate.main(["run", "data.max_length=17"]) == 2
+    assert score.main(["run", "data.max_length=17"]) == 2
     assert "set data.max_length=16" in capsys.readouterr().err
     settings = str(RECIPES / "configs/closed_form.yaml")
     given = [settings, "task=rte", "data.dir=glue", "model.name_or_path=bert", "output.dir=closed"]

@@ -1,8 +1,5 @@
 """The fine-tuning recipe on a tiny BERT and stand-in GLUE files: settings, resume, stops, damaged checkpoints."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
@@ -17,31 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bundle
+import datasets
+import finetune
 import numpy as np
 import pytest
+import score
 import torch
 import yaml
-from safetensors.torch import load_file
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
+from accelerate import Accelerator
 from data import TASKS
 from glue_files import write_task
-from recipe_world import recipe
-from transformers import BertConfig, BertModel, BertTokenizerFast
-
-from snnk_peft.errors import ConfigError
-from snnk_peft.tasks.base_image import Images
-from tests.fresh_process import FreshProcess, start_python
-from tests.kill_runs import kill_runs
-from tests.stored_runs import stored
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-import finetune
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from lib import checkpoint as checkpoints
 from lib import training
 from lib.config import describe, load_config
@@ -54,16 +37,15 @@ from lib.settings import FinetuneConfig, TrainSection
 from lib.task_settings import RECIPE_OF
 from papers import study
 from papers.lib.sweep import Run, time_left
+from recipe_world import RECIPES
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
-evaluate, bundle = recipe("score"), recipe("bundle")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    """Accelerate keeps one state per process; each run of a recipe normally has its own."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks.base_image import Images
+from tests.fresh_process import FreshProcess, start_python
+from tests.kill_runs import kill_runs
+from tests.stored_runs import stored
 
 
 @pytest.fixture(scope="session")
@@ -258,8 +240,6 @@ def test_processes_share_a_batch_and_none_is_idle() -> None:
 
 
 def test_padding_is_masked_and_does_not_change_the_output(world: Path) -> None:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(world / "bert")
     examples = Examples(TASKS["rte"].load(world / "glue")["train"], tokenizer, 32)
     order = sorted(range(len(examples)), key=lambda index: examples.lengths[index])
@@ -273,8 +253,6 @@ def test_padding_is_masked_and_does_not_change_the_output(world: Path) -> None:
 
 
 def test_accumulated_gradients_equal_those_of_one_large_batch(world: Path) -> None:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     examples = Examples(TASKS["rte"].load(world / "glue")["train"], AutoTokenizer.from_pretrained(world / "bert"), 32)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(world / "bert").eval().double()
@@ -359,14 +337,13 @@ def test_the_epoch_may_be_chosen_on_training_examples(world: Path, tmp_path: Pat
     assert len(scores) == 3
     assert metrics["score_held_back"] == max(scores)
     # The score is that of the dev set, as the saved adapter has it.
-    assert evaluate.main([str(tmp_path / "run/adapter"), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
+    assert score.main([str(tmp_path / "run/adapter"), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
     evaluated = json.loads((tmp_path / "run/adapter/metrics.json").read_text())["metrics"]
     assert metrics["metrics"] == evaluated
     assert metrics["score"] == evaluated["score"]
 
 
 def test_rows_held_back_are_of_every_class_and_not_trained_on() -> None:
-    datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"sentence1": [str(i) for i in range(50)], "label": [0] * 40 + [1] * 10})
     kept, held = held_back_rows(rows, 0.2)
     assert sorted(held["label"]) == [0] * 8 + [1] * 2
@@ -517,7 +494,7 @@ def test_resume_of_snnk_parts_is_exact(
     monkeypatch.undo()
     assert finetune.main([*arguments, "--resume"]) == 0
     assert_same_tensors(tmp_path / "run", tmp_path / "straight")
-    assert evaluate.main([str(tmp_path / "run")]) == 0
+    assert score.main([str(tmp_path / "run")]) == 0
     results = [json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("metrics", "evaluation")]
     assert results[0]["metrics"] == results[1]["metrics"]
 
@@ -732,12 +709,12 @@ def test_evaluation_of_every_saved_form_repeats_the_score_of_training(world: Pat
     changes = ("train.epochs=2", "output.save_model=true", "train.learning_rate=5e-3")
     assert finetune.main(settings(world, run, *changes, method=method)) == 0
     trained = json.loads((run / "metrics.json").read_text())
-    assert evaluate.main([str(run)]) == 0
+    assert score.main([str(run)]) == 0
     assert json.loads((run / "evaluation.json").read_text())["metrics"] == trained["metrics"]
     assert json.loads((run / "metrics.json").read_text()) == trained
     folders = {"snnk": ("adapter", "bundle"), "lora": ("adapter",)}.get(method, ("model",))
     for name in folders:
-        assert evaluate.main([str(run / name), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
+        assert score.main([str(run / name), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
         assert json.loads((run / name / "metrics.json").read_text())["metrics"] == trained["metrics"], name
 
 
@@ -756,11 +733,11 @@ def test_evaluation_refuses_what_does_not_fit(world: Path, tmp_path: Path, capsy
         ([str(tmp_path / "lora/adapter"), "--task", "mnli", data], "does not fit its base model and task"),
         ([str(run), "data.max_lenght=3"], "did you mean 'max_length'"),
     ):
-        assert evaluate.main(arguments) == 2
+        assert score.main(arguments) == 2
         assert message in capsys.readouterr().err
     weights = run / "checkpoints/step-0000009/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    assert evaluate.main([str(run)]) == 2
+    assert score.main([str(run)]) == 2
     assert "it was cut or extended" in capsys.readouterr().err
 
 
@@ -805,7 +782,7 @@ def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
             "environment": {"torch_threads": 2},
         }
 
-    for task, method, seed, score in (
+    for task, method, seed, mean in (
         ("rte", "lora_r8", 0, 0.60),
         ("rte", "lora_r8", 1, 0.64),
         ("rte", "snnk_relu16", 0, 0.65),
@@ -813,7 +790,7 @@ def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
     ):
         file = tmp_path / "runs" / task / method / f"seed{seed}/metrics.json"
         file.parent.mkdir(parents=True)
-        file.write_text(json.dumps(report(score, 100 if task == "rte" else 200, seed)))
+        file.write_text(json.dumps(report(mean, 100 if task == "rte" else 200, seed)))
     arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]
     arguments += ["--rates", str(tmp_path / "rates")]
     assert study.main(["page", "glue", *arguments]) == 0

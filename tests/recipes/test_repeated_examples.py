@@ -1,18 +1,11 @@
 """Scored rows that are trained on, and rows with two labels, are told with counts; unreadable pictures all at once."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-for package in ("accelerate", "datasets", "PIL"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
 from data import TASKS
 from image_layouts import png
 from lib import repeated as repeated_examples

@@ -1,25 +1,27 @@
 """Who writes a folder is alone: two runs, a run and `--overwrite`, two `--resume`, killed ones, forked workers."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bundle
+import export
+import finetune
 import pytest
+import score
 import torch
+from lib import modality, training
+from lib.files import FileError
+from lib.lock import alone
+from lib.loop import train_step
+from papers.lib.measured_page import measured_page
+from papers.programs import write_listops
+from recipe_world import write_settings, write_world
 from safetensors.torch import load_file
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-from recipe_world import recipe, write_settings, write_world
 
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import FreshProcess, run_processes, run_python, start_python
@@ -27,29 +29,14 @@ from tests.fresh_process import FreshProcess, run_processes, run_python, start_p
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 
-import finetune
-from accelerate.state import AcceleratorState
-from lib import modality, training
-from lib.files import FileError
-from lib.lock import alone
-from lib.loop import train_step
-from papers.lib.measured_page import measured_page
 
 pytestmark = pytest.mark.slow
 
-bundle, evaluate, export = recipe("bundle"), recipe("score"), recipe("export")
-write_listops = recipe("write_listops")
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 # Takes the lock, says so, and waits for a line that never comes.
 HOLDER = "import sys; from pathlib import Path; from lib.lock import alone\nwith alone(Path(sys.argv[1])):\n"
 HOLDER += "    print('held', flush=True)\n    sys.stdin.read() or __import__('signal').pause()\n"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +186,8 @@ def test_every_program_that_writes_asks(here: Path, capsys: pytest.CaptureFixtur
         ("run", bundle, ["run"]),  # the run is at work, and writes its bundle at its end
         ("run/bundle", bundle, ["run"]),
         ("out", bundle, ["run", "--output", "out"]),
-        ("run/evaluation.json", evaluate, ["run"]),
-        ("out.json", evaluate, ["run", "--output", "out.json"]),
+        ("run/evaluation.json", score, ["run"]),
+        ("out.json", score, ["run", "--output", "out.json"]),
         ("run/model.onnx", export, ["run"]),
         ("out.pt2", export, ["run", "--output", "out.pt2", "--format", "torch"]),
         ("listops", write_listops, ["--output", "listops", "--train", "1"]),

@@ -20,7 +20,6 @@ PASSES = ("forward", "training")
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak of a stretch of time")
 def test_memory_of_calibration_beside_a_forward_pass(tmp_path: Path) -> None:
-    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
     build("bert", main_head("bert"), vocab_size=2000).save_pretrained(tmp_path / "model")
     output = tmp_path / "metrics.json"
     given = ["--model", str(tmp_path / "model"), "--tokens", "2000", "--length", "10", "--output", str(output)]
@@ -34,7 +33,6 @@ def test_memory_of_calibration_beside_a_forward_pass(tmp_path: Path) -> None:
 
 
 def test_the_peak_is_that_of_the_work(tmp_path: Path) -> None:
-    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
     (tmp_path / "holder.py").write_text(
         "def hold(megabytes):\n    return lambda: len(b'x' * (megabytes * 1_000_000))\n"
     )
@@ -51,7 +49,6 @@ def test_the_peak_is_that_of_the_work(tmp_path: Path) -> None:
 
 
 def test_one_product_instead_of_several(tmp_path: Path) -> None:
-    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
     output = tmp_path / "metrics.json"
     given = ["--shapes", "1x4", "--repetitions", "1", "--output", str(output)]
     done = run_python([str(BENCHMARKS / "fused_products.py"), *given])
@@ -68,7 +65,6 @@ def test_one_product_instead_of_several(tmp_path: Path) -> None:
 
 
 def test_attentions_that_are_compared_by_length_are_what_they_are_called() -> None:
-    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
     code = f"""
 import sys; sys.path.insert(0, {str(BENCHMARKS)!r})
 import attention, torch
@@ -100,7 +96,6 @@ def test_make_benchmarks_leaves_out_what_needs_a_model() -> None:
 
 def test_one_layer_against_its_stand_in(tmp_path: Path) -> None:
     """Numbers of parameters by formula; memory: both outputs in a forward pass, and gradients of weights and input."""
-    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
     output, d, m, tokens = tmp_path / "metrics.json", 768, 16, 2 * 512
     given = ["--widths", "64", str(d), "--features", str(m), "--shape", "2x512", "--repetitions", "1"]
     done = run_python([str(BENCHMARKS / "snnk_layer.py"), *given, "--output", str(output)])

@@ -1,8 +1,5 @@
 """Tables as spreadsheets, pandas and others write them: read exactly right, or refused with place and remedy."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import csv
@@ -13,11 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
-
-pd = pytest.importorskip("pandas", reason="pip install snnk-peft[recipes]")
-pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
-
 from data import TASKS
 
 from snnk_peft.errors import ConfigError

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import evaluate
 import numpy as np
 import pytest
 import torch
@@ -18,10 +20,6 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import ImageTask, TextTask, metrics
 from snnk_peft.tasks.metrics import METRICS, load_metric
 from tests.fresh_process import run_python
-
-datasets = pytest.importorskip("datasets", reason="pip install snnk-peft[recipes]")
-evaluate = pytest.importorskip("evaluate", reason="pip install snnk-peft[recipes]")
-pytest.importorskip("sklearn", reason="pip install snnk-peft[recipes]")
 
 GLUE = ["cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"]
 # Rows of train and dev. MNLI and QQP: samples of the official files.

@@ -8,12 +8,8 @@ from pathlib import Path
 
 import pytest
 from fresh_process import run_python
-from transformers import ViTConfig, ViTForImageClassification
-
-pytest.importorskip("PIL.Image", reason="pip install snnk-peft[recipes]")
-pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
 from image_layouts import cifar10_python, draw
-from transformers import ViTImageProcessorPil
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 pytestmark = pytest.mark.slow
 
