@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from snnk_peft import SNNKConfig, get_snnk_model
-from tests.package.test_attention import causal_model, left_padded, sharpened
+from tests.attention_models import causal_model, left_padded, sharpened
 from tests.tiny_models import inputs_for, trained
 
 

@@ -12,8 +12,8 @@ from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map, bundle
 from snnk_peft.attention import RecurrentCache
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
+from tests.attention_models import causal_model, left_padded, patched
 from tests.gpu.agreement import TOLERANCE, agree, every_dtype, gradients_agree
-from tests.package.test_attention import causal_model, left_padded, patched
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")]
 LENGTH, PIECES = 150, [70, 1, 1, 78]  # more than two chunks of tokens; a prompt, single tokens, a second turn

@@ -1,85 +1,45 @@
-"""AttentionPart: linear attention in whole models, against softmax, padding, generation, bundling, reloading."""
+"""Linear attention in whole models: against softmax, with padding, in training; local layers keep their band."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
     MPNetConfig,
     MPNetForSequenceClassification,
 )
+from transformers.masking_utils import sliding_window_bidirectional_mask_function
 
-from snnk_peft import AdapterPart, AttentionPart, FFNPart, SNNKConfig, bundle, get_snnk_model
+from snnk_peft import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import FAMILIES
 from snnk_peft.feature_map import build_feature_map
+from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.parts.adapter import Behind
+from snnk_peft.parts.attention import softmax
 from snnk_peft.parts.attention.interface import NAME, padding_mask, pairwise_mask
-from tests.fresh_process import run_python
+from snnk_peft.tuner.slot_layer import SlotLayer
+from tests.attention_models import LLAMA, causal_model, left_padded, patched, sharpened
 from tests.tiny_models import CLASSIFIERS, inputs_for, same, tiny, trained
 
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 100}
-LLAMA = LlamaConfig(
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=64,
-    max_position_embeddings=128,
-    **TOKENS,
-)
-GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0.0, **TOKENS)
-
-
-def causal_model(name: str, wide: bool = True):
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(copy.deepcopy(LLAMA)) if name == "llama" else GPT2LMHeadModel(copy.deepcopy(GPT2))
-    if wide:  # fresh weights are so small that all attention is uniform
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 2:
-                    parameter.mul_(6)
-    return model.eval()
-
-
-def left_padded() -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 100, (3, 12), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def patched(model, **fields):
-    return get_snnk_model(model, SNNKConfig(attention=AttentionPart(**fields), modules_to_save=[])).eval()
+CAUSAL = ("llama", "gpt2")
 
 
 # --- encoders -------------------------------------------------------------------------------------------------------
 
 
-def sharpened(family: str):
-    """A tiny model whose attention is not uniform."""
-    model = tiny(family)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and any(
-                word in name for word in ("query", "key", "q_lin", "k_lin", "q_proj", "k_proj", "Wqkv")
-            ):
-                parameter.mul_(4)
-    return model
-
-
-@pytest.mark.parametrize("family", sorted(CLASSIFIERS))
+@pytest.mark.parametrize("family", [*sorted(CLASSIFIERS), "llama", "gpt2"])
 def test_many_features_approach_softmax_and_few_do_not(family):
-    model = sharpened(family)
-    inputs = inputs_for(model)
+    model, inputs = (causal_model(family, wide=False), left_padded()) if family in CAUSAL else (sharpened(family), None)
+    inputs = inputs or inputs_for(model)
     with torch.no_grad():
         exact = model(**inputs).logits
         errors = []
@@ -103,7 +63,7 @@ def test_padding_is_truncation(family, fields):
     torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["bert", "vit"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "vit"])
 def test_softmax_comes_back(family):
     model = sharpened(family)
     inputs = inputs_for(model)
@@ -112,7 +72,7 @@ def test_softmax_comes_back(family):
     changed = patched(model, num_features=8)
     assert not torch.allclose(changed(**inputs).logits, exact, atol=1e-6)
     with changed.disable_adapter():
-        torch.testing.assert_close(changed(**inputs).logits, exact)
+        torch.testing.assert_close(changed(**inputs).logits, exact, rtol=1e-5, atol=1e-5)
     plain = changed.unload()
     assert plain.config._attn_implementation == before
     assert same(plain(**inputs).logits, exact)
@@ -156,9 +116,9 @@ def test_two_adapters_and_training():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bundled", [False, True])
-@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("name", ["bert", "llama", "modernbert"])
 def test_compiles_in_one_graph(name, bundled):
-    model = patched(sharpened("bert") if name == "bert" else causal_model(name), num_features=8, near_field=2)
+    model = patched(causal_model(name) if name == "llama" else sharpened(name), num_features=8, near_field=2)
     inputs = inputs_for(model.get_base_model())
     if name == "llama":
         inputs["use_cache"] = False
@@ -169,38 +129,16 @@ def test_compiles_in_one_graph(name, bundled):
     torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)
 
 
-def test_autocast_at_large_norms():
-    model = sharpened("bert")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "query" in name or "key" in name:
-                parameter.mul_(10)
-    changed = patched(model, num_features=16)
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_autocast_at_large_norms(family):
+    model = patched(sharpened(family, 40), num_features=16, near_field=2)
     with torch.autocast("cpu", torch.bfloat16):
-        assert changed(**inputs_for(model)).logits.isfinite().all()
+        assert model(**inputs_for(model.get_base_model(), tokens=30)).logits.isfinite().all()
 
 
 # --- decoders -------------------------------------------------------------------------------------------------------
 
 VARIANTS = [{"num_features": 16}, {"num_features": 16, "near_field": 3, "per_head": True}, {"layers": "top-1"}]
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("fields", VARIANTS, ids=str)
-def test_generation_with_a_cache_equals_generation_without(name, fields):
-    """Greedy and beam search, with left padding, in a batch."""
-    model = patched(causal_model(name), **fields)
-    inputs = left_padded()
-    for options in ({}, {"num_beams": 3}):
-        settings = {"max_new_tokens": 10, "do_sample": False, **options}
-        cached = model.generate(**inputs, **settings)
-        assert torch.equal(cached, model.generate(**inputs, **settings, use_cache=False))
-        assert cached.shape[1] > 12
-    alone = {key: value[1:2, 5:] for key, value in inputs.items()}
-    one = model.generate(**alone, max_new_tokens=10, do_sample=False)
-    both = model.generate(**inputs, max_new_tokens=10, do_sample=False)[1, 5:]
-    length = one.shape[1]
-    assert torch.equal(one[0], both[:length])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -213,109 +151,6 @@ def test_left_padding_is_truncation(name, fields):
         padded = model(**inputs, position_ids=positions).logits[1, 5:]
         cut = model(input_ids=inputs["input_ids"][1:2, 5:]).logits[0]
     torch.testing.assert_close(padded, cut, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_causal_attention_sees_no_future(name):
-    model = patched(causal_model(name), num_features=16, near_field=2)
-    ids = left_padded()["input_ids"]
-    changed = ids.clone()
-    changed[:, 8:] = 7
-    with torch.no_grad():
-        first, second = model(input_ids=ids).logits, model(input_ids=changed).logits
-    torch.testing.assert_close(first[:, :8], second[:, :8], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(first[:, 8:], second[:, 8:])
-
-
-def test_causal_rows_survive_large_keys_behind_them():
-    """At many times the norms of BERT, the scales of two keys of a sequence are hundreds apart in the exponent."""
-    kernel = KernelAttention([build_feature_map("posrf", "orf", 8, 32)], 2)
-    q, k, v = torch.randn(3, 1, 2, 20, 8).unbind()
-    for sizes in (torch.linspace(1, 30, 20), torch.linspace(30, 1, 20)):
-        keys = k * sizes[:, None]
-        out = kernel(q, keys, v, causal=True)
-        torch.testing.assert_close(out[:, :, 0], v[:, :, 0])
-        for end in (5, 12):
-            torch.testing.assert_close(
-                out[:, :, :end], kernel(q[:, :, :end], keys[:, :, :end], v[:, :, :end], causal=True)
-            )
-        mask = (torch.arange(20) >= 6)[None]
-        whole = kernel(q, keys, v, mask, causal=True)
-        for first in (3, 6, 9):  # more keys than queries; the keys before them padding or not
-            torch.testing.assert_close(
-                kernel(q[:, :, first:], keys, v, mask, causal=True)[:, :, 6 - min(first, 6) :],
-                whole[:, :, max(first, 6) :],
-            )
-            assert (whole[:, :, 6:].abs().amax(-1) > 1e-3).all()
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_causal_attention_approaches_softmax(name):
-    model = causal_model(name, wide=False)
-    inputs = left_padded()
-    with torch.no_grad():
-        exact = model(**inputs).logits[0]
-        error = [
-            (patched(copy.deepcopy(model), num_features=m)(**inputs).logits[0] - exact).abs().max().item()
-            for m in (4, 4096)
-        ]
-    assert error[1] < error[0] / 5
-
-
-def test_components_that_see_everything_are_refused_where_attention_is_causal():
-    model = patched(causal_model("llama"), component="oprf")
-    with pytest.raises(UnsupportedError, match="would see the future"):
-        model(**left_padded())
-
-
-# --- bundles --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "auto"), [("bert", AutoModelForSequenceClassification), ("llama", AutoModelForCausalLM)]
-)
-@pytest.mark.parametrize(
-    "fields", [{"num_features": 16, "layers": "top-1"}, {"near_field": 3, "per_head": True}], ids=str
-)
-def test_bundle_reloads_with_and_without_the_package(name, auto, fields, tmp_path):
-    model = patched(sharpened("bert") if name == "bert" else causal_model("llama"), **fields)
-    if fields.get("near_field"):
-        trained(model, std=1.0)  # the weights of the two fields
-    base = model.get_base_model()
-    inputs = left_padded() if name == "llama" else inputs_for(base)
-    expected = model(**inputs).logits
-    small = bundle(model)
-    torch.testing.assert_close(small(**inputs).logits, expected)
-    assert "linear attention" in small.bundle_report.folded[0].after
-    assert small.bundle_report.parity_error < 1e-5
-    small.save_pretrained(tmp_path)
-    again = auto.from_pretrained(tmp_path)
-    assert again.config._attn_implementation == NAME
-    assert same(again(**inputs).logits, small(**inputs).logits)
-    torch.save({"inputs": inputs, "logits": small(**inputs).logits.detach()}, tmp_path / "expected.pt")
-    program = f"""
-import sys, torch, transformers
-sys.modules["snnk_peft"] = None
-model = transformers.{auto.__name__}.from_pretrained({str(tmp_path)!r}, trust_remote_code=True)
-given = torch.load({str(tmp_path / "expected.pt")!r})
-torch.testing.assert_close(model(**given["inputs"]).logits, given["logits"], rtol=1e-5, atol=1e-6)
-print(model.config._attn_implementation)
-"""
-    done = run_python(["-c", program])
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-1].endswith(".modeling_snnk_bundle")
-    if name == "llama":
-        settings = {"max_new_tokens": 8, "do_sample": False}
-        assert torch.equal(again.generate(**inputs, **settings), model.generate(**inputs, **settings))
-
-
-def test_adapter_checkpoint(tmp_path):
-    model = trained(patched(sharpened("bert"), near_field=2), std=1.0)
-    inputs = inputs_for(model.get_base_model())
-    expected = model(**inputs).logits
-    model.save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(sharpened("bert"), tmp_path).eval()
-    assert same(again(**inputs).logits, expected)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -358,12 +193,6 @@ def test_bad_parts(fields, message):
         patched(sharpened("bert"), **fields)
 
 
-def test_other_parts_do_not_fit_a_gated_decoder():
-    for part in ({"ffn": FFNPart()}, {"adapter": AdapterPart(placement="parallel")}):
-        with pytest.raises(UnsupportedError, match="is gated"):
-            get_snnk_model(causal_model("llama"), SNNKConfig(**part))
-
-
 def test_adapters_beside_grouped_queries():
     """Keys and values have fewer heads than queries: the two adapters of a layer have outputs of different lengths."""
     base, inputs = causal_model("llama"), left_padded()
@@ -383,5 +212,211 @@ def test_adapters_beside_grouped_queries():
 def test_temperature():
     kernel = KernelAttention([build_feature_map("posrf", "orf", 4, 8)], 2)
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ConfigError, match="scaling is 0"):
-        kernel(q, q, q, scaling=0.0)
+    for attend, scaling in ((kernel, 0.0), (partial(continue_attention, kernel), -1.0)):
+        with pytest.raises(ConfigError, match=f"scaling is {scaling}"):
+            attend(q, q, q, scaling=scaling)
+    whole = kernel(q, q, q, causal=True, scaling=2.0)
+    torch.testing.assert_close(continue_attention(kernel, q, q, q, scaling=2.0)[0], whole)
+
+
+# === ModernBERT: global layers become linear, local ones keep their band ==============================================
+
+
+def sharp(**changes):
+    """A tiny model whose attention is far from uniform, so that a wrong band shows."""
+    model = tiny("modernbert", **changes)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.attn.Wqkv.weight.mul_(20)
+    return model
+
+
+def kernels(model) -> list[int]:
+    layers = model.get_base_model().model.layers
+    return [i for i, layer in enumerate(layers) if any(isinstance(m, KernelAttention) for m in layer.modules())]
+
+
+def global_as_softmax(model):
+    """The patched model with its linear layers taken out again, but all else as it is: softmax behind our interface."""
+    model.base_model.disable_adapter_layers()
+    assert model.config._attn_implementation == NAME
+    return model
+
+
+# --- which layers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [("all", [0, 3]), ("top-1", [3]), ("bottom-1", [0]), ("top-2", [0, 3]), ([3], [3]), ([0, 3], [0, 3])],
+    ids=str,
+)
+def test_layers_that_see_everything_are_counted(layers, expected):
+    assert kernels(patched(tiny("modernbert"), layers=layers)) == expected
+
+
+def test_a_local_layer_can_be_named_with_a_near_field():
+    assert kernels(patched(tiny("modernbert"), layers=[1, 3], near_field=3)) == [1, 3]
+    with pytest.raises(ConfigError, match=r"layer 1, which attends to a band of 3 tokens .* set near_field=3"):
+        patched(tiny("modernbert"), layers=[1, 3])
+    with pytest.raises(ConfigError, match=r"'top-3'; the model has 2 layers that attend to all tokens"):
+        patched(tiny("modernbert"), layers="top-3")
+    with pytest.raises(ConfigError, match="the model has 4 layers"):
+        patched(tiny("modernbert"), layers=[4])
+    only_local = tiny("modernbert", layer_types=["sliding_attention"] * 4)
+    with pytest.raises(UnsupportedError, match="all 4 layers attend to a band of 3 tokens"):
+        patched(only_local)
+
+
+# --- local layers are what they were --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [7, 30], ids=["one product", "blocks"])
+def test_layers_left_alone_give_the_original_outputs(tokens):
+    """All layers softmax behind our attention function: the model's own hidden states, layer by layer."""
+    model = sharp()
+    inputs = inputs_for(model, tokens=tokens)
+    keep = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**inputs, output_hidden_states=True)
+        ours = global_as_softmax(patched(copy.deepcopy(model), num_features=16))(**inputs, output_hidden_states=True)
+    for given, wanted in zip(ours.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(given[keep], wanted[keep], rtol=1e-4, atol=1e-5)
+    assert same(ours.logits, expected.logits)
+
+
+def test_the_band_matters():
+    """A token that no local layer can reach changes nothing before the next global layer."""
+    model = sharp(layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2)
+    changed = patched(model, num_features=16)
+    inputs = inputs_for(model, batch=1, tokens=30)["input_ids"]
+    other = inputs.clone()
+    other[:, 20] = 5 if int(inputs[0, 20]) != 5 else 6
+    with torch.no_grad():
+        first, second = (changed(input_ids=ids, output_hidden_states=True).hidden_states[1] for ids in (inputs, other))
+    moved = ((first - second).abs().amax(-1)[0] > 0).nonzero().flatten().tolist()
+    assert moved == [18, 19, 20, 21, 22]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_block_form_and_mask_form_of_a_band_agree(causal, masked):
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    generator = torch.Generator().manual_seed(3)
+    for tokens, in_blocks in ((24, False), (25, True)):  # eight windows
+        q, k, v = (torch.randn(2, heads, tokens, 8, generator=generator).double() for heads in (4, 2, 2))
+        mask = torch.ones(2, tokens, dtype=torch.bool)
+        if masked:
+            mask[1, 20:] = False
+        options = {"scaling": 0.5, "causal": causal, "window": 3}
+        out, none = softmax.softmax_attention(module, q, k, v, mask, **options)
+        explicit, weights = softmax.softmax_attention(module, q, k, v, mask, **options, weights_wanted=True)
+        banded = banded_softmax_attention(q, k, v, 3, mask, causal=causal, scaling=0.5).transpose(1, 2)
+        assert none is None
+        assert torch.equal(out, banded) == in_blocks
+        for row, kept in enumerate((tokens, 20 if masked else tokens)):
+            torch.testing.assert_close(out[row, :kept], banded[row, :kept], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(out[row, :kept], explicit[row, :kept], rtol=1e-10, atol=1e-10)
+            far = (torch.arange(tokens)[:, None] - torch.arange(tokens)).abs() >= 3
+            assert not weights[row, :, :kept][:, far[:kept]].any()
+
+
+def test_our_band_is_that_of_transformers():
+    """ModernBERT hands its attention function one more than config.sliding_window, whose distance is inclusive."""
+    config = ModernBertConfig(local_attention=6, num_hidden_layers=2, hidden_size=8, num_attention_heads=2)
+    attention = ModernBertForSequenceClassification(config).model.layers[1].attn
+    seen = sliding_window_bidirectional_mask_function(config.sliding_window)
+    positions = torch.arange(12)
+    wanted = seen(0, 0, positions[:, None], positions)
+    x = torch.zeros(1, 1, 12, 4)
+    assert torch.equal(pairwise_mask(None, x, x, False, attention.sliding_window)[0, 0], wanted)
+
+
+def test_a_local_layer_in_training_drops_weights():
+    model = patched(sharp(attention_dropout=0.5), layers=[0])
+    inputs = inputs_for(model.get_base_model(), tokens=30)
+    model.train()
+    assert not torch.allclose(model(**inputs).logits, model(**inputs).logits)
+
+
+# --- padding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("fields", [{}, {"layers": [0, 1, 3], "near_field": 3}], ids=["global", "near field"])
+def test_padding_changes_nothing(fields, pooling):
+    model = patched(sharp(classifier_pooling=pooling), **fields)
+    inputs = inputs_for(model.get_base_model(), tokens=30)
+    kept = int(inputs["attention_mask"][-1].sum())
+    with torch.no_grad():
+        padded = model(**inputs).logits[-1]
+        cut = model(input_ids=inputs["input_ids"][-1:, :kept]).logits[0]
+    torch.testing.assert_close(padded, cut, rtol=1e-5, atol=1e-5)
+
+
+# --- other parts ----------------------------------------------------------------------------------------------------
+
+
+def test_adapters_beside_attention_and_a_pooler():
+    model = sharp()
+    config = SNNKConfig(
+        attention=AttentionPart(num_features=8, near_field=2),
+        adapter=AdapterPart(num_features=4),
+        pooler=PoolerPart(num_features=8),
+    )
+    changed = trained(get_snnk_model(model, config)).eval()
+    inputs = inputs_for(model)
+    small = bundle(changed)
+    torch.testing.assert_close(small(**inputs).logits, changed(**inputs).logits, rtol=1e-4, atol=1e-5)
+    changed.train()
+    changed(**inputs).logits.square().sum().backward()
+    learned = {name: p.grad for name, p in changed.named_parameters() if p.requires_grad}
+    assert sum("attn.out_drop" in name or ".attn.base_layer.out_drop" in name for name in learned) >= 4
+    assert all(grad is not None and grad.isfinite().all() for grad in learned.values())
+
+
+def afters(model) -> list[Behind]:
+    """The sequential adapters in use."""
+    layers = [module for module in model.modules() if isinstance(module, SlotLayer)]
+    return [slot for layer in layers for slot in layer.active_slots() if isinstance(slot, Behind)]
+
+
+@pytest.mark.parametrize("family", ["modernbert", "vit", "distilbert"])
+def test_an_adapter_inside_exchanged_attention(family, tmp_path):
+    """The adapter's place lies inside the attention module: saved, loaded, joined by a second one, taken out again."""
+    model = tiny(family)
+    inputs = inputs_for(model)
+    exact = model(**inputs).logits
+    config = SNNKConfig(attention=AttentionPart(num_features=8), adapter=AdapterPart(num_features=4))
+    changed = trained(get_snnk_model(model, config)).eval()
+    expected = changed(**inputs).logits
+    changed.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(tiny(family), tmp_path).eval()
+    assert same(again(**inputs).logits, expected)
+    changed.add_adapter("other", SNNKConfig(adapter=AdapterPart(num_features=6), modules_to_save=[]))
+    changed.set_adapter("other")
+    assert all(slot.adapter.stage.feature_map.num_features == 6 for slot in afters(changed))
+    assert len(afters(changed)) == 2 * len(FAMILIES[family].layer_paths(model))
+    assert not torch.allclose(changed(**inputs).logits, expected, atol=1e-4)
+    changed.set_adapter("default")
+    assert same(changed(**inputs).logits, expected)
+    small = bundle(again)
+    torch.testing.assert_close(small(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    plain = again.unload()
+    assert not [module for module in plain.modules() if isinstance(module, SlotLayer)]
+    assert list(plain.state_dict()) == list(tiny(family).state_dict())
+    assert exact.shape == plain(**inputs).logits.shape
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"ffn": FFNPart()}, "ffn: leave this part out.* is gated"),
+        ({"adapter": AdapterPart(placement="parallel")}, "use 'houlsby' or 'pfeiffer'.* is gated"),
+        ({"adapter": AdapterPart(placement="query_value")}, "has no Linear that makes the query alone; use 'houlsby'"),
+    ],
+)
+def test_parts_that_have_no_place(part, message):
+    with pytest.raises(UnsupportedError, match=message):
+        get_snnk_model(tiny("modernbert"), SNNKConfig(**part))

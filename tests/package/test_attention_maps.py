@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from snnk_peft import (
     COMPONENTS,
@@ -28,8 +30,9 @@ from snnk_peft.feature_map import FeatureMap, advance
 from snnk_peft.feature_map.describe import main, measured_error
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.parts.attention.interface import NAME
+from tests.attention_models import causal_model, left_padded, patched, sharpened, widened
 from tests.fresh_process import run_python
-from tests.package.test_attention import causal_model, left_padded, patched
 from tests.tiny_models import inputs_for, same, tiny, trained
 
 F64 = torch.float64
@@ -51,13 +54,7 @@ def made(component: str, projection: str, site: str = "", m: int = 12, **params:
 
 
 def vivid():
-    """A tiny encoder whose logits show what its attention does: with fresh weights, hardly."""
-    model = tiny("bert")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(6)
-    return model
+    return widened(tiny("bert"))
 
 
 def vectors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -302,18 +299,6 @@ def test_every_term_has_its_own_draw_and_trains():
 # --- learned maps and redrawn ones ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("projection", "replaced"), [("free", "gaussian"), ("gmm", "gaussian"), ("generative", "gaussian")]
-)
-@pytest.mark.parametrize("per_head", [False, True])
-def test_learned_maps_start_at_the_map_they_replace(projection, replaced, per_head):
-    model = vivid()
-    inputs = inputs_for(model)
-    fields = {"num_features": 8, "per_head": per_head}
-    fixed = patched(copy.deepcopy(model), projection=replaced, **fields)(**inputs).logits
-    assert same(patched(model, projection=projection, **fields)(**inputs).logits, fixed)
-
-
 def test_learned_fastfood_starts_near_softmax():
     model = vivid()
     inputs = inputs_for(model)
@@ -397,18 +382,6 @@ def test_batch_mates_and_padding_have_no_influence(component, per_head):
     torch.testing.assert_close(together, cut, rtol=1e-5, atol=1e-6)
 
 
-def test_statistics_come_from_each_example_and_head():
-    """The parameter of oprf, as the kernel computes it, is that of the head's own tokens."""
-    q, k, _, mask = vectors()
-    term = AttentionTerm([made("oprf", "orf")])
-    found = term.statistics(q / 2, k / 2, mask, causal=False, root=2.0)["mean_square"]
-    for b, group in itertools.product(range(2), range(GROUPS)):
-        kept = int(mask[b].sum())
-        x = torch.cat([q[b, h, :kept] for h in (2 * group, 2 * group + 1)])
-        expected = (x[:, None] + k[b, group, None, :kept]).square().sum(-1).mean()
-        torch.testing.assert_close(found[b, group].squeeze(), expected)
-
-
 # --- saving, bundling, calibrating ----------------------------------------------------------------------------------
 
 MAPS = {
@@ -431,6 +404,10 @@ MAPS = {
         ],
     },
 }
+
+
+JOINT = {"component": "mixture", "projection": "centroids", "num_features": 8, "refit_output": False}
+JOINT |= {"near_field": 3, "near_field_normalisation": "joint", "sinks": 2}
 
 
 def fields_of(name: str) -> dict:
@@ -468,42 +445,78 @@ def test_fixed_maps_as_checksums(tmp_path):
         get_snnk_model(vivid(), learned)
 
 
+llama, gpt2 = (partial(causal_model, name) for name in ("llama", "gpt2"))
+# Model and fields of the part: every map, every kind of near field, some layers, local layers.
+BUNDLES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    **{name: (llama if name in ("hedgehog", "sum") else vivid, fields_of(name)) for name in MAPS},
+    "some layers": (vivid, {"num_features": 16, "layers": "top-1"}),
+    "modernbert": (partial(sharpened, "modernbert"), {"num_features": 16, "near_field": 2}),
+    "per head": (llama, {"near_field": 3, "per_head": True}),
+    "llama, some layers": (llama, {"num_features": 16, "near_field": 3, "layers": "top-1"}),
+    "gpt2, some layers": (gpt2, {"num_features": 16, "near_field": 3, "layers": "top-1"}),
+    "joint": (llama, JOINT),
+}
+ANSWERS = """
+import json, sys, torch, transformers
+
+def answers(folder, **options):
+    '''The error of a loaded bundle, its attention, and its text with a cache and without.'''
+    given = torch.load(folder + ".pt")
+    auto = "AutoModelForCausalLM" if given["text"] is not None else "AutoModelForSequenceClassification"
+    model = getattr(transformers, auto).from_pretrained(folder, **options).eval()
+    error = (model(**given["inputs"]).logits - given["logits"]).abs().max() / given["logits"].abs().max()
+    found = {"error": error.item(), "attention": model.config._attn_implementation}
+    for beams in (1, 2) if given["text"] is not None else ():
+        settings = dict(max_new_tokens=10, do_sample=False, num_beams=beams, return_dict_in_generate=True)
+        made = model.generate(**given["inputs"], **settings)
+        assert torch.equal(made.sequences, model.generate(**given["inputs"], **settings, use_cache=False).sequences)
+        assert beams > 1 or torch.equal(made.sequences, given["text"])
+        found["cache"] = [type(layer).__name__ for layer in made.past_key_values.layers]
+    half = model.to(torch.bfloat16)(**given["inputs"]).logits
+    assert half.isfinite().all() and half.dtype == torch.bfloat16
+    return found
+"""
+
+
 @pytest.fixture(scope="module")
-def without_the_package(tmp_path_factory) -> dict[str, str]:
-    """Bundles of all maps, saved; what a process without the package says about each."""
+def without_the_package(tmp_path_factory) -> tuple[str, dict[str, Any]]:
+    """A folder of bundles, and what a process without the package says about each."""
     folder = tmp_path_factory.mktemp("bundles")
-    for name in MAPS:
-        causal = name in ("hedgehog", "sum")
-        model = trained(patched(causal_model("llama") if causal else vivid(), **fields_of(name)))
-        inputs = left_padded() if causal else inputs_for(model.get_base_model())
+    for name, (make, fields) in BUNDLES.items():
+        model = trained(patched(make(), **fields))
+        causal = make in (llama, gpt2)
+        inputs = left_padded() if causal else inputs_for(model.get_base_model(), tokens=12)
         small = bundle(model)
         assert same(small(**inputs).logits, model(**inputs).logits)
         small.save_pretrained(folder / name)
-        torch.save({"inputs": inputs, "logits": small(**inputs).logits.detach()}, folder / f"{name}.pt")
+        text = model.generate(**inputs, max_new_tokens=10, do_sample=False) if causal else None
+        known = {"inputs": inputs, "logits": small(**inputs).logits.detach(), "text": text}
+        torch.save(known, folder / f"{name}.pt")
     program = f"""
-import sys, torch, transformers
-sys.modules["snnk_peft"] = None
-for name in {list(MAPS)!r}:
-    auto = "AutoModelForCausalLM" if name in ("hedgehog", "sum") else "AutoModelForSequenceClassification"
-    model = getattr(transformers, auto).from_pretrained({str(folder)!r} + "/" + name, trust_remote_code=True)
-    given = torch.load({str(folder)!r} + "/" + name + ".pt")
-    error = (model(**given["inputs"]).logits - given["logits"]).abs().max() / given["logits"].abs().max()
-    print(name, error.item())
+import sys; sys.modules["snnk_peft"] = None
+{ANSWERS}
+for name in {list(BUNDLES)!r}:
+    print(json.dumps([name, answers({str(folder)!r} + "/" + name, trust_remote_code=True)]))
 """
     done = run_python(["-c", program])
     assert done.returncode == 0, done.stderr[-2000:]
-    return {"folder": str(folder), **dict(line.split() for line in done.stdout.splitlines())}
+    return str(folder), dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
-@pytest.mark.parametrize("name", MAPS)
-def test_bundles_reload_with_and_without_the_package(name, without_the_package):
-    assert float(without_the_package[name]) < 1e-5
-    path = f"{without_the_package['folder']}/{name}"
-    given = torch.load(f"{path}.pt")
-    causal = name in ("hedgehog", "sum")
-    auto = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
-    again = auto.from_pretrained(path).eval()
-    assert same(again(**given["inputs"]).logits, given["logits"])
+@pytest.mark.parametrize("name", BUNDLES)
+def test_bundles_reload_and_generate_with_and_without_the_package(name, without_the_package):
+    folder, found = without_the_package
+    scope: dict[str, Any] = {}
+    exec(ANSWERS, scope)
+    own = scope["answers"](f"{folder}/{name}")
+    assert own.pop("attention") == NAME
+    assert found[name].pop("attention").endswith(".modeling_snnk_bundle")
+    assert own.pop("error") < 1e-5
+    assert found[name].pop("error") < 1e-5
+    assert own == found[name]
+    if own:
+        some = BUNDLES[name][1].get("layers") == "top-1"
+        assert own["cache"] == ["DynamicLayer" if some else "RecurrentLayer", "RecurrentLayer"]
 
 
 def test_the_bundle_report_tells_the_maps():
@@ -513,6 +526,8 @@ def test_the_bundle_report_tells_the_maps():
     )
     after = bundle(patched(vivid(), **fields_of("gmm"))).bundle_report.folded[0].after
     assert after == "linear attention, 8 posrf features per head"
+    after = bundle(patched(vivid(), **JOINT)).bundle_report.folded[0].after
+    assert "beyond 3 neighbours and 2 sinks" in after
 
 
 def test_calibration_leaves_attention_alone():

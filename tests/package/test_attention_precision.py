@@ -17,11 +17,9 @@ from snnk_peft import build_feature_map
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component
 from snnk_peft.components.posrf import Posrf
-from snnk_peft.errors import ConfigError
 from snnk_peft.functional import exponential_causal
 from snnk_peft.functional.exponential_attention import exponential_attention
 from snnk_peft.functional.log_linear import LogLinear
-from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
@@ -285,13 +283,6 @@ def test_a_tower_of_ones_own_has_no_logarithms_of_another():
     features = build_feature_map("posrf", "orf", 4, 8)
     assert features.component.log_linear(features.projection, {}, False, torch.zeros(())) is not None
     assert Louder().log_linear(features.projection, {}, False, torch.zeros(())) is None
-
-
-def test_terms_and_maps_are_not_mixed():
-    """A map beside terms was dropped without a word."""
-    maps = [build_feature_map("posrf", "orf", 4, 8), build_feature_map("relu", "orf", 4, 8)]
-    with pytest.raises(ConfigError, match="AttentionTerm, FeatureMap"):
-        KernelAttention([AttentionTerm(maps[:1]), maps[1]], 2)
 
 
 # --- cosines and sines ----------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from snnk_peft import bundle
 from snnk_peft.attention import NAME, RecurrentCache, kernel_attention_forward, padding_mask
-from tests.package.test_attention import causal_model, left_padded, patched, same
+from tests.attention_models import causal_model, left_padded, patched
+from tests.tiny_models import same
 
 
 def test_code_file_and_package_side_by_side(tmp_path):

@@ -35,7 +35,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.exporting.program import Axes, OnnxFormat
 from snnk_peft.families import FAMILIES
 from snnk_peft.functional import blocks
-from tests.package.test_attention import causal_model
+from tests.attention_models import causal_model
 from tests.tiny_models import inputs_for, tiny, trained
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""Linear attention against its definition: oracles 18 to 22 and 33."""
+"""Linear attention against its definition, whole and block by block, and the band of the near field."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import torch
 
 from snnk_peft import build_feature_map
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional import blocks, exponential_causal
 from snnk_peft.functional.causal_attention import causal_linear_attention
 from snnk_peft.functional.linear_attention import common_scale, linear_attention
 from snnk_peft.functional.near_field import banded_softmax_attention
+from snnk_peft.layers.attention_term import AttentionTerm
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.recurrent_attention import continue_attention
 from tests.linear_oracle import quadratic_attention
 from tests.tensor_sizes import LargestTensor
 
@@ -117,22 +121,6 @@ def test_causal_forms_agree(chunk, masked):
     assert remembered.values.shape == (3, 2, 16, 6)
 
 
-def test_prefill_in_pieces():
-    q, k, v = heads(50)
-    phi, psi = features(q, k)
-    expected, _ = causal_linear_attention(phi, psi.values, v, log_scale=psi.log_scale)
-    state, parts = None, []
-    for piece in (slice(0, 7), slice(7, 40), slice(40, 50)):
-        part, state = causal_linear_attention(
-            *(t[:, :, piece] for t in (phi, psi.values, v)),
-            chunk=16,
-            state=state,
-            log_scale=psi.log_scale[:, :, piece],
-        )
-        parts.append(part)
-    torch.testing.assert_close(torch.cat(parts, 2), expected, **CLOSE)
-
-
 @pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
 @pytest.mark.parametrize("pieces", [[(0, 60)], [(0, 1), (1, 30), (30, 60)]])
 def test_large_keys_do_not_erase_the_rows_before_them(order, pieces):
@@ -166,16 +154,6 @@ def test_large_keys_do_not_erase_the_rows_before_them(order, pieces):
     assert gradient.isfinite().all()
 
 
-def test_no_gradient_from_the_future():
-    q, k, v = heads(12)
-    v.requires_grad_()
-    phi, psi = features(q, k)
-    out, _ = causal_linear_attention(phi, psi.values, v, chunk=5, log_scale=psi.log_scale)
-    out[:, :, 6].sum().backward()
-    assert v.grad[:, :, :7].abs().min() > 0
-    assert not v.grad[:, :, 7:].any()
-
-
 def test_gradients():
     q, k, v = heads(5, dim=3)
 
@@ -187,30 +165,6 @@ def test_gradients():
 
     q, k, v = (t[:1].clone().requires_grad_() for t in (q, k, v))
     assert torch.autograd.gradcheck(run, (q, k, v))
-
-
-def test_examples_do_not_meet():
-    """An example's output does not depend on its batch-mates."""
-    q, k, v = heads()
-    phi, psi = features(q, k)
-    scaled, _ = common_scale(psi.values, psi.log_scale)
-    alone, _ = common_scale(psi.values[:1], psi.log_scale[:1])
-    torch.testing.assert_close(linear_attention(phi, scaled, v)[:1], linear_attention(phi[:1], alone, v[:1]), **CLOSE)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_at_large_norms(dtype):
-    """Ten times the norms of BERT's queries: finite, in the dtype of the values, near the fp64 result."""
-    q, k, v = heads(64, size=4.0)
-    phi, psi = features(q, k)
-    exact = linear_attention(phi, common_scale(psi.values, psi.log_scale)[0], v)
-    fm = build_feature_map("posrf", "orf", 6, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        psi = fm.psi(k.float())
-        out = linear_attention(fm.phi(q.float()).values, common_scale(psi.values, psi.log_scale)[0], v.to(dtype))
-    assert out.dtype == dtype
-    assert out.isfinite().all()
-    torch.testing.assert_close(out.double(), exact, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -274,3 +228,148 @@ def test_band_gradients_and_errors():
     assert torch.autograd.gradcheck(lambda *t: banded_softmax_attention(*t, 3, causal=True), (q, k, v))
     with pytest.raises(ConfigError, match="2 faults"):
         banded_softmax_attention(q, k[:, :, :3], v[:, :, :3], 0)
+
+
+# === block by block, so that features never exist whole ===============================================================
+
+
+LENGTH = 75
+
+
+def tensors(queries: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v and a mask: lengths 75 and 60, and a gap that a whole block falls into; key norms that keep growing."""
+    q = torch.randn(2, 4, queries, 6, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, LENGTH, 6, dtype=torch.float64)
+    mask = torch.arange(LENGTH) < torch.tensor([[LENGTH], [60]])
+    mask[1, 8:34] = False
+    return q, k * torch.linspace(0.5, 8.0, LENGTH, dtype=torch.float64)[:, None], v, mask
+
+
+def kernel(component: str, maps: int = 1) -> KernelAttention:
+    features = [build_feature_map(component, "orf", 6, 16, site=str(i)) for i in range(maps)]
+    return KernelAttention([AttentionTerm(features)], 4).double()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 8 tokens."""
+    monkeypatch.setattr(blocks, "FEWEST", 8)
+    monkeypatch.setattr(blocks, "BLOCK", 1)
+
+
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "FEWEST", 2**40)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("component", "maps", "causal", "queries"),
+    [
+        ("posrf", 1, False, LENGTH),
+        ("posrf", 1, True, LENGTH),
+        ("posrf", 1, True, 20),  # a cache holds the first 55 keys
+        ("posrf", 1, False, 20),
+        ("posrf", 2, False, LENGTH),  # one map per key head
+        ("posrf", 2, True, LENGTH),
+        ("relu", 1, False, LENGTH),  # without scales
+        ("relu", 1, True, LENGTH),
+        ("saderf", 1, False, LENGTH),  # statistics of all tokens
+        ("oprf", 2, False, LENGTH),
+    ],
+)
+def test_blocks_change_nothing(component, maps, causal, queries, masked, small_blocks, monkeypatch):
+    attention = kernel(component, maps)
+    q, k, v, mask = tensors(queries)
+    mask = mask if masked else None
+
+    def results():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = attention(*leaves, mask, causal=causal)
+        torch.manual_seed(1)
+        gradients = torch.autograd.grad((out * torch.randn_like(out)).sum(), leaves)
+        with torch.no_grad():
+            return out.detach(), attention(q, k, v, mask, causal=causal), *gradients
+
+    assert blocks.block_tokens(q, 16) == 8
+    pieces = results()
+    whole(monkeypatch)
+    for mine, expected in zip(pieces, results(), strict=True):
+        torch.testing.assert_close(mine, expected, **CLOSE)
+
+
+def test_prefill_in_blocks_leaves_the_same_state(small_blocks, monkeypatch):
+    attention = kernel("posrf")
+    q, k, v, mask = tensors()
+    out, state = continue_attention(attention, q, k, v, mask)
+    whole(monkeypatch)
+    expected, wanted = continue_attention(attention, q, k, v, mask)
+    torch.testing.assert_close(out, expected, **CLOSE)
+    for mine, sums in zip(state.sums[0], wanted.sums[0], strict=True):
+        torch.testing.assert_close(mine, sums, **CLOSE)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_features_never_exist_whole(causal, small_blocks, monkeypatch):
+    """With four features per number of the output, the output is the largest tensor that is made."""
+
+    attention = KernelAttention([build_feature_map("posrf", "orf", 6, 24)], 4)
+    q, k, v = torch.randn(3, 1, 4, 4096, 6)
+
+    def largest() -> int:
+        with torch.no_grad(), LargestTensor() as seen:
+            attention(q, k, v, causal=causal)
+        return seen.numel
+
+    assert largest() == q.numel()
+    whole(monkeypatch)
+    assert largest() >= 4 * q.numel()
+
+
+def test_graphs_and_accelerators_take_all_at_once():
+    q = torch.randn(1, 2, 600, 6)
+    assert blocks.block_tokens(q, 2**20) == blocks.FEWEST
+    assert blocks.block_tokens(q.to("meta"), 2**20) is None
+    attention = KernelAttention([build_feature_map("posrf", "orf", 6, 16)], 2)
+    traced = torch.jit.trace(lambda q: attention(q, q, q), q, check_trace=False)
+    longer = torch.randn(1, 2, 700, 6)
+    torch.testing.assert_close(traced(longer), attention(longer, longer, longer))
+
+
+@pytest.mark.parametrize("columns", [3, 40])
+@pytest.mark.parametrize(("component", "maps"), [("posrf", 1), ("posrf", 2), ("hyprf", 1), ("saderf", 1)])
+def test_blocks_that_share_memory_hold_the_same_numbers(component, maps, columns, small_blocks, monkeypatch):
+    """Without gradients; the last block is shorter, and values are longer or shorter than features (16 or 32)."""
+    q, k, _, mask = tensors()
+    v = torch.randn(2, 2, LENGTH, columns, dtype=torch.float64)
+    attention = kernel(component, maps)
+    with torch.no_grad():
+        in_blocks = attention(q, k, v, mask)
+        whole(monkeypatch)
+        torch.testing.assert_close(in_blocks, attention(q, k, v, mask), **CLOSE)
+
+
+@pytest.mark.parametrize("component", ["posrf", "trigrf", "relu"])  # logarithms, scales, neither
+def test_causal_blocks_of_an_accelerator_change_nothing(component, monkeypatch):
+    for module in (blocks, exponential_causal):
+        monkeypatch.setattr(module, "takes_blocks", lambda x: False)
+    layer, (q, k, v, mask) = kernel(component), tensors()
+    found = []
+    for longest in (2**40, 16):
+        monkeypatch.setattr(blocks, "LONGEST", longest)
+        assert blocks.causal_tokens(q, 16) == longest
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k / 4, v)]
+        out = layer(*leaves, mask, causal=True)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+def test_causal_attention_on_an_accelerator_takes_memory_linear_in_length():
+    layer = KernelAttention([build_feature_map("posrf", "orf", 64, 64)], 1).to("meta")
+    largest = []
+    for length in (16384, 65536):
+        q = torch.empty(1, 1, length, 64, device="meta")
+        with LargestTensor(meta=True) as seen, torch.no_grad():
+            layer(q, q, q, causal=True)
+        largest.append(seen.numel)
+    assert 0 < largest[1] <= 4 * largest[0]

@@ -197,7 +197,7 @@ def test_a_step_of_a_layer_is_one_operation(masked, launched):
 @pytest.mark.parametrize("fields", [{}, {"per_head": True, "near_field": 3}], ids=str)
 def test_generated_tokens_are_those_of_the_torch_form(fields, launched, monkeypatch):
     """A batch padded on the left; one launch a layer and new token."""
-    from tests.package.test_attention import causal_model, left_padded, patched
+    from tests.attention_models import causal_model, left_padded, patched
 
     model, inputs = patched(causal_model("llama"), num_features=16, **fields), left_padded()
     made = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}

@@ -254,7 +254,7 @@ def launches_of_a_step() -> Any:
 @in_interpreter
 def test_generated_tokens_are_those_of_the_torch_form(monkeypatch):
     """A batch padded on the left, features without scales; one launch of attention a layer and new token."""
-    from tests.package.test_attention import causal_model, left_padded, patched
+    from tests.attention_models import causal_model, left_padded, patched
 
     inputs, model = left_padded(), causal_model("llama")
     model = patched(model, component="relu", projection="gaussian", num_features=16)

@@ -1,22 +1,25 @@
-"""Several documents in one row: none sees another, or the model refuses."""
+"""Which keys a token may see: documents packed into a row, windows that models pass on, masks; or a refusal."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from transformers import DataCollatorWithFlattening
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 
 from snnk_peft import bundle
 from snnk_peft.attention import RecurrentCache
 from snnk_peft.errors import UnsupportedError
+from snnk_peft.families import FAMILIES, register_family
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.parts.attention.masks import attend_per_document
-from tests.package.test_attention import causal_model, left_padded, patched, sharpened
-from tests.package.test_static_cache import windowed
+from snnk_peft.parts.attention.bands import band_width
+from snnk_peft.parts.attention.documents import attend_per_document
+from tests.attention_models import SIZES, TOKENS, causal_model, left_padded, patched, sharpened, windowed
 from tests.tiny_models import inputs_for, trained
 
 LENGTHS = [5, 1, 2, 9, 3]
@@ -188,3 +191,73 @@ def test_rows_of_every_shape(causal):
     for row, lengths in enumerate(cuts):
         parts = zip(*(t[row : row + 1].split(lengths, 2) for t in (q, k, v)), strict=True)
         torch.testing.assert_close(found[row : row + 1], torch.cat([attend(*part) for part in parts], 1))
+
+
+# === models that pass a window to the attention function ==============================================================
+
+
+MODELS = {"mistral": "Mistral", "phi3": "Phi3", "starcoder2": "Starcoder2"}
+WINDOW = 20  # longer than what bundles are probed with
+
+
+def model_with(name: str, window: int | None = WINDOW):
+    if name not in FAMILIES:  # built as Llama, as far as attention goes
+        places = dict.fromkeys(("ffn_in", "activation", "ffn_out", "ffn_adapter"), "mlp") | {"ffn_up": None}
+        register_family(replace(FAMILIES["llama"], name=name, **places))
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{MODELS[name]}Config")(
+        **SIZES, **TOKENS, intermediate_size=64, max_position_embeddings=64, sliding_window=window
+    )
+    return getattr(transformers, f"{MODELS[name]}ForCausalLM")(config).eval()
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.randint(3, 100, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_narrow_window_is_refused(name):
+    plain = model_with(name)
+    model = patched(copy.deepcopy(plain), num_features=16)
+    free = patched(model_with(name, None), num_features=16)
+    short, long = tokens(WINDOW), tokens(WINDOW + 1)
+    with torch.no_grad():
+        for loaded in (model, bundle(copy.deepcopy(model))):
+            # A window as wide as the input is none.
+            torch.testing.assert_close(loaded(input_ids=short).logits, free(input_ids=short).logits)
+            for options in ({}, {"use_cache": False}, {"attention_mask": torch.ones_like(long)}):
+                with pytest.raises(UnsupportedError, match=f"window of {WINDOW} tokens and there are 21 keys"):
+                    loaded(input_ids=long, **options)
+            for options in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+                with pytest.raises(UnsupportedError, match=f"window of {WINDOW} tokens"):
+                    loaded.generate(input_ids=short, max_new_tokens=4, do_sample=False, **options)
+        with model.disable_adapter():
+            torch.testing.assert_close(model(input_ids=long).logits, plain(input_ids=long).logits)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_what_the_message_advises(name):
+    """A near field, other layers, or no window."""
+    long = tokens(30)
+    for model in (
+        patched(model_with(name), num_features=16, near_field=WINDOW),
+        patched(model_with(name, None), num_features=16),
+    ):
+        text = model.generate(input_ids=long, max_new_tokens=6, do_sample=False)
+        without = model.generate(input_ids=long, max_new_tokens=6, do_sample=False, use_cache=False)
+        assert torch.equal(text, without)
+    model = model_with(name)
+    model.config.sliding_window = None
+    patched(model, num_features=16)(input_ids=long)
+
+
+def test_a_window_that_stays_in_the_config():
+    """Models like qwen2_moe put it into their masks alone."""
+    module = causal_model("llama").model.layers[0].self_attn
+    assert band_width(module, {}, 100) is None
+    assert band_width(module, {"sliding_window": 5}, 100) == 5
+    module.config.sliding_window = 50
+    assert band_width(module, {}, 50) is None
+    assert band_width(module, {"sliding_window": None}, 100) is None
+    with pytest.raises(UnsupportedError, match="does not pass to its attention function"):
+        band_width(module, {}, 51)

@@ -1,26 +1,28 @@
-"""RecurrentCache: generation in constant memory, equal to generation without a cache."""
+"""Generation with recurrent, static, sliding and quantized caches and with assistants is generation without a cache."""
 
 from __future__ import annotations
 
 import copy
-import json
+import io
 import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache, StaticCache
+from transformers.masking_utils import causal_mask_function as causal
 
 from snnk_peft import AttentionPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.attention import RecurrentCache
 from snnk_peft.components import COMPONENTS
-from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.errors import UnsupportedError
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
-from snnk_peft.parts.attention.cache import RecurrentByDefault, RecurrentLayer
-from tests.fresh_process import run_python
-from tests.package.test_attention import causal_model, left_padded, patched, sharpened
+from snnk_peft.parts.attention.cache import RecurrentByDefault
+from snnk_peft.parts.attention.interface import padding_mask
+from snnk_peft.parts.attention.recurrent_layer import RecurrentLayer
+from tests.attention_models import causal_model, left_padded, patched, sharpened, windowed
 from tests.tiny_models import trained
 
 FAMILIES = ["llama", "gpt2"]
@@ -40,7 +42,7 @@ def llama():
     return patched(causal_model("llama"), num_features=16)
 
 
-def linear(cache) -> list[bool]:
+def are_linear(cache) -> list[bool]:
     return [isinstance(layer, RecurrentLayer) for layer in cache.layers]
 
 
@@ -86,16 +88,6 @@ def test_padding_has_no_scale(size):
     assert torch.equal(after.sums[0].values, state.sums[0].values)  # padding in between leaves the sums alone
 
 
-def test_scaling_of_one_layer():
-    kernel = KernelAttention([build_feature_map("posrf", "orf", 4, 8)], 2)
-    q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ConfigError, match="scaling is -1"):
-        continue_attention(kernel, q, q, q, scaling=-1.0)
-    torch.testing.assert_close(
-        continue_attention(kernel, q, q, q, scaling=2.0)[0], kernel(q, q, q, causal=True, scaling=2.0)
-    )
-
-
 # --- generation -----------------------------------------------------------------------------------------------------
 
 
@@ -122,20 +114,11 @@ def test_equal_to_generation_without_a_cache(name, fields):
         assert found[0].shape[1] > 12
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_row_does_not_depend_on_its_batch(name):
-    model = patched(causal_model(name), num_features=16, near_field=3)
-    inputs = left_padded()
-    alone = model.generate(**{key: value[1:2, 5:] for key, value in inputs.items()}, **GREEDY)[0]
-    both = model.generate(**inputs, **GREEDY)[1, 5:]
-    assert torch.equal(alone, both[: len(alone)])
-
-
 def test_generate_uses_it_by_itself(llama):
     inputs = left_padded()
     asked = {**GREEDY, "return_dict_in_generate": True}
     cache = llama.generate(**inputs, **asked).past_key_values
-    assert linear(cache) == [True, True]
+    assert are_linear(cache) == [True, True]
     assert cache.get_seq_length() == 12 + 10 - 1
     growing = DynamicCache(config=llama.config)
     assert llama.generate(**inputs, **asked, past_key_values=growing).past_key_values is growing
@@ -146,14 +129,14 @@ def test_generate_uses_it_by_itself(llama):
     assert torch.equal(plain.sequences, causal_model("llama").generate(**inputs, **GREEDY))
     assert not torch.equal(plain.sequences, llama.generate(**inputs, **GREEDY))
     mixed = patched(causal_model("llama"), layers="top-1")
-    assert linear(mixed.generate(**inputs, **asked).past_key_values) == [False, True]
+    assert are_linear(mixed.generate(**inputs, **asked).past_key_values) == [False, True]
 
 
 def test_task_types_of_peft_generate_alike():
     part = AttentionPart(num_features=16)
     model = get_snnk_model(causal_model("gpt2"), SNNKConfig(attention=part, modules_to_save=[], task_type="CAUSAL_LM"))
     made = model.eval().generate(**left_padded(), **GREEDY, return_dict_in_generate=True)
-    assert linear(made.past_key_values) == [True, True]
+    assert are_linear(made.past_key_values) == [True, True]
     assert torch.equal(made.sequences, model.generate(**left_padded(), **GREEDY, use_cache=False))
 
 
@@ -255,18 +238,6 @@ def test_feature_maps_are_formed_once_per_conversation(fields, monkeypatch):
     assert len(formed) == len(terms) * ids.shape[1]
 
 
-def test_a_copied_cache_shares_a_prompt(llama):
-    prompt = left_padded()["input_ids"][:1]
-    cache = RecurrentCache(llama)
-    with torch.no_grad():
-        llama(input_ids=prompt, past_key_values=cache)
-    for token in (5, 6):
-        ids = torch.cat((prompt, torch.tensor([[token]])), 1)
-        found = llama.generate(input_ids=ids, past_key_values=copy.deepcopy(cache), **GREEDY)
-        assert torch.equal(found, llama.generate(input_ids=ids, **GREEDY, use_cache=False))
-    assert cache.get_seq_length() == 12
-
-
 def test_examples_are_repeated_and_selected():
     model = patched(causal_model("gpt2"), num_features=16, near_field=3)
     ids = left_padded()["input_ids"]
@@ -317,42 +288,6 @@ def test_components(component):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
-# --- bundles --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_bundle_generates_with_and_without_the_package(name, tmp_path):
-    model = trained(patched(causal_model(name), num_features=16, near_field=3, layers="top-1"), std=1.0)
-    inputs = left_padded()
-    settings = {**GREEDY, "return_dict_in_generate": True}
-    expected = model.generate(**inputs, **settings).sequences
-    small = bundle(model)
-    small.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    for loaded in (small, again):
-        made = loaded.generate(**inputs, **settings)
-        assert torch.equal(made.sequences, expected)
-        assert linear(made.past_key_values) == [False, True]
-    assert torch.equal(again.generate(**inputs, **GREEDY, past_key_values=RecurrentCache(again)), expected)
-    torch.save({"inputs": inputs, "expected": expected}, tmp_path / "expected.pt")
-    program = f"""
-import sys, torch, transformers
-sys.modules["snnk_peft"] = None
-model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=True)
-given = torch.load({str(tmp_path / "expected.pt")!r})
-for beams in (1, 2):
-    settings = dict(max_new_tokens=10, do_sample=False, num_beams=beams, return_dict_in_generate=True)
-    made = model.generate(**given["inputs"], **settings)
-    without = model.generate(**given["inputs"], **settings, use_cache=False).sequences
-    assert torch.equal(made.sequences, without)
-    assert beams > 1 or torch.equal(made.sequences, given["expected"])
-    print(type(made.past_key_values).__name__, *(type(layer).__name__ for layer in made.past_key_values.layers))
-"""
-    done = run_python(["-c", program])
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-2:] == ["RecurrentCache DynamicLayer RecurrentLayer"] * 2
-
-
 # --- what cannot work -----------------------------------------------------------------------------------------------
 
 
@@ -362,14 +297,6 @@ def test_cropping_is_refused_with_a_way_out(llama):
     cache.crop(0)
     with pytest.raises(UnsupportedError, match="DynamicCache"):
         cache.crop(-1)
-    ids = {"input_ids": left_padded()["input_ids"][:1]}
-    assistant = causal_model("llama")
-    for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
-        with pytest.raises(UnsupportedError, match="assisted decoding"):
-            llama.generate(**ids, **GREEDY, **options)
-        growing = DynamicCache(config=llama.config)
-        found = llama.generate(**ids, **GREEDY, **options, past_key_values=growing)
-        assert torch.equal(found, llama.generate(**ids, **GREEDY))
 
 
 def test_adapters_must_not_change_under_a_cache(llama):
@@ -413,35 +340,213 @@ def test_bidirectional_layers_are_refused(llama):
         llama(input_ids=left_padded()["input_ids"], past_key_values=cache)
 
 
-# --- the recipe -----------------------------------------------------------------------------------------------------
+# === caches of other kinds ============================================================================================
+
+STATIC = {**GREEDY, "cache_implementation": "static"}
+STATIC_VARIANTS = [
+    {"num_features": 16},
+    {"num_features": 16, "near_field": 3},
+    {"num_features": 16, "near_field": 3, "near_field_normalisation": "joint", "sinks": 2},
+    {"num_features": 16, "layers": [0]},
+    {"num_features": 16, "layers": [1], "near_field": 3},
+]
 
 
-@pytest.mark.slow
-def test_the_recipe_trains_bundles_and_generates(root, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
-    pytest.importorskip("matplotlib", reason="pip install snnk-peft[recipes]")
-    monkeypatch.syspath_prepend(str(root / "recipes"))
-    from papers.programs import tiny_llama
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("fields", STATIC_VARIANTS, ids=str)
+def test_static_caches_give_the_same_text(name, fields):
+    """Greedy and beam search, a batch padded on the left, prefill in chunks, a cache made by hand."""
+    plain = causal_model(name)
+    model = patched(copy.deepcopy(plain), **fields)
+    inputs = left_padded()
+    expected = model.generate(**inputs, **GREEDY, use_cache=False)
+    made = model.generate(**inputs, **STATIC, return_dict_in_generate=True)
+    assert type(made.past_key_values) is StaticCache
+    assert torch.equal(made.sequences, expected)
+    assert torch.equal(model.generate(**inputs, **STATIC, prefill_chunk_size=5), expected)
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), expected)
+    beams = model.generate(**inputs, **GREEDY, num_beams=2, use_cache=False)
+    assert torch.equal(model.generate(**inputs, **STATIC, num_beams=2), beams)
+    with model.disable_adapter():
+        assert torch.equal(model.generate(**inputs, **STATIC), plain.generate(**inputs, **STATIC))
 
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
-    out = tmp_path / "run"
-    assert tiny_llama.main(["--text", str(text), "--steps", "5", "--output", str(out), "--near-field", "4"]) == 0
-    figures = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
-    assert figures["bits_per_byte"]["after"] < figures["bits_per_byte"]["before"] - 1
-    assert figures["reload_parity_error"] < 1e-5
-    assert figures["cache"] == "RecurrentCache"
-    assert figures["sample"].startswith("Return the ")
-    sizes = {name: [row["cache_bytes"] for row in rows.values()] for name, rows in figures["decoding"].items()}
-    assert sizes["recurrent"][0] == sizes["recurrent"][1] < sizes["growing"][0] < sizes["growing"][1]
-    assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert {entry.name for entry in tmp_path.iterdir()} == {"text.txt", "run"}
-    for arguments, messages in (
-        (["--output", str(out), "--steps", "0"], ["replace it with --overwrite", "--steps is 0"]),
-        (["--output", str(tmp_path), "--overwrite"], ["holds more than a run: run, text.txt"]),
-        (["--output", str(tmp_path / "new"), "--text", str(tmp_path / "none")], ["cannot be read"]),
-        ([], ["--output is missing"]),
+
+@pytest.mark.parametrize("fields", STATIC_VARIANTS, ids=str)
+def test_logits_of_pieces_in_a_static_cache(fields):
+    model = patched(causal_model("llama"), **fields)
+    inputs = left_padded()
+    real = inputs["attention_mask"].bool()
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = model(**inputs, position_ids=positions, use_cache=False).logits
+        for mask_length in (12, 30):  # of what is known so far, or of all slots
+            cache = StaticCache(config=model.config, max_cache_len=30)
+            parts, end = [], 0
+            for size in (6, 1, 4, 1):
+                begin, end = end, end + size
+                known = torch.nn.functional.pad(inputs["attention_mask"], (0, 18), value=1)
+                parts.append(
+                    model(
+                        input_ids=inputs["input_ids"][:, begin:end],
+                        attention_mask=known[:, : min(mask_length, end) if mask_length == 12 else 30],
+                        position_ids=positions[:, begin:end],
+                        past_key_values=cache,
+                    ).logits
+                )
+            torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], rtol=1e-4, atol=1e-4)
+        cache = StaticCache(config=model.config, max_cache_len=30)
+        first = model(input_ids=inputs["input_ids"][:1], past_key_values=cache).logits  # no mask at all
+    torch.testing.assert_close(first, whole[:1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_weights_with_a_static_cache(size):
+    model = patched(causal_model("llama"), num_features=16, layers="top-1")
+    ids = left_padded()["input_ids"]
+    with torch.no_grad():
+        whole = model(input_ids=ids, output_attentions=True, use_cache=False).attentions
+        cache = StaticCache(config=model.config, max_cache_len=30)
+        model(input_ids=ids[:, :-size], past_key_values=cache)
+        last = model(input_ids=ids[:, -size:], past_key_values=cache, output_attentions=True).attentions
+    for found, expected in zip(last, whole, strict=True):
+        torch.testing.assert_close(found, expected[:, :, -size:], rtol=1e-4, atol=1e-5)
+
+
+def test_softmax_layers_with_a_window_and_every_cache():
+    """Sliding caches drop the first keys, static ones roll them out: the mask must follow."""
+    plain = windowed()
+    model = patched(windowed(), num_features=16, layers=[1], near_field=4)
+    inputs = left_padded()
+    inputs["attention_mask"][2, :10] = 0  # padding that is dropped with the keys it is about
+    exact = plain.generate(**inputs, **GREEDY)
+    for options in (GREEDY, STATIC, {**STATIC, "prefill_chunk_size": 3}, {**GREEDY, "num_beams": 2}):
+        with model.disable_adapter():
+            assert torch.equal(model.generate(**inputs, **options), plain.generate(**inputs, **options)), options
+    with model.disable_adapter():
+        assert torch.equal(model.generate(**inputs, **STATIC), exact)
+    expected = model.generate(**inputs, **GREEDY, use_cache=False)
+    assert torch.equal(model.generate(**inputs, **GREEDY), expected)
+    assert torch.equal(model.generate(**inputs, **GREEDY, prefill_chunk_size=5), expected)
+    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=RecurrentCache(model)), expected)
+    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=DynamicCache()), expected)
+    for options in (STATIC, {**GREEDY, "past_key_values": DynamicCache(config=model.config)}):
+        with pytest.raises(UnsupportedError, match="RecurrentCache"):
+            model.generate(**inputs, **options)
+
+
+def test_a_quantized_cache_holds_all_keys():
+    model = patched(causal_model("llama"), num_features=16, layers="top-1")
+    inputs = left_padded()
+    with torch.no_grad():
+        whole = model(**inputs, use_cache=False).logits[:, -1]
+        cache = QuantizedCache(backend="fp8", config=model.config)
+        for begin, end in ((0, 7), (7, 11), (11, 12)):
+            last = model(
+                input_ids=inputs["input_ids"][:, begin:end],
+                attention_mask=inputs["attention_mask"][:, :end],
+                past_key_values=cache,
+            ).logits[:, -1]
+    assert (last - whole)[[0, 2]].abs().max() < 0.1 * whole.abs().max()  # keys and values are rounded to 3 bits
+
+
+def test_masks_speak_of_all_tokens_up_to_the_last_query():
+    assert padding_mask(2, 3, 3, mask_function=causal) is None
+    assert padding_mask(2, 1, 4, q_offset=3, mask_function=causal) is None
+    static = padding_mask(2, 3, 9, q_offset=torch.tensor(2), mask_function=causal)
+    assert static.tolist() == [[True] * 5] * 2
+    sliding = padding_mask(1, 1, 4, 9, 6, causal, torch.tensor([[0] * 7 + [1] * 3]))
+    assert sliding.tolist() == [[False] * 7 + [True] * 3]
+
+
+# === assistants, and caches that are pickled and copied ===============================================================
+
+
+# No text ends early: padding behind an end, in a row that goes on later, is a matter of masks and not of caches.
+ENDLESS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+ASSISTANTS = [{"num_features": 16}, {"num_features": 16, "near_field": 3, "layers": "top-1"}]
+
+
+@pytest.mark.parametrize("fields", ASSISTANTS, ids=str)
+def test_a_linear_model_assists(fields):
+    """Tokens that are not accepted are taken back from the assistant's cache, so it must keep its keys."""
+    ids = left_padded()["input_ids"][:1]
+    model = patched(causal_model("llama"), **fields)
+    growing = {"past_key_values": DynamicCache(config=model.config)}
+    for main, options in ((causal_model("llama"), {}), (patched(causal_model("llama"), num_features=32), growing)):
+        expected = main.generate(input_ids=ids, **ENDLESS)
+        for assistant in (model.get_base_model(), bundle(copy.deepcopy(model))):
+            given = copy.deepcopy(options)
+            assert torch.equal(main.generate(input_ids=ids, **ENDLESS, assistant_model=assistant, **given), expected)
+    made = model.generate(input_ids=ids, **ENDLESS, return_dict_in_generate=True)
+    assert any(are_linear(made.past_key_values))  # by itself it has the recurrent one
+
+
+def test_an_assistant_with_a_window():
+    """The cache that generate makes for it would drop keys that a linear layer sees."""
+    main = causal_model("llama")
+    ids = left_padded()["input_ids"][:1]
+    expected = main.generate(input_ids=ids, **ENDLESS)
+    for layers in ("all", [1]):
+        model = patched(windowed(4), num_features=16, near_field=4, layers=layers)
+        assert torch.equal(main.generate(input_ids=ids, **ENDLESS, assistant_model=model.get_base_model()), expected)
+
+
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": causal_model("llama")}])
+def test_the_remedy_of_the_message_works(options):
+    model = patched(causal_model("llama"), num_features=16)
+    ids = left_padded()["input_ids"][:1]
+    with pytest.raises(
+        UnsupportedError,
+        match=r"(?s)assisted decoding.*past_key_values=transformers\.DynamicCache\(config=model\.config\)",
     ):
-        assert tiny_llama.main(arguments) == 2
-        errors = capsys.readouterr().err
-        assert all(message in errors for message in messages)
+        model.generate(input_ids=ids, **ENDLESS, **options)
+    growing = DynamicCache(config=model.config)
+    found = model.generate(input_ids=ids, **ENDLESS, **options, past_key_values=growing)
+    assert torch.equal(found, model.generate(input_ids=ids, **ENDLESS))
+
+
+def stored(cache: RecurrentCache) -> RecurrentCache:
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("fields", ASSISTANTS, ids=str)
+@pytest.mark.parametrize("way", [lambda cache: pickle.loads(pickle.dumps(cache)), stored, copy.deepcopy])
+def test_a_copy_continues_the_text(fields, way):
+    model = trained(patched(causal_model("llama"), **fields), std=1.0)
+    inputs = left_padded()
+    cache = RecurrentCache(model)
+    empty = way(cache)
+    first = model.generate(**inputs, **ENDLESS, past_key_values=cache)
+    assert torch.equal(model.generate(**inputs, **ENDLESS, past_key_values=empty), first)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, first.shape[1] - 12), value=1)
+    again = way(way(cache))
+    assert (again.nbytes, again.get_seq_length()) == (cache.nbytes, cache.get_seq_length())
+    expected = model.generate(input_ids=first, attention_mask=mask, **ENDLESS, past_key_values=cache)
+    assert expected.shape[1] > first.shape[1]
+    found = model.generate(input_ids=first, attention_mask=mask, **ENDLESS, past_key_values=again)
+    assert torch.equal(found, expected)
+
+
+def test_a_pickled_cache_knows_what_made_it(tmp_path):
+    """Loaded elsewhere, it goes on with equal feature maps and with no others."""
+    model = patched(causal_model("llama"), num_features=16)
+    small = bundle(copy.deepcopy(model))
+    small.save_pretrained(tmp_path)
+    ids = left_padded()["input_ids"]
+    first = small.generate(input_ids=ids, **ENDLESS, past_key_values=(cache := RecurrentCache(small)))
+    written = pickle.dumps(cache)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for loaded in (small, again):
+        found = loaded.generate(input_ids=first, **ENDLESS, past_key_values=pickle.loads(written))
+        assert torch.equal(found, small.generate(input_ids=first, **ENDLESS, use_cache=False))
+    other = patched(causal_model("llama"), num_features=16)
+    other.add_adapter("other", SNNKConfig(attention=AttentionPart(num_features=16), seed=5, modules_to_save=[]))
+    other.eval().set_adapter("other")
+    with pytest.raises(UnsupportedError, match="another adapter"):
+        other.generate(input_ids=first, **ENDLESS, past_key_values=pickle.loads(written))
+    cache.reset()
+    assert pickle.loads(pickle.dumps(cache)).get_seq_length() == 0
