@@ -303,12 +303,6 @@ def test_masks_that_do_not_fit(model: nn.Module) -> None:
     refused(model, data, r"(?s)batch 0 has an attention_mask \(8, 8\) for input_ids \(8, 9\).*and 2 more")
 
 
-def test_what_is_no_batch(model: nn.Module) -> None:
-    refused(model, ["a sentence", "another"], "batch 0 is the text 'a sentence' .*; expected a dict of model inputs")
-    refused(model, texts()[0], r"batches is a dict \(input_ids.*Give a batch alone as \[batch\]")
-    refused(model, [(batch["input_ids"], 0) for batch in texts()], "batch 0 is a tuple of 2 Tensors; expected a dict")
-
-
 def test_exhausted_iterators(model: nn.Module) -> None:
     iterator = iter(texts())
     refused(model, iterator, "list_iterator, which can be read only once")

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
+from snnk_peft import COMPONENTS, build_feature_map
 from snnk_peft.errors import ConfigError, NumericalError, NumericalWarning
 from snnk_peft.feature_map import base as package
 from snnk_peft.feature_map.describe import component_table, describe, main, projection_table
@@ -229,15 +229,6 @@ def test_autocast_does_not_lower_exponents():
     exact = fm.phi(x).dense()
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(fm.phi(x).dense(), exact)
-
-
-def test_complex_rows_for_linear_features():
-    """rom with complex units: with rows Re and Im apart, features W x estimate x·y as Re(conj φ·φ) does."""
-    w = PROJECTIONS["rom"](16, 32, complex_unit=True).double()
-    x, y = vectors(16, length=1.0), vectors(16, length=1.0)
-    rows = w.materialize() / 2**0.5
-    z_x, z_y = (torch.complex(rows[:16] @ v, rows[16:] @ v) for v in (x, y))
-    torch.testing.assert_close((w(x) * w(y)).mean(), (z_x.conj() * z_y).real.mean())
 
 
 def test_polar_quadrature_knows_the_closed_forms():

@@ -8,14 +8,13 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import itertools
 import math
 import pkgutil
 import random
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -103,6 +102,36 @@ def components_over(projection: str, projection_params: dict[str, Any]) -> list[
     ]
 
 
+class Pair(NamedTuple):
+    """A component over a projection, both with their parameters."""
+
+    component: str
+    component_params: dict[str, Any]
+    projection: str
+    projection_params: dict[str, Any]
+
+    def build(self, dim: int = 6, num_features: int = 9, seed: int = 0, site: str = "") -> FeatureMap:
+        """A feature map of about the wanted size."""
+        num_features = max(num_features, COMPONENTS[self.component](**self.component_params).fewest_rows())
+        if self.component == "urf":  # equal feature weights: as many rows for each half of a Gaussian mixture
+            num_features = -(-num_features // 4) * 4
+        num_features = PROJECTIONS[self.projection].nearest_size(dim, num_features, **self.projection_params)
+        layer = source(self.projection, dim, num_features)
+        return self.sized(dim, num_features, seed, site, **layer)
+
+    def sized(self, dim: int, num_features: int, seed: int, site: str, **layer: torch.Tensor) -> FeatureMap:
+        return build_feature_map(
+            self.component,
+            self.projection,
+            dim,
+            num_features,
+            seed=seed,
+            site=site,
+            component_params=self.component_params,
+            projection_params={**self.projection_params, **layer},
+        )
+
+
 PARTNERS = 3  # that each component and each projection is tested with by `make test`; `make test-all` takes all
 
 
@@ -123,9 +152,11 @@ def pair_cases(
     names = [f"{first.id}-{second.id}" for first, second in pairs]
     sample = set(names) if complete else covering(pairs)
     return pytest.mark.parametrize(
-        ("component", "component_params", "projection", "projection_params"),
+        "pair",
         [
-            pytest.param(*first.values, *second.values, id=name, marks=() if name in sample else pytest.mark.product)
+            pytest.param(
+                Pair(*first.values, *second.values), id=name, marks=() if name in sample else pytest.mark.product
+            )
             for name, (first, second) in zip(names, pairs, strict=True)
         ],
     )
@@ -149,35 +180,6 @@ def fits(component: str, projection: str) -> bool:
     return COMPONENTS[component].fits(PROJECTIONS[projection])
 
 
-def make(
-    component: str,
-    projection: str,
-    dim: int,
-    num_features: int,
-    *,
-    component_params: dict[str, Any] | None = None,
-    projection_params: dict[str, Any] | None = None,
-    seed: int = 0,
-    site: str = "",
-) -> FeatureMap:
-    """A feature map of about the wanted size."""
-    num_features = max(num_features, COMPONENTS[component](**(component_params or {})).fewest_rows())
-    if component == "urf":  # equal feature weights: as many rows for each half of a Gaussian mixture
-        num_features = -(-num_features // 4) * 4
-    num_features = PROJECTIONS[projection].nearest_size(dim, num_features, **(projection_params or {}))
-    params = {**(projection_params or {}), **source(projection, dim, num_features)}
-    return build_feature_map(
-        component,
-        projection,
-        dim,
-        num_features,
-        seed=seed,
-        site=site,
-        component_params=component_params,
-        projection_params=params,
-    )
-
-
 def source(projection: str, dim: int, num_features: int) -> dict[str, torch.Tensor]:
     """A random pretrained layer for a projection that takes rows from one."""
     if not PROJECTIONS[projection].needs_layer:
@@ -198,7 +200,8 @@ def matrix(projection: str, dim: int, num_features: int, params: dict[str, Any] 
 
 def test_there_is_something_to_test():
     assert len(ALL_COMPONENTS) >= len(COMPONENTS) > 0
-    assert len(ALL_PROJECTIONS) >= len(PROJECTIONS) > 0
+    assert len(ALL_PROJECTIONS) >= len(PROJECTIONS) > len(UNBIASED) > 0
+    assert set(VARIANTS) <= {*COMPONENTS.names(), *PROJECTIONS.names()}
 
 
 # --- what every pair promises ---------------------------------------------------------------------------------------
@@ -208,21 +211,8 @@ def test_there_is_something_to_test():
 @pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
 @pair_cases(ALL_PROJECTIONS)
 class TestEveryPair:
-    def build(self, component, component_params, projection, projection_params, dim=6, num_features=9, **kwargs):
-        return make(
-            component,
-            projection,
-            dim,
-            num_features,
-            component_params=component_params,
-            projection_params=projection_params,
-            **kwargs,
-        )
-
-    def test_shapes_are_the_same_for_any_number_of_leading_dimensions(
-        self, component, component_params, projection, projection_params
-    ):
-        phi = self.build(component, component_params, projection, projection_params)
+    def test_shapes_are_the_same_for_any_number_of_leading_dimensions(self, pair):
+        phi = pair.build()
         x = torch.randn(4, 3, 6) / 4
         given = x.clone()
         assert phi.dim == 6
@@ -241,52 +231,41 @@ class TestEveryPair:
             with pytest.raises(TypeError, match="no exact kernel"):
                 phi.kernel(x, x)
 
-    def test_outputs_do_not_depend_on_the_rest_of_the_batch(
-        self, component, component_params, projection, projection_params
-    ):
-        phi = self.build(component, component_params, projection, projection_params).double()
+    def test_outputs_do_not_depend_on_the_rest_of_the_batch(self, pair):
+        phi = pair.build().double()
         x = torch.randn(5, 6, dtype=torch.float64)
         x[3:] *= 1e3
         torch.testing.assert_close(phi(x)[0], phi(x[:1])[0], rtol=1e-12, atol=1e-12)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-    def test_moves_between_dtypes(self, component, component_params, projection, projection_params, dtype):
-        phi = self.build(component, component_params, projection, projection_params)
+    def test_moves_between_dtypes(self, pair, dtype):
+        phi = pair.build()
         x = torch.randn(4, 6) / 2
         moved = copy.deepcopy(phi).to(dtype)
         out = moved(x.to(dtype))
         assert out.dtype == dtype
-        if component_params != {"order": 0}:  # a step is not continuous
+        if pair.component_params != {"order": 0}:  # a step is not continuous
             exact = phi(x)
             torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.05 * max(1, exact.abs().max().item()))
         # fp32 matrices serve inputs of any dtype, as adapters beside a half-precision model need it
         assert phi(x.to(dtype)).dtype == dtype
 
-    def test_moves_to_another_device(self, component, component_params, projection, projection_params):
-        phi = self.build(component, component_params, projection, projection_params).to("meta")
+    def test_moves_to_another_device(self, pair):
+        phi = pair.build().to("meta")
         assert phi(torch.empty(2, 6, device="meta")).shape == (2, phi.feature_dim)
 
-    def test_global_random_states_are_untouched(self, component, component_params, projection, projection_params):
+    def test_global_random_states_are_untouched(self, pair):
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-        phi = self.build(component, component_params, projection, projection_params)
+        phi = pair.build()
         phi.train()(torch.ones(2, 6))
         phi.eval()(torch.ones(2, 6))
         assert torch.equal(torch.get_rng_state(), before[0])
         assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
 
-    def test_state_dict_and_copies_are_bitwise(self, component, component_params, projection, projection_params):
-        phi = self.build(component, component_params, projection, projection_params, seed=1, site="a")
+    def test_state_dict_and_copies_are_bitwise(self, pair):
+        phi = pair.build(seed=1, site="a")
         # a map for another seed and, for landmarks, without the pretrained layer: everything must come from the file
-        other = build_feature_map(
-            component,
-            projection,
-            6,
-            phi.num_features,
-            seed=2,
-            site="b",
-            component_params=component_params,
-            projection_params=projection_params,
-        )
+        other = pair.sized(6, phi.num_features, seed=2, site="b")
         x = torch.randn(3, 6)
         copied = copy.deepcopy(phi)
         result = other.load_state_dict({key: value.clone() for key, value in phi.state_dict().items()})
@@ -298,10 +277,10 @@ class TestEveryPair:
             tensor.detach().zero_()
         assert torch.equal(other(x), phi(x))
 
-    def test_gradients_are_right(self, component, component_params, projection, projection_params):
-        if component_params == {"order": 0}:
+    def test_gradients_are_right(self, pair):
+        if pair.component_params == {"order": 0}:
             pytest.skip("a step function has no gradient")
-        phi = self.build(component, component_params, projection, projection_params, dim=3, num_features=4).double()
+        phi = pair.build(3, 4).double()
         assert torch.autograd.gradcheck(phi, torch.randn(2, 3, dtype=torch.float64, requires_grad=True))
         if phi.component.has_kernel():
             x, y = (torch.randn(2, 2, 3, dtype=torch.float64) / 3).requires_grad_()
@@ -334,23 +313,14 @@ def test_draws_follow_seed_and_slot_alone(projection, projection_params):
     torch.manual_seed(2)
     assert torch.equal(first, weight(6, 9, seed=3, site="layer.0"))
     with_defaults = matrix(projection, 6, 9, projection_params)
-    if with_defaults.redrawable and with_defaults.seeded:
+    if with_defaults.seeded and not with_defaults.needs_layer:
         assert not torch.equal(first, weight(6, 9, seed=3, site="layer.1"))
         assert not torch.equal(first, weight(6, 9, seed=4, site="layer.0"))
     alone = functools.cache(lambda size: weight(6, size, seed=3, site="layer.0"))
     cases = components_over(projection, projection_params)
     assert cases
     for case in cases:
-        params = dict(zip(("component", "component_params"), case.values, strict=True))
-        phi = make(
-            **params,
-            projection=projection,
-            dim=6,
-            num_features=9,
-            projection_params=projection_params,
-            seed=3,
-            site="layer.0",
-        )
+        phi = Pair(*case.values, projection, projection_params).build(seed=3, site="layer.0")
         assert torch.equal(phi.projection.materialize(), alone(phi.num_features)), case.id
 
 
@@ -389,39 +359,22 @@ def test_a_checksum_replaces_the_matrix(projection, projection_params):
 UNBIASED = [case for case in ALL_PROJECTIONS if matrix(case.values[0], 4, 4, case.values[1]).unbiased]
 
 
-def estimates(
-    component: str,
-    component_params: dict,
-    projection: str,
-    projection_params: dict,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    m: int,
-    draws: int,
-) -> torch.Tensor:
+def estimates(pair: Pair, x: torch.Tensor, y: torch.Tensor, m: int, draws: int) -> torch.Tensor:
     """phi(x)·psi(y) under `draws` independent matrices, (draws, pairs)."""
-    f = COMPONENTS[component](**component_params)
+    f, params = COMPONENTS[pair.component](**pair.component_params), tuple(pair.projection_params.items())
     results = []
     assert draws % 100 == 0
     for hundred in range(draws // 100):
-        for w in hundred_matrices(projection, tuple(projection_params.items()), x.shape[-1], m, hundred):
+        for w in hundred_matrices(pair.projection, params, x.shape[-1], m, hundred):
             phi = FeatureMap(f, w).double()
             results.append((phi.phi(x).dense() * phi.psi(y).dense()).sum(-1))
     return torch.stack(results)
 
 
-def exact_kernel(
-    component: str,
-    component_params: dict,
-    projection: str,
-    projection_params: dict,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    m: int,
-) -> torch.Tensor:
+def exact_kernel(pair: Pair, x: torch.Tensor, y: torch.Tensor, m: int) -> torch.Tensor:
     """The mean of `estimates`, of some kernels a matter of m: (pairs,)."""
-    w = matrix(projection, x.shape[-1], m, projection_params)
-    return FeatureMap(COMPONENTS[component](**component_params), w).kernel(x, y)
+    w = matrix(pair.projection, x.shape[-1], m, pair.projection_params)
+    return FeatureMap(COMPONENTS[pair.component](**pair.component_params), w).kernel(x, y)
 
 
 @functools.lru_cache(maxsize=50)
@@ -440,30 +393,26 @@ def pairs(dim: int, length: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.stack([other[0], x[1] + 0.3 * other[1], -x[2], x[3]])
 
 
-def test_some_projection_is_unbiased():
-    assert UNBIASED
-
-
 @pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
 @pair_cases(UNBIASED, estimating=True, complete=True)
-def test_estimates_are_unbiased(component, component_params, projection, projection_params):
+def test_estimates_are_unbiased(pair):
     """The mean over draws is the exact kernel, within five standard errors; two whole blocks."""
-    check_unbiased(component, component_params, projection, projection_params, 8, 16)
+    check_unbiased(pair, 8, 16)
 
 
 @pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
 @pair_cases(UNBIASED, usual_only=True, estimating=True)
-def test_estimates_are_unbiased_at_odd_sizes(component, component_params, projection, projection_params):
+def test_estimates_are_unbiased_at_odd_sizes(pair):
     """A dimension that is no power of two, and a last block that is cut off."""
-    check_unbiased(component, component_params, projection, projection_params, 6, 21)
+    check_unbiased(pair, 6, 21)
 
 
-def check_unbiased(component, component_params, projection, projection_params, dim, m):
+def check_unbiased(pair, dim, m):
     # Exponentials and products of long vectors have heavy tails: only many draws know their own standard error.
     x, y = pairs(dim, length=0.7)
-    draws = 1500 if component_params == {"order": 2} or projection == "pmodel" else 300
-    samples = estimates(component, component_params, projection, projection_params, x, y, m, draws)
-    exact = exact_kernel(component, component_params, projection, projection_params, x, y, m)
+    draws = 1500 if pair.component_params == {"order": 2} or pair.projection == "pmodel" else 300
+    samples = estimates(pair, x, y, m, draws)
+    exact = exact_kernel(pair, x, y, m)
     error = (samples.mean(0) - exact).abs()
     tolerance = 5 * samples.std(0) / samples.shape[0] ** 0.5
     assert (error <= tolerance + 1e-12).all(), (error / tolerance).tolist()
@@ -471,14 +420,13 @@ def check_unbiased(component, component_params, projection, projection_params, d
 
 @pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")
 @pair_cases(UNBIASED, estimating=True)
-def test_errors_fall_as_one_over_root_num_features(component, component_params, projection, projection_params):
+def test_errors_fall_as_one_over_root_num_features(pair):
     x, y = pairs(8, length=0.7)
-    case = component, component_params, projection, projection_params, x, y
-    squared = [(estimates(*case, m, 100) - exact_kernel(*case, m)).square().mean(1) for m in (16, 256)]
+    squared = [(estimates(pair, x, y, m, 100) - exact_kernel(pair, x, y, m)).square().mean(1) for m in (16, 256)]
     # 16 times the features: a 16th of the squared error, within what 100 draws know of the two.
     ratio = squared[0].mean() / squared[1].mean()
     uncertainty = sum((s.std() / s.mean()).square() / len(s) for s in squared) ** 0.5
-    if component in ("taylor", "polysketch", "urf", "cos") or projection in ("qmc", "ssf"):
+    if pair.component in ("taylor", "polysketch", "urf", "cos") or pair.projection in ("qmc", "ssf"):
         # Rows are shared out among degrees, atoms or phases, or are one design instead of independent blocks; or the
         # square of a sum is an estimate.
         assert ratio > 3
@@ -490,8 +438,8 @@ def test_errors_fall_as_one_over_root_num_features(component, component_params, 
 def test_variance_of_cosine_and_sine_together():
     """m Var[cos·cos + sin·sin] = (1 − e^{−‖δ‖²})²/2 per row."""
     x, y = pairs(8)
-    cos = estimates("cos", {"phases": False}, "gaussian", {}, x, y, 32, 1500)
-    sin = estimates("sin", {}, "gaussian", {}, x, y, 32, 1500)
+    cos = estimates(Pair("cos", {"phases": False}, "gaussian", {}), x, y, 32, 1500)
+    sin = estimates(Pair("sin", {}, "gaussian", {}), x, y, 32, 1500)
     delta = (x - y).square().sum(-1)
     torch.testing.assert_close((cos + sin).var(0) * 32, (1 - torch.exp(-delta)).square() / 2, rtol=0.2, atol=1e-12)
     torch.testing.assert_close(
@@ -515,7 +463,7 @@ def test_orthogonal_rows_have_less_variance(parts, draws):
     x = u.expand(3, 16)
     y = torch.stack([math.cos(angle) * u + math.sin(angle) * v for angle in (0.7, 1.2, math.pi / 2)])
     variance = {
-        name: sum(estimates(f, params, name, {}, x, y, 16, draws) for f, params in parts).var(0).sum()
+        name: sum(estimates(Pair(f, params, name, {}), x, y, 16, draws) for f, params in parts).var(0).sum()
         for name in ("orf", "gaussian")
     }
     assert variance["orf"] / variance["gaussian"] < 0.95
@@ -708,8 +656,3 @@ def test_members_are_found_in_files_and_in_folders_below(tmp_path, monkeypatch):
     (package / "__init__.py").write_text(start)
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.import_module("a_shelf_of_things").THINGS.names() == ["one", "two"]
-
-
-def test_variants_name_members():
-    assert set(VARIANTS) <= {*COMPONENTS.names(), *PROJECTIONS.names()}
-    assert len(list(itertools.product(ALL_COMPONENTS, ALL_PROJECTIONS))) >= 15

@@ -22,6 +22,7 @@ from snnk_peft import (
     AttentionPart,
     FFNPart,
     LowRankPart,
+    MeanPoolingPart,
     NarrowFFNPart,
     NarrowHeadsPart,
     NormsPart,
@@ -156,6 +157,7 @@ KINDS = {
         ONE,
     ),
     "centroids under one normalisation": ("bert", {"attention": replace(CENTROIDS, **JOINT)}, ONE),
+    "the mean over the tokens": ("bert", {"pooler": PoolerPart(num_features=6), "parts": [MeanPoolingPart()]}, ONE),
     "low rank, narrow heads": ("bert", {"parts": [LowRankPart("ffn", rank=3), NarrowHeadsPart(head_dim=6)]}, ONE),
     "vision": (
         "vit",

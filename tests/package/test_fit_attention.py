@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,21 +166,3 @@ def test_a_loss_that_is_not_finite_ends_it():
         fit_attention(model, batches(), steps=3, progress=False)
     owner = model.base_model.model.bert.encoder.layer[0].attention.self.base_layer.snnk_owner
     assert not isinstance(owner(), Observer)
-
-
-def test_a_real_model(shared_dir: Path):
-    """MiniLM on SST-2: errors of all six layers on held-out sentences."""
-    folder = shared_dir / "weights/minilm-l6-sst2"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not there")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    lines = (shared_dir / "data/glue/SST-2/dev.tsv").read_text(encoding="utf-8").splitlines()[1:41]
-    texts = [line.split("\t")[0] for line in lines]
-    data = [dict(tokenizer(texts[i : i + 8], padding=True, return_tensors="pt")) for i in range(0, 40, 8)]
-    model = transformers.BertForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    part = AttentionPart(
-        component="softmax_pm", projection="free", projection_params={"bias": True}, num_features=32, separate_maps=True
-    )
-    report = fit_attention(patched(part, model), data, steps=12, learning_rate=0.03, progress=False)
-    assert len(report.slots) == 6
-    assert all(slot.error_after < 0.9 * slot.error_before for slot in report.slots), str(report)

@@ -6,7 +6,6 @@ import copy
 import math
 from typing import Any
 
-import peft
 import pytest
 import torch
 from scipy.linalg import hadamard
@@ -14,15 +13,14 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from snnk_peft import COMPONENTS, PROJECTIONS, AdapterPart, FFNPart, SNNKConfig, build_feature_map, bundle
+from snnk_peft import COMPONENTS, PROJECTIONS, FFNPart, SNNKConfig, build_feature_map, bundle
 from snnk_peft import get_snnk_model as patch
-from snnk_peft.bundling.code_file import assemble
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, advance
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.base_learned import Learned
-from tests.tiny_models import inputs_for, same, tiny, trained
+from tests.tiny_models import inputs_for, tiny, trained
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("free", {}),
@@ -236,38 +234,6 @@ def test_forward_is_deterministic_and_changes_nothing(name, params):
 
 
 @cases
-def test_copies_and_checkpoints_are_bitwise(name, params, tmp_path):
-    w = moved(make(name, params))
-    other = make(name, params, seed=9, site="other")
-    assert not torch.equal(other.materialize(), w.materialize())
-    other.load_state_dict(state(w))
-    rebuilt = PROJECTIONS[name](6, 20, seed=3, site="layer.0", **w.params)
-    assert rebuilt.state_dict().keys() == w.state_dict().keys()
-    rebuilt.load_state_dict(state(w))
-    copied = copy.deepcopy(w)
-    for again in (other, rebuilt, copied):
-        assert torch.equal(again.materialize(), w.materialize())
-    with torch.no_grad():
-        for value in copied.state_dict().values():
-            value.zero_()
-    assert w.materialize().any()
-
-
-@cases
-def test_a_loader_builds_shapes_first(name, params):
-    w = moved(make(name, params))
-    with torch.device("meta"):
-        empty = make(name, params, seed=9)
-    assert all(value.is_meta for value in empty.state_dict().values())
-    assert {k: (v.shape, v.dtype) for k, v in empty.state_dict().items()} == {
-        k: (v.shape, v.dtype) for k, v in w.state_dict().items()
-    }
-    assert {key for key, _ in empty.named_parameters()} == {key for key, _ in w.named_parameters()}
-    empty.load_state_dict(state(w), assign=True)
-    assert torch.equal(empty.materialize(), w.materialize())
-
-
-@cases
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_draws_do_not_depend_on_the_default_dtype(name, params, dtype):
     expected = state(make(name, params))
@@ -278,14 +244,6 @@ def test_draws_do_not_depend_on_the_default_dtype(name, params, dtype):
         torch.set_default_dtype(torch.float32)
     assert {value.dtype for value in found.values()} <= {torch.float32, torch.int64}
     assert_same(expected, found)
-
-
-@cases
-def test_seed_and_slot_decide_the_draw(name, params):
-    first = make(name, params).materialize()
-    assert torch.equal(first, make(name, params).materialize())
-    assert not torch.equal(first, make(name, params, seed=4).materialize())
-    assert not torch.equal(first, make(name, params, site="layer.1").materialize())
 
 
 # --- gmm ------------------------------------------------------------------------------------------------------------
@@ -506,12 +464,6 @@ def test_bbq_quantiles_are_increasing_and_continuous(segments):
         torch.testing.assert_close(slope, w.log_slope.exp().T, rtol=1e-8, atol=1e-8)
 
 
-def test_free_orf_starts_with_orthogonal_blocks():
-    rows = make("free", {"init": "orf"}, 8, 20).double().materialize()
-    unit = rows / rows.norm(dim=1, keepdim=True)
-    torch.testing.assert_close(unit[8:16] @ unit[8:16].T, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-6)
-
-
 # --- drawing anew ---------------------------------------------------------------------------------------------------
 
 
@@ -667,27 +619,6 @@ def test_bad_options_are_all_named_at_once():
 # --- in a model -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
-def test_in_an_adapter(name, tmp_path):
-    """Trained with the adapter, saved and loaded by PEFT, folded by bundle."""
-    config = SNNKConfig(adapter=AdapterPart(projection=name, num_features=9))
-    model = trained(patch(tiny("bert"), config))
-    maps = [m for m in model.modules() if isinstance(m, Learned)]
-    assert maps
-    assert all(p.requires_grad for m in maps for p in m.parameters())
-    batch = inputs_for(model)
-    with torch.no_grad():
-        expected = model(**batch).logits
-    model.save_pretrained(tmp_path)
-    with torch.no_grad():
-        assert same(peft.PeftModel.from_pretrained(tiny("bert"), tmp_path).eval()(**batch).logits, expected)
-        small = bundle(model)
-        torch.testing.assert_close(small(**batch).logits, expected, rtol=1e-4, atol=1e-5)
-        small.save_pretrained(tmp_path / "bundle")
-        again = type(small).from_pretrained(tmp_path / "bundle")
-        assert same(again(**batch).logits, small(**batch).logits)
-
-
 def test_in_a_whitened_ffn():
     """Whitening folds into the learned rows."""
     part = FFNPart("relu", "gmm", 9, linear_path=True, train_contraction=True)
@@ -695,11 +626,6 @@ def test_in_a_whitened_ffn():
     batch = inputs_for(model)
     with torch.no_grad():
         torch.testing.assert_close(bundle(model)(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_code_files_can_hold_all_members():
-    _, text = assemble([PROJECTIONS[name].__module__ for name in sorted({name for name, _ in CASES})])
-    compile(text, "code file", "exec")
 
 
 def test_fastfood_many_vectors_go_through_the_matrix_and_few_through_the_transform(monkeypatch):

@@ -272,18 +272,6 @@ def test_a_changed_config_names_the_field(folders, adapter):
         peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "is not valid JSON"), ("[3]", "is no adapter config"), ("{}", "is no adapter config")]
-)
-def test_a_config_that_is_none_is_named(text, message, folders, adapter):
-    path = adapter / "adapter_config.json"
-    path.write_text(text)
-    for label, load in doors(folders, adapter).items():
-        if "Hub" not in label:
-            with pytest.raises(ConfigError, match=f"{path} {message}"):
-                load()
-
-
 @pytest.mark.parametrize("base", [None, "", 3])
 def test_a_config_without_its_base_model_is_named_where_that_is_needed(base, folders, adapter):
     path = adapter / "adapter_config.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import peft
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainingArguments
-from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
+from transformers.exporters import DynamoConfig, DynamoExporter
 
 from snnk_peft import AdapterPart, FFNPart, LowRankPart, NormsPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -390,17 +389,6 @@ def test_beside_other_parts():
 def test_exported(name):
     small, batch, expected = bundled(name)
     program = DynamoExporter().export(small, dict(batch), config=DynamoConfig(dynamic=True))
-    torch.testing.assert_close(program(**batch).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", BUNDLES)
-def test_onnx(name):
-    if any(importlib.util.find_spec(each) is None for each in ("onnx", "onnxscript", "onnxruntime")):
-        pytest.skip("pip install snnk-peft[onnx]")
-    small, batch, expected = bundled(name)
-    program = OnnxExporter().export(small, dict(batch), config=OnnxConfig(dynamic=True))
     torch.testing.assert_close(program(**batch).logits, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -41,7 +41,6 @@ from snnk_peft import (
     bundle,
     calibrate,
     calibrate_adapters,
-    export,
     fit_closed_form,
     get_snnk_model,
 )
@@ -228,21 +227,6 @@ print("agrees")
     done = run_python(["-c", code], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "agrees" in done.stdout
-
-
-def test_onnx(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="pip install snnk-peft[onnx]")
-    import onnxruntime
-
-    small = bundle(mean_pooled("bert", PoolerPart(num_features=6)))
-    export(small, "onnx", tmp_path / "model.onnx", batches=[padded()])
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    for padding in PADDINGS:
-        inputs = padded(padding)
-        given = {each.name: inputs[each.name].numpy() for each in session.get_inputs() if each.name in inputs}
-        assert "attention_mask" in given
-        found = torch.from_numpy(session.run(None, given)[0])
-        torch.testing.assert_close(found, logits(small, inputs), rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import io
 import json
 import tarfile
@@ -21,7 +20,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import PreTrainedTokenizerFast
-from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
 
 from snnk_peft import (
     FAMILIES,
@@ -391,25 +389,6 @@ for family, last in (("bert", "output.dense"), ("llama", "down_proj"), ("modernb
     for prefix in ("", BLOCK):
         done = run_python(["-c", prefix + program, str(tmp_path)], cwd=root)
         assert done.stdout.split() == ["12", "7"] * 3, done.stderr[-3000:]
-
-
-def test_export():
-    model = bundle(narrow(build("llama", "LlamaForSequenceClassification")))
-    sample, other = inputs_for(model, 2, 12), inputs_for(model, 3, 7)
-    sample, other = ({**each, "input_ids": each["input_ids"] % 50} for each in (sample, other))
-    program = DynamoExporter().export(model, dict(sample), config=DynamoConfig(dynamic=True))
-    torch.testing.assert_close(program(**other).logits, logits(model, other), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_onnx():
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed: pip install snnk-peft[onnx]")
-    model = bundle(narrow(tiny("modernbert")))
-    sample, other = inputs_for(model, 2, 12), inputs_for(model, 3, 7)
-    program = OnnxExporter().export(model, dict(sample), config=OnnxConfig(dynamic=True))
-    torch.testing.assert_close(program(**other).logits, logits(model, other), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("placement", ["houlsby", "parallel", "query_value"])

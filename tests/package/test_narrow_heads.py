@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
 
 import numpy as np
@@ -12,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
 
 from snnk_peft import (
     FAMILIES,
@@ -241,25 +238,6 @@ for family, auto in (("bert", AutoModelForSequenceClassification), ("vit", AutoM
         assert done.stdout.split() == ["8", "bert", "8", "vit"], done.stderr[-3000:]
 
 
-def test_export():
-    model = bundle(narrow(tiny("bert")))
-    sample, other = inputs_for(model, 2, 12), inputs_for(model, 3, 7)
-    program = DynamoExporter().export(model, dict(sample), config=DynamoConfig(dynamic=True))
-    torch.testing.assert_close(program(**other).logits, logits(model, other), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["bert", "vit"])
-def test_onnx(family):
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed: pip install snnk-peft[onnx]")
-    model = bundle(narrow(tiny(family)))
-    sample, other = inputs_for(model, 2, 12), inputs_for(model, 3, 7)
-    program = OnnxExporter().export(model, dict(sample), config=OnnxConfig(dynamic=True))
-    torch.testing.assert_close(program(**other).logits, logits(model, other), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("family", "match"),
     [
@@ -316,24 +294,6 @@ def test_beside_other_parts():
     parts = [NarrowHeadsPart(head_dim=6), AdapterPart(num_features=4)]
     for family in ("bert", "vit"):
         bundle(trained(get_snnk_model(tiny(family), SNNKConfig(parts=parts, modules_to_save=[])).eval(), 0.2))
-
-
-@pytest.mark.slow
-def test_real_weights(shared_dir):
-    """MiniLM on SST-2, heads of 32 dimensions at 16: what real sentences say helps in every layer."""
-    folder = shared_dir / "weights" / "minilm-l6-sst2"
-    lines = (shared_dir / "data" / "glue" / "SST-2" / "train.tsv").read_text().splitlines()[1:97]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = [line.split("\t")[0] for line in lines]
-    given = [
-        dict(tokenizer(texts[i : i + 16], padding=True, truncation=True, max_length=64, return_tensors="pt"))
-        for i in range(0, len(texts), 16)
-    ]
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)  # stored as fp16
-    patched = narrow(model, head_dim=16)
-    report = calibrate(patched, given, progress=False)
-    assert len(report.slots) == 6
-    assert all(slot.error_after < 0.85 * slot.error_before for slot in report.slots), str(report)
 
 
 def test_values_of_two_heads_that_overlap_are_the_best_there_are():

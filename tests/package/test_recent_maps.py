@@ -72,12 +72,6 @@ def test_paired_norms_mirror_each_other(dim, m):
     assert not torch.allclose(norms, PROJECTIONS["orf"](dim, m, seed=3).draw(site_generator(3, "")).norm(dim=1))
 
 
-def test_a_config_without_the_coupling_draws_what_it_drew():
-    plain = PROJECTIONS["orf"](5, 12, seed=3, site="s")
-    assert plain.params == {"norms": "chi"}
-    assert torch.equal(plain.weight, PROJECTIONS["orf"](5, 12, seed=3, site="s", norms="chi").weight)
-
-
 @pytest.fixture(scope="module")
 def blocks() -> dict[str, torch.Tensor]:
     """Thousands of independent blocks of four rows, (blocks, 4, 4), by kind of norms."""

@@ -28,12 +28,11 @@ from snnk_peft import (
     PoolerPart,
     SNNKConfig,
     bundle,
-    calibrate,
     get_snnk_model,
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
 from tests.tiny_families import build, main_head
-from tests.tiny_models import TEXT, TOKENS, inputs_for, tiny, trained
+from tests.tiny_models import TEXT, TOKENS, tiny, trained
 
 ADAPTER = SNNKConfig(adapter=AdapterPart(num_features=4))
 FFN = SNNKConfig(ffn=FFNPart(num_features=4))
@@ -82,15 +81,6 @@ def test_bundles_are_not_patched_and_not_bundled():
     lora = get_peft_model(small, LoraConfig(target_modules=["query"]))  # what the message says
     with pytest.raises(ConfigError, match="is a bundle already"):
         bundle(lora)
-
-
-def test_calibration_without_data():
-    model = get_snnk_model(tiny("bert"), FFN)
-    for batches in ([], list):
-        with pytest.raises(ConfigError, match="batches is empty; expected dicts of model inputs"):
-            calibrate(model, batches, progress=False)
-    with pytest.raises(ConfigError, match="batches holds 1"):
-        calibrate(model, [inputs_for(tiny("bert"))], progress=False)
 
 
 class Int8Linear(nn.Linear):

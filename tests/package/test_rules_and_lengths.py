@@ -129,12 +129,6 @@ def test_a_counts_over_sampled_lengths(matrices):
             assert not torch.allclose(estimate(COMPONENTS[name](**params), w, x, y)[0], plain, rtol=1e-3)
 
 
-def test_the_case_of_the_issue():
-    feature_map = build_feature_map("gerf", "sgq", 32, 65)
-    zero = torch.zeros(1, 32)
-    assert (feature_map.phi(zero).dense() * feature_map.psi(zero).dense()).sum().item() == pytest.approx(1, abs=1e-5)
-
-
 def test_descriptions_say_so():
     assert "A = 0 (e^{A‖ω‖²} integrated beforehand)" in describe("oprf", "sgq", 8, 17)
     assert "A = 0" not in describe("oprf", "orf", 8, 17)
