@@ -17,8 +17,7 @@ from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import FAMILIES, register_family
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.parts.attention.bands import band_width
-from snnk_peft.parts.attention.documents import attend_per_document
+from snnk_peft.parts.attention.masks import attend_per_document, band_width
 from tests.attention_models import SIZES, TOKENS, causal_model, left_padded, patched, sharpened, windowed
 from tests.tiny_models import inputs_for, trained
 
