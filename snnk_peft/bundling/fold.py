@@ -17,8 +17,8 @@ from torch import nn
 from snnk_peft.bundling.report import Folded
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families.base import unwrap
-from snnk_peft.layers.adapter import Beside, Leading, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.folded import Beside, FoldedAdapter, Leading
 from snnk_peft.layers.slots import FoldPlace, Retrained, Slot
 from snnk_peft.tuner.slot_layer import SlotLayer, is_of_an_adapter, is_saved_in_full, saved_in_full
 
@@ -217,7 +217,7 @@ def describe(module: nn.Module) -> str:
         return f"{type(module).__name__} {module.in_channels}→{module.out_channels} ({kernel})"
     if isinstance(module, FeatureStage):
         return module.in_words()
-    if isinstance(module, SNNKAdapter):
+    if isinstance(module, FoldedAdapter):
         return f"adapter ({describe(module.stage)})"
     if isinstance(module, Beside):
         return f"[{describe(module.module)}, {describe(module.stage)}]"

@@ -45,10 +45,8 @@ from snnk_peft.digests import (
 )
 from snnk_peft.errors import ConfigError
 from snnk_peft.json_files import check_limits
-from snnk_peft.layers.adapter import Beside, Leading, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.heads import resize_heads
-from snnk_peft.layers.mean_pooling import put_mean_first
+from snnk_peft.layers.folded import Beside, FoldedAdapter, Leading, put_mean_first, resize_heads
 from snnk_peft.projections.base import Projection
 
 Spec = dict[str, Any]
@@ -65,7 +63,7 @@ def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:
         return {"kind": "keep"}
     if isinstance(module, FeatureStage):
         return {"kind": "features", "stage": module.spec()}
-    if isinstance(module, SNNKAdapter):
+    if isinstance(module, FoldedAdapter):
         return {"kind": "adapter", "stage": module.stage.spec()}
     if isinstance(module, Beside):
         return {"kind": "beside", "module": spec_of(module.module, kept), "stage": module.stage.spec()}
@@ -94,7 +92,7 @@ def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:
 
 def _adapter(spec: Spec, present: nn.Module) -> nn.Module:
     stage = FeatureStage.from_spec(spec["stage"])
-    return SNNKAdapter(stage, nn.Linear(stage.out_dim, stage.dim, bias=False))
+    return FoldedAdapter(stage, nn.Linear(stage.out_dim, stage.dim, bias=False))
 
 
 def _convolution(spec: Spec, present: nn.Module) -> nn.Module:

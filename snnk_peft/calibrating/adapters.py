@@ -22,8 +22,8 @@ from snnk_peft.calibrating.inputs import LABELS
 from snnk_peft.calibrating.report import AdapterReport, AdapterSlotReport
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.functional.at_hand import offloaded
+from snnk_peft.layers.adapter import GatedReadout
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.slots import Slot, real_tokens
 from snnk_peft.solvers.gradient_rows import RIDGES, GradientMoments, gradient_rows
 from snnk_peft.solvers.reduce import process, processes, same_everywhere

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from snnk_peft.feature_map.base import FeatureMap, advance, check_finite
+from snnk_peft.feature_map.base import FeatureMap, advance
 from snnk_peft.feature_map.spec import FeatureMapSpec
 from snnk_peft.projections import PROJECTIONS
 
-__all__ = ["FeatureMap", "FeatureMapSpec", "advance", "build_feature_map", "check_finite"]
+__all__ = ["FeatureMap", "FeatureMapSpec", "advance", "build_feature_map"]
 
 
 def build_feature_map(

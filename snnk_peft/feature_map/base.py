@@ -5,42 +5,15 @@ Shapes: x (..., dim) -> Features of (..., feature_dim). Cost: that of the projec
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from snnk_peft.components.base import Component, Features
-from snnk_peft.errors import ConfigError, NumericalError
+from snnk_peft.errors import ConfigError
 from snnk_peft.projections import PROJECTIONS
-from snnk_peft.projections.base import Projection
-
-# Looking at every input costs time, and on a GPU waits for it: only with SNNK_DEBUG=1 in the environment.
-DEBUG = os.environ.get("SNNK_DEBUG", "") not in ("", "0")
-
-
-def check_finite(tower: str, x: torch.Tensor, projection: Projection) -> None:
-    """Refuse infinities and NaNs, in debug mode.
-
-    Args:
-        tower: "phi" or "psi", for the message.
-        x: what the features are of.
-        projection: whose site the message names.
-
-    Raises:
-        NumericalError: some entries are not finite.
-    """
-    if not DEBUG:
-        return
-    bad = ~torch.isfinite(x)
-    if bool(bad.any()):
-        first = tuple(bad.nonzero()[0].tolist())
-        raise NumericalError(
-            f"input of {tower} at site {projection.site!r}, shape {tuple(x.shape)} {x.dtype}: {int(bad.sum())} entries "
-            f"are not finite, the first at {first}; expected finite numbers. Look at what computes this input (a loss "
-            "that diverged, fp16 that overflowed, a mask filled with -inf)"
-        )
+from snnk_peft.projections.base import Projection, check_finite
 
 
 class FeatureMap(nn.Module):

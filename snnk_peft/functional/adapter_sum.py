@@ -248,3 +248,38 @@ def _of_the_formula(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     if needed[1]:
         grads[1] = g.view(ctx.shape)
     return tuple(grads)
+
+
+def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """Return the dtype in which factors of `dtype` are multiplied: autocast's where it is on, except for fp64."""
+    # Where there is no autocast ("meta"), asking whether it is on is an error.
+    if dtype == torch.float64 or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return dtype
+    return torch.get_autocast_dtype(device)
+
+
+def residual_linear(x: Tensor, features: Tensor, weight: Tensor) -> Tensor:
+    """x + features · weightᵀ in the dtype of x (..., dim), for features (..., m) and weight (dim, m).
+
+    The sum is fused into the matrix product: alone, it would read and write every hidden state once more.
+
+    Raises:
+        ValueError: a weight without values. The fused product would return whatever its memory holds.
+    """
+    if weight.is_meta and not x.is_meta:
+        raise ValueError(
+            "a readout is on the meta device, so it has no values yet, and its inputs are not; load its checkpoint "
+            "(peft.set_peft_model_state_dict(model, state_dict, low_cpu_mem_usage=True)), or make the adapter without "
+            "low_cpu_mem_usage"
+        )
+    same = x.dtype == features.dtype == weight.dtype
+    device = x.device.type
+    # Where there is no autocast ("meta"), asking whether it is on is an error.
+    if same and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        # Mᵀ as rows, not as a view of M: autograd would take the gradient as gᵀz, (dim, tokens) times (tokens, m),
+        # for which CPU libraries need up to seven times the time of zᵀg; M itself is small.
+        rows = weight.T.contiguous()
+        flat = torch.addmm(x.reshape(-1, x.shape[-1]), features.reshape(-1, features.shape[-1]), rows)
+        return flat.reshape(x.shape)
+    # Under autocast a fused sum would round x; the product alone may be of low precision.
+    return x + torch.nn.functional.linear(features, weight).to(x.dtype)

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.blocks import exporting
 
 OPERATIONS = (
     "adapter_sum",
@@ -133,6 +132,17 @@ def form_that_ran(operation: str) -> str | None:
         operation: one of OPERATIONS.
     """
     return _RAN.get(operation)
+
+
+@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 takes is_exporting() for True in whatever it compiles
+def exporting() -> bool:
+    """Return True while a graph is traced for export; a branch on the input length would fix that length."""
+    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
+
+
+def traced() -> bool:
+    """Return True while this code is compiled, traced or exported."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or exporting()
 
 
 def plain_call() -> bool:

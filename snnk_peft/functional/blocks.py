@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from snnk_peft.functional.backend import exporting, traced
+
 BLOCK = 2**19  # values in a block of features: a few such blocks fit into the cache of a CPU
 FEWEST = 256  # tokens in a block at least
 LONGEST = 8192  # tokens in a block of causal attention on an accelerator: its prefixes take memory ∝ length²
@@ -17,11 +19,6 @@ LONGEST = 8192  # tokens in a block of causal attention on an accelerator: its p
 def takes_blocks(x: torch.Tensor) -> bool:
     """Return True to go block by block: on a CPU, except in a traced graph, whose memory is planned as a whole."""
     return not traced() and x.device.type == "cpu"
-
-
-def traced() -> bool:
-    """Return True while this code is compiled, traced or exported."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or exporting()
 
 
 def block_tokens(x: torch.Tensor, columns: int) -> int | None:
@@ -101,12 +98,6 @@ class BlockMemory:
         if self._memory is None or len(self._memory) < count:
             self._memory = self._like.new_empty(count)
         return self._memory[:count].view(shape)
-
-
-@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 takes is_exporting() for True in whatever it compiles
-def exporting() -> bool:
-    """Return True while a graph is traced for export; a branch on the input length would fix that length."""
-    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
 
 
 def block_count(length: int, size: int) -> int:

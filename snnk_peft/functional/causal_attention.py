@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.backend import dispatched
-from snnk_peft.functional.blocks import block_count, exporting
+from snnk_peft.functional.backend import dispatched, exporting
+from snnk_peft.functional.blocks import block_count
 from snnk_peft.functional.linear_attention import AttentionState, divide, finite, grouped
 from snnk_peft.functional.precision import full_precision, wide
 

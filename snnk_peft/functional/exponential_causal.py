@@ -25,8 +25,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.backend import dispatched
-from snnk_peft.functional.blocks import block_count, causal_tokens, exporting, joined, split_tokens, takes_blocks
+from snnk_peft.functional.backend import dispatched, exporting
+from snnk_peft.functional.blocks import block_count, causal_tokens, joined, split_tokens, takes_blocks
 from snnk_peft.functional.exponential_attention import KeyMeans, attend_means, key_means, log_weights, means_of
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, both_offsets, key_logarithms, query_logarithms
 from snnk_peft.functional.precision import full_precision

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.backend import dispatched
-from snnk_peft.functional.blocks import block_count, exporting
+from snnk_peft.functional.backend import dispatched, exporting
+from snnk_peft.functional.blocks import block_count
 from snnk_peft.functional.log_linear import ABSENT
 from snnk_peft.functional.precision import full_precision, wide
 

@@ -20,14 +20,6 @@ def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """Return the dtype in which factors of `dtype` are multiplied: autocast's where it is on, except for fp64."""
-    # Where there is no autocast ("meta"), asking whether it is on is an error.
-    if dtype == torch.float64 or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return dtype
-    return torch.get_autocast_dtype(device)
-
-
 def as_a_linear(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Cast to the dtype that a Linear would return for input x: that of x, or autocast's."""
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):

@@ -25,7 +25,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map.spec import FeatureMapSpec
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.mean_pooling import token_mean
+from snnk_peft.layers.folded import token_mean
 from snnk_peft.registry import did_you_mean
 
 Pool = Callable[[Tensor, Tensor, Tensor | None], Tensor]

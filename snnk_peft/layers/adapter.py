@@ -1,96 +1,223 @@
-"""Adapters, as one computation for training and for bundles.
+"""Adapters in training: r + Φ(x) Mᵀ with M = scaling · diag(v) A (SNNK paper, Eq. 22 and App. D).
 
-    SNNKAdapter   r + Φ(x) Mᵀ            r = x after a module, its output beside one (SNNK paper, Eq. 22 and App. D)
-    beside        [module(x), Φ(x)]      features of an adapter beside the FFN, emitted by what they stand beside
-    leading       [module(h), z]         for x = [h, z]: a module that acts on the first entries only
+Called one after the other, the modules `FeatureStage` and `GatedReadout` are the reference: they serve in inference, in
+compiled and exported graphs, under vmap and the other transforms, for subclasses of tensors, for modules with hooks
+(offloaded or watched ones) and for whatever has a way of its own. A step of training is one operation otherwise,
+`functional/adapter_sum.py`. Bundles hold a `FoldedAdapter` instead (`folded.py`).
 
-A slot is given its module with each call; `Beside` and `Leading`, which folding leaves, hold theirs. Part of the code
-file of every bundle. Shapes: x (..., dim).
+Shapes: x (..., dim), Φ(x) (..., feature_dim), r (..., out_dim), A (out_dim, feature_dim), v (out_dim,). Trainable:
+dim·(m + 1) parameters with the gate v, dim·m without (the paper prints (dim + 1)·m).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 
+from snnk_peft.components.base import Component
+from snnk_peft.errors import ConfigError
+from snnk_peft.functional.adapter_sum import AdapterForm, adapter_sum, product_dtype, residual_linear
+from snnk_peft.functional.backend import traced
+from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.projections.base import Projection, check_finite
+from snnk_peft.projections.base_structured import Structured
+
+PLAIN = (Tensor, nn.Parameter)
+MANY = 1 << 17  # elements of r above which a CPU computes for longer than it dispatches, and gains nothing
+_NARROW: WeakKeyDictionary[Projection, tuple[Any, Tensor, Tensor]] = WeakKeyDictionary()
+
+
+class GatedReadout(nn.Module):
+    """scaling · v ⊙ (features Aᵀ), the trainable half of an adapter.
+
+    It starts at 0, because v = 0 (the paper's form) or because A = 0 on normalised inputs (the default).
+
+    Args:
+        stage: the features it will read; decides the sizes.
+        init: "default": A = 0 (only without gate). "paper": A = Φ(W₀), W₀ random with N(0, 1/dim) entries.
+            "random": A ~ N(0, 1/feature_dim).
+        gate: whether there is a vector v, which starts at 0.
+        scaling: constant factor.
+        out_dim: length of the outputs; None for that of the inputs.
+        generator: randomness of `init`.
+
+    Raises:
+        ConfigError: an unknown init, or one under which the block is not the identity or gets no gradient.
+    """
+
+    def __init__(
+        self,
+        stage: FeatureStage,
+        *,
+        init: str = "default",
+        gate: bool = False,
+        scaling: float = 1.0,
+        out_dim: int | None = None,
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__()
+        if init not in ("default", "paper", "random"):
+            raise ConfigError(f"init is {init!r}; expected 'default', 'paper' or 'random'")
+        if (init == "default") == gate:
+            raise ConfigError(
+                f"init={init!r} with gate={gate}: the block must start as the identity with a gradient for something; "
+                "use init='default' without a gate, or init='paper' or 'random' with one"
+            )
+        self.scaling = scaling
+        dim, features = stage.dim if out_dim is None else out_dim, stage.out_dim
+        if stage.feature_map.projection.is_blank():
+            A = torch.empty(dim, features, device="meta")  # a loader brings it too
+        elif init == "default":
+            A = torch.zeros(dim, features)
+        elif init == "random":
+            A = normal_numbers(dim, features, generator=generator).float() * features**-0.5
+        else:
+            weight = normal_numbers(dim, stage.dim, generator=generator).float() * stage.dim**-0.5
+            with torch.no_grad():
+                A = stage.feature_map.psi(weight * stage.scale).dense()
+        self.A = nn.Parameter(A)
+        self.v = nn.Parameter(torch.zeros(dim)) if gate else None
+
+    def forward(self, features: Tensor, residual: Tensor) -> Tensor:
+        """residual (..., out_dim) + scaling · v ⊙ (features Aᵀ), in the dtype of the residual."""
+        summed = readout_step(self, features, residual)
+        return residual_linear(residual, features.to(self.A.dtype), self.matrix()) if summed is None else summed
+
+    def gated(self) -> Tensor:
+        """diag(v) A, (out_dim, feature_dim)."""
+        return self.A if self.v is None else self.v[:, None] * self.A
+
+    def matrix(self) -> Tensor:
+        """scaling · diag(v) A: the one matrix that everything folds into, (out_dim, feature_dim).
+
+        Gate and scaling act on this small matrix and not on the hidden states, in training as in a bundle.
+        """
+        A = self.A if self.scaling == 1.0 else self.A * self.scaling
+        return A if self.v is None else self.v[:, None] * A
 
 
 class SNNKAdapter(nn.Module):
-    """The adapter r + Φ(x) Mᵀ, with a residual r.
+    """r + Φ(x) Mᵀ, with the features Φ of a stage and the matrix M of a readout."""
 
-    Args:
-        stage: Φ, over inputs of length dim.
-        readout: M (out_dim, feature_dim): a `GatedReadout`, to be trained, or the Linear without bias that it folds to.
+    def __init__(self, stage: FeatureStage, readout: GatedReadout):
+        super().__init__()
+        self.stage, self.readout = stage, readout
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(..., dim) -> (..., out_dim), in the dtype of r; r is x where it is None."""
+        if isinstance(self.readout, GatedReadout):  # FSDP may have wrapped it
+            summed = adapter_step(self.stage, self.readout, x, None if residual is x else residual)
+            if summed is not None:
+                return summed
+        out: Tensor = self.readout(self.stage(x.to(self.readout.A.dtype)), x if residual is None else residual)
+        return out
+
+
+def adapter_step(stage: FeatureStage, readout: GatedReadout, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """r + Φ(x) Mᵀ as one operation, or None where the modules have to be called; r is x where it is None."""
+    feature_map = stage.feature_map
+    component, projection = feature_map.component, feature_map.projection
+    classes: Any = type(stage), type(component), type(projection)
+    if not (
+        serves(readout, x, residual)
+        and one_product(*classes)
+        and projection.uniform
+        and not projection.fast
+        and stage.shift is None
+        and not component._parameters
+        and not stage.append_input
+        and untouched(stage, feature_map, component, projection, readout)
+    ):
+        return None
+    dtype = product_dtype(readout.A.dtype, x.device.type)
+    if component.periodic and (dtype.itemsize < 4 or x.dtype.itemsize < 4):
+        return None
+    check_finite("phi", x, projection)
+    weight, bias = projection.materialize(), projection.bias
+    if any(tensor is not None and tensor.is_inference() for tensor in (weight, bias, stage.means)):
+        return None  # made in inference mode: cannot be saved for a backward pass, and has no version
+    offsets = None
+    if type(component).offsets is not Component.offsets:
+        offsets = component.offsets(projection.num_features, x.device)
+    if offsets is not None:
+        bias = offsets if bias is None else bias + offsets
+    amplitude: Any = projection.amplitudes()
+    form = AdapterForm(component, stage.normalize, stage.scale, 1 / amplitude, readout.scaling * amplitude, dtype)
+    low = in_dtype(projection, weight, dtype)
+    return adapter_sum(x, residual, weight, low, bias, stage.means, readout.gated(), form)
+
+
+def readout_step(readout: GatedReadout, features: Tensor, residual: Tensor) -> Tensor | None:
+    """r + z Mᵀ for features z (..., feature_dim) as one operation, or None."""
+    if not serves(readout, features, residual):
+        return None
+    form = AdapterForm(None, False, 1.0, 1.0, readout.scaling, product_dtype(readout.A.dtype, features.device.type))
+    return adapter_sum(features, residual, None, None, None, None, readout.gated(), form)
+
+
+def serves(readout: GatedReadout, x: Tensor, residual: Tensor | None) -> bool:
+    """Return True in a training step that can use an operation with its own backward pass.
+
+    What is checkpointed runs without gradients first: then too, so that both runs give the same.
     """
-
-    linear: Any  # one of the two: the names of the tensors in bundles and in adapters
-    readout: Any
-
-    def __init__(self, stage: FeatureStage, readout: nn.Module):
-        super().__init__()
-        self.stage = stage
-        self.folded = isinstance(readout, nn.Linear)
-        self.add_module("linear" if self.folded else "readout", readout)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """r + Φ(x) Mᵀ, (..., out_dim), in the dtype of r.
-
-        Args:
-            x: (..., dim).
-            residual: r (..., out_dim); None for x itself.
-        """
-        residual = x if residual is None else residual
-        if self.folded:
-            # Called, and not multiplied with its weight: the Linear may be offloaded, adapted or exchanged by now.
-            added: torch.Tensor = self.linear(self.stage(x))
-            return residual + added.to(residual.dtype)
-        summed: torch.Tensor | None = None
-        if hasattr(type(self.readout), "step"):  # FSDP may have wrapped it
-            summed = self.readout.step(self.stage, x, residual)
-        if summed is None:
-            summed = self.readout(self.stage(x.to(self.readout.A.dtype)), residual)
-        return summed
+    return (
+        not traced()
+        and (torch.is_grad_enabled() or readout.training)
+        and not torch.is_inference_mode_enabled()
+        and type(x) in PLAIN
+        and (x.device.type != "cpu" or (x if residual is None else residual).numel() < MANY)
+        and type(readout.A) in PLAIN
+        and (residual is None or type(residual) in PLAIN)
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
 
 
-def beside(
-    module: Callable[..., torch.Tensor], stage: FeatureStage, x: torch.Tensor, *args: object, **kwargs: object
-) -> torch.Tensor:
-    """[module(x), Φ(x)]: (..., dim) -> (..., out + feature_dim), in the dtype of the module's output."""
-    out = module(x, *args, **kwargs)
-    features = stage(x.to(stage.feature_map.projection.dtype))
-    return torch.cat((out, features.to(out.dtype)), -1)
+@functools.cache
+def one_product(stage: Any, component: Any, projection: Any) -> bool:
+    """Return True if the features of these classes are f(x Wᵀ + c) with a known derivative of f."""
+    return (
+        stage is FeatureStage
+        and component.gradient is not Component.gradient
+        and all(getattr(component, name) is getattr(Component, name) for name in ("activate", "tower", "phi"))
+        and projection.normalized is Projection.normalized
+        and projection.forward in (Projection.forward, Structured.forward)
+    )
 
 
-def leading(
-    module: Callable[..., torch.Tensor], width: int, x: torch.Tensor, *args: object, **kwargs: object
-) -> torch.Tensor:
-    """[module(h), z] for x = [h, z] with h of length `width`: (..., width + rest) -> the same shape."""
-    return torch.cat((module(x[..., :width], *args, **kwargs), x[..., width:]), -1)
+def untouched(*modules: nn.Module) -> bool:
+    """Return True if calling these modules runs their `forward` and nothing else (no hooks, no wrapper)."""
+    if _has_any_global_hook():
+        return False
+    for module in modules:
+        own = module.__dict__
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+        ):
+            return False
+    return True
 
 
-class Beside(nn.Module):
-    """`beside`, of a module that it holds."""
-
-    def __init__(self, module: nn.Module, stage: FeatureStage):
-        super().__init__()
-        self.module, self.stage = module, stage
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., dim) -> (..., out + feature_dim)."""
-        return beside(self.module, self.stage, x)
-
-
-class Leading(nn.Module):
-    """`leading`, of a module that it holds."""
-
-    def __init__(self, module: nn.Module, width: int):
-        super().__init__()
-        self.module, self.width = module, width
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., width + rest) -> the same shape."""
-        return leading(self.module, self.width, x)
+def in_dtype(projection: Projection, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The W of a projection in another dtype, without a gradient; where W is not trained, kept until it changes."""
+    if weight.dtype == dtype:
+        return weight.detach() if weight.requires_grad else weight
+    if weight.requires_grad:
+        return weight.detach().to(dtype)
+    # A detached W shares memory and version with it: while that is held here, nothing else has the address.
+    state = (weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype, weight.device, dtype)
+    kept = _NARROW.get(projection)
+    if kept is None or kept[0] != state:
+        kept = _NARROW[projection] = state, weight.detach(), weight.detach().to(dtype)
+    return kept[2]

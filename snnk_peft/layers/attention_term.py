@@ -20,8 +20,9 @@ from torch import nn
 
 from snnk_peft.components.base import Features
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.feature_map import FeatureMap, check_finite
-from snnk_peft.functional.blocks import block_tokens, causal_tokens, exporting, joined, split_tokens
+from snnk_peft.feature_map import FeatureMap
+from snnk_peft.functional.backend import exporting
+from snnk_peft.functional.blocks import block_tokens, causal_tokens, joined, split_tokens
 from snnk_peft.functional.causal_attention import CHUNK, causal_linear_attention
 from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention, key_means
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
@@ -29,6 +30,7 @@ from snnk_peft.functional.linear_attention import AttentionState, attend, key_su
 from snnk_peft.functional.log_linear import LogLinear, stack_heads
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.layers.kept_maps import KeptByVersion, KeptMaps, Pair
+from snnk_peft.projections.base import check_finite
 
 State = AttentionState | KeyMeans  # what is kept of keys: of features as they are, and of exponential ones
 

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.feature_map.base import FeatureMap, check_finite
+from snnk_peft.feature_map.base import FeatureMap
 from snnk_peft.feature_map.spec import FeatureMapSpec
 from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.gauss_hermite import hermite_coefficients
 from snnk_peft.functional.normalized_projection import EPSILON
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections import GIVEN_ROWS, PROJECTIONS
+from snnk_peft.projections.base import check_finite
 
 
 class FeatureStage(nn.Module):

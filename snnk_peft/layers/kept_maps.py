@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from snnk_peft.functional.backend import plain_call
-from snnk_peft.functional.blocks import exporting
+from snnk_peft.functional.backend import exporting, plain_call
 from snnk_peft.functional.log_linear import LogLinear, with_one_offset
 
 Pair = tuple[LogLinear, LogLinear]  # of queries and of keys

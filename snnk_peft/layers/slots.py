@@ -23,8 +23,8 @@ from torch import nn
 
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.layers.adapter import GatedReadout
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.readout import GatedReadout
 
 Base = Callable[..., torch.Tensor]
 # (is it held out?, inputs (n, dim)), batch by batch; can be read again. With `Fitter.calls`, calls instead of inputs.

@@ -18,9 +18,9 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import as_linear, module_at
-from snnk_peft.layers.adapter import Beside, Leading, SNNKAdapter, beside, leading
+from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.readout import GatedReadout
+from snnk_peft.layers.folded import Beside, FoldedAdapter, Leading, beside, leading
 from snnk_peft.layers.slots import Base, FoldPlace, Slot, check_passing, no_folded_form
 from snnk_peft.layers.snnk_linear import plain_linear
 from snnk_peft.options import documented, option
@@ -218,7 +218,7 @@ class Behind(Slot):
     def fold(self, place: FoldPlace) -> None:
         """x + scaling · v ⊙ (Φ(x) Aᵀ) becomes x + Φ(x) Mᵀ, after the module."""
         matrix = plain_linear(self.adapter.readout.matrix(), None)
-        place.put(followed_by(place, SNNKAdapter(self.adapter.stage.simplified(), matrix)))
+        place.put(followed_by(place, FoldedAdapter(self.adapter.stage.simplified(), matrix)))
 
 
 class BesideLinear(Slot, SNNKAdapter):

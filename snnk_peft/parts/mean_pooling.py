@@ -3,7 +3,7 @@
     pooler(h₁)   becomes   pooler(Σ_t m_t h_t / Σ_t m_t)        h of the last layer, m 0 at padding
 
 Nothing is trained here and nothing stored: the last layer gives the mean in the first token's place
-(`layers/mean_pooling.py`), in a bundle as well. Beside a `PoolerPart`, whose features are then those of the mean, or
+(`layers/folded.py`), in a bundle as well. Beside a `PoolerPart`, whose features are then those of the mean, or
 with the pooler trained as it is (`modules_to_save=["pooler", "classifier"]`).
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families.base import plain_modules
-from snnk_peft.layers.mean_pooling import mean_first
+from snnk_peft.layers.folded import mean_first
 from snnk_peft.layers.slots import Base, FoldPlace, Slot
 from snnk_peft.options import documented
 from snnk_peft.parts import PARTS

@@ -7,6 +7,7 @@ This file holds the map; how W is drawn, saved and checked is in base_drawn.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -14,10 +15,13 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
 from snnk_peft.options import MOST, Option, argument_faults, documented
 from snnk_peft.projections.base_drawn import Drawn
+
+# Looking at every input costs time, and on a GPU waits for it: only with SNNK_DEBUG=1 in the environment.
+DEBUG = os.environ.get("SNNK_DEBUG", "") not in ("", "0")
 
 
 class Projection(Drawn):
@@ -241,3 +245,17 @@ class Projection(Drawn):
 
 
 documented(Projection)
+
+
+def check_finite(tower: str, x: torch.Tensor, projection: Projection) -> None:
+    """NumericalError for infinities and NaNs in x, the input of a tower ("phi" or "psi"), in debug mode."""
+    if not DEBUG:
+        return
+    bad = ~torch.isfinite(x)
+    if bool(bad.any()):
+        first = tuple(bad.nonzero()[0].tolist())
+        raise NumericalError(
+            f"input of {tower} at site {projection.site!r}, shape {tuple(x.shape)} {x.dtype}: {int(bad.sum())} entries "
+            f"are not finite, the first at {first}; expected finite numbers. Look at what computes this input (a loss "
+            "that diverged, fp16 that overflowed, a mask filled with -inf)"
+        )

@@ -21,7 +21,7 @@ from typing import Annotated
 import torch
 from torch import nn
 
-from snnk_peft.functional.blocks import exporting
+from snnk_peft.functional.backend import exporting
 from snnk_peft.functional.hadamard import next_power_of_two
 from snnk_peft.functional.hadamard_rotation import fastfood_product
 from snnk_peft.functional.precision import full_precision

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from snnk_peft import build_feature_map
 from snnk_peft.functional.adapter_sum import AdapterForm, adapter_sum
-from snnk_peft.layers.adapter import SNNKAdapter
+from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.readout import GatedReadout
 
 DIM, OUT, M = 12, 10, 6
 ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -111,7 +110,7 @@ def test_a_processor_takes_the_modules_for_many_tokens(monkeypatch):
     adapter, x = adapter_of("relu"), torch.randn(50, DIM, requires_grad=True)
     found = adapter(x)
     assert in_one(found)
-    monkeypatch.setattr("snnk_peft.layers.adapter_step.MANY", x.numel())
+    monkeypatch.setattr("snnk_peft.layers.adapter.MANY", x.numel())
     expected = adapter(x)
     assert not in_one(expected)
     torch.testing.assert_close(found, expected)

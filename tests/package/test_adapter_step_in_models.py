@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
-from snnk_peft.layers.adapter_step import _NARROW, in_dtype
+from snnk_peft.layers.adapter import _NARROW, in_dtype
 from tests.package.test_adapter_step import DIM, adapter_of, counted, error, in_one, watched
 from tests.tiny_models import inputs_for, tiny, trained
 

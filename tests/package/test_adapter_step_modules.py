@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from snnk_peft.components.relu import Relu
 from snnk_peft.feature_map import FeatureMap
-from snnk_peft.layers.adapter import SNNKAdapter
+from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.projections import PROJECTIONS
 from tests.package.test_adapter_step import DIM, M, adapter_of, watched
 from tests.package.test_adapter_step_in_models import gradients

@@ -42,8 +42,8 @@ from snnk_peft.bundling.modules import build_module
 from snnk_peft.bundling.report import BundleReport
 from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.layers.adapter import SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.layers.folded import FoldedAdapter
 from snnk_peft.projections import PROJECTIONS
 from tests.tiny_families import build
 from tests.tiny_models import CLASSIFIERS, TEXT, inputs_for, same, tiny, trained
@@ -131,7 +131,7 @@ def test_other_heads(family, model_class, parts):
 def test_gate_and_scaling_are_one_matrix():
     model = patched("bert", {"adapter": AdapterPart(num_features=8, init="random", scaling=3.0)})
     small = bundle(model)
-    adapters = [module for module in small.modules() if isinstance(module, SNNKAdapter)]
+    adapters = [module for module in small.modules() if isinstance(module, FoldedAdapter)]
     assert len(adapters) == 4
     slot = model.get_submodule("base_model.model.bert.encoder.layer.0.output.dropout").slots_of("default")[0]
     readout = slot.adapter.readout
@@ -177,7 +177,7 @@ def test_several_adapters_the_active_one_is_folded():
         model.set_adapter(name)
         small = bundle(trained(model, std=0.2 if name == "default" else 0.4))
         assert relative_error(small(**inputs).logits, model.eval()(**inputs).logits) < 1e-5
-        assert sum(isinstance(module, SNNKAdapter) for module in small.modules()) == features
+        assert sum(isinstance(module, FoldedAdapter) for module in small.modules()) == features
         assert list(small.bundle_report.parts) == [name]
 
 

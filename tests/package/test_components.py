@@ -13,7 +13,6 @@ import torch
 
 from snnk_peft import COMPONENTS, build_feature_map
 from snnk_peft.errors import ConfigError, NumericalError, NumericalWarning
-from snnk_peft.feature_map import base as package
 from snnk_peft.feature_map.describe import component_table, describe, main, projection_table
 from snnk_peft.functional.arccos import arccos_kernel
 from snnk_peft.functional.balancing import balancing_maps, second_moment
@@ -23,6 +22,7 @@ from snnk_peft.functional.polar_quadrature import gaussian_product_mean
 from snnk_peft.functional.power_series import series_coefficients
 from snnk_peft.functional.trigonometric_fit import ACTIVATIONS, fit_trigonometric
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.projections import base as package
 from tests.trigonometric_atom import atom_phi, atom_psi
 
 F64 = torch.float64

@@ -18,8 +18,8 @@ from snnk_peft.functional.random_numbers import (
     random_signs,
     uniform_numbers,
 )
+from snnk_peft.layers.adapter import GatedReadout
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.snnk_linear import SNNKLinear
 
 VARIANTS = {

@@ -9,8 +9,8 @@ from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.components.taylor import Taylor
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map.describe import partners
+from snnk_peft.layers.adapter import GatedReadout
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks
 from snnk_peft.solvers.nystrom import nystrom_readout
 

@@ -12,9 +12,8 @@ from torch import nn
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
-from snnk_peft.layers.adapter import SNNKAdapter
+from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.readout import GatedReadout
 from snnk_peft.layers.slots import Retrained
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.parts.adapter import Behind, BesideContraction, BesideExpansion, OnHiddenUnits

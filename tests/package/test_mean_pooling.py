@@ -45,7 +45,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import UnsupportedError
-from snnk_peft.layers.mean_pooling import counted_tokens
+from snnk_peft.layers.folded import counted_tokens
 from tests.fresh_process import run_python
 from tests.tiny_families import CONFIGS, build, main_head
 

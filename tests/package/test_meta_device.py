@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snnk_peft import AdapterPart, AttentionPart, SNNKConfig, bundle, get_snnk_model
-from snnk_peft.functional.residual import residual_linear
+from snnk_peft.functional.adapter_sum import residual_linear
 from tests.every_part import PAIRS, PARTS, pair
 from tests.tiny_models import TEXT, TOKENS, tiny
 

@@ -29,7 +29,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.layers.adapter import SNNKAdapter
+from snnk_peft.layers.folded import FoldedAdapter
 from tests.tiny_models import TEXT, TOKENS, inputs_for, tiny, trained
 
 CPU = torch.device("cpu")
@@ -178,7 +178,7 @@ class Doubled(nn.Module):
 def test_lora_on_the_adapters_of_a_bundle_is_not_ignored(part):
     small = bundle(patched(part))
     before = logits(small)
-    targets = [name + ".linear" for name, m in small.named_modules() if isinstance(m, SNNKAdapter)]
+    targets = [name + ".linear" for name, m in small.named_modules() if isinstance(m, FoldedAdapter)]
     assert targets
     lora = peft.get_peft_model(small, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
     assert not torch.allclose(logits(lora), before, atol=1e-4)

@@ -7,9 +7,8 @@ import torch
 
 from snnk_peft import build_feature_map
 from snnk_peft.functional.backend import DEVICE_KERNELS, form_that_ran
-from snnk_peft.layers.adapter import SNNKAdapter
+from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.readout import GatedReadout
 from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
 from tests.package.test_adapter_step import adapter_of, errors
 

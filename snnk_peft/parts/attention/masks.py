@@ -32,7 +32,7 @@ from transformers.masking_utils import (
 )
 
 from snnk_peft.errors import UnsupportedError
-from snnk_peft.functional.blocks import exporting
+from snnk_peft.functional.backend import exporting
 
 CONSECUTIVE = "snnk_consecutive"  # attribute of position_ids: the version of them that does not restart
 NUMBERS = torch.int32  # of documents in a mask; padding is bool, and masks that are neither are not from padding_mask

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from snnk_peft.functional.blocks import exporting
+from snnk_peft.functional.backend import exporting
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.functional.precision import full_precision, wide
 

@@ -14,7 +14,7 @@ from torch import nn
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import module_at
-from snnk_peft.layers.heads import HEAD_SIZES, head_size
+from snnk_peft.layers.folded import HEAD_SIZES, head_size
 from snnk_peft.layers.slots import Slot
 from snnk_peft.options import MOST, documented, option
 from snnk_peft.parts import PARTS
