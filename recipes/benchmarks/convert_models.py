@@ -20,6 +20,7 @@ import sys
 from importlib import import_module
 
 from _bench import parser
+from transformers import logging
 
 NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "peers")
 
@@ -36,8 +37,6 @@ def main() -> None:
     arguments = options.parse_args(sys.argv[2:])
     if found := getattr(conversion, "fault", lambda given: None)(arguments):
         options.error(found)
-    from transformers import logging
-
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     conversion.run(arguments)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from _bench import alternate, parser, ratio, report
 from _conversions.sst2 import accuracy, batches, load, some
-from lib.exported import ExportedFile
+from lib.exporting import ExportedFile
 from torch import nn
 from transformers import logging
 

@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from _bench import ROOT, alternate, parser, ratio, show
 from data import TASKS
-from lib.files import read_json, replacing, write_json
-from lib.plots import pyplot
+from lib.files import read_json, write_json
+from lib.plots import make_axes, store
 from lib.run_folder import environment
 from papers.lib import efficientnet_lite as lite
 from papers.lib.cifar_resnet import load_cifar_resnet
@@ -283,7 +283,7 @@ STUDIES: dict[str, Callable[..., Study]] = {"resnet": resnet, "efficientnet": ef
 
 def draw(studies: Mapping[str, Mapping[str, Any]], file: Path) -> None:
     """A panel per study: score over parameters, one line per initialisation."""
-    figure, axes = pyplot.subplots(1, len(studies), figsize=(5 * len(studies), 4), layout="constrained", squeeze=False)
+    figure, axes = make_axes(1, len(studies), size=(5 * len(studies), 4), squeeze=False)
     for axis, study in zip(axes[0], studies.values(), strict=True):
         first, *others = study["rows"]
         score = study["score"]
@@ -294,9 +294,7 @@ def draw(studies: Mapping[str, Mapping[str, Any]], file: Path) -> None:
         axis.axvline(first["parameters"] / 1e6, color="gray", linestyle=":")
         axis.set(xlabel="parameters, millions", ylabel=score, title=study["title"])
         axis.legend()
-    with replacing(file) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
-    pyplot.close(figure)
+    store(figure, file)
 
 
 def main() -> None:

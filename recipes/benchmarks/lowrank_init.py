@@ -32,6 +32,7 @@ from lib.run_folder import environment
 from rich.console import Console
 from rich.progress import track
 from torch import nn
+from transformers import AutoModel, AutoTokenizer
 
 from snnk_peft.low_rank import LOW_RANK_INITS, Factors, factorize
 from snnk_peft.low_rank.inits.function import search
@@ -67,8 +68,6 @@ def he_normal(inputs: int, outputs: int) -> Layer:
 @torch.no_grad()
 def minilm(layer: int) -> Layer:
     """The expansion of an FFN of MiniLM, and (TOKENS, 384) real inputs of it, twice."""
-    from transformers import AutoModel, AutoTokenizer
-
     folder = resolve_model("minilm")
     model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     expansion = model.encoder.layer[layer].intermediate.dense

@@ -3,35 +3,25 @@
 A section is a dataclass whose fields are made with `option(default, help, ...)` of snnk_peft/options.py, which also
 checks the values. All faults are collected over the whole file and reported together, unknown keys with the closest
 valid name. A section may define `check() -> list[str]` for faults that involve several of its values.
-
-The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import re
-import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
-if TYPE_CHECKING:
-    from snnk_peft.options import Option, option, options_of
-else:
-    # That file alone: the package around it imports torch. Whoever imports the package later gets the same module.
-    if "snnk_peft.options" not in sys.modules:
-        _folder = Path(importlib.util.find_spec("snnk_peft").origin).parent
-        _spec = importlib.util.spec_from_file_location("snnk_peft.options", _folder / "options.py")
-        sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-        _spec.loader.exec_module(sys.modules[_spec.name])
-    _options = sys.modules["snnk_peft.options"]
-    Option, option, options_of = _options.Option, _options.option, _options.options_of
+from snnk_peft.errors import ConfigError
+from snnk_peft.options import Option, options_of
+from snnk_peft.options import option as option  # of which settings are made
+from snnk_peft.registry import did_you_mean
+from snnk_peft.yaml_files import parse_yaml
 
 Section = TypeVar("Section")
 # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3); people write 1e-3.
@@ -52,8 +42,6 @@ def load_config(
     Raises:
         ConfigError: with every fault of the file and of the overrides.
     """
-    from snnk_peft.errors import ConfigError
-
     faults: list[str] = []
     given = copy.deepcopy(dict(source or {})) if isinstance(source, Mapping | None) else read_yaml(source)
     for override in overrides:
@@ -67,9 +55,6 @@ def load_config(
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file; a ConfigError names the file and the line otherwise."""
-    from snnk_peft.errors import ConfigError
-    from snnk_peft.yaml_files import parse_yaml
-
     try:
         given = parse_yaml(Path(path).read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -119,8 +104,6 @@ def describe(cls: type[Any], prefix: str = "") -> list[str]:
 
 def build(cls: type[Section], given: Any, faults: list[str], path: str = "") -> Section | None:
     """An instance of the dataclass `cls` from a mapping; faults are appended, and None returned if there were any."""
-    from snnk_peft.registry import did_you_mean
-
     where = path.rstrip(".") or "the settings"
     if not isinstance(given, Mapping):
         faults.append(f"{where}: expected a section with keys, got {given!r}")
@@ -161,9 +144,6 @@ def _apply(given: dict[str, Any], override: str, faults: list[str]) -> None:
     if not equals or not all(keys):
         faults.append(f"{override!r}: expected section.key=value, for example train.epochs=1")
         return
-    from snnk_peft.errors import ConfigError
-    from snnk_peft.yaml_files import parse_yaml
-
     try:
         value = parse_yaml(text, name)
     except ConfigError:

@@ -19,7 +19,6 @@ from lib.files import read_json, write_json, writing
 from lib.texts import batches_by_length, drawn
 from snnk_peft import CalibrationReport, Plan, SNNKConfig, calibrate, get_snnk_model, plan
 from snnk_peft.errors import ConfigError
-from snnk_peft.tuner.slot_layer import SlotLayer
 
 RECORD = "conversion.json"
 
@@ -100,11 +99,3 @@ def timed_inputs(data: Data, config: ConvertConfig, device: torch.device) -> dic
     inputs = part.batch(next(iter(part.by_length(config.timing.batch_size))), device)
     del inputs["labels"]
     return inputs
-
-
-def train_all(model: nn.Module) -> None:
-    """Every parameter that the model still uses; the originals of replaced modules are not among them."""
-    model.requires_grad_(True)
-    for module in model.modules():
-        if isinstance(module, SlotLayer) and any(slot.replaces for slot in module.active_slots()):
-            module.base_layer.requires_grad_(False)

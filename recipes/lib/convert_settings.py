@@ -1,7 +1,4 @@
-"""The settings of recipes/convert.py, section by section.
-
-The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
-"""
+"""The settings of recipes/convert.py, section by section. Nothing here imports torch, so `--help` answers at once."""
 
 # `option` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009
@@ -12,8 +9,9 @@ from dataclasses import MISSING, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lib.config import option
-from lib.settings import DataSection, RunOutput, TrainSection
-from lib.task_settings import task_faults
+from lib.settings import DataSection, RunOutput, TrainSection, snnk_config
+from lib.task_settings import task_faults, task_modality
+from snnk_peft.errors import ConfigError
 
 if TYPE_CHECKING:
     from snnk_peft.config import SNNKConfig
@@ -72,15 +70,11 @@ class ConversionSection:
 
     def snnk_config(self, seed: int = 0) -> SNNKConfig:
         """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
-        from snnk_peft.config import SNNKConfig
-
         named: dict[str, Any] = {name: getattr(self, name) for name in ("ffn", "attention", "pooler", "low_rank")}
-        return SNNKConfig(**named, parts=self.parts or [], modules_to_save=[], seed=seed)  # type: ignore[arg-type]
+        return snnk_config(**named, parts=self.parts or [], modules_to_save=[], seed=seed)
 
     def check(self) -> list[str]:
         """The faults of the parts; without any, `plan` takes its own candidates."""
-        from snnk_peft.errors import ConfigError
-
         if self.budget is not None and not self.given:
             return []
         try:
@@ -140,8 +134,6 @@ class ConvertConfig:
 
     def check(self) -> list[str]:
         """The task must exist and fit the data settings; without one, texts are all there is."""
-        from data import TASKS
-
         faults = []
         if self.task is None:
             if self.data.texts is None:
@@ -153,7 +145,7 @@ class ConvertConfig:
             named = self.data.texts is not None and self.task != "table"
             data = replace(self.data, text=None, text_pair=None) if named else self.data
             faults += task_faults(self.task, data)
-        if not faults and self.task is not None and self.data.texts and TASKS[self.task].modality != "text":
+        if not faults and self.task is not None and self.data.texts and task_modality(self.task) != "text":
             faults.append(f"data.texts is given, but the examples of task {self.task} are no texts; leave it out")
         if self.data.texts is not None and self.train.labels:
             faults.append(

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from lib.data import ExampleSet
 from lib.evaluation import DivergedError, predict
@@ -100,9 +102,6 @@ def draw_figures(
         draws: 2 or more.
         seed: of the draws.
     """
-    from rich.console import Console
-    from rich.progress import track
-
     found: dict[str, list[np.ndarray]] = {name: [] for name in splits}
     truth: dict[str, np.ndarray] = {}
     scores = []

@@ -1,8 +1,7 @@
 """An experiment: data, model, schedule and report, which is all that differs between the recipes that train.
 
 A recipe is one subclass and the settings it reads; `launch` reads its command line and `run` does the rest: run folder,
-seeds, checkpoints, stops, the loop and metrics.json. This file imports no torch, and recipes import it inside the
-methods, so that `--help` answers at once.
+seeds, checkpoints, stops, the loop and metrics.json.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from lib.data import ExampleSet
-    from lib.loop import RunState
+from lib.data import ExampleSet
+from lib.evaluation import score
+from lib.loop import RunState, make_optimizer
+from lib.plots import learning_curve
 
 Config = TypeVar("Config")
 
@@ -159,8 +159,6 @@ class Experiment(ABC, Generic[Config]):
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """AdamW, unless the experiment says otherwise; `train.beta2` where its settings have that."""
-        from lib.loop import make_optimizer
-
         given = {"beta2": self.config.train.beta2} if hasattr(self.config.train, "beta2") else {}
         return make_optimizer(model, self.config.train, **given)
 
@@ -176,8 +174,6 @@ class Experiment(ABC, Generic[Config]):
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
         """Metrics, among them "score", of which more is better; None if `stopped()` became true on the way."""
-        from lib.evaluation import score
-
         return score(model, self.task, splits, self.config.train.eval_batch_size, accelerator, stopped)
 
     @abstractmethod
@@ -186,8 +182,6 @@ class Experiment(ABC, Generic[Config]):
 
     def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
         """Draw the learning curve from the rows of log.jsonl."""
-        from lib.plots import learning_curve
-
         learning_curve(rows, file, self.title)
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:

@@ -1,39 +1,23 @@
-"""The command line of a recipe that trains. Torch is imported once it is read, so that `--help` answers at once."""
+"""Running an experiment, and what is told when it goes wrong."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import shlex
-import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lib.config import describe, load_config
+from lib.command_line import Request, read_command_line
+from lib.config import load_config
 from lib.experiment import Experiment
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for, besides the settings.
-
-    Args:
-        command: continues this run; shown when it is stopped.
-        resume: continue the run in output.dir.
-        checkpoint: from this checkpoint instead of the newest, or None.
-        overwrite: delete the run in output.dir first.
-    """
-
-    command: str
-    resume: bool
-    checkpoint: str | None
-    overwrite: bool
+from lib.files import FileError
+from lib.guard import guarded
+from lib.processes import lost_process
+from lib.run import run
+from lib.run_folder import choose_checkpoint
+from lib.terminal import quiet
+from snnk_peft.errors import ConfigError
 
 
 def launch(recipe: type[Experiment[Any]], description: str | None, argv: list[str] | None) -> int:
@@ -44,23 +28,12 @@ def launch(recipe: type[Experiment[Any]], description: str | None, argv: list[st
         description: the text of `--help`.
         argv: the arguments, or None for those of this process.
     """
-    parser = argparse.ArgumentParser(
-        description=description,
-        epilog="settings (default):\n" + "\n".join(describe(recipe.settings)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", help="a YAML file, see recipes/configs")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
-    parser.add_argument("--resume", action="store_true", help="continue the run in output.dir")
-    parser.add_argument("--checkpoint", metavar="NAME", help="with --resume: this checkpoint instead of the newest")
-    parser.add_argument("--overwrite", action="store_true", help="delete the run in output.dir first")
-    given = parser.parse_intermixed_args(argv)
-    command = resume_command(recipe.program, [given.config, *given.overrides])
+    return train(recipe, read_command_line(recipe.program, recipe.settings, description, argv))
 
-    def prepare() -> Experiment[Any]:
-        return recipe(load_config(recipe.settings, given.config, given.overrides))
 
-    return perform(prepare, Request(command, given.resume, given.checkpoint, given.overwrite))
+def train(recipe: type[Experiment[Any]], request: Request) -> int:
+    """Run an experiment with the settings that the command line names; returns the exit code of `perform`."""
+    return perform(lambda: recipe(load_config(recipe.settings, request.file, request.overrides)), request)
 
 
 def perform(prepare: Callable[[], Experiment[Any]], request: Request) -> int:
@@ -70,14 +43,6 @@ def perform(prepare: Callable[[], Experiment[Any]], request: Request) -> int:
         prepare: makes the experiment; a ConfigError if the settings are wrong.
         request: what the command line asks for.
     """
-    from lib.files import FileError
-    from lib.guard import guarded
-    from lib.processes import lost_process
-    from lib.run import run
-    from lib.run_folder import choose_checkpoint
-    from lib.terminal import quiet
-    from snnk_peft.errors import ConfigError
-
     quiet()
 
     def work() -> int:
@@ -106,20 +71,3 @@ def perform(prepare: Callable[[], Experiment[Any]], request: Request) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def resume_command(program: str, arguments: Sequence[str]) -> str:
-    """The command that continues a run, as it is to be typed in the folder where the run was started.
-
-    Args:
-        program: a file in recipes/.
-        arguments: of the first start: paths in them are relative to that folder, and so is the program's here.
-    """
-    # The interpreter by its short name only if that is the one that runs now.
-    python = "python" if shutil.which("python") == sys.executable else sys.executable
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`, which does not tell its profile
-        python, launcher = "accelerate", ["launch", "--config_file", "PROFILE"]
-        return shlex.join([python, *launcher, os.path.relpath(ROOT / "recipes" / program), *arguments, "--resume"])
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
-    return shlex.join([python, *launcher, os.path.relpath(ROOT / "recipes" / program), *arguments, "--resume"])

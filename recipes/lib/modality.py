@@ -11,18 +11,20 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from lib.augmentation import Augmentation
 from lib.data import Examples, ExampleSet
 from lib.images import ImageExamples, channels_of, input_size
-from lib.models import check_length, load_tokenizer, nowhere
 from lib.settings import AugmentSection, DataSection
 from snnk_peft.errors import ConfigError
 
@@ -143,3 +145,50 @@ _MODALITIES: dict[str, Modality] = {"text": Texts(), "image": Pictures()}
 def modality_of(task: Any) -> Modality:
     """Of the task's examples."""
     return _MODALITIES[task.modality]
+
+
+def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder` or on the Hub; for a task that labels words, one that takes words."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer could be read from {folder!r}{nowhere(folder)}: {error}") from error
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # as decoders are padded that never had to be
+    if task is None or not task.tokens:
+        return tokenizer
+    if not tokenizer.is_fast:
+        raise ConfigError(f"the tokenizer in {folder!r} does not say which word a token is from; expected a fast one")
+    # Byte-level ones write the space before a word into its token, and a word alone has none.
+    alone = "ByteLevel" in str(tokenizer.backend_tokenizer.pre_tokenizer)
+    return (
+        AutoTokenizer.from_pretrained(folder, add_prefix_space=True, pad_token=tokenizer.pad_token)
+        if alone
+        else tokenizer
+    )
+
+
+def nowhere(folder: str) -> str:
+    """For messages: that there is no such folder, if so."""
+    return (
+        "" if Path(folder).is_dir() else f" (there is no such folder in {Path.cwd()}, so it was taken for a Hub name)"
+    )
+
+
+def check_length(model: PreTrainedModel, max_length: int) -> None:
+    """ConfigError if examples of `max_length` tokens are longer than the model has positions."""
+    room = positions(model)
+    if room is not None and max_length > room:
+        raise ConfigError(
+            f"data.max_length is {max_length}; {type(model).__name__} has positions for {room} tokens: set "
+            f"data.max_length={room} or less (longer examples are cut)"
+        )
+
+
+def positions(model: torch.nn.Module) -> int | None:
+    """Tokens that a model with a table of positions can read; None if it computes its positions."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in ("position_embeddings", "wpe"):
+            # RoBERTa and its kin count from the row behind that of the padding token.
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None

@@ -7,19 +7,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from peft.utils import ModulesToSaveWrapper
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from lib.files import read_json
+from lib.modality import load_tokenizer, modality_of, nowhere
 from lib.peers import PEFT_PEERS, train_biases_and_norms, with_peer
 from lib.settings import MethodSection
+from snnk_peft import calibrate, calibrate_adapters, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.solvers.reduce import process
+from snnk_peft.tuner.slot_layer import SlotLayer
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _POOLER = re.compile(r"(^|\.)pooler\.")
@@ -65,27 +67,6 @@ def _model_folder(name_or_path: str, asked_by: str) -> str:
         what = "a file" if folder.exists() else "no such folder"
         raise ConfigError(f"{asked_by} is {name_or_path}: {what}; expected a model's folder, a Hub name, or minilm")
     return name_or_path
-
-
-def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder` or on the Hub; for a task that labels words, one that takes words."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer could be read from {folder!r}{nowhere(folder)}: {error}") from error
-    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token  # as decoders are padded that never had to be
-    if task is None or not task.tokens:
-        return tokenizer
-    if not tokenizer.is_fast:
-        raise ConfigError(f"the tokenizer in {folder!r} does not say which word a token is from; expected a fast one")
-    # Byte-level ones write the space before a word into its token, and a word alone has none.
-    alone = "ByteLevel" in str(tokenizer.backend_tokenizer.pre_tokenizer)
-    return (
-        AutoTokenizer.from_pretrained(folder, add_prefix_space=True, pad_token=tokenizer.pad_token)
-        if alone
-        else tokenizer
-    )
 
 
 def name_padding(model: PreTrainedModel, folder: str) -> None:
@@ -136,13 +117,6 @@ def _task_type(model: PreTrainedModel) -> str | None:
     return "TOKEN_CLS" if "ForTokenClassification" in name else "SEQ_CLS" if "ForSequence" in name else None
 
 
-def nowhere(folder: str) -> str:
-    """For messages: that there is no such folder, if so."""
-    return (
-        "" if Path(folder).is_dir() else f" (there is no such folder in {Path.cwd()}, so it was taken for a Hub name)"
-    )
-
-
 def load_pretrained(
     folder: str, task: Any, pretrained: bool = True, **arguments: Any
 ) -> tuple[PreTrainedModel, list[str]]:
@@ -154,7 +128,6 @@ def load_pretrained(
         pretrained: False reads the configuration alone; the weights are random.
         **arguments: for the configuration and the model.
     """
-    from lib.modality import modality_of
 
     # A regression has no class names; transformers' own placeholder stays.
     names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
@@ -238,15 +211,11 @@ def build_model(
         # Of the task types PEFT knows, it saves the head by itself.
         saved = [*(_heads(base) if task_type is None else []), *(["pooler"] if train_pooler else [])]
         return with_peer(base, method, saved, task_type, seed)
-    from snnk_peft import get_snnk_model
 
     # None lets snnk_peft train the classifier; an explicit list has to name it too.
     kept = [*_heads(base), "pooler"] if train_pooler else None
     model = get_snnk_model(base, method.snnk_config(_task_type(base), seed=seed, modules_to_save=kept))
     if calibration is not None:
-        from snnk_peft import calibrate, calibrate_adapters
-        from snnk_peft.solvers.reduce import process
-
         for wanted, fit in ((method.calibrate, calibrate), (method.calibrate_adapters, calibrate_adapters)):
             if wanted:
                 report = fit(model, calibration)
@@ -262,10 +231,6 @@ def train_in_use(model: torch.nn.Module) -> None:
 
     Modules that a slot replaces and the originals of trained copies stay frozen, as nothing calls them.
     """
-    from peft.utils import ModulesToSaveWrapper
-
-    from snnk_peft.tuner.slot_layer import SlotLayer
-
     model.requires_grad_(True)
     for module in model.modules():
         if isinstance(module, SlotLayer) and any(slot.replaces for slot in module.active_slots()):
@@ -278,25 +243,6 @@ def _heads(model: PreTrainedModel) -> list[str]:
     """Names of the modules with parameters that stand beside the encoder: the classifier."""
     found = [name for name, module in model.named_children() if any(True for _ in module.parameters())]
     return [name for name in found if name != model.base_model_prefix]
-
-
-def check_length(model: PreTrainedModel, max_length: int) -> None:
-    """ConfigError if examples of `max_length` tokens are longer than the model has positions."""
-    room = positions(model)
-    if room is not None and max_length > room:
-        raise ConfigError(
-            f"data.max_length is {max_length}; {type(model).__name__} has positions for {room} tokens: set "
-            f"data.max_length={room} or less (longer examples are cut)"
-        )
-
-
-def positions(model: torch.nn.Module) -> int | None:
-    """Tokens that a model with a table of positions can read; None if it computes its positions."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in ("position_embeddings", "wpe"):
-            # RoBERTa and its kin count from the row behind that of the padding token.
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    return None
 
 
 def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
@@ -317,10 +263,6 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, Any]:
     Raises:
         ConfigError: the folder holds no model, or one with another number of outputs than the task has labels.
     """
-    import peft
-
-    import snnk_peft  # noqa: F401  (registers the method and the bundled model classes)
-    from lib.modality import modality_of
 
     modality = modality_of(task)
 
@@ -349,9 +291,6 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, Any]:
 
 def load_by_class(folder: Path) -> Any:
     """A transformers model as its config names it: a bundle or another, without a task, in eval mode."""
-    import transformers
-
-    import snnk_peft  # noqa: F401  (registers the bundled model classes)
 
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(

@@ -9,15 +9,21 @@ bitfit              all biases and normalisation layers (Zaken et al. 2022)
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Collection
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
+from peft import BOFTConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOICES
+from peft.utils.error import NoMatchingPeftModuleError
 from transformers import PreTrainedModel
 
 from lib.settings import MethodSection
 from snnk_peft.errors import ConfigError
+from snnk_peft.families import known_family
 from snnk_peft.parts.norms import is_norm
 
 PEFT_PEERS = ("lora", "ia3", "vera", "boft")
@@ -37,9 +43,6 @@ def with_peer(base: PreTrainedModel, method: MethodSection, saved: list[str], ta
         ConfigError: modules that the model does not have, an architecture for which PEFT has no choice, or blocks that
             do not fit.
     """
-    from peft import BOFTConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
-    from peft.utils.error import NoMatchingPeftModuleError
-
     lora = method.lora
     if lora.norms:
         saved = [*saved, *norm_names(base)]
@@ -93,8 +96,6 @@ def _with_boft(base: PreTrainedModel, config: Any) -> Any:
 
     PEFT tries to compile a CUDA extension also where there is no GPU, warns that it failed, and takes one factor.
     """
-    from peft import get_peft_model
-
     _load_compiler()
     asked = config.boft_n_butterfly_factor
     with warnings.catch_warnings():
@@ -116,14 +117,12 @@ def _load_compiler() -> None:
 
     Before Python 3.12 setuptools refuses in a process that has looked for pip, as huggingface_hub may have.
     """
-    from accelerate.utils import patch_environment
-
     try:
-        import torch.utils.cpp_extension
+        importlib.import_module("torch.utils.cpp_extension")
     except AssertionError:
         with patch_environment(SETUPTOOLS_USE_DISTUTILS="stdlib"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it calls that deprecated
-            import torch.utils.cpp_extension  # noqa: F401
+            importlib.import_module("torch.utils.cpp_extension")
 
 
 def train_biases_and_norms(model: PreTrainedModel) -> None:
@@ -142,10 +141,6 @@ def norm_names(model: PreTrainedModel) -> list[str]:
 
 def query_value_names(model: PreTrainedModel) -> list[str] | None:
     """Queries and values of the model's family where PEFT has no choice of its own; None where it has one."""
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOICES
-
-    from snnk_peft.families import known_family
-
     family = known_family(model)
     if model.config.model_type in CHOICES:
         return None

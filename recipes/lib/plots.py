@@ -6,37 +6,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from lib.files import replacing
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.ticker import LogFormatter, MaxNLocator
 
 
 def learning_curve(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
     """Training loss and evaluation score over optimizer steps, from the rows of log.jsonl."""
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     scores = [(row["step"], row["score"]) for row in rows if "score" in row]
-    figure, left = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, left = make_axes(size=(7, 4))
     left.plot(*zip(*losses, strict=True), color="tab:gray", marker=_marker(losses), label="training loss")
     left.set(xlabel="optimizer step", ylabel="training loss", title=title)
     right = left.twinx()
     right.plot(*zip(*scores, strict=True), color="tab:blue", marker="o", label="evaluation score")
     right.set_ylabel("evaluation score", color="tab:blue")
-    _store(figure, file)
+    store(figure, file)
 
 
 def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], file: Path, title: str, unit: str) -> None:
     """Losses of the same unit over optimizer steps: one line of (step, loss) per name."""
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = make_axes(size=(7, 4))
     for name, points in curves.items():
         axes.plot(*zip(*points, strict=True), marker=_marker(points), label=name)
     axes.set(xlabel="optimizer step", ylabel=unit, title=title)
     axes.legend(frameon=False)
-    _store(figure, file)
+    store(figure, file)
 
 
 def error_curves(
@@ -47,14 +44,14 @@ def error_curves(
     bottom: float,
 ) -> None:
     """Errors over a size, both logarithmic: a line of (size, mean, standard error) per name, at least `bottom`."""
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axes = make_axes(size=(8, 4.5))
     for name, points in curves.items():
         sizes, means, deviations = zip(*points, strict=True)
         axes.errorbar(sizes, [max(mean, bottom) for mean in means], yerr=deviations, fmt=".-", capsize=3, label=name)
     axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1], title=title)
     axes.set_ylim(bottom=bottom / 1.5)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    _store(figure, file)
+    store(figure, file)
 
 
 def score_rows(
@@ -63,7 +60,7 @@ def score_rows(
     """A panel for each row of `table` with a line for each method: its score (mean, standard deviation) as a point."""
     methods = list(dict.fromkeys(method for cells in table.values() for method in cells))
     size = (2.6 * len(table) + 2.5, 0.25 * len(methods) + 1.5)
-    figure, axes = pyplot.subplots(1, len(table), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, axes = make_axes(1, len(table), size=size, sharey=True, squeeze=False)
     for panel, (name, cells) in zip(axes[0], table.items(), strict=True):
         places = [methods.index(method) for method in cells]
         means, deviations = zip(*cells.values(), strict=True)
@@ -76,34 +73,40 @@ def score_rows(
     axes[0, 0].set_yticks(range(len(methods)), methods)
     axes[0, 0].set_ylim(len(methods) - 0.5, -0.5)  # the first on top
     figure.suptitle(title)
-    _store(figure, file)
+    store(figure, file)
 
 
 def score_points(points: Mapping[str, tuple[int, float, float]], file: Path, title: str, ylabel: str) -> None:
     """Scores over trained parameters: one point (parameters, mean, standard deviation) per method."""
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = make_axes(size=(7, 4))
     for name, (parameters, mean, deviation) in points.items():
         axes.errorbar(parameters, mean, yerr=deviation, fmt="o", capsize=3, label=name)
     axes.set(xscale="log", xlabel="trained parameters", ylabel=ylabel, title=title)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    _store(figure, file)
+    store(figure, file)
 
 
 def score_over_seconds(lines: Mapping[str, Sequence[tuple[float, float]]], file: Path, title: str) -> None:
     """Scores over seconds of training, which are logarithmic: one line of (seconds, score) per name."""
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = make_axes(size=(7, 4))
     for name, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
     axes.set(xscale="log", xlabel="seconds of training", ylabel="evaluation score", title=title)
     for give in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
         give(LogFormatter(minor_thresholds=(2, 0.5)))  # 20, not 2 × 10¹
     axes.legend(frameon=False)
-    _store(figure, file)
+    store(figure, file)
+
+
+def make_axes(*shape: int, size: tuple[float, float], **shared: Any) -> tuple[Any, Any]:
+    """A figure of this size in inches, and its axes; pyplot's state, which may be a notebook's, is left alone."""
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(*shape, **shared)
 
 
 def _side_by_side(count: int) -> tuple[Any, Any]:
     """Figure and axes (1, count) of panels with one scale."""
-    return pyplot.subplots(1, count, figsize=(4 * count + 2, 4), sharey=True, squeeze=False, layout="constrained")
+    return make_axes(1, count, size=(4 * count + 2, 4), sharey=True, squeeze=False)
 
 
 def _beside_a_legend(figure: Any, axes: Any, drawn: Mapping[str, Any], ylabel: str, title: str, file: Path) -> None:
@@ -111,7 +114,7 @@ def _beside_a_legend(figure: Any, axes: Any, drawn: Mapping[str, Any], ylabel: s
     axes[0, 0].set_ylabel(ylabel)
     axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.suptitle(title)
-    _store(figure, file)
+    store(figure, file)
 
 
 def score_panels(
@@ -180,7 +183,7 @@ def eigenvalue_panels(rows: Mapping[str, Mapping[str, Sequence[Sequence[float]]]
     """
     shape = (len(rows), max(map(len, rows.values())))
     size = (3 * shape[1] + 1, 2.6 * shape[0] + 0.8)
-    figure, axes = pyplot.subplots(*shape, figsize=size, sharey="row", squeeze=False, layout="constrained")
+    figure, axes = make_axes(*shape, size=size, sharey="row", squeeze=False)
     for line, (name, layers) in zip(axes, rows.items(), strict=True):
         for panel, (layer, spectra) in zip(line, layers.items(), strict=False):
             for spectrum in spectra:
@@ -193,7 +196,7 @@ def eigenvalue_panels(rows: Mapping[str, Mapping[str, Sequence[Sequence[float]]]
         line[0].set_ylabel(name)
     figure.supxlabel("number of the eigenvalue")
     figure.suptitle(title)
-    _store(figure, file)
+    store(figure, file)
 
 
 def picture_grid(
@@ -213,7 +216,7 @@ def picture_grid(
         scales: column -> values that are black and white; of others, the extremes of the first row.
     """
     shape = (len(rows), len(columns))
-    figure, axes = pyplot.subplots(*shape, figsize=(3 * shape[1], 3 * shape[0]), squeeze=False, layout="constrained")
+    figure, axes = make_axes(*shape, size=(3 * shape[1], 3 * shape[0]), squeeze=False)
     first = {place: (float(part.min()), float(part.max())) for place, part in enumerate(next(iter(rows.values())))}
     limits = list({**first, **(scales or {})}.values())
     for line, (name, parts) in zip(axes, rows.items(), strict=True):
@@ -224,7 +227,7 @@ def picture_grid(
     for place, column in zip(axes[0], columns, strict=True):
         place.set_title(column)
     figure.suptitle(title)
-    _store(figure, file)
+    store(figure, file)
 
 
 def _marker(points: Sequence[Any]) -> str | None:
@@ -232,7 +235,7 @@ def _marker(points: Sequence[Any]) -> str | None:
     return "o" if len(points) < 30 else None
 
 
-def _store(figure: Any, file: Path) -> None:
+def store(figure: Any, file: Path, dpi: int = 120) -> None:
+    """Write a figure as PNG."""
     with replacing(file) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
-    pyplot.close(figure)
+        figure.savefig(temporary, dpi=dpi, format="png")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, set_seed
+from torch.distributed.tensor import distribute_tensor
 
 from snnk_peft.errors import ConfigError
 
@@ -150,8 +151,6 @@ def split_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     value = value.to(like.device, copy=True)
     if not _is_sharded(like):
         return value
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 

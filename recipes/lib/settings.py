@@ -1,7 +1,4 @@
-"""The settings of recipes/finetune.py, section by section.
-
-The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
-"""
+"""The settings of recipes/finetune.py, section by section. Nothing here imports torch, so `--help` answers at once."""
 
 # `option` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009
@@ -12,6 +9,8 @@ from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lib.config import option
+from lib.task_settings import task_faults, task_modality
+from snnk_peft.errors import ConfigError
 
 if TYPE_CHECKING:
     from snnk_peft.config import SNNKConfig
@@ -176,8 +175,6 @@ class MethodSection(PoolingSection):
 
     def check(self) -> list[str]:
         """Faults that involve several values, and the faults of the parts themselves."""
-        from snnk_peft.errors import ConfigError
-
         if self.name == "snnk":
             try:
                 self.snnk_config()
@@ -200,18 +197,23 @@ class MethodSection(PoolingSection):
 
     def snnk_config(self, task_type: str | None = "SEQ_CLS", **arguments: Any) -> SNNKConfig:
         """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
-        from snnk_peft.config import SNNKConfig
-
-        return SNNKConfig(
-            adapter=self.adapter,  # type: ignore[arg-type]
-            ffn=self.ffn,  # type: ignore[arg-type]
-            attention=self.attention,  # type: ignore[arg-type]
-            pooler=self.pooler if isinstance(self.pooler, dict) else None,  # type: ignore[arg-type]
-            parts=[*(self.parts or []), *([{"part": "mean_pooling"}] if self.pooling == "mean" else [])],  # type: ignore[list-item]
+        return snnk_config(
+            adapter=self.adapter,
+            ffn=self.ffn,
+            attention=self.attention,
+            pooler=self.pooler if isinstance(self.pooler, dict) else None,
+            parts=[*(self.parts or []), *([{"part": "mean_pooling"}] if self.pooling == "mean" else [])],
             save_projection=self.save_projection,
             task_type=task_type,
             **arguments,
         )
+
+
+def snnk_config(**fields: Any) -> SNNKConfig:
+    """SNNKConfig(**fields), which needs torch; raises ConfigError with all its faults."""
+    from snnk_peft.config import SNNKConfig
+
+    return SNNKConfig(**fields)
 
 
 @dataclass
@@ -299,11 +301,7 @@ class FinetuneConfig:
     train: FinetuneTrain = field(default_factory=FinetuneTrain)
 
     def check(self) -> list[str]:
-        """The task must exist and fit the data settings; what is said of pictures is for pictures."""
-        from data import TASKS
-
-        from lib.task_settings import task_faults
-
+        """The task must exist and fit the data settings; only images are augmented."""
         faults = task_faults(self.task, self.data)
         whole = getattr(self.method, "train_base", False)  # closed_form.py has a method of its own
         if whole and self.output.save_model and not self.output.bundle:
@@ -311,7 +309,7 @@ class FinetuneConfig:
                 "output.bundle is false with method.train_base, of which nothing else is saved; set it to true, or "
                 "output.save_model to false"
             )
-        if faults or TASKS[self.task].modality == "image":
+        if faults or task_modality(self.task) == "image":
             return faults
         return [
             f"augment.{name} is {getattr(self.augment, name)!r}, but the examples of task {self.task} are no pictures; "
@@ -332,8 +330,6 @@ class EvaluateConfig:
 
     def check(self) -> list[str]:
         """The task must exist and fit the data settings."""
-        from lib.task_settings import task_faults
-
         return task_faults(self.task, self.data)
 
 

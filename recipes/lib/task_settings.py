@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from lib.settings import PoolingSection
+from snnk_peft.registry import Registry, did_you_mean
 
 if TYPE_CHECKING:
     from lib.settings import DataSection, EvaluateConfig, FinetuneConfig
+    from snnk_peft.tasks import Task
 
 # What an example of a task is -> the recipe that reads such.
 RECIPE_OF = {
@@ -20,42 +21,43 @@ RECIPE_OF = {
 }
 
 
+def _tasks() -> Registry[Task]:
+    from data import TASKS  # which needs torch: settings are described without it, and checked with it
+
+    return TASKS
+
+
+def task_modality(name: str) -> str | None:
+    """What an example of a task is, a key of `RECIPE_OF`; None if there is no such task."""
+    return _tasks()[name].modality if name in _tasks() else None
+
+
 def modality_fault(name: str, recipe: str) -> str | None:
     """An unknown task, or one that another recipe reads; None for one of this recipe."""
-    from data import TASKS
-
-    from snnk_peft.registry import did_you_mean
-
-    known = [other for other in TASKS if RECIPE_OF[TASKS[other].modality] == recipe]
+    known = [other for other in _tasks() if RECIPE_OF[_tasks()[other].modality] == recipe]
     if name in known:
         return None
-    if name not in TASKS:
+    modality = task_modality(name)
+    if modality is None:
         return f"task: {did_you_mean('task', name, known)}"
-    found = TASKS[name].modality
     return (
-        f"task is {name}, whose examples are of modality {found}: use {RECIPE_OF[found]}; expected one of "
+        f"task is {name}, whose examples are of modality {modality}: use {RECIPE_OF[modality]}; expected one of "
         f"{', '.join(known)}"
     )
 
 
 def is_sequence_run(settings: Mapping[str, Any]) -> bool:
     """Whether settings, as config.yaml of a run holds them, are of a task whose examples are long sequences."""
-    from data import TASKS
-
-    name = settings.get("task")
-    return name in TASKS and TASKS[name].modality == "sequence"
+    return task_modality(settings.get("task", "")) == "sequence"
 
 
 def task_faults(name: str, data: DataSection) -> list[str]:
     """An unknown task, one of another recipe, and data settings that do not fit it."""
-    from data import TASKS
-
-    from snnk_peft.tasks.table import TableSettings
-
     if (fault := modality_fault(name, RECIPE_OF["text"])) is not None:
         return [fault]
-    settings = {key.name: getattr(data, key.name) for key in fields(TableSettings)}
-    return [f"data.{fault}" for fault in TASKS[name].check(settings)]
+    table: Any = _tasks()["table"]
+    settings = {key.name: getattr(data, key.name) for key in fields(table.settings)}
+    return [f"data.{fault}" for fault in _tasks()[name].check(settings)]
 
 
 def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] | None = None) -> Any:
@@ -65,28 +67,9 @@ def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] 
         config: task and data.
         model: config.json of a model that was trained on the task.
     """
-    from data import TASKS
-
-    return TASKS[config.task].with_settings(asdict(config.data), model)
+    return _tasks()[config.task].with_settings(asdict(config.data), model)
 
 
 def completed(config: FinetuneConfig, task: Any) -> FinetuneConfig:
     """The settings with what the task inferred, as the record of the run must have it."""
     return replace(config, data=replace(config.data, **task.inferred))
-
-
-def with_pooling(config: Any, task: Any) -> Any:
-    """The settings with what the pooler reads, as the record of the run must have it.
-
-    Args:
-        config: with the sections model and method.
-        task: what the examples are; pictures have no tokens to take means of.
-    """
-    method = config.method
-    is_asked = isinstance(method, PoolingSection) and method.pooling == "auto" and method.moves_pooler
-    if not is_asked or task.modality != "text":
-        return config
-    from lib.models import resolve_model, trained_on_means
-
-    means = trained_on_means(resolve_model(config.model.name_or_path))
-    return replace(config, method=replace(method, pooling="mean" if means else "first"))

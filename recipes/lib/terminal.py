@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -15,8 +16,6 @@ Item = TypeVar("Item")
 
 def quiet() -> None:
     """Leave the terminal to the recipe's own lines: no weight-loading bars, no table of newly initialised tensors."""
-    import transformers
-
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if importlib.util.find_spec("datasets") is not None:  # the quickstart does without

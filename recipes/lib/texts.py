@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 
 from lib.convert_settings import ConvertData
 from snnk_peft.errors import ConfigError
@@ -19,8 +20,6 @@ def read_texts(data: ConvertData) -> Any:
     Raises:
         ConfigError: no such file, no column of that name, no text, or rows without a text, with their lines.
     """
-    from datasets import Dataset
-
     path = Path(str(data.texts)).expanduser()
     if path.suffix.lower() == ".txt":
         if data.text_pair is not None:

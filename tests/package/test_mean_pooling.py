@@ -21,9 +21,10 @@ for package in ("accelerate", "datasets", "rich", "yaml"):
 import finetune
 import yaml
 from lib.config import load_config
+from lib.finetuning import with_pooling
 from lib.models import trained_on_means
 from lib.settings import FinetuneConfig
-from lib.task_settings import find_task, with_pooling
+from lib.task_settings import find_task
 from peft import PeftModel
 from recipe_world import RECIPES
 from sklearn.linear_model import Ridge

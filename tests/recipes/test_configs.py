@@ -9,10 +9,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import closed_form
-import convert
-import finetune
-import fit_head
 import image_layouts
 import numpy as np
 import pytest
@@ -24,7 +20,11 @@ from data import TASKS
 from glue_files import sentences, write_task
 from imdb_files import write_reviews
 from lib.config import load_config
+from lib.converting import Converting
 from lib.data import steps_per_epoch
+from lib.finetuning import Finetuning
+from lib.head_comparison import ClosedForm
+from lib.head_fitting import FitHead
 from lib.loop import mean_loss
 from papers.lib.cifar_resnet import CifarResNet
 from papers.programs import (
@@ -217,21 +217,21 @@ def low_rank(file: Path, models: Path, out: Path) -> list[str]:
 
 # Folder or file of settings -> the recipe, and what writes the data and names the settings that point there.
 STAND_INS = {
-    "glue": (finetune.Finetuning, glue),
-    "uptraining": (finetune.Finetuning, uptraining),
-    "table.yaml": (finetune.Finetuning, table),
-    "closed_form.yaml": (closed_form.ClosedForm, head),
-    "head.yaml": (fit_head.FitHead, head),
-    "imdb.yaml": (finetune.Finetuning, reviews),
-    "convert": (convert.Converting, conversion),
+    "glue": (Finetuning, glue),
+    "uptraining": (Finetuning, uptraining),
+    "table.yaml": (Finetuning, table),
+    "closed_form.yaml": (ClosedForm, head),
+    "head.yaml": (FitHead, head),
+    "imdb.yaml": (Finetuning, reviews),
+    "convert": (Converting, conversion),
     "kernels": (finetune_kernel.FinetuneKernel, glue),
     "pretrain_mlm.yaml": (pretrain_mlm.PretrainMasked, masked),
     "lowrank": (train_lowrank.LowRankTraining, low_rank),
     "lra": (train_lra.LongRange, long_range),
-    "cifar10": (finetune.Finetuning, pictures("cifar10_binary", 10)),
-    "cifar100": (finetune.Finetuning, pictures("cifar100_binary", 100)),
-    "digits": (finetune.Finetuning, digits),
-    "imagenet": (finetune.Finetuning, pictures("class_folders", 2)),
+    "cifar10": (Finetuning, pictures("cifar10_binary", 10)),
+    "cifar100": (Finetuning, pictures("cifar100_binary", 100)),
+    "digits": (Finetuning, digits),
+    "imagenet": (Finetuning, pictures("class_folders", 2)),
     "mlp": (train_mlp.TrainMlp, numbers),
     "pictures": (fit_picture.FitPicture, picture),
     "copy": (train_copy.TrainCopy, copies),
@@ -255,7 +255,7 @@ def test_it_builds_data_model_and_schedule(name: Path, models: Path, tmp_path: P
     model = experiment.model(data, accelerator, resumed=False)
     train = experiment.config.train
     schedule = experiment.schedule(steps_per_epoch(len(data.train), train.batch_size, train.gradient_accumulation))
-    if kind is fit_head.FitHead:
+    if kind is FitHead:
         assert schedule.total == 0  # fitted when it is made
     else:
         assert schedule.total > 0

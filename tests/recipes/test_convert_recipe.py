@@ -22,10 +22,10 @@ from data import TASKS
 from glue_files import write_task
 from lib import checkpoint as checkpoints
 from lib.config import load_config
-from lib.conversion import train_all
 from lib.convert_settings import ConvertConfig, UptrainSection
 from lib.distillation import Distilled, layer_loss, logit_loss
 from lib.hub import push
+from lib.models import train_in_use
 from lib.teacher import agreement, load_teacher, teacher_task
 from lib.texts import batches_by_length
 from recipe_world import RECIPES, reset_accelerate, write_world
@@ -394,7 +394,7 @@ def test_what_is_trained_has_gradients_and_the_original_stays(world: Path, train
     )
     student = snnk_peft.get_snnk_model(copy.deepcopy(teacher), config.convert.snnk_config(0))
     if trained == "all":
-        train_all(student)
+        train_in_use(student)
     model = Distilled(student, teacher, UptrainSection(labels=1.0, logits=1.0, layers=1.0)).train()
     inputs = dict(reader(["the film was good", "a"], padding=True, return_tensors="pt"))
     model(**inputs, labels=torch.tensor([0, 1])).loss.backward()

@@ -10,7 +10,8 @@ import gpu
 import numpy as np
 import pytest
 import torch
-from lib.gpu_data import write_pictures
+from lib.gpu_run import perform
+from lib.gpu_steps import STEPS, Plan, Step, write_pictures
 from PIL import Image
 from recipe_world import RECIPES
 
@@ -67,10 +68,10 @@ def test_one_failure_does_not_hide_the_rest(tmp_path, capfd):
 
 
 def test_a_program_that_fails_says_why(tmp_path, monkeypatch):
-    plan = gpu.Plan("cpu", True, tmp_path)
-    broken = gpu.Step(60, lambda plan: ["-c", "print('error: no such thing'); print('bye'); exit(3)"], lambda plan: {})
-    monkeypatch.setitem(gpu.STEPS, "broken", broken)
-    entry = gpu.perform("broken", plan, 60)
+    plan = Plan("cpu", True, tmp_path)
+    broken = Step(60, lambda plan: ["-c", "print('error: no such thing'); print('bye'); exit(3)"], lambda plan: {})
+    monkeypatch.setitem(STEPS, "broken", broken)
+    entry = perform("broken", plan, 60)
     assert entry["status"] == "failed"
     assert entry["reason"].startswith("exit code 3; ")
     assert entry["reason"].endswith("says: error: no such thing")
@@ -80,7 +81,7 @@ def test_a_run_on_another_device_is_a_failure(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text/metrics.json").write_text(json.dumps({"device": "cpu"}))
     with pytest.raises(ValueError, match="it ran on cpu; expected cuda"):
-        gpu.STEPS["text"].figures(gpu.Plan("cuda", False, tmp_path))
+        STEPS["text"].figures(Plan("cuda", False, tmp_path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and `make gpu` would use it")
@@ -92,16 +93,14 @@ def test_without_a_gpu_there_is_a_message(tmp_path, capsys):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_file_that_a_step_names_is_there(device, tmp_path):
-    plan = gpu.Plan(device, False, tmp_path)
-    named = [
-        Path(word) for step in gpu.STEPS.values() for word in step.command(plan) if word.endswith((".py", ".yaml"))
-    ]
+    plan = Plan(device, False, tmp_path)
+    named = [Path(word) for step in STEPS.values() for word in step.command(plan) if word.endswith((".py", ".yaml"))]
     assert {file.parent.name for file in named} >= {"accelerate", "configs", "benchmarks"}
     assert not [file for file in named if not file.is_file()]
 
 
 def test_limits_fit_into_ten_minutes():
-    assert sum(step.limit for step in gpu.STEPS.values() if step.cards == 1) <= 600
+    assert sum(step.limit for step in STEPS.values() if step.cards == 1) <= 600
 
 
 def test_pictures_of_two_classes_differ(tmp_path):

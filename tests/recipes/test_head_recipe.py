@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from glue_files import write_task
+from lib.head_fitting import FitHead
 from recipe_world import RECIPES, reset_accelerate, write_world
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
@@ -182,12 +183,12 @@ def test_a_stopped_report_is_resumed(world: Path, tmp_path: Path, monkeypatch: p
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fit_head.FitHead, "report", fail)
+        patch.setattr(FitHead, "report", fail)
         with pytest.raises(OSError, match="no space"):
             fit_head.main([str(world / "head.yaml"), f"output.dir={out}"])
     reset_accelerate()
     with monkeypatch.context() as patch:
-        patch.setattr(fit_head.FitHead, "_fitted", fail)
+        patch.setattr(FitHead, "_fitted", fail)
         assert fit_head.main([str(world / "head.yaml"), f"output.dir={out}", "--resume"]) == 0
     reset_accelerate()
     plain = fitted(world, tmp_path / "plain")

@@ -20,7 +20,7 @@ import torch
 import yaml
 from data import TASKS
 from lib.data import Examples
-from lib.models import load_tokenizer
+from lib.modality import load_tokenizer
 from recipe_world import RECIPES, write_world
 from transformers import (
     AutoModelForSequenceClassification,

@@ -27,7 +27,8 @@ from lib import modality, training
 from lib.files import temporary_name, write_text
 from lib.guard import guarded
 from lib.loop import train_step
-from lib.models import check_length, positions, resolve_model
+from lib.modality import check_length, positions
+from lib.models import resolve_model
 from papers.lib import sweep
 from papers.programs import write_listops
 from recipe_world import RECIPES, program_file, write_settings, write_world
@@ -92,8 +93,7 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "sklearn", "accelerate")
 @pytest.mark.parametrize(
     "command",
     [
-        *("finetune", "closed_form", "score", "convert", "bundle", "export"),
-        *("train_lra", "train_lowrank", "train_copy", "tiny_llama", "write_listops", "convert_efficientnet_lite"),
+        *("finetune", "fit_head", "closed_form", "score", "convert", "bundle", "export", "gpu"),
         *("table_results", "study", "study run glue", "study run kernels", "study page glue", "study page lowrank"),
     ],
 )

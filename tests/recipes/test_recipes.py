@@ -30,6 +30,7 @@ from lib import training
 from lib.config import describe, load_config
 from lib.data import Examples, epoch_plan, share, steps_per_epoch
 from lib.evaluation import DivergedError, held_back_rows
+from lib.finetuning import Finetuning
 from lib.loop import FiniteWatch, make_optimizer, train_step
 from lib.models import dropout_settings, load_pretrained
 from lib.schedule import learning_rate
@@ -290,7 +291,7 @@ def test_the_rate_follows_the_settings() -> None:
     changes = ["task=rte", "output.dir=x", "method.name=full", "train.warmup_ratio=0.1", "train.learning_rate=1.0"]
     for name, expected in (("constant_with_warmup", [0.1, 1, 1, 1, 1]), ("linear", [0.1, 1, 1, 0.5, 1 / 90])):
         config = load_config(FinetuneConfig, None, [*changes, "train.epochs=4", f"train.schedule={name}"])
-        schedule = finetune.Finetuning(config).schedule(per_epoch=25)
+        schedule = Finetuning(config).schedule(per_epoch=25)
         assert (schedule.total, schedule.eval_every, schedule.budget_seconds) == (100, 25, None)
         assert [schedule.rate(step, step) for step in (0, 9, 10, 55, 99)] == pytest.approx(expected)
 

@@ -16,6 +16,7 @@ import score
 import torch
 from lib import modality, training
 from lib.files import FileError
+from lib.finetuning import Finetuning
 from lib.lock import alone
 from lib.loop import train_step
 from papers.lib.measured_page import measured_page
@@ -96,7 +97,7 @@ def test_a_second_run_is_refused_from_the_first_moment_to_the_last(here: Path, m
     with monkeypatch.context() as patched:
         patched.setattr(modality, "load_tokenizer", reading)
         patched.setattr(training, "train_step", stepping)
-        patched.setattr(finetune.Finetuning, "curve", reporting)
+        patched.setattr(Finetuning, "curve", reporting)
         assert finetune.main(["run.yaml"]) == 0
     assert [code for code, _ in told] == [2] * 5
     for _, error in told:

@@ -35,8 +35,7 @@ from _bench import alternate, ratio, report, show
 from _peers import fisher_pruning, modegpt, uptraining
 from _peers.blocks import Batch, Cost, model_inputs
 from data import TASKS
-from lib.files import replacing
-from lib.plots import pyplot
+from lib.plots import make_axes, store
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -219,7 +218,7 @@ def at_equal_latency(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Accuracy over latency and over seconds, a line per method; bars are one standard deviation over draws."""
     teacher, *rest = rows
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    figure, panels = make_axes(1, 2, size=(11, 4.5), sharey=True)
     for panel, column, label in zip(
         panels, ("ms", "seconds"), ("ms per batch of 32 sentences", "seconds spent on the conversion"), strict=True
     ):
@@ -231,9 +230,7 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
         panel.set(xlabel=label)
     panels[0].set_ylabel("accuracy on SST-2, development sentences")
     panels[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    with replacing(file) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
-    pyplot.close(figure)
+    store(figure, file)
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ from lib.checkpoint import load_model
 from lib.config import load_config, read_yaml
 from lib.models import load_by_class
 from lib.results import load_run, trained_checkpoint
+from lib.scoring import Subject, known_of
 from lib.settings import FinetuneConfig
 from lib.task_settings import is_sequence_run
 
 from papers.lib.lra_model import LongRangeClassifier, build_classifier
-from papers.lib.lra_settings import LongRangeConfig
+from papers.lib.lra_settings import LongRangeConfig, LongRangeEvaluation
 from papers.lib.masked_model import with_attention
+from papers.lib.sequences import SequenceExamples
+from snnk_peft.errors import ConfigError
 
 
 def load_long_range(folder: Path, run: LongRangeConfig) -> LongRangeClassifier:
@@ -42,3 +46,21 @@ def load_folder(folder: Path) -> Any:
     # What the run left says by itself what it is, whatever was pretrained before it and where.
     left = next((folder / name for name in ("bundle", "model") if (folder / name).is_dir()), None)
     return load_folder(left) if left else load_run(folder, load_config(FinetuneConfig, settings))[0]
+
+
+def of_sequences(folder: Path, given: Mapping[str, Any] | None, overrides: list[str]) -> Subject:
+    """The classifier of a run of train_lra.py, and its test split; see `Preparer` of lib/scoring.py."""
+    run = load_config(LongRangeConfig, given)
+    known = known_of(run)
+    known["data"] = {field: known["data"][field] for field in ("dir", "max_test_samples")}
+    config = load_config(LongRangeEvaluation, known, overrides)
+    if config.task != run.task:
+        raise ConfigError(f"task is {config.task}; {folder} was trained on {run.task}: leave the setting out")
+    task, length = run.read_task()
+
+    def read() -> dict[str, Any]:
+        limits = {"test": config.data.max_test_samples}
+        rows = task.load(config.data.dir, splits=["test"], max_samples=limits)
+        return {name: SequenceExamples(part, length) for name, part in rows.items()}
+
+    return Subject(config, task, load_long_range(folder, run), length, read)

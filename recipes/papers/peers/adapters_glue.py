@@ -28,6 +28,8 @@ rows; environment.json has the versions, metrics.json that of adapters. The rate
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
@@ -40,8 +42,33 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [path for path in (str(ROOT / "recipes"), str(ROOT)) if path not in sys.path]
 
 
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules that this environment does not have, whose members are empty classes."""
+
+    absent = ("peft", "snnk_peft.cost", "snnk_peft.parts", "snnk_peft.tuner")
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """A module or package of this name, if it is absent."""
+        found = any(f"{name}.".startswith(f"{each}.") for each in self.absent)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Give it its members."""
+        module.__dict__["__getattr__"] = self.empty_class
+
+    @staticmethod
+    def empty_class(name: str) -> type:
+        """Of this name."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
 def use_bare_package() -> None:
-    """Let modules of snnk_peft be imported without its `__init__`, where transformers is older than that needs."""
+    """Let modules of snnk_peft be imported without its `__init__`, where transformers is older than that needs.
+
+    What the recipes import from peft and from modules that need it, and never call here, are empty classes.
+    """
     if int(importlib.metadata.version("transformers").partition(".")[0]) >= 5 or "snnk_peft" in sys.modules:
         return
     origin = ROOT / "snnk_peft/__init__.py"
@@ -52,14 +79,16 @@ def use_bare_package() -> None:
     lines = (origin.parent / "version.py").read_text(encoding="utf-8").splitlines()
     version = next(line for line in lines if line.startswith("__version__"))
     package.__dict__["__version__"] = version.split('"')[1]  # which checkpoints record
+    package.__dict__["__getattr__"] = StandIns.empty_class
     sys.modules["snnk_peft"] = package
+    sys.meta_path.insert(0, StandIns())
 
 
 use_bare_package()
 
-from finetune import Finetuning
 from lib.config import option
 from lib.experiment import Data, Finished
+from lib.finetuning import Finetuning
 from lib.launch import launch
 from lib.settings import FinetuneConfig
 from papers.lib.study import entries

@@ -36,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from data import TASKS
 from lib.guard import guarded
-from lib.models import load_tokenizer, resolve_model
+from lib.modality import load_tokenizer
+from lib.models import resolve_model
 from lib.run_folder import environment
 from lib.texts import batches_by_length, drawn
 from rich.console import Console

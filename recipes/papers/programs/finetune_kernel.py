@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from finetune import Finetuning
 from lib.experiment import Data, Finished
+from lib.finetuning import Finetuning
 from lib.launch import launch
 from lib.settings import FinetuneConfig
 

@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from lib.command_line import Request, resume_command
 from lib.config import option
 from lib.experiment import Data, Experiment, Finished, Schedule
-from lib.launch import Request, perform, resume_command
+from lib.launch import perform
 from lib.settings import StepSettings
 
 if TYPE_CHECKING:

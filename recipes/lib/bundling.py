@@ -1,0 +1,59 @@
+"""Bundling what a run or an adapter folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from lib.config import load_config
+from lib.files import check_writable, write_folder, writing
+from lib.lock import alone
+from lib.models import load_trained
+from lib.results import load_run
+from lib.settings import EvaluateConfig, FinetuneConfig
+from lib.task_settings import find_task
+from lib.terminal import quiet
+from snnk_peft import bundle
+from snnk_peft.errors import ConfigError
+
+
+def bundle_folder(
+    folder: Path, task: str | None, output: Path | None, overwrite: bool, overrides: Sequence[str] = ()
+) -> None:
+    """Load, fold, save; print what was folded."""
+    quiet()
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {what}; expected a run of recipes/finetune.py or an adapter folder")
+    run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None
+    if run is None and task is None:
+        raise ConfigError(f"{folder} is no run, so it does not say what it was trained on; give --task")
+    if run is not None and overrides:
+        raise ConfigError(f"{folder} is a run, which knows its data; leave out {' '.join(overrides)}")
+    if run is None and output is None:
+        raise ConfigError("give --output: an adapter folder is no place for a bundle")
+    output = output or folder / "bundle"
+    check_writable(output.parent)
+    # A run writes its own bundle at its end.
+    of_run = alone(folder) if run is not None and output.resolve().parent == folder.resolve() else nullcontext()
+    with of_run, alone(output):
+        if output.exists() and not overwrite:
+            raise ConfigError(f"{output} exists; replace it with --overwrite or choose another --output")
+        if overwrite and output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
+            raise ConfigError(f"--overwrite would delete {output}, which holds no model")
+        if run is None:
+            model, reader = load_trained(folder, find_task(load_config(EvaluateConfig, {"task": task}, overrides)))
+        else:
+            model, reader = load_run(folder, run)
+        small = bundle(model)
+
+        def fill(target: Path) -> None:
+            small.save_pretrained(str(target))
+            reader.save_pretrained(str(target))
+
+        with writing(output.parent):
+            output.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(output, fill)
+    print(small.bundle_report)
+    print(f"written to {output}")

@@ -1,0 +1,248 @@
+"""Conversion of a classifier without labels: the experiment of recipes/convert.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from data import TASKS
+
+from lib.conversion import RECORD, Conversion, converted, restored, timed_inputs
+from lib.convert_settings import ConvertConfig
+from lib.data import ExampleSet
+from lib.distillation import Distilled
+from lib.evaluation import Alone, evaluation_splits, predict
+from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.files import read_json, write_folder
+from lib.hub import push
+from lib.modality import modality_of
+from lib.models import train_in_use
+from lib.repeated import repeat_notes
+from lib.schedule import learning_rate
+from lib.tables import grid
+from lib.teacher import agreement, load_teacher, teacher_task
+from lib.texts import drawn, held_back, read_texts
+from lib.timing import forward_seconds, ratio
+from snnk_peft import bundle
+from snnk_peft.model_card import write_model_card
+
+
+class Converting(Experiment[ConvertConfig]):
+    """The conversion of a classifier of texts or pictures, and what little training may follow."""
+
+    settings, program, records = ConvertConfig, "convert.py", ("conversion.json",)
+
+    def __init__(self, config: ConvertConfig):
+        if config.task is None:
+            self.task = teacher_task(config.model.name_or_path)
+        else:
+            self.task = TASKS[config.task].with_settings(vars(config.data))
+            config = replace(config, data=replace(config.data, **self.task.inferred))
+        super().__init__(config)
+        self.conversion: Conversion | None = None
+
+    @property
+    def method(self) -> str:
+        """The parts, or the budget that decides about them."""
+        convert = self.config.convert
+        return f"{convert.budget} of {convert.of}" if convert.budget is not None else " and ".join(convert.given)
+
+    @property
+    def title(self) -> str:
+        """What is converted, and how."""
+        return f"{Path(self.config.model.name_or_path).name} converted, {self.method}"
+
+    def data(self, accelerator: Any) -> Data:
+        """Examples to calibrate and to train with, and those on which original and conversion are compared."""
+        config, task, seed = self.config, self.task, self.config.train.seed
+        self.modality = modality = modality_of(task)
+        self.teacher, self.reader = load_teacher(config.model.name_or_path, task)
+        self.teacher.to(accelerator.device).requires_grad_(False)
+        modality.check(self.teacher, self.reader, config.data)
+        # Without training, no more than the calibration reads.
+        limit = config.data.max_train_samples
+        if not config.train.epochs:
+            limit = min(config.convert.samples, limit or config.convert.samples)
+        texts = None if config.data.texts is None else read_texts(config.data)
+        if config.task is None:
+            train, held = held_back(texts, config.data.hold_out or 0.1, seed)
+            splits = {"held back": held.select(range(min(len(held), config.data.max_eval_samples or len(held))))}
+        else:
+            wanted = tuple(config.data.splits or task.validation_splits)
+            # Of two validation sets one may be absent; only without `splits` does the task allow that.
+            names = None if config.data.splits is None and len(wanted) > 1 else ["train", *wanted]
+            rows = task.load(config.data.dir, splits=names, max_samples={"train": limit}, seed=seed)
+            splits = evaluation_splits(task, rows, config.data.max_eval_samples, wanted)
+            train = rows["train"] if texts is None else texts
+        if texts is not None:
+            train = train.select(_drawn(len(train), limit, seed))
+        for note in repeat_notes(task, train, splits, labelled=texts is None):
+            accelerator.print(f"note: {note}")
+        made = [modality.examples(part, self.reader, config.data, task) for part in (train, *splits.values())]
+        examples = dict(zip(splits, made[1:], strict=True))
+        if config.task is None:
+            self._label(examples, accelerator)
+        return Data(made[0], examples)
+
+    def _label(self, splits: Mapping[str, ExampleSet], accelerator: Any) -> None:
+        """The labels of texts without any are what the original predicts."""
+        for part in splits.values():
+            size, world = self.config.train.eval_batch_size, accelerator.num_processes
+            shares = [batch[rank::world] for batch in part.by_length(size * world) for rank in range(world)]
+            order = [index for share in shares for index in share]  # in which `predict` returns the examples
+            found = predict(self.teacher, part, size, accelerator)
+            assert found is not None
+            logits = found[0]
+            labels = logits[:, 0] if logits.shape[-1] == 1 else logits.argmax(-1)
+            part.labels = labels.new_empty(len(order))
+            part.labels[order] = labels
+
+    def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
+        """The patched model, fitted unless a checkpoint will fill it."""
+        config = self.config
+        if resumed:
+            patched = restored(self.teacher, Path(config.output.dir), config.train.seed)
+        else:
+            self.conversion = converted(self.teacher, data, config, accelerator)
+            patched = self.conversion.model
+            if self.conversion.plan is not None:
+                accelerator.print(self.conversion.plan)
+            accelerator.print(self.conversion.report)
+        if config.train.trained == "all":
+            train_in_use(patched)
+        return Distilled(patched, self.teacher, config.train)
+
+    def schedule(self, per_epoch: int) -> Schedule:
+        """Whole epochs, if any; what the conversion scores without training is logged first."""
+        train = self.config.train
+        total = train.epochs * per_epoch
+        named = {"epoch": per_epoch, "end": max(1, total)}
+        return Schedule(
+            total=total,
+            eval_every=named.get(train.eval_every, train.eval_every),
+            rate=learning_rate(train.schedule, train.learning_rate, math.ceil(train.warmup_ratio * total), total),
+            eval_first=True,
+        )
+
+    def score(
+        self,
+        model: torch.nn.Module,
+        splits: Mapping[str, ExampleSet],
+        accelerator: Any,
+        stopped: Callable[[], bool],
+    ) -> dict[str, float] | None:
+        """By the labels; before that, what the conversion found is written, because `--resume` does not repeat it."""
+        if self.conversion is not None and accelerator.is_main_process:
+            self.conversion.save(Path(self.config.output.dir))
+            self.conversion = None
+        found = super().score(model, splits, accelerator, stopped)
+        if found is None or self.config.task is not None:
+            return found
+        name = "correlation" if self.task.num_labels == 1 else "agreement"  # the labels are the original's predictions
+        return {name: found["score"], "score": found["score"]}
+
+    def report(self, done: Finished) -> dict[str, Any]:
+        """bundle/, and original and conversion side by side: scores, agreement, speed, size."""
+        config, task = self.config, self.task
+        small = bundle(done.model.student).eval()
+        models, rows, alone = {"original": self.teacher, "converted": small}, {}, Alone(done.device)
+        logits: dict[str, dict[str, torch.Tensor]] = {}
+        for name, model in models.items():
+            found = {
+                split: predict(model, part, config.train.eval_batch_size, alone)
+                for split, part in done.data.splits.items()
+            }
+            logits[name] = {split: values[0] for split, values in found.items()}
+            scores = task.summarize({split: task.compute(*values) for split, values in found.items()})
+            shown = {key: value for key, value in scores.items() if config.task and key.rpartition("/")[2] != "score"}
+            rows[name] = {"parameters": _numbers(model), **shown}
+        near = {split: agreement(logits["original"][split], logits["converted"][split]) for split in done.data.splits}
+        inputs = timed_inputs(done.data, config, done.device)
+        seconds = forward_seconds(models, inputs, config.timing.repetitions)
+        for name, values in seconds.items():
+            rows[name]["milliseconds"] = 1000 * statistics.median(values)
+        record = read_json(done.folder / RECORD)
+        figures = {
+            "score": done.best["score"],
+            "metrics": done.best["metrics"],
+            "models": rows,
+            "agreement": {"mean": task.summarize(near), "splits": near},
+            "speed_up": ratio(seconds["original"], seconds["converted"]),
+            "timed": " x ".join(str(size) for size in next(iter(inputs.values())).shape),
+            "conversion_seconds": record["seconds"] + done.state.train_seconds,
+            "calibration": record["calibration"],
+            "device": str(done.device),
+        }
+        self._save(small, figures, done)
+        return figures
+
+    def _save(self, small: Any, figures: Mapping[str, Any], done: Finished) -> None:
+        """bundle/ with tokenizer or image processor and card."""
+
+        config, task = self.config, self.task
+        labelled = config.task is not None
+        made = {
+            "original": figures["models"]["original"],
+            "converted": figures["models"]["converted"],
+            "speed-up": round(figures["speed_up"], 2),
+            "timed on": f"{figures['timed']} ({figures['device']})",
+            "agreement": figures["agreement"]["mean"],
+            "convert": dataclasses.asdict(config.convert),
+            "train": dataclasses.asdict(config.train) if config.train.epochs else "no training",
+        }
+
+        def fill(target: Path) -> None:
+            small.save_pretrained(str(target))
+            self.reader.save_pretrained(str(target))
+            scores = {key: value for key, value in figures["metrics"].items() if key != "score"}
+            write_model_card(
+                target,
+                report=small.bundle_report,
+                base_model=config.model.name_or_path,
+                metrics=scores if labelled else figures["agreement"]["mean"],
+                training=made,
+                title=f"{Path(config.model.name_or_path).name}, converted to SNNK layers without labels",
+                dataset=task.hub_path if labelled else None,
+                data=task.source if labelled else None,
+                examples=done.data.sizes,
+            )
+
+        write_folder(done.folder / "bundle", fill)
+
+    def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
+        """Only of a training."""
+        if self.config.train.epochs:
+            super().curve(rows, file)
+
+    def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
+        """Both models as a table. Uploads bundle/, if that is asked for: all figures are written by now."""
+        columns = list(figures["models"]["original"])
+        rows = [
+            [name, *(f"{values[key]:.4g}" if isinstance(values[key], float) else f"{values[key]:,}" for key in columns)]
+            for name, values in figures["models"].items()
+        ]
+        near = "  ".join(f"{name} {value:.4f}" for name, value in figures["agreement"]["mean"].items())
+        lines = [
+            *grid(["model", *columns], rows),
+            f"with the original: {near}; {figures['speed_up']:.2f} x its speed ({figures['timed']}); converted in "
+            f"{figures['conversion_seconds']:.0f} s; the model is in {done.folder / 'bundle'}",
+        ]
+        repository = self.config.output.push_to_hub
+        if repository is not None:
+            lines.append(f"uploaded to {push(done.folder / 'bundle', repository, self.config.output.private)}")
+        return "\n".join(lines)
+
+
+def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
+    return drawn(count, count if limit is None else limit, seed)
+
+
+def _numbers(model: torch.nn.Module) -> int:
+    """Parameters and floating-point buffers: the rows of a bundle are buffers."""
+    return sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())

@@ -1,0 +1,54 @@
+"""The settings of recipes/fit_head.py and of recipes/closed_form.py. Nothing here imports torch."""
+
+# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lib.config import option
+from lib.settings import FinetuneConfig, PoolingSection, RunOutput, StepSettings
+
+
+@dataclass
+class FitHeadSection:
+    """What the head reads."""
+
+    views: list[list[int | str]] | None = option(
+        None,
+        "pairs [layer, pool] of hidden states, 0 the embeddings, -1 the last; pools: mean, max, first, last, and, of "
+        "pairs of texts, apart and product. null: means after a third, two thirds and all layers, and "
+        "the maximum of the last; of pairs also how the two differ after two thirds and all layers",
+    )
+    feature_map: dict[str, Any] | None = option(
+        None, "the vectors also through this map: component, projection, num_features"
+    )
+    points: int = option(4, "scored after n, n/2, n/4, ... examples, so often", low=1)
+    beside: list[str] | None = option(None, "run folders of finetune.py that the plot shows as well")
+
+
+@dataclass
+class FitHeadConfig(FinetuneConfig):
+    """Everything this recipe reads; of `train` only sizes of batches, number format and seed matter."""
+
+    output: RunOutput
+    method: FitHeadSection = field(default_factory=FitHeadSection)
+    train: StepSettings = field(default_factory=StepSettings)
+
+
+@dataclass
+class ClosedFormSection(PoolingSection):
+    """The features that the head reads."""
+
+    component: str = option("cos", "component function of the features")
+    num_features: int = option(512, "rows of W", low=1)
+
+
+@dataclass
+class ClosedFormConfig(FinetuneConfig):
+    """Everything this recipe reads."""
+
+    output: RunOutput
+    method: ClosedFormSection = field(default_factory=ClosedFormSection)

@@ -1,0 +1,205 @@
+"""Scoring what a folder holds: a run, an adapter, a bundle or a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+
+from lib.command_line import ROOT
+from lib.config import load_config, read_yaml
+from lib.draws import draw_figures, resamplable
+from lib.evaluation import DivergedError, evaluation_splits, score
+from lib.files import check_writable, read_json, write_json, writing
+from lib.lock import alone
+from lib.modality import modality_of
+from lib.models import load_trained
+from lib.processes import launcher_faults
+from lib.repeated import repeat_notes
+from lib.results import load_run
+from lib.run_folder import environment
+from lib.settings import EvaluateConfig, FinetuneConfig
+from lib.task_settings import find_task, is_sequence_run
+from lib.terminal import quiet
+from snnk_peft.errors import ConfigError
+
+
+class Subject(NamedTuple):
+    """What is scored.
+
+    Args:
+        config: EvaluateConfig, or what is like it.
+        task: of the examples.
+        model: that was trained.
+        max_length: tokens of an example that it reads.
+        read: gives the splits, name -> examples; called once the model is known to do.
+    """
+
+    config: Any
+    task: Any
+    model: Any
+    max_length: int
+    read: Callable[[], dict[str, Any]]
+
+
+Preparer = Callable[[Path, Mapping[str, Any] | None, list[str]], Subject]
+"""Reads a folder, with the settings of the run that it is or None, and with those of the command line."""
+
+
+def score_folder(
+    folder: Path,
+    overrides: list[str],
+    output: Path | None,
+    draws: int | None,
+    draws_seed: int,
+    of_sequences: Preparer,
+) -> int:
+    """Load, score, write; returns the exit code (0 done, 1 predictions not finite).
+
+    Args:
+        folder: of what is scored.
+        overrides: settings of the command line.
+        output: file of the result; None for one in the folder.
+        draws: so many fresh draws of attention's features are scored as well, or None.
+        draws_seed: of these.
+        of_sequences: reads a run whose examples are long sequences.
+    """
+    quiet()
+    if draws is not None and draws < 2:
+        raise ConfigError(f"--draws is {draws}; expected 2 or more, of which there is a deviation")
+    check_is_folder(folder)
+    run = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
+    if output is None:
+        output = folder / ("metrics.json" if run is None else "evaluation.json")
+    check_writable(output.parent)
+    with alone(output) if int(os.environ.get("RANK", "0")) == 0 else nullcontext():
+        prepare = of_sequences if run is not None and is_sequence_run(run) else of_examples
+        subject = prepare(folder, run, overrides)
+        try:
+            _score_into(output, folder, subject, draws, draws_seed)
+        except DivergedError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def check_is_folder(folder: Path) -> None:
+    """ConfigError if it is none."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; expected a run, an adapter, a bundle or a model")
+
+
+def _score_into(output: Path, folder: Path, subject: Subject, draws: int | None, draws_seed: int) -> None:
+    config, task, model, max_length, read = subject
+    if draws is not None:
+        resamplable(model)
+        if task.label_names is None or getattr(task, "tokens", False):
+            raise ConfigError(f"--draws: task {config.task} has no class label per example; leave --draws out")
+    splits = read()
+
+    # --- score -------------------------------------------------------------------------------------------------------
+    cpu = config.device == "cpu" or not torch.cuda.is_available()
+    if cpu and config.mixed_precision == "fp16":
+        raise ConfigError("mixed_precision is fp16, which needs a CUDA device; set mixed_precision=no")
+    if faults := launcher_faults(config.device, cpu, "device"):
+        raise ConfigError(faults)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=config.mixed_precision)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    started = time.perf_counter()
+    metrics = score(model, task, splits, config.batch_size, accelerator)
+    seconds = time.perf_counter() - started
+    assert metrics is not None
+    count = sum(len(part) for part in splits.values())
+    result = {
+        "task": config.task,
+        "folder": folder.name,
+        "score": metrics["score"],
+        "metrics": metrics,
+        "examples": {name: len(part) for name, part in splits.items()},
+        "max_length": max_length,
+        "seconds": seconds,
+        "examples_per_second": count / seconds,
+        "parameters": sum(value.numel() for value in model.parameters()),
+        "device": str(accelerator.device),
+        "environment": environment(ROOT),
+    }
+    if draws is not None:
+        result["draws"] = draw_figures(model, task, splits, config.batch_size, accelerator, draws, draws_seed)
+    if accelerator.is_main_process:
+        with writing(output.parent):
+            output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(output, result)
+    text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    accelerator.print(f"{config.task}, {folder}: {text}  ({count} examples in {seconds:.1f} s; written to {output})")
+
+
+def of_examples(folder: Path, given: Mapping[str, Any] | None, overrides: list[str]) -> Subject:
+    """A classifier of texts or images, see `Preparer`; a run brings its own task and data."""
+    run = None if given is None else load_config(FinetuneConfig, given)
+    config = load_config(EvaluateConfig, known_of(run), overrides)
+    task, model, read = load_classifier(folder, run, config)
+
+    def read_with_notes() -> dict[str, Any]:
+        rows, examples = read()
+        for note in [] if run is None else _known_rows(run, task, rows):
+            print(f"note: {note}")
+        return examples
+
+    return Subject(config, task, model, config.data.max_length, read_with_notes)
+
+
+def load_classifier(
+    folder: Path, run: FinetuneConfig | None, config: EvaluateConfig
+) -> tuple[Any, Any, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
+    """The task, the model, and what reads the dev set: as rows and as the model's examples, by split.
+
+    Args:
+        folder: the model, or its run.
+        run: settings of the run, or None for a model.
+        config: task and data.
+    """
+    described = folder / "config.json"  # a model says which labels it has
+    task = find_task(config, read_json(described) if described.is_file() else None)
+    model, reader = load_trained(folder, task) if run is None else load_run(folder, run)
+    modality = modality_of(task)
+    modality.check(model, reader, config.data)
+
+    def read() -> tuple[dict[str, Any], dict[str, Any]]:
+        # Of two validation sets one may be absent; only without `splits` does the task allow that.
+        wanted = task.validation_splits if len(task.validation_splits) == 1 else None
+        rows = evaluation_splits(task, task.load(config.data.dir, splits=wanted), config.data.max_eval_samples)
+        return rows, {name: modality.examples(part, reader, config.data, task) for name, part in rows.items()}
+
+    return task, model, read
+
+
+def _known_rows(run: FinetuneConfig, task: Any, splits: Mapping[str, Any]) -> list[str]:
+    """What is to be said about scored examples on which the run was trained."""
+    limits = {"train": run.data.max_train_samples}
+    try:
+        own = find_task(run)
+        train = own.load(run.data.dir, max_samples=limits, seed=run.train.seed)["train"]
+    except ConfigError as error:
+        return [f"whether the model was trained on these rows is not known, its own cannot be read: {error.faults[0]}"]
+    return repeat_notes(task, train, splits, labelled=False)
+
+
+def known_of(run: Any) -> dict[str, Any]:
+    """The settings that an evaluation takes from those of a run; none without one."""
+    if run is None:
+        return {}
+    return {
+        "task": run.task,
+        "data": dataclasses.asdict(run.data),
+        "batch_size": run.train.eval_batch_size,
+        "device": run.train.device,
+        "mixed_precision": run.train.mixed_precision,
+    }
