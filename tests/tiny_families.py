@@ -38,7 +38,7 @@ WHISPER = {
 BEIT = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "pool_scales": [1]}
 IDS = {"vocab_size": 50, **TOKENS}
 
-# Family -> arguments of its config. Layers that attend to a band are tested in test_modernbert.py.
+# Family -> arguments of its config. Layers that attend to a band are tested in test_attention.py.
 CONFIGS: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 8, **TEXT},
     "beit": {**IMAGE, "use_relative_position_bias": True, **BEIT},

@@ -1,20 +1,31 @@
-"""The step of an adapter as one operation: against plain formulas in fp64, and where the modules have to serve."""
+"""The adapter's step as one operation: values, gradients, transforms and models; as the modules compute them."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
+import pickle
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from snnk_peft import build_feature_map
+from snnk_peft import AdapterPart, SNNKConfig, build_feature_map, get_snnk_model
+from snnk_peft.components.relu import Relu
+from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.adapter_sum import AdapterForm, adapter_sum
-from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
+from snnk_peft.layers.adapter import _NARROW, GatedReadout, SNNKAdapter, in_dtype
 from snnk_peft.layers.feature_stage import FeatureStage
+from snnk_peft.projections import PROJECTIONS
+from tests.tiny_models import inputs_for, tiny, trained
 
 DIM, OUT, M = 12, 10, 6
 ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -247,3 +258,274 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(component,
         tensor.requires_grad_()
     assert torch.autograd.gradcheck(run, given)
     assert torch.autograd.gradgradcheck(run, given)
+
+
+# === with what PyTorch does to modules ================================================================================
+
+
+def functional(adapter: SNNKAdapter) -> tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]:
+    parameters = {name: p.detach() for name, p in adapter.named_parameters()}
+    return lambda given, x: torch.func.functional_call(adapter, given, (x,)), parameters
+
+
+@pytest.mark.parametrize("rows", ["drawn", "learned"])
+def test_transforms_of_functions(rows):
+    adapter, x = adapter_of(rows=rows), torch.randn(4, DIM)
+    run, parameters = functional(adapter)
+    each = torch.func.vmap(torch.func.grad(lambda p, one: run(p, one).square().sum()), (None, 0))(parameters, x)
+    whole = torch.func.grad(lambda p: run(p, x).square().sum())(parameters)
+    by_hand = gradients(adapter, lambda: adapter(x))[1:]
+    for (name, gradient), found in zip(whole.items(), by_hand, strict=True):
+        torch.testing.assert_close(gradient, found)
+        torch.testing.assert_close(each[name].sum(0), found)
+
+
+def test_forward_mode():
+    adapter, x, tangent = adapter_of(rows="learned"), torch.randn(4, DIM), torch.randn(4, DIM)
+    with torch.autograd.forward_ad.dual_level():
+        out = adapter(torch.autograd.forward_ad.make_dual(x, tangent))
+        found = torch.autograd.forward_ad.unpack_dual(out).tangent
+    jacobian = torch.autograd.functional.jacobian(lambda one: adapter(one), x)
+    torch.testing.assert_close(found, torch.einsum("tirj,rj->ti", jacobian, tangent))
+
+
+@pytest.mark.parametrize("rows", ["drawn", "learned"])
+def test_compiled_in_one_graph_and_exported(rows):
+    adapter, x = adapter_of(rows=rows), torch.randn(4, DIM, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(adapter, fullgraph=True, backend="aot_eager")
+    for a, b in zip(gradients(adapter, lambda: compiled(x)), gradients(adapter, lambda: adapter(x)), strict=True):
+        torch.testing.assert_close(a, b)
+    exported = torch.export.export(adapter, (x.detach(),)).module()
+    torch.testing.assert_close(exported(x), adapter(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_checkpointed(reentrant, autocast):
+    adapter, x = adapter_of("relu").train(), torch.randn(4, DIM, requires_grad=True)
+
+    def run(way: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return way(x)
+
+    expected = gradients(adapter, lambda: run(adapter))
+    found = gradients(adapter, lambda: run(partial(checkpoint, adapter, use_reentrant=reentrant)))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("which", ["stage", "readout", "stage.feature_map", "stage.feature_map.projection"])
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_hooks_of_the_modules_are_called(which, hook):
+    adapter, seen = adapter_of(normalize=False), []
+    getattr(adapter.get_submodule(which), hook)(lambda *unused: seen.append(which))
+    adapter(torch.randn(4, DIM, requires_grad=True)).sum().backward()
+    assert seen == [which]
+
+
+def test_a_component_of_ones_own():
+    """One that inherits a derivative but has another function, and one that learns."""
+
+    class Cubed(Relu):
+        def function(self, z: torch.Tensor) -> torch.Tensor:
+            return z**3
+
+    class Steep(Relu):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope = torch.nn.Parameter(torch.ones(()))
+
+        def function(self, z: torch.Tensor) -> torch.Tensor:
+            return torch.relu(z) * self.slope
+
+        def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+            return grad * (z > 0) * self.slope
+
+    x = torch.randn(4, DIM, requires_grad=True)
+    for component in (Cubed(), Steep()):
+        stage = FeatureStage(FeatureMap(component, PROJECTIONS["gaussian"](DIM, M)))
+        adapter = SNNKAdapter(stage, GatedReadout(stage))
+        torch.nn.init.normal_(adapter.readout.A)
+        z = x.detach().double() @ stage.feature_map.projection.weight.double().T
+        slope = 3 * z**2 if isinstance(component, Cubed) else (z > 0).double()
+        expected = 1 + (slope * adapter.readout.A.detach().double().sum(0) / M**0.5) @ (
+            stage.feature_map.projection.weight.double()
+        )
+        (found,) = torch.autograd.grad(adapter(x).sum(), x)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+        adapter(x).sum().backward()
+        assert all(p.grad is not None for p in adapter.parameters())
+
+
+def test_what_follows_may_change_the_output_in_place():
+    adapter, x = adapter_of(), torch.randn(4, DIM)
+    found = gradients(adapter, lambda: torch.relu_(adapter(x)))
+    expected = gradients(adapter, lambda: torch.relu(adapter(x)))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_without_gradients_the_modules_are_called():
+    adapter = adapter_of()
+    with watched(adapter) as watch, torch.no_grad():
+        adapter(torch.randn(4, DIM))
+    assert watch.calls == 1
+
+
+# === in models ========================================================================================================
+
+
+def bf16() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def gradients(module: Any, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """Of an output, the output first."""
+    module.zero_grad()
+    out = run()
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+LEARNED = {"component": "gelu", "projection": "free", "normalize": False}
+PLACES = {
+    "houlsby": {},
+    "pfeiffer": {"placement": "pfeiffer"},
+    "query_value": {"placement": "query_value"},
+    "parallel": {"placement": "parallel"},
+    "learned rows": {"placement": "query_value", **LEARNED},
+    "gated": {"init": "paper"},
+    "a fast matrix": {"projection": "sorf", "projection_params": {"fast": True}},
+    "a quadrature": {"projection": "sgq", "num_features": 65, "component": "relu"},
+    "features by a tower": {"component": "trigrf"},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_is_trained_as_by_the_modules(place):
+    """With dropout, whose draws are the same; a second adapter is in use as well."""
+    options = {"num_features": 4, **PLACES[place]}
+    model = get_snnk_model(tiny("bert"), SNNKConfig(adapter=AdapterPart(**options), modules_to_save=[]))
+    if place != "parallel":  # which lets nothing pass
+        model.add_adapter("second", SNNKConfig(adapter=AdapterPart(num_features=3), modules_to_save=[]))
+        model.base_model.set_adapter(["default", "second"])
+    trained(model).double().train()
+    inputs = inputs_for(model)
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(5)
+        return model(**inputs).logits
+
+    found = gradients(model, run)
+    with watched(model) as watch:
+        expected = gradients(model, run)
+    assert watch.calls
+    assert len(found) == len(expected) == 1 + sum(p.requires_grad for p in model.parameters())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_step_has_no_more_operations_than_loras(autocast):
+    layers, inputs = 3, inputs_for(tiny("bert"))
+    plain = tiny("bert", num_hidden_layers=layers)
+
+    def operations(model: Any) -> int:
+        def run() -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(**inputs).logits.float().square().sum()
+            loss.backward()
+
+        run()
+        return sum(counted(run).values())
+
+    lora = get_peft_model(copy.deepcopy(plain), LoraConfig(r=4, target_modules=["query", "value"])).train()
+    ours = get_snnk_model(plain, SNNKConfig(adapter=AdapterPart(num_features=4), modules_to_save=[])).train()
+    assert operations(ours) <= operations(lora)
+
+
+@pytest.mark.parametrize(("autocast", "forward", "backward"), [(False, 5, 7), (True, 7, 7)])
+def test_few_operations_for_each_adapter(autocast, forward, backward):
+    adapter, x = adapter_of("relu"), torch.randn(5, DIM)
+    x = (x.bfloat16() if autocast else x).requires_grad_()
+
+    def run() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return adapter(x)
+
+    found = [run()]  # the cast of W is kept
+    assert sum(counted(lambda: found.append(run())).values()) <= forward
+    upstream = torch.ones_like(x)
+    assert sum(counted(lambda: torch.autograd.grad(found[-1], [x, adapter.readout.A], upstream)).values()) <= backward
+
+
+# --- the cast of W --------------------------------------------------------------------------------------------------
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda p: p.weight.mul_(2),
+    "a row": lambda p: p.weight[0].zero_(),
+    "loaded": lambda p: p.load_state_dict({name: value * 3 for name, value in p.state_dict().items()}),
+    "another tensor": lambda p: setattr(p, "weight", p.weight * 2),
+    "other memory": lambda p: setattr(p.weight, "data", p.weight.data * 2),
+    "other strides": lambda p: setattr(p.weight, "data", p.weight.flip(0).T.contiguous().T),
+    "another dtype": lambda p: p.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_matrix_is_cast_again(change):
+    adapter, x = adapter_of("relu", normalize=False), torch.randn(5, DIM)
+    with bf16():
+        before = adapter(x)
+        with torch.no_grad():
+            CHANGES[change](adapter.stage.feature_map.projection)
+        found = adapter(x)
+        with watched(adapter):
+            expected = adapter(x)
+    assert in_one(found)
+    assert error(found, expected) < 2**-7
+    assert change == "another dtype" or error(found, before) > 2**-4
+
+
+def test_the_matrix_is_cast_once_for_as_long_as_it_lives():
+    adapter = adapter_of()
+    projection = adapter.stage.feature_map.projection
+    first = in_dtype(projection, projection.weight, torch.bfloat16)
+    assert in_dtype(projection, projection.weight, torch.bfloat16) is first
+    other = in_dtype(projection, projection.weight, torch.float16)
+    assert other.dtype == torch.float16
+    copied = copy.deepcopy(adapter).stage.feature_map.projection
+    assert copied not in _NARROW
+    assert pickle.loads(pickle.dumps(projection)) not in _NARROW
+    assert len(pickle.dumps(projection)) == len(pickle.dumps(copied))
+    alive = weakref.ref(projection)
+    del adapter, projection
+    gc.collect()
+    assert alive() is None
+
+
+def test_training_after_inference_mode():
+    adapter, x = adapter_of(), torch.randn(5, DIM)
+    with torch.inference_mode(), bf16():
+        adapter(x)
+        with torch.enable_grad():
+            adapter(x)
+    with bf16():
+        gradients(adapter, lambda: adapter(x))
+    with torch.inference_mode():
+        made = copy.deepcopy(adapter.stage.feature_map.projection.weight)
+    adapter.stage.feature_map.projection.weight = made
+    with bf16():
+        gradients(adapter, lambda: adapter(x))
+
+
+@pytest.mark.parametrize("rows", ["drawn", "learned"])
+def test_what_changes_before_the_backward_pass_is_told(rows):
+    """The kept cast of a frozen matrix is what the forward pass saw."""
+    adapter, x = adapter_of(rows=rows), torch.randn(5, DIM, requires_grad=True)
+    found = adapter(x)
+    with torch.no_grad():
+        (adapter.readout.A if rows == "drawn" else adapter.stage.feature_map.projection.weight).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()

@@ -1,8 +1,9 @@
-"""A saved bundle in other processes: with the package, without it, in a pipeline, through the Hub, and damaged."""
+"""A saved bundle in other processes, through the Hub, damaged, beside the package; its report; what is folded."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -15,14 +16,28 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForSequenceClassification, BertTokenizer
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizer,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
-from snnk_peft.errors import ConfigError
+from snnk_peft.attention import NAME, RecurrentCache, kernel_attention_forward, padding_mask
+from snnk_peft.bundling.report import BundleReport, Folded, group
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.layers.slots import Slot
 from snnk_peft.model_card import hub_id, template, write_model_card
+from tests.attention_models import causal_model, left_padded, patched
 from tests.fresh_process import ForkServer, run_python
 from tests.hub_stand_in import HubStandIn
-from tests.tiny_models import inputs_for, tiny, trained
+from tests.tiny_models import inputs_for, same, tiny, trained
 
 BLOCK = "import sys; sys.modules['snnk_peft'] = None\n"
 WORDS = ["good", "bad", "film", "the", "a", "was", "really", "not"]
@@ -325,3 +340,152 @@ def test_push_to_the_hub_and_load_back(saved, tmp_path):
             done = server.run(["-c", start + PULL], cwd=tmp_path)
             assert done.returncode == 0, done.stderr[-3000:]
         assert not hub.unknown, hub.unknown
+
+
+# === the report =======================================================================================================
+
+
+@pytest.fixture(scope="module")
+def report() -> BundleReport:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
+    model = BertForSequenceClassification(BertConfig(vocab_size=50, **sizes))
+    config = SNNKConfig(adapter=AdapterPart(num_features=4, layers=[0, 1, 3]), ffn=FFNPart(num_features=4))
+    return bundle(get_snnk_model(model, config)).bundle_report
+
+
+def test_equal_lines_are_one_line(report):
+    text = str(report)
+    assert "bert.encoder.layer.{0-1,3}.attention.output.dropout" in text
+    assert "3 × Dropout" in text
+    assert text.count("attention.output.dropout") == 1
+    assert len(text.splitlines()) < len(report.folded) + 8
+
+
+def test_every_folded_module_is_still_told(report):
+    told = group(report.folded)
+    assert sum(alike.count for alike in told) == len(report.folded)
+    assert len(told) < len(report.folded)
+    for alike in told:
+        same = [
+            entry for entry in report.folded if (entry.before, entry.after) == (alike.folded.before, alike.folded.after)
+        ]
+        assert alike.folded in same
+
+
+def test_what_differs_in_anything_stays_apart():
+    one = Folded(["a.0.b"], "Linear", "x", 8, 4)
+    others = [
+        Folded(["a.1.c"], "Linear", "x", 8, 4),
+        Folded(["a.1.b"], "Dropout", "x", 8, 4),
+        Folded(["a.1.b"], "Linear", "y", 8, 4),
+        Folded(["a.1.b"], "Linear", "x", 9, 4),
+        Folded(["a.1.b", "a.1.d"], "Linear", "x", 8, 4),
+        Folded(["pooler"], "Linear", "x", 8, 4),
+    ]
+    for other in others:
+        assert [alike.count for alike in group([one, other])] == [1, 1]
+    merged = group([one, Folded(["a.10.b"], "Linear", "x", 8, 4), Folded(["a.2.b"], "Linear", "x", 8, 4)])
+    assert [(alike.paths, alike.count) for alike in merged] == [(["a.{0,2,10}.b"], 3)]
+    assert [alike.paths for alike in group([one])] == [["a.0.b"]]
+
+
+def test_the_card_shows_the_same_lines(report, tmp_path):
+    card = write_model_card(tmp_path, report=report).read_text()
+    assert "`bert.encoder.layer.{0-1,3}.attention.output.dropout`" in card
+    assert card.count("attention.output.dropout") == 1
+
+
+# === the code file beside the package =================================================================================
+
+
+def test_code_file_and_package_side_by_side(tmp_path):
+    model = patched(causal_model("llama"), num_features=16)
+    inputs = left_padded()
+    expected = model(**inputs).logits
+    small = bundle(copy.deepcopy(model))
+    small.save_pretrained(tmp_path)
+    cls = get_class_from_dynamic_module("modeling_snnk_bundle.SnnkLlamaForCausalLM", str(tmp_path))
+    assert cls.__module__ != type(small).__module__
+    remote = cls.from_pretrained(tmp_path)
+    assert AttentionInterface()[NAME] is kernel_attention_forward
+    assert AttentionMaskInterface()[NAME] is padding_mask
+    own = AttentionInterface()[remote.config._attn_implementation]
+    assert own.__module__ == cls.__module__ != kernel_attention_forward.__module__
+    for each in (model, small, remote):
+        torch.testing.assert_close(each(**inputs).logits, expected)
+    text = small.generate(**inputs, max_new_tokens=6, do_sample=False)
+    for cache in ({}, {"past_key_values": RecurrentCache(remote)}):
+        assert same(remote.generate(**inputs, **cache, max_new_tokens=6, do_sample=False), text)
+
+
+# === what is switched on is folded ====================================================================================
+
+
+@pytest.mark.parametrize("order", [["a", "b"], ["b", "a"]])
+def test_two_adapters_in_one_place_act_in_their_order(order):
+    part = {"placement": "pfeiffer", "init": "random"}
+    config = SNNKConfig(adapter=AdapterPart(num_features=6, **part), modules_to_save=[])
+    model = get_snnk_model(tiny("bert"), config, adapter_name="a")
+    other = AdapterPart(num_features=9, component="sin", **part)
+    model.add_adapter("b", SNNKConfig(adapter=other, modules_to_save=[], seed=1))
+    for name in ("a", "b"):
+        model.set_adapter(name)
+        trained(model, std=1.0)
+    model.base_model.set_adapter(order)
+    inputs = inputs_for(model.get_base_model())
+    with torch.no_grad():
+        expected = model.eval()(**inputs).logits
+        torch.testing.assert_close(bundle(model)(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
+        model.base_model.set_adapter(order[::-1])
+        assert not torch.allclose(model(**inputs).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_saved_module_that_is_switched_off_is_bundled_as_it_was():
+    model = trained(get_snnk_model(tiny("bert"), SNNKConfig(pooler=PoolerPart(num_features=8)))).eval()
+    inputs = inputs_for(model.get_base_model())
+    classifier = model.get_base_model().classifier
+    with torch.no_grad():
+        on = model(**inputs).logits
+        classifier.enable_adapters(False)
+        off = model(**inputs).logits
+        assert not torch.allclose(on, off, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(bundle(model)(**inputs).logits, off, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("placement", "slot"), [("parallel", "BesideExpansion"), ("query_value", "BesideLinear")], ids=lambda value: value
+)
+def test_two_slots_that_must_be_alone_are_refused(placement, slot):
+    """Both outputs are sums, but there is one plain form for one of them."""
+    configs = [SNNKConfig(adapter=AdapterPart(num_features=4, placement=placement), modules_to_save=[]) for _ in "ab"]
+    model = get_snnk_model(tiny("bert"), configs[0], adapter_name="a")
+    model.add_adapter("b", configs[1])
+    model.base_model.set_adapter(["a", "b"])
+    with pytest.raises(UnsupportedError, match=f"2 active adapters put a {slot} here; activate one of them with set_a"):
+        bundle(model)
+    model.set_adapter("b")
+    assert bundle(model).bundle_report.parity_error < 1e-5
+
+
+class Doubled(Slot):
+    """2 · module(x), which has a plain form, but not between modules that are multiplied into one another."""
+
+    def forward(self, base, x, *args, **kwargs):
+        return 2 * base(x, *args, **kwargs)
+
+    def fold(self, place):
+        place.put(nn.Sequential(place.module, nn.Identity()))
+
+
+@pytest.mark.parametrize("place", ["dense", "intermediate_act_fn"])
+@pytest.mark.parametrize(
+    "parts",
+    [{"ffn": FFNPart(num_features=6)}, {"adapter": AdapterPart(num_features=4, placement="parallel")}],
+    ids=["ffn", "parallel"],
+)
+def test_a_slot_between_modules_that_fold_together_is_refused(parts, place):
+    model = get_snnk_model(tiny("bert"), SNNKConfig(**parts))
+    path = f"bert.encoder.layer.0.intermediate.{place}"
+    model.get_submodule(f"base_model.model.{path}").add_slot("default", Doubled())
+    with pytest.raises(UnsupportedError, match=f"{path}: a Doubled slot has no folded form in this place"):
+        bundle(model)

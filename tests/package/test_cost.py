@@ -26,8 +26,8 @@ from snnk_peft.cost.__main__ import main
 from snnk_peft.cost.build import Builder, inputs_for, labels_for, prepare
 from snnk_peft.cost.meter import held, measure_inference, measure_training
 from snnk_peft.errors import UnsupportedError
+from tests.every_part import PARTS
 from tests.fresh_process import run_python, start_python
-from tests.package.test_meta_device import PARTS
 from tests.test_documentation import blocks
 from tests.tiny_families import CONFIGS, build, main_head
 from tests.tiny_models import TEXT, tiny

@@ -1,12 +1,8 @@
 """The mean over the tokens instead of [CLS]: against means taken example by example, through every door."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,22 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-
-for package in ("accelerate", "datasets", "rich", "yaml"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-import finetune
-import yaml
-from lib.config import load_config
-from lib.finetuning import with_pooling
-from lib.models import trained_on_means
-from lib.settings import FinetuneConfig
-from lib.task_settings import find_task
 from peft import PeftModel
-from recipe_world import RECIPES
 from sklearn.linear_model import Ridge
 from torch import Tensor
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from snnk_peft import (
     AdapterPart,
@@ -50,7 +33,6 @@ from snnk_peft.layers.folded import counted_tokens
 from tests.fresh_process import run_python
 from tests.tiny_families import CONFIGS, build, main_head
 
-NOUNS = ("dog", "film", "report", "storm", "king", "sea", "house", "train", "song", "cake")
 # What each head makes of the last hidden states, by its own modules.
 HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "bert": lambda model, h: model.classifier(model.bert.pooler(h)),
@@ -297,81 +279,3 @@ def test_masks_that_say_nothing_are_refused() -> None:
         counted_tokens(hidden, (), {})
     with pytest.raises(UnsupportedError, match=r"is \(2, 1, 1, 5\) for hidden states \(2, 7, 4\)"):
         counted_tokens(hidden, (torch.zeros(2, 1, 1, 5),), {})
-
-
-# What sentence-transformers wrote before 5.2, and writes since; what says nothing of means.
-SAID = [
-    ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, True),
-    ({"embedding_dimension": 16, "pooling_mode": "mean"}, True),
-    ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, False),
-    ({"pooling_mode": ["mean", "max"]}, False),
-    (None, False),
-]
-
-
-@pytest.mark.parametrize(("said", "is_mean"), SAID)
-def test_a_checkpoint_says_what_it_was_trained_on(said: dict[str, Any] | None, is_mean: bool, tmp_path: Path) -> None:
-    if said is not None:
-        steps = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.models.Pooling"}]
-        (tmp_path / "modules.json").write_text(json.dumps(steps))
-        (tmp_path / "1_Pooling").mkdir()
-        (tmp_path / "1_Pooling/config.json").write_text(json.dumps(said))
-    assert trained_on_means(str(tmp_path)) is is_mean
-
-
-def reads(run: Path) -> str:
-    return yaml.safe_load((run / "config.yaml").read_text())["method"]["pooling"]
-
-
-POOLERS = {
-    "exchanged": ["method.adapter=null", "method.pooler={component: cos}"],
-    "trained": ["method.pooler=dense"],
-}
-
-
-@pytest.mark.parametrize("form", POOLERS)
-@pytest.mark.parametrize("pooling", ["auto", "first"])
-def test_a_recipe_reads_what_its_checkpoint_was_trained_on(
-    form: str, pooling: str, minilm_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [f"gj04\t{number % 2}\t\tThe {noun} was there.\n" for number, noun in enumerate(NOUNS)]
-    (tmp_path / "CoLA").mkdir()
-    for name in ("train", "dev"):
-        (tmp_path / f"CoLA/{name}.tsv").write_text("".join(rows))
-    given = [f"data.dir={tmp_path}", f"model.name_or_path={minilm_dir}", f"output.dir={tmp_path / 'run'}"]
-    quick = ["train.epochs=1", "output.tensorboard=false", "method.parts=null", "method.calibrate_adapters=false"]
-    settings = [*given, *quick, *POOLERS[form], f"method.pooling={pooling}"]
-    assert finetune.main([str(RECIPES / "configs/glue/cola_adapter.yaml"), *settings]) == 0
-    is_mean = pooling == "auto"
-    assert ("the pooler reads the mean over the tokens" in capsys.readouterr().out) is is_mean
-    assert reads(tmp_path / "run") == ("mean" if is_mean else "first")
-    small = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/bundle").eval()
-    inputs = AutoTokenizer.from_pretrained(minilm_dir)(["A king.", "The film was there, too."], padding=True)
-    inputs = {name: torch.tensor(values) for name, values in inputs.items()}
-    seen: list[Tensor] = []
-    small.bert.pooler.dense.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    logits(small, inputs)
-    # The plain encoder says what the mean is; with adapters in it, the bundle's own other tokens do.
-    with torch.no_grad():
-        hidden = small.bert(**inputs).last_hidden_state
-    if form == "exchanged":
-        with torch.no_grad():
-            hidden = AutoModel.from_pretrained(minilm_dir).eval()(**inputs).last_hidden_state
-        expected = mean_in_front(hidden, inputs["attention_mask"]) if is_mean else hidden
-        torch.testing.assert_close(seen[0], expected[:, 0], rtol=1e-4, atol=1e-5)
-    again = [str(RECIPES / "configs/glue/cola_adapter.yaml"), *settings, "--resume"]
-    assert finetune.main(again) == 0  # "auto" means the same again
-
-
-@pytest.mark.parametrize("method", ["lora", "full", "linear_probe"])
-def test_peers_that_cannot_are_refused(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [f"method.name={method}", "method.pooling=mean", f"output.dir={tmp_path / 'run'}"]
-    assert finetune.main([str(RECIPES / "configs/glue/cola_adapter.yaml"), *given]) == 2
-    assert "method.pooling is mean, and method" in capsys.readouterr().err
-
-
-def test_frozen_poolers_read_what_they_read() -> None:
-    """Adapters beside a frozen pooler are compared with LoRA beside the same one."""
-    file = RECIPES / "configs/glue/cola_adapter.yaml"
-    config = load_config(FinetuneConfig, file, ["output.dir=nowhere"])
-    assert with_pooling(config, find_task(config)) is config

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
-import json
-import tarfile
-from pathlib import Path
 
 import numpy as np
 import peft
@@ -15,11 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from sklearn.linear_model import Ridge
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
 from snnk_peft import (
     FAMILIES,
@@ -450,81 +442,6 @@ def test_activations_that_are_not_finite():
     with pytest.raises(ValueError, match="NaN or infinity"):
         calibrate(patched, batches(model), progress=False)
     assert all(torch.equal(value, before[name]) for name, value in patched.state_dict().items())
-
-
-def test_the_benchmark(root, tmp_path):
-    """The program from end to end, on a Llama of two layers and twenty reviews."""
-    words = [f"word{number}" for number in range(40)]
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {word: 3 + number for number, word in enumerate(words)}
-    core = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", unk_token="<unk>").save_pretrained(
-        tmp_path / "model"
-    )
-    build("llama", "LlamaForCausalLM").save_pretrained(tmp_path / "model")
-    with tarfile.open(tmp_path / "reviews.tar.gz", "w:gz") as archive:
-        for number in range(20):
-            chosen = torch.randint(40, (30,), generator=_seeded(number)).tolist()
-            text = " ".join(words[index] for index in chosen).encode()
-            member = tarfile.TarInfo(f"aclImdb/{('train', 'test')[number % 2]}/pos/{number}_1.txt")
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text))
-    output = tmp_path / "metrics.json"
-    given = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "reviews.tar.gz"), "--output", str(output)]
-    given += [
-        "--units",
-        "12",
-        "--rules",
-        "greedy",
-        "leverage",
-        "--tokens",
-        "192",
-        "--length",
-        "8",
-        "--test-tokens",
-        "64",
-        "--uptraining",
-        "3",
-    ]
-    done = run_python([str(root / "recipes" / "benchmarks" / "convert_models.py"), "llama_ffn", *given])
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(output.read_text())
-    names = [f"12 units, {rule}{rest}" for rule in ("greedy", "leverage") for rest in ("", ", 3 steps")]
-    assert [row["model"] for row in found["rows"]] == ["original", *names]
-    sizes = [row["parameters"] for row in found["rows"]]
-    assert [sizes[0] - size for size in sizes] == [0, *[2 * 3 * 12 * 16] * 4]  # layers, matrices, units, width
-    seconds = [row["conversion seconds"] for row in found["rows"]]
-    assert seconds[2] > seconds[1]
-    assert found["rows"][2]["perplexity"] != found["rows"][1]["perplexity"]
-    assert all(20 < row["perplexity"] < 100 for row in found["rows"])
-    assert all(len(report["slots"]) == 2 for report in found["calibration"].values())
-
-
-def test_uptraining_brings_a_model_nearer_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that was disturbed: the divergence, by torch's own, falls; what is not trained stays."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "recipes" / "benchmarks"))
-    from _conversions.uptraining import next_token_divergence, uptrain
-
-    torch.manual_seed(0)
-    original = build("llama", "LlamaForCausalLM").eval()
-    original.model.norm.weight.data.mul_(20.0)  # distributions that are far from uniform
-    student = copy.deepcopy(original)
-    with torch.no_grad():
-        for parameter in student.model.layers.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    ids = torch.randint(5, original.config.vocab_size, (40, 2, 12))
-
-    def distance() -> torch.Tensor:
-        with torch.no_grad():
-            wanted, given = (torch.distributions.Categorical(logits=m(ids[0]).logits) for m in (original, student))
-            return torch.distributions.kl_divergence(wanted, given).mean()
-
-    before, embedded = distance(), student.get_input_embeddings().weight.clone()
-    torch.testing.assert_close(next_token_divergence(original, student, ids[0]), before)
-    uptrain(original, student, list(student.model.layers.parameters()), list(ids), 1e-2)
-    assert distance() < 0.7 * before
-    assert torch.equal(student.get_input_embeddings().weight, embedded)
-    assert all(parameter.requires_grad for parameter in student.parameters())
 
 
 @pytest.mark.parametrize(("keep", "units"), [(0.33, 21), (0.67, 43), (0.005, 1)])

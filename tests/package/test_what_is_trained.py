@@ -25,7 +25,7 @@ from transformers import (
 from snnk_peft import FAMILIES, AdapterPart, AttentionPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
-from tests.package.test_family_check import albert_family
+from tests.package.test_families import albert_family
 from tests.tiny_models import TEXT, TOKENS, inputs_for, tiny, trained
 
 SPECIAL = {key: TOKENS[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
