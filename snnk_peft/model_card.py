@@ -135,13 +135,7 @@ def write_model_card(
 def write_adapter_card(
     folder: str | os.PathLike[str], config: AdapterConfig, class_mapping: Mapping[str, Any] | None
 ) -> None:
-    """Put a card in the place of the one that PEFT writes beside an adapter; a card that users have edited stays.
-
-    Args:
-        folder: where PEFT has saved the adapter.
-        config: of the adapter.
-        class_mapping: names the "base_model_class" where the config has no task type.
-    """
+    """Put a card in the place of the one that PEFT writes beside an adapter; a card that users have edited stays."""
     folder = Path(folder)
     card = folder / "README.md"
     if card.is_file() and PEFT_TITLE not in card.read_text(encoding="utf-8", errors="replace"):

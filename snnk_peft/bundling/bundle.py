@@ -103,9 +103,6 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
 def folded_model(base: nn.Module) -> tuple[Any, FoldPlan, dict[str, Place]]:
     """The bundle of a patched transformers model, without comparing their outputs; also on the meta device.
 
-    Args:
-        base: the model inside PEFT's wrapper.
-
     Returns:
         The bundle, what was folded, and the places of the patched model.
 

@@ -193,10 +193,6 @@ def _moments_of(path_and_head: tuple[str, nn.Linear] | None) -> GramAccumulator:
 def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Linear]:
     """Path and module of the Linear whose output is the model's logits, (n, outputs) or (n, tokens, outputs).
 
-    Args:
-        model: a classifier.
-        inputs: of a batch.
-
     Raises:
         UnsupportedError: there is none, or it has no bias.
     """

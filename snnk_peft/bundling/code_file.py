@@ -52,12 +52,6 @@ FORWARD = "    forward = forward_like({base})\n"
 def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapping[str, Any]) -> str:
     """The text of the code file.
 
-    Args:
-        base: the transformers model class, e.g. BertForSequenceClassification.
-        config: the bundle's config class, derived from the base's.
-        model_name: name of the bundle's model class.
-        modules: the plan; decides which projections and components are included.
-
     Raises:
         ConfigError: two source modules define the same name.
     """
@@ -114,9 +108,6 @@ def _import_lines(imports: set[Import]) -> str:
 
 def assemble(names: Iterable[str]) -> tuple[set[Import], str]:
     """Concatenate source modules and what they import from this package, dependencies first.
-
-    Args:
-        names: dotted module names.
 
     Returns:
         What is imported from other packages, as (module, name) or (module, None), and the text.

@@ -166,10 +166,6 @@ class PlaceInPlan:
 def plan_folds(table: dict[str, Place], dtype: torch.dtype) -> FoldPlan:
     """The plan for a patched model.
 
-    Args:
-        table: the places of the model.
-        dtype: floating type that the bundle will have.
-
     Raises:
         UnsupportedError: slots in a combination that has no folded form.
     """

@@ -52,12 +52,6 @@ def classifier_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 def with_head(model: PreTrainedModel, head: PooledHead, names: list[str], problem: str) -> Any:
     """A bundle with copies of the encoder of `model` and of this head, in eval mode.
 
-    Args:
-        model: an encoder, a model with a head, or a bundle of either; what was exchanged in its encoder stays so.
-        head: reads the encoder's hidden states.
-        names: of the outputs.
-        problem: `problem_type` of transformers' configs, which decides loss and pipeline.
-
     Raises:
         UnsupportedError: transformers has no classifier of this architecture, or its config does not build the model.
     """

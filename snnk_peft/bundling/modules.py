@@ -169,13 +169,7 @@ def head_outputs(model: Any) -> set[str]:
 
 
 def with_outputs(modules: Mapping[str, Spec], heads: set[str], config: Any) -> dict[str, Spec]:
-    """Return the plan with as many outputs of the head as the config has labels, a number that may change.
-
-    Args:
-        modules: as saved, in config.json, which stays as it is.
-        heads: paths of the original's head.
-        config: of the bundle.
-    """
+    """Return the plan with as many outputs of the head as the config has labels, a number that may change."""
     if not isinstance(modules, Mapping):
         return modules  # refused where it is installed
     changed = dict(modules)

@@ -27,12 +27,7 @@ HEAD = "snnk_head"  # path of the head in the model
 
 
 class PooledHead(nn.Module):
-    """A linear head over the output of a `HeadReader`.
-
-    Args:
-        reader: makes φ.
-        outputs: classes, labels or numbers.
-    """
+    """A linear head over the output of a `HeadReader`."""
 
     def __init__(self, reader: HeadReader, outputs: int):
         super().__init__()
@@ -60,10 +55,6 @@ class PooledHead(nn.Module):
 
 def hidden_states_of(encoder: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, tuple[Tensor, ...], Tensor | None]:
     """Outputs of an encoder, its hidden states and the mask that fits them.
-
-    Args:
-        encoder: a transformers model without head.
-        inputs: its keyword arguments.
 
     Raises:
         UnsupportedError: it gives no hidden states of one vector per token, or fewer of them than the mask has.
@@ -94,11 +85,6 @@ def second_text(reader: HeadReader, config: Any, inputs: Mapping[str, Any]) -> T
     """Which tokens are of the second text, (B, L) bool; None for a reader that need not know.
 
     Those with the token type 1; of a model that has no token types, those after the first separator.
-
-    Args:
-        reader: of the hidden states.
-        config: of the model, for the separator.
-        inputs: of the model.
 
     Raises:
         UnsupportedError: nothing tells.

@@ -210,11 +210,6 @@ def text_room(config: Any) -> int | None:
 def compare(model: nn.Module, bundled: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[float, str]:
     """The largest difference between two models' outputs, relative to the largest value of that output; no autocast.
 
-    Args:
-        model: run in eval mode; its training flags are restored.
-        bundled: in eval mode, or any function of the same inputs.
-        inputs: keyword arguments of both.
-
     Returns:
         The error (NaN if an output is NaN or infinite) and the name of the output where it occurs.
     """

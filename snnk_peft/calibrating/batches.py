@@ -43,11 +43,6 @@ def refuse_no_batches(batches: Any) -> None:
 def checked(model: nn.Module, batches: Iterable[Any], targets: str | None = None) -> Iterator[Batch]:
     """Batches that are read once, as tensors, each of them looked at before a model runs on it.
 
-    Args:
-        model: what they are for.
-        batches: as for `Survey`, or an iterator.
-        targets: name of the labels.
-
     Raises:
         ConfigError: what is wrong with the first batch that cannot be used; no targets in it.
     """
@@ -74,11 +69,6 @@ def checked(model: nn.Module, batches: Iterable[Any], targets: str | None = None
 def checked_one(model: nn.Module, batch: Any, name: str) -> dict[str, Any]:
     """One batch as tensors, on the device of the model, labels included.
 
-    Args:
-        model: what it is for.
-        batch: model inputs.
-        name: of the argument.
-
     Raises:
         ConfigError: everything that is wrong with it.
     """
@@ -104,11 +94,6 @@ class Survey:
 
     Everything that can be known about them before the model runs is checked here, and whether later reads give the
     same is checked then. With several processes each looks at its own share, and all of them find the same faults.
-
-    Args:
-        model: what they are for.
-        batches: dicts of model inputs, in a list, a DataLoader or a function that returns an iterator.
-        held_out: fraction that is not fitted.
 
     Attributes:
         total: number of batches of this process.

@@ -18,14 +18,7 @@ NONE = -1  # no token: nothing is padding
 
 
 def common_faults(model: nn.Module, held_out: float, what: str, away: list[str]) -> list[str]:
-    """Messages about what no fit of a part can do.
-
-    Args:
-        model: patched.
-        held_out: as given.
-        what: is fitted.
-        away: where its tensors are offloaded.
-    """
+    """Messages about what no fit of a part can do."""
     faults = []
     if not 0 < held_out < 1:
         faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
@@ -142,13 +135,7 @@ def refuse_not_finite(model: nn.Module, replaced: bool = True) -> None:
 
 
 def refuse_overflow(model: nn.Module, inputs: Mapping[str, Any], what: str) -> None:
-    """ValueError if an output of the model is NaN or infinite for some inputs, with the module where that begins.
-
-    Args:
-        model: of finite weights.
-        inputs: its keyword arguments.
-        what: they are, for the message.
-    """
+    """ValueError if an output of the model is NaN or infinite for some inputs, with the module where that begins."""
     first: list[str] = []
     hooks = [
         module.register_forward_hook(
@@ -211,10 +198,6 @@ def named_padding(model: Any, tokens: set[int]) -> Iterator[None]:
 
     Decoders look for the last token that is not padding, and transformers refuses several examples where the config
     names none. What the tokenizer padded with stands in the batches, where the mask leaves it out.
-
-    Args:
-        model: any; only classifiers of texts without such a token are changed.
-        tokens: those that stand where the mask is 0, of all batches that will be run.
 
     Raises:
         ConfigError: several.

@@ -39,11 +39,7 @@ IMAGES = 'a tensor, as processor(images, return_tensors="pt") gives it'
 
 
 class InputCheck:
-    """Looks at one batch after the other.
-
-    Args:
-        model: a patched or plain model; without embeddings and config, nothing is known about tokens.
-    """
+    """Looks at one batch after the other."""
 
     def __init__(self, model: nn.Module):
         self.vocabulary = _vocabulary(model)
@@ -51,14 +47,7 @@ class InputCheck:
         self._found: list[str] = []
 
     def look(self, index: int | None, batch: Any, name: str = "batch", targets: str | None = None) -> Batch | None:
-        """Convert a batch to tensors; None if it is not a dict of model inputs.
-
-        Args:
-            index: its number, None for one that stands alone.
-            batch: whatever was given as one.
-            name: what it is called in messages.
-            targets: another name of labels.
-        """
+        """Convert a batch to tensors; None if it is not a dict of model inputs."""
         where = name if index is None else f"{name} {index}"
         if not isinstance(batch, Mapping):
             self._found.append(
@@ -160,12 +149,7 @@ def _padding(model: nn.Module) -> tuple[int, ...]:
 
 
 def as_tensors(batch: Mapping[str, Any], targets: str | None = None) -> tuple[dict[str, Any], list[str]]:
-    """Convert a batch to tensors with one batch axis; also returns what is wrong with it ("holds ...").
-
-    Args:
-        batch: model inputs by name.
-        targets: another name of labels. Non-numeric labels are kept as they are.
-    """
+    """Convert a batch to tensors with one batch axis; also returns what is wrong with it ("holds ...")."""
     tensors: dict[str, Any] = {}
     wrong: dict[tuple[str, str], list[str]] = {}
     labels = {*LABELS, *([] if targets is None else [targets])}

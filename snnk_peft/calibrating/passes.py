@@ -183,12 +183,6 @@ class StoredInputs:
         """A function (batch index, inputs) that runs the model up to a slot, for one pass over the batches.
 
         Everything in front of the slot must be as it will stay.
-
-        Args:
-            model: what runs in full.
-            name: path of the slot in `root`.
-            slot: the module there, where a hook ends each run.
-            runs: how often a pass comes there; a layer that runs several times is not left out.
         """
         path = original_path(name)
         inside = [index for index, layer in enumerate(self.paths) if f"{path}.".startswith(f"{layer}.")]

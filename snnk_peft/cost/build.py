@@ -72,9 +72,6 @@ def read_snnk_config(path: str | Path) -> SNNKConfig:
 def read_model_config(model: str | Path | PretrainedConfig) -> PretrainedConfig:
     """The config of a model.
 
-    Args:
-        model: a config, a config.json, a folder with one, or the name of a model on the Hub.
-
     Raises:
         ConfigError: there is none, or it is damaged.
         UnsupportedError: it is that of an adapter, of a bundle, or of a quantized model.
@@ -105,11 +102,6 @@ def read_model_config(model: str | Path | PretrainedConfig) -> PretrainedConfig:
 def prepare(config: Any, num_labels: int | None = None, image_size: int | None = None) -> None:
     """Set the fields of a config that determine shapes; no keys are cached.
 
-    Args:
-        config: of a model.
-        num_labels: of a classifier; None leaves it.
-        image_size: pixels on each side; None leaves it.
-
     Raises:
         ConfigError: the model has no images.
     """
@@ -128,12 +120,7 @@ def prepare(config: Any, num_labels: int | None = None, image_size: int | None =
 
 
 def model_class(config: PretrainedConfig, task: str | None) -> Any:
-    """The class to build, or an Auto class.
-
-    Args:
-        config: names one in `architectures`.
-        task: a name of TASKS, or None for that one.
-    """
+    """The class to build, or an Auto class."""
     if task is not None:
         if task not in TASKS:
             raise ConfigError(did_you_mean("task", task, list(TASKS)))
@@ -175,11 +162,6 @@ def without_numbers(what: str) -> Iterator[None]:
 
 class Builder:
     """Builds models from one config, a new one per call.
-
-    Args:
-        config: of the pretrained model.
-        task: as in `model_class`.
-        dtype: of the model.
 
     Raises:
         ConfigError: no model can be built from the config.

@@ -181,13 +181,7 @@ class Training(NamedTuple):
 
 
 def measure_inference(model: nn.Module, inputs: Mapping[str, torch.Tensor], device: str) -> Inference:
-    """Run `model(**inputs)` without gradients, on the meta device.
-
-    Args:
-        model: its training flag is changed to eval.
-        inputs: keyword arguments.
-        device: type of the device whose kernels are stood in for.
-    """
+    """Run `model(**inputs)` without gradients, on the meta device."""
     model.eval()
     with torch.no_grad(), metered(device) as meter:
         meter.add([*held(model), *inputs.values()])

@@ -28,10 +28,6 @@ def quantized(program: Any, sample: Inputs) -> tuple[Any, int]:
     seven of the eight bits: CPUs with only AVX2 add products of eight bits in sixteen, which may overflow, and nobody
     knows where the file will run.
 
-    Args:
-        program: an `onnx_ir.Model`; not changed.
-        sample: inputs.
-
     Returns:
         The new graph and the number of its int8 products.
     """
@@ -57,11 +53,6 @@ def _is_linear(node: Any) -> bool:
 
 def compared(run: Run, other: Run, batches: Iterable[Inputs]) -> tuple[int, float | None, float]:
     """Compare the outputs of two programs.
-
-    Args:
-        run: the reference.
-        other: the quantised one.
-        batches: inputs.
 
     Returns:
         Examples, the share of equal labels (None where the outputs choose none), and the relative error (rms).

@@ -31,11 +31,6 @@ ONE_FILE = int(1.5 * 2**30)
 def only_tensors(model: nn.Module, batch: Any, what: str) -> Inputs:
     """A batch without its labels.
 
-    Args:
-        model: what it is for.
-        batch: model inputs.
-        what: the argument that it was given as, for messages.
-
     Raises:
         ConfigError: no mapping, nothing in it, or something that is no tensor or has no axis for the examples.
     """
@@ -52,9 +47,6 @@ def only_tensors(model: nn.Module, batch: Any, what: str) -> Inputs:
 
 class Axes:
     """Which axes of a model's inputs vary from call to call: the examples, and the tokens of texts.
-
-    Args:
-        sample: inputs of the model.
 
     Attributes:
         examples: in the sample.
@@ -136,12 +128,6 @@ class TorchFormat:
 
     def trace(self, model: PreTrainedModel, sample: Inputs, axes: Axes, opset: int | None) -> tuple[Any, Any]:
         """One program for all sizes of the free axes.
-
-        Args:
-            model: inside `as_it_was`.
-            sample: inputs.
-            axes: which of their axes are free.
-            opset: version of the ONNX operators; None takes the newest.
 
         Returns:
             The program, and what transformers remembers about its inputs and outputs.

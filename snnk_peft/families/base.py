@@ -178,12 +178,6 @@ def as_linear(module: nn.Module) -> nn.Module:
 def module_at(model: nn.Module, path: str, what: str, expected: type[nn.Module] = nn.Module) -> nn.Module:
     """The (unwrapped) module at a path.
 
-    Args:
-        model: the model to look in.
-        path: dotted path.
-        what: what the module is, for the message.
-        expected: its class; for nn.Linear, `as_linear` of a Conv1D will do.
-
     Raises:
         UnsupportedError: nothing there, or something of another class; names path, classes and version.
     """

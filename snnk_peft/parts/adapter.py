@@ -248,10 +248,6 @@ class BesideExpansion(Slot):
 
     The FFN is three modules, so the adapter is three slots: the activation lets the features pass, the contraction
     reads them out.
-
-    Args:
-        stage: Φ.
-        behind: paths of the activation and of the contraction.
     """
 
     lets_pass = True
@@ -280,12 +276,7 @@ class BesideExpansion(Slot):
 
 
 class OnHiddenUnits(Slot):
-    """[activation(h), Φ(x)]: the activation acts on the hidden units only, however many of them another part leaves.
-
-    Args:
-        features: of the adapter, after the hidden units.
-        expansion: path of the module that makes both.
-    """
+    """[activation(h), Φ(x)]: the activation acts on the hidden units only, however many of them another part leaves."""
 
     lets_pass = True
     by_row = True
@@ -310,11 +301,7 @@ class OnHiddenUnits(Slot):
 
 
 class BesideContraction(Slot):
-    """contraction(h) + scaling · v ⊙ (Φ(x) Aᵀ).
-
-    Args:
-        readout: holds A and v; the features come from the `BesideExpansion` slot, after everything else.
-    """
+    """contraction(h) + scaling · v ⊙ (Φ(x) Aᵀ)."""
 
     by_row = True
 

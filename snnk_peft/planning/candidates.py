@@ -45,11 +45,6 @@ def share_tensors(bundled: nn.Module, original: nn.Module) -> None:
 class Template:
     """A part in all layers that it may change, in a copy of the model; nothing is active until it is asked for.
 
-    Args:
-        part: what is tried.
-        model: the original, which is not changed.
-        seed: of the draws.
-
     Raises:
         ConfigError, UnsupportedError: the model cannot take the part, or it cannot be planned.
 
@@ -119,11 +114,6 @@ class Template:
 def default_templates(model: nn.Module, length: int, seed: int) -> list[Template]:
     """Collect the candidates of all kinds of parts, except kinds that the model cannot take.
 
-    Args:
-        model: a transformers model.
-        length: tokens of a sequence.
-        seed: of the draws.
-
     Raises:
         UnsupportedError: an unknown family.
         ConfigError: the model can take none.
@@ -172,12 +162,7 @@ def _overlap(one: set[str], other: set[str]) -> bool:
 
 @contextmanager
 def replayed(root: nn.Module, outputs: Mapping[str, Any]) -> Iterator[None]:
-    """Skip layers in a context: they return their known outputs.
-
-    Args:
-        root: the model.
-        outputs: by path.
-    """
+    """Skip layers in a context: they return their known outputs."""
     layers = [(root.get_submodule(path), output) for path, output in outputs.items()]
     for layer, output in layers:
         layer.forward = lambda *args, output=output, **kwargs: output

@@ -80,13 +80,7 @@ def _by_layer(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str],
 
 
 def macs(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> Cost:
-    """Count the MACs of one forward pass.
-
-    Args:
-        model: in eval mode.
-        inputs: its keyword arguments.
-        paths: of its Transformer layers.
-    """
+    """Count the MACs of one forward pass."""
     # Here, because it takes in torch's own counters, which would slow down the import of the package.
     from snnk_peft.cost.meter import Meter
 
@@ -172,13 +166,7 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def paired(original: nn.Module, other: nn.Module, inputs: Mapping[str, Any]) -> list[float]:
-    """The least seconds of two models, taken in turn after one round to warm up, until each was reached three times.
-
-    Args:
-        original: a model.
-        other: another.
-        inputs: keyword arguments of both.
-    """
+    """The least seconds of two models, taken in turn after one round to warm up, until each was reached three times."""
     spent: tuple[list[float], list[float]] = ([], [])
     for turn in range(MOST + 1):
         for which in (0, 1) if turn % 2 else (1, 0):
@@ -203,12 +191,7 @@ class Timings:
         self.known = _SINCE_START if self.path is None else _read(self.path)
 
     def get(self, of: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
-        """Return what `measure` gives, or gave for the same question before: plain data.
-
-        Args:
-            of: plain data that says what is measured, and on what.
-            measure: returns plain data.
-        """
+        """Return what `measure` gives, or gave for the same question before: plain data."""
         key = hashlib.sha256(json.dumps(of, sort_keys=True, default=str).encode()).hexdigest()
         if key not in self.known:
             self.known[key] = measure()
@@ -216,13 +199,7 @@ class Timings:
         return self.known[key]
 
     def least(self, of: Mapping[str, Any], measure: Callable[[], list[float]], times: int) -> list[float]:
-        """Return the minimum of each value of `measure` over so many measurements, stored ones included.
-
-        Args:
-            of: as in `get`.
-            measure: returns as many numbers each time.
-            times: >= 1.
-        """
+        """Return the minimum of each value of `measure` over so many measurements, stored ones included."""
         done = [self.get({**of, "time": time}, measure) for time in range(times)]
         return [min(each) for each in zip(*done, strict=True)]
 
@@ -252,14 +229,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class Measure:
-    """Cost measurements on one kind of inputs.
-
-    Args:
-        model: the original.
-        inputs: its keyword arguments.
-        of: what cost is.
-        timings: see `plan`.
-    """
+    """Cost measurements on one kind of inputs."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], of: str, timings: Any):
         self.original, self.inputs, self.of, self.timings = shared_copy(model), inputs, of, Timings(timings)
@@ -335,12 +305,7 @@ class Measure:
                 saved[number][key] = share
 
     def remaining(self, config: SNNKConfig, times: int = 1) -> float:
-        """The share of the original's cost that a config leaves, all parts together.
-
-        Args:
-            config: the parts.
-            times: how often seconds are measured before their least counts.
-        """
+        """The share of the original's cost that a config leaves, all parts together."""
         parts = [_described(part) for part in config.parts]
         together = _together(config, self.original)
         if self.of == "bytes":

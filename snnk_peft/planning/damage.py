@@ -41,11 +41,6 @@ def tokens_of(batch: Mapping[str, Any]) -> int:
 class Sample:
     """Batches spread evenly over all, of about `tokens` tokens; some of them are held out.
 
-    Args:
-        model: the original.
-        batches: of the caller.
-        tokens: how many are wanted; there are three batches at least.
-
     Raises:
         ConfigError: fewer than three batches, or ones that `calibrate` would refuse.
 
@@ -83,13 +78,7 @@ Calls = dict[str, list[tuple[bool, list[Call]]]]
 
 
 def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -> Calls:
-    """Record the arguments of modules, batch by batch.
-
-    Args:
-        model: runs; in eval mode.
-        modules: by path.
-        sample: what it runs on.
-    """
+    """Record the arguments of modules, batch by batch."""
     calls_at: Calls = {path: [] for path in modules}
     caught: dict[str, list[tuple[Any, Any]]] = {path: [] for path in modules}
     hooks = [
@@ -115,11 +104,6 @@ def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -
 @torch.no_grad()
 def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
     """Fit every slot of templates that can be fitted.
-
-    Args:
-        templates: of one kind: their attention runs in the same way.
-        sample: the data.
-        tick: called with the number of fits that were done.
 
     Returns:
         The normalised error on the held-out part: by number of the template and layer, where there is one.
@@ -177,9 +161,6 @@ class OutputError:
     Logits of classes or of words by the Kullback-Leibler divergence of their distributions, in nats per row; anything
     else, the score of a regression for instance, by the squared difference relative to the variance over all rows. Of
     several outputs (start and end of an answer), the mean.
-
-    Args:
-        config: of the model.
     """
 
     def __init__(self, config: Any):
@@ -237,11 +218,6 @@ def measure_damage(templates: Sequence[Template], sample: Sample, tick: Callable
     """The output's error with one group of one template in use, on the held-out part of the sample.
 
     What the layers before it give is remembered and not computed again.
-
-    Args:
-        templates: fitted; of one kind, so that their attention runs in the same way.
-        sample: the data.
-        tick: called after each measurement of a batch.
     """
     first = templates[0]
     errors = {(n, key): OutputError(first.root.config) for n, each in enumerate(templates) for key in each.groups}

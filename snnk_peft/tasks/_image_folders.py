@@ -154,13 +154,6 @@ class FolderLayout:
     ) -> dict[str, Images]:
         """The wanted splits, "train" or "validation".
 
-        Args:
-            path: the folder that is given.
-            wanted: splits.
-            classes: folders (of shards: names) in the order of the ids.
-            share: part of the training pictures of every class to hold back, where there are none to evaluate on.
-            seed: decides which ones.
-
         Raises:
             ConfigError: with every fault that was found.
         """

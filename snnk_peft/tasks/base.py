@@ -279,13 +279,7 @@ class TextTask(Task):
 
 
 def held_back(groups: np.ndarray, share: float, seed: int) -> list[int]:
-    """Places of the examples to hold back, sorted: of every group its share, at least one of two or more.
-
-    Args:
-        groups: (examples,) the class of each.
-        share: part of every group, between 0 and 1.
-        seed: decides which ones.
-    """
+    """Places of the examples to hold back, sorted: of every group its share, at least one of two or more."""
     rng = np.random.default_rng(seed)
     held: list[int] = []
     for group in np.unique(groups):

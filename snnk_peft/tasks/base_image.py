@@ -97,12 +97,7 @@ class Pictures(ABC):
 
 
 class FilePictures(Pictures):
-    """Files of pictures.
-
-    Args:
-        root: the folder that they are in.
-        files: their paths below it, with "/" between the parts.
-    """
+    """Files of pictures."""
 
     def __init__(self, root: Path, files: Sequence[str]):
         self._root, self._files = root, files

@@ -98,12 +98,7 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 
 
 def entity_f1(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
-    """Harmonic mean of precision and recall over all entities of all sentences; 0 where no entity is right.
-
-    Args:
-        predictions: one list of tags per sentence.
-        references: the true tags, as many.
-    """
+    """Harmonic mean of precision and recall over all entities of all sentences; 0 where no entity is right."""
     pairs = [(entities(mine), entities(true)) for mine, true in zip(predictions, references, strict=True)]
     right = sum(len(mine & true) for mine, true in pairs)
     total = sum(len(mine) + len(true) for mine, true in pairs)

@@ -35,10 +35,6 @@ COARSER = {
 def base_digests(model: nn.Module, saved: Sequence[str] | None) -> dict[str, str] | None:
     """Digests of a sample of the base model, by the precision to which it was rounded before.
 
-    Args:
-        model: the base, perhaps with adapters in it.
-        saved: the modules that the adapter saves in full.
-
     Returns:
         None for a model whose weights are not at hand.
     """
@@ -77,13 +73,7 @@ def _embeddings(model: Any) -> list[nn.Parameter]:
 
 
 def note_another_base(config: SNNKConfig, present: dict[str, str] | None, model: nn.Module) -> None:
-    """Say so if an adapter comes into another base model than it was trained on.
-
-    Args:
-        config: of the adapter.
-        present: the digests of the base model.
-        model: the base model.
-    """
+    """Say so if an adapter comes into another base model than it was trained on."""
     saved = config.base_digests
     comparable = [name for name in present or () if name in (saved or ())]
     if saved is None or present is None or not comparable or saved[comparable[0]] == present[comparable[0]]:
@@ -100,12 +90,7 @@ def note_another_base(config: SNNKConfig, present: dict[str, str] | None, model:
 
 
 def note_labels(config: SNNKConfig, model: Any) -> None:
-    """Write the labels of a model into the config of its adapter; of one that has none, nothing.
-
-    Args:
-        config: is changed.
-        model: a PeftModel, or the transformers model.
-    """
+    """Write the labels of a model into the config of its adapter; of one that has none, nothing."""
     model = model.get_base_model() if isinstance(model, PeftModel) else model
     number = _number(model)
     names = model.config.id2label or {} if number else {}
@@ -115,12 +100,7 @@ def note_labels(config: SNNKConfig, model: Any) -> None:
 
 
 def take_labels(config: SNNKConfig, model: Any) -> None:
-    """Give a model with transformers' placeholder label names those of an adapter.
-
-    Args:
-        config: of an adapter that was loaded.
-        model: the transformers model; its config is changed.
-    """
+    """Give a model with transformers' placeholder label names those of an adapter."""
     number = _number(model)
     if number and config.id2label and model.config.id2label == {index: f"LABEL_{index}" for index in range(number)}:
         given = {} if model.config.problem_type is None else {"problem_type": model.config.problem_type}
@@ -129,12 +109,7 @@ def take_labels(config: SNNKConfig, model: Any) -> None:
 
 
 def label_options(config: SNNKConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with which `from_pretrained` creates a model for an adapter; the user's options win.
-
-    Args:
-        config: of the adapter.
-        given: the options of the user.
-    """
+    """Return the options with which `from_pretrained` creates a model for an adapter; the user's options win."""
     options: dict[str, Any] = {}
     names = config.id2label
     if names and "id2label" not in given and given.get("num_labels") in (None, len(names)):
@@ -147,14 +122,7 @@ def label_options(config: SNNKConfig, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def check_labels(config: SNNKConfig, model: nn.Module, layout: Layout, expected: Layout) -> None:
-    """ConfigError if an adapter's classifier has another number of labels than the model.
-
-    Args:
-        config: of the adapter; one that was saved without names is judged by its tensors.
-        model: the transformers model.
-        layout: shape and dtype of what was saved.
-        expected: of what the model needs.
-    """
+    """ConfigError if an adapter's classifier has another number of labels than the model."""
     if (own := _number(model)) is None:
         return
     saved = len(config.id2label or ())

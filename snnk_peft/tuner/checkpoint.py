@@ -59,12 +59,7 @@ def plain_start(config: SNNKConfig) -> SNNKConfig:
 
 
 def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
-    """ConfigError if the config asks for far more parameters than the file can fill.
-
-    Args:
-        trial: modules on the meta device, by path.
-        incoming: what is there.
-    """
+    """ConfigError if the config asks for far more parameters than the file can fill."""
     wanted = sum(value.numel() for slots in trial.values() for value in nn.ModuleList(slots).state_dict().values())
     given = sum(math.prod(shape) for shape, _ in incoming.layout.values())
     if wanted > ROOM * given + UNASKED:
@@ -77,15 +72,7 @@ def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
 def check_weights(
     config: SNNKConfig, model: nn.Module, slots: Mapping[str, list[Slot]], saved: list[str] | None, incoming: Incoming
 ) -> None:
-    """Raise ConfigError if the tensors to load do not fit; nothing is changed.
-
-    Args:
-        config: as loaded.
-        model: the base model, perhaps with other adapters in it.
-        slots: the adapter's modules, by path.
-        saved: the modules that are saved in full.
-        incoming: what is there.
-    """
+    """Raise ConfigError if the tensors to load do not fit; nothing is changed."""
     given_layout = {_place(key): entry for key, entry in incoming.layout.items()}
     checksums = {_place(key): value for key, value in incoming.checksums.items()}
     expected: Layout = {}
@@ -161,11 +148,6 @@ def clashes(model: nn.Module, places: set[str], saved: list[str] | None) -> list
     """Messages where this adapter's places and the modules that some adapter saves in full get in each other's way.
 
     PEFT matches `modules_to_save` by the end of the path, copies the whole module and renames what is inside.
-
-    Args:
-        model: the model, perhaps with other adapters in it.
-        places: paths of the modules that get slots.
-        saved: the modules that this adapter saves in full.
     """
     named = {original_path(name): module for name, module in model.named_modules()}
     remedy = "leave one of the two out, or load the adapters into separate copies of the model"

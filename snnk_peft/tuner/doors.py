@@ -100,11 +100,7 @@ class Door:
         return folder if folder is not None and folder.is_dir() else None
 
     def check_config(self, needs_base: bool = False) -> None:
-        """ConfigError if a local adapter_config.json cannot be read, or is not that of the method it was saved for.
-
-        Args:
-            needs_base: whether it must name its base model.
-        """
+        """ConfigError if a local adapter_config.json cannot be read, or is not that of the method it was saved for."""
         folder = self._folder()
         if folder is None or not os.path.lexists(path := folder / CONFIG):
             return

@@ -50,11 +50,6 @@ from snnk_peft.tuner.slot_layer import (
 def plan_patches(model: nn.Module, config: SNNKConfig, filled: bool = False) -> list[Patch]:
     """All patches of all parts. Nothing is changed.
 
-    Args:
-        model: a plain one, or one with other adapters in it.
-        config: the parts.
-        filled: see `PatchContext`.
-
     Raises:
         ConfigError, UnsupportedError: every fault of every part in one error.
     """

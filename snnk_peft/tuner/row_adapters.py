@@ -24,9 +24,6 @@ BASE = "__base__"
 class RowAdapters:
     """Which row of a batch goes through which adapter, for the time of one call of the model.
 
-    Args:
-        names: one per row.
-
     Attributes:
         widths: adapter -> length of its rows, where the module before gave them different ones (the features of an
             adapter beside the FFN); the shorter are filled up with zeros.
@@ -38,12 +35,6 @@ class RowAdapters:
 
     def run(self, where: nn.Module, ways: Callable[[str], Callable[..., Any]], args: Any, kwargs: Any) -> torch.Tensor:
         """Compute the output of a module whose rows use different adapters.
-
-        Args:
-            where: the module, for messages.
-            ways: what computes the rows of an adapter.
-            args: of the module; what has as many rows as the first is split as that is.
-            kwargs: likewise.
 
         Raises:
             ConfigError: the rows are no multiple of the names (beams and choices stand next to each other).
@@ -107,12 +98,6 @@ class _SavedInFull:
 @contextlib.contextmanager
 def rows_through(model: nn.Module, names: Any, configs: Mapping[str, Any], rows: int | None) -> Iterator[None]:
     """Let each row go through its adapter.
-
-    Args:
-        model: the patched model.
-        names: as given.
-        configs: the config of each adapter.
-        rows: of the batch; None if that is not known.
 
     Raises:
         ConfigError: names that no adapter has, or not one per row, or a model in training mode.

@@ -104,11 +104,7 @@ def _saving_whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PatchedSave:
-    """Stands in for a patched model's `save_pretrained`.
-
-    Args:
-        model: the transformers model.
-    """
+    """Stands in for a patched model's `save_pretrained`."""
 
     def __init__(self, model: Any):
         self.model = model

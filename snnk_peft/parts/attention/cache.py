@@ -95,9 +95,6 @@ class RecurrentByDefault:
     made itself is exchanged, and only while some layer is linear; one that the caller gave stays. The assistant of
     another model gets a growing cache that keeps all keys, since tokens that are not accepted are taken back from it;
     what tells an assistant is that its first step is not announced as the first.
-
-    Args:
-        model: the model that generates.
     """
 
     def __init__(self, model: Any):
@@ -153,11 +150,7 @@ def plain_model(model: Any) -> Any:
 
 
 class KernelRef:
-    """Which linear attention made the sums: the object itself or, once unpickled, one with equal tensors.
-
-    Args:
-        kernel: the linear attention. It is not kept alive.
-    """
+    """Which linear attention made the sums: the object itself or, once unpickled, one with equal tensors."""
 
     def __init__(self, kernel: KernelAttention):
         self._kernel: weakref.ref[KernelAttention] | None = weakref.ref(kernel)
@@ -212,12 +205,6 @@ class RecurrentLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Announce new tokens; the attention function, which finds this layer at the keys, adds them to the sums.
-
-        Args:
-            key_states: (B, G, L, d).
-            value_states: (B, G, L, D).
-            *args: for other layers.
-            **kwargs: for other layers.
 
         Returns:
             The same keys and values, not those of earlier tokens.

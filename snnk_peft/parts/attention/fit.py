@@ -56,15 +56,7 @@ MOST = 128  # queries of a sequence when weights are formed
 
 
 class AttentionFitter(Fitter):
-    """Fits the maps of one attention to its softmax, and then the output projection to what is left.
-
-    Args:
-        kernel: the linear attention, one term over `centroids`.
-        readout: what takes the place of that projection, or None where it stays.
-        readout_path: where, in the model.
-        place: where the attention stands.
-        options: of `calibrate`.
-    """
+    """Fits the maps of one attention to its softmax, and then the output projection to what is left."""
 
     calls = True
 
@@ -216,11 +208,7 @@ class AttentionFitter(Fitter):
 
 
 class ReadHeads(Slot):
-    """The output projection, with its own weight and bias.
-
-    Args:
-        linear: the original.
-    """
+    """The output projection, with its own weight and bias."""
 
     replaces = True
 
@@ -247,12 +235,7 @@ class ReadHeads(Slot):
 
 
 class HeadsReader:
-    """The output projection of a layer: its path and its slot.
-
-    Args:
-        path: in the model.
-        source: the original.
-    """
+    """The output projection of a layer: its path and its slot."""
 
     def __init__(self, path: str, source: nn.Linear):
         self.path = path

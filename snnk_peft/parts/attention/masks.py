@@ -129,11 +129,6 @@ def _made_with(function: Callable[..., Any], name: str) -> Any:
 def band_width(module: nn.Module, options: dict[str, Any], keys: int) -> int | None:
     """The width of the band that a call asks for, or None for all keys.
 
-    Args:
-        module: the attention module.
-        options: of the attention function.
-        keys: how many there are; a band as wide as that is none.
-
     Raises:
         UnsupportedError: the model has a window that it does not pass on; its masks know of it, linear ones do not.
     """
@@ -150,14 +145,7 @@ def band_width(module: nn.Module, options: dict[str, Any], keys: int) -> int | N
 
 
 def refuse_narrow_band(module: nn.Module, near_field: int | None, window: int | None, keys: int) -> None:
-    """UnsupportedError if a linear layer would see beyond a band without having been asked to.
-
-    Args:
-        module: the attention module.
-        near_field: of its linear attention; with one, attention beyond the band is wanted.
-        window: width of the band, or None.
-        keys: how many there are.
-    """
+    """UnsupportedError if a linear layer would see beyond a band without having been asked to."""
     if window is not None and near_field is None and window < keys:
         raise UnsupportedError(
             f"{type(module).__name__} asks for a window of {window} tokens and there are {keys} keys, but this layer "

@@ -279,11 +279,6 @@ def _window(attention: nn.Module) -> int | None:
 def choose_layers(part: AttentionPart, windows: list[int | None], where: str = "attention") -> list[int]:
     """Indices of the layers that `part` exchanges.
 
-    Args:
-        part: says which.
-        windows: per layer of the model, the width of its band, or None if it attends to everything.
-        where: what the part is called in messages.
-
     Raises:
         ConfigError: layers that do not exist, or a local layer named without `near_field`.
         UnsupportedError: every layer is local.

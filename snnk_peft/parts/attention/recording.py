@@ -95,12 +95,7 @@ class Recorder:
 
 
 class Sample:
-    """A random sample of calls, of at most a given number of tokens: reservoir sampling.
-
-    Args:
-        tokens: at most so many are kept, but at least one call.
-        generator: chooses.
-    """
+    """A random sample of calls, of at most a given number of tokens: reservoir sampling."""
 
     def __init__(self, tokens: int, generator: torch.Generator):
         self.most, self.generator = tokens, generator
@@ -129,12 +124,6 @@ class Sample:
 
 class Observer:
     """Takes the kernel's place in an attention module: returns softmax, and records the loss of the kernel.
-
-    Args:
-        path: of the attention module.
-        module: the attention module.
-        kernel: its linear attention.
-        loss: see `fit_attention`.
 
     Attributes:
         losses: of the calls since `clear`, scalars with a gradient; empty without gradients.

@@ -18,11 +18,7 @@ from snnk_peft.parts.attention.joint_fit import JointFitter
 
 
 class Attend(Slot):
-    """Says which linear attention an attention module uses; parts/attention/interface.py asks for it.
-
-    Args:
-        kernel: the linear attention.
-    """
+    """Says which linear attention an attention module uses; parts/attention/interface.py asks for it."""
 
     def __init__(self, kernel: KernelAttention):
         super().__init__()
@@ -55,13 +51,7 @@ class Attend(Slot):
 
 
 class FittedAttend(Attend):
-    """Linear attention over rows that `calibrate` computes.
-
-    Args:
-        kernel: the linear attention.
-        readout: takes the place of the output projection, or None.
-        part: of the config that is saved.
-    """
+    """Linear attention over rows that `calibrate` computes."""
 
     def __init__(self, kernel: KernelAttention, readout: HeadsReader | None, part: Any):
         super().__init__(kernel)
@@ -85,11 +75,7 @@ def _in_words(term: AttentionTerm) -> str:
 
 
 class ActiveKernel:
-    """Tells the attention function which linear attention a module uses; no module itself, so nothing is saved twice.
-
-    Args:
-        layer: the SlotLayer around the attention module.
-    """
+    """Tells the attention function which linear attention a module uses; no module, so nothing is saved twice."""
 
     def __init__(self, layer: Any):
         self.layer = layer

@@ -72,12 +72,7 @@ def _declared(config: Any) -> bool:
 
 
 def near_field_faults(part: Any, where: str) -> list[str]:
-    """Messages about `near_field_normalisation` and `sinks`.
-
-    Args:
-        part: an AttentionPart.
-        where: what it is called in messages.
-    """
+    """Messages about `near_field_normalisation` and `sinks`."""
     if not part.joint:
         if type(part.sinks) is not int or part.sinks <= 0:
             return []

@@ -37,12 +37,7 @@ FLOOR = 1e-6  # of the mean variance
 
 
 class LowRankSlot(Slot):
-    """U (Vᵀ x) + b instead of the original.
-
-    Args:
-        layer: the factors.
-        activation: what follows the module, a name or an elementwise function; fitting asks.
-    """
+    """U (Vᵀ x) + b instead of the original."""
 
     replaces = True
 
@@ -74,12 +69,6 @@ class LowRankFitter(Fitter):
 
     The best linear layer for these moments is a closed form, except for kernels in k × 1 and 1 × k. If an activation
     follows, the best one after it for Gaussian inputs of these moments is tried as well, and held-out inputs decide.
-
-    Args:
-        layer: what is fitted.
-        original: the dense module.
-        activation: what follows it, a name or an elementwise function.
-        options: of `calibrate`; `refit` alone has a meaning here.
     """
 
     reduces = True

@@ -246,11 +246,6 @@ class UnitsFitter(Fitter):
     One pass; memory is the square of the number of units, and with `steps` a sample of the inputs, whatever the number
     of tokens. With `steps`, gradient descent on the sample moves all matrices from there, as long as held-out tokens
     say that this is better.
-
-    Args:
-        block: what is fitted.
-        place: where its first Linear stands.
-        options: of `calibrate`; `landmarks` is the part's `rule` here.
     """
 
     reduces = True

@@ -68,11 +68,6 @@ class NarrowProjection(NarrowLinear):
 class NarrowReader(NarrowLinear):
     """The output projection of narrowed heads, from the first r of every d dimensions.
 
-    Args:
-        out_features: length of the outputs.
-        heads: number of heads.
-        size: r.
-
     Attributes:
         original: as in `NarrowProjection`.
     """
@@ -172,11 +167,6 @@ class HeadsFitter(Fitter):
 
     The target is what the original block adds for the same inputs. Keys count by how they vary within a sequence: what
     all of them share adds the same to the logits of a query. Memory does not depend on the number of tokens.
-
-    Args:
-        slot: what is fitted.
-        place: where it stands.
-        options: of `calibrate`.
     """
 
     reads, calls, reduces = 2, True, True

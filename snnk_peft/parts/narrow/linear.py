@@ -14,13 +14,7 @@ from snnk_peft.layers.slots import Slot
 
 
 class NarrowLinear(Slot):
-    """A matrix, and no memory of the original.
-
-    Args:
-        in_features: length of the inputs.
-        out_features: length of the outputs.
-        bias: whether there is one.
-    """
+    """A matrix, and no memory of the original."""
 
     replaces = True
 
@@ -48,11 +42,7 @@ class NarrowLinear(Slot):
 
 
 class OneMatrix:
-    """Weight and bias of a pretrained Linear, fp64 on the CPU.
-
-    Args:
-        linear: nn.Linear or transformers' Conv1D.
-    """
+    """Weight and bias of a pretrained Linear, fp64 on the CPU."""
 
     def __init__(self, linear: nn.Module):
         with at_hand(linear):
