@@ -12,10 +12,12 @@ log π, to first order around z₀ the softmax has the shares p where
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,18 +199,16 @@ def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Li
         UnsupportedError: there is none, or it has no bias.
     """
     given: list[tuple[str, nn.Linear, torch.Tensor]] = []
-    hooks = [
-        module.register_forward_hook(lambda linear, args, out, path=path: given.append((path, linear, out)))
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    try:
-        given_inputs = model_inputs(model, inputs)
-        with evaluating(model), named_padding(model, masked_tokens(given_inputs)):
-            logits = getattr(model(**given_inputs), "logits", None)
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def note(path: str, linear: nn.Linear, args: object, out: torch.Tensor) -> None:
+        given.append((path, linear, out))
+
+    given_inputs = model_inputs(model, inputs)
+    with contextlib.ExitStack() as hooks, evaluating(model), named_padding(model, masked_tokens(given_inputs)):
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                hooks.enter_context(module.register_forward_hook(partial(note, path)))
+        logits = getattr(model(**given_inputs), "logits", None)
     for path, linear, out in reversed(given):
         if isinstance(logits, torch.Tensor) and out.shape == logits.shape and torch.equal(out, logits):
             if linear.bias is None:
@@ -247,13 +247,10 @@ def bundled_head(model: nn.Module) -> tuple[str, nn.Linear, FeatureStage]:
 def head_features(model: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Compute the inputs of the head for a batch, (n, features), in eval mode."""
     caught: list[torch.Tensor] = []
-    hook = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
-    try:
-        given = model_inputs(model, inputs)
-        with evaluating(model), named_padding(model, masked_tokens(given)):
-            model(**given)
-    finally:
-        hook.remove()
+    given = model_inputs(model, inputs)
+    note = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
+    with note, evaluating(model), named_padding(model, masked_tokens(given)):
+        model(**given)
     return caught[0]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from snnk_peft.calibrating.guards import evaluating
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.precision import full_precision
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -213,15 +214,10 @@ def compare(model: nn.Module, bundled: Callable[..., Any], inputs: Mapping[str, 
     Returns:
         The error (NaN if an output is NaN or infinite) and the name of the output where it occurs.
     """
-    training = {module: module.training for module in model.modules()}
-    model.eval()
     tensors = (value for value in inputs.values() if isinstance(value, torch.Tensor))
     with full_precision(next(tensors, torch.empty(0, device="meta"))):  # autocast rounds each of them in its own way
-        try:
+        with evaluating(model):
             expected = model(**inputs, return_dict=True)
-        finally:
-            for module, flag in training.items():
-                module.training = flag
         given = bundled(**inputs, return_dict=True)
     worst, where = 0.0, "output"
     for name, value in expected.items():

@@ -7,6 +7,7 @@ and after, so the same forward and backward passes serve all of them.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -193,13 +194,10 @@ def _one_pass(
     moments = [GradientMoments(*adapter.shape, adapter.readout.A.device) for adapter in adapters]
     inputs: list[list[torch.Tensor]] = [[] for _ in adapters]
     outputs: list[list[torch.Tensor]] = [[] for _ in adapters]
-    hooks = []
-    for number, adapter in enumerate(adapters):
-        hooks += [
-            adapter.stage.register_forward_pre_hook(_keeping(inputs[number], adapter.stage)),
-            adapter.readout.register_forward_hook(_differentiable(outputs[number])),
-        ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for adapter, seen, given in zip(adapters, inputs, outputs, strict=True):
+            hooks.enter_context(adapter.stage.register_forward_pre_hook(_keeping(seen, adapter.stage)))
+            hooks.enter_context(adapter.readout.register_forward_hook(_differentiable(given)))
         for index, batch in survey:
             judges = is_held_out(index, held_out)
             gradients = _gradients(model, index, batch, outputs)
@@ -213,9 +211,6 @@ def _one_pass(
             for kept in (*inputs, *outputs):
                 kept.clear()
             bar.update()
-    finally:
-        for hook in hooks:
-            hook.remove()
     for sums in moments:
         sums.reduce()
     return moments

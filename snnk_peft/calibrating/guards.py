@@ -136,19 +136,18 @@ def refuse_not_finite(model: nn.Module, replaced: bool = True) -> None:
 
 def refuse_overflow(model: nn.Module, inputs: Mapping[str, Any], what: str) -> None:
     """ValueError if an output of the model is NaN or infinite for some inputs, with the module where that begins."""
+    paths = {module: path for path, module in model.named_modules()}
     first: list[str] = []
-    hooks = [
-        module.register_forward_hook(
-            lambda module, args, output, path=path: None if first or _finite(output) else first.append(path)
-        )
-        for path, module in model.named_modules()
-    ]
-    try:
-        with torch.no_grad(), evaluating(model), named_padding(model, masked_tokens(inputs)):
-            outputs = model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def look(module: nn.Module, args: object, output: Any) -> None:
+        if not first and not _finite(output):
+            first.append(paths[module])
+
+    with contextlib.ExitStack() as hooks, torch.no_grad(), evaluating(model):
+        for module in paths:
+            hooks.enter_context(module.register_forward_hook(look))
+        hooks.enter_context(named_padding(model, masked_tokens(inputs)))
+        outputs = model(**inputs)
     wrong = [name for name, value in outputs.items() if not _finite(value)]
     if wrong:
         where = _plain(first[0]) if first else type(model).__name__

@@ -42,15 +42,10 @@ def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: S
     """Slot names in the order in which a forward pass reaches them, and how often it does (shared layers: several)."""
     order: list[str] = []
     names = {layer: name for name, layer in slots.items()}
-    hooks = [
-        layer.register_forward_pre_hook(lambda module, args: order.append(names[module])) for layer in slots.values()
-    ]
-    try:
-        with torch.no_grad():
-            model(**model_inputs(model, next(iter(batches))[1]))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for layer in names:
+            hooks.enter_context(layer.register_forward_pre_hook(lambda module, args: order.append(names[module])))
+        model(**model_inputs(model, next(iter(batches))[1]))
     return Counter(order)
 
 
@@ -69,8 +64,7 @@ def _slot_calls(
         if len(caught) == runs:
             raise _Reached
 
-    hook = layer.register_forward_pre_hook(catch, with_kwargs=True)
-    try:
+    with layer.register_forward_pre_hook(catch, with_kwargs=True):
         for index, batch in batches:
             inputs = model_inputs(model, batch)
             with torch.no_grad(), _as_it_was(model, layer, fitter.together, runs), contextlib.suppress(_Reached):
@@ -84,8 +78,6 @@ def _slot_calls(
             yield index, [Call(*each, mask) for each in caught]
             caught.clear()
             bar.update()
-    finally:
-        hook.remove()
 
 
 @contextlib.contextmanager
@@ -192,11 +184,8 @@ class StoredInputs:
             return
         # Behind the last layer (a pooler) nothing further is stored.
         one = _Pass(self, model, slot, inside[0] if inside else max(known))
-        hook = self.layers[one.layer].register_forward_pre_hook(one.keep, with_kwargs=True)
-        try:
+        with self.layers[one.layer].register_forward_pre_hook(one.keep, with_kwargs=True):
             yield one.run
-        finally:
-            hook.remove()
 
     def load(self, index: int, digest: bytes, layer: int) -> tuple[int, torch.Tensor] | None:
         """Return the last layer up to `layer` with a stored input for this batch, and this input, or None."""
@@ -258,12 +247,9 @@ class _Pass:
             stored = hidden.to(given.device)
             return ((stored, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stored})
 
-        hook = self.store.layers[begin].register_forward_pre_hook(put, with_kwargs=True, prepend=True)
-        try:
-            with _handing_on(self.store.layers[:begin]):
-                self.model(**inputs)
-        finally:
-            hook.remove()
+        stored_first = self.store.layers[begin].register_forward_pre_hook(put, with_kwargs=True, prepend=True)
+        with stored_first, _handing_on(self.store.layers[:begin]):
+            self.model(**inputs)
 
     def _both_ways(self, inputs: Mapping[str, Any], begin: int, hidden: torch.Tensor) -> None:
         short = self._seen(lambda: self._short(inputs, begin, hidden))
@@ -283,13 +269,9 @@ class _Pass:
             seen.append((args, kwargs))
             raise _Seen
 
-        hook = self.slot.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
-        try:
+        # Any exception: an architecture whose layers pass on something else than what they are given.
+        with contextlib.suppress(Exception), self.slot.register_forward_pre_hook(see, with_kwargs=True, prepend=True):
             run()
-        except Exception:  # an architecture whose layers pass on something else than what they are given
-            pass
-        finally:
-            hook.remove()
         return seen[0] if seen else None
 
 

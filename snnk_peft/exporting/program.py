@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 
 from snnk_peft.bundling.report import text_room
 from snnk_peft.calibrating.batches import checked_one
+from snnk_peft.calibrating.guards import evaluating
 from snnk_peft.errors import ConfigError
 
 Inputs = dict[str, torch.Tensor]
@@ -237,17 +238,14 @@ def opsets() -> tuple[int, int]:
 @contextlib.contextmanager
 def as_it_was(model: PreTrainedModel) -> Iterator[None]:
     """Inside, the model is in eval mode and returns no cache; afterwards it is as it was."""
-    training = {module: module.training for module in model.modules()}
     config, attributes = model.config.get_text_config(), set(vars(model))
     cached = getattr(config, "use_cache", None)
-    model.eval()
     if cached is not None:
         config.use_cache = False
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
-        for module, flag in training.items():
-            module.training = flag
         if cached is not None:
             config.use_cache = cached
         for name in set(vars(model)) - attributes:  # the exporters leave a `forward` behind

@@ -6,7 +6,9 @@ Candidates are fitted side by side on the inputs of the original's modules; the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,13 +83,13 @@ def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -
     """Record the arguments of modules, batch by batch."""
     calls_at: Calls = {path: [] for path in modules}
     caught: dict[str, list[tuple[Any, Any]]] = {path: [] for path in modules}
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs, path=path: caught[path].append((args, kwargs)), with_kwargs=True
-        )
-        for path, module in modules.items()
-    ]
-    try:
+
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        caught[path].append((args, kwargs))
+
+    with contextlib.ExitStack() as hooks:
+        for path, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
         for held_out, batch in sample.batches:
             inputs = model_inputs(model, batch)
             with torch.no_grad():
@@ -95,9 +97,6 @@ def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -
             for path, calls in caught.items():
                 calls_at[path].append((held_out, [Call(*call, inputs.get("attention_mask")) for call in calls]))
                 calls.clear()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return calls_at
 
 
@@ -240,16 +239,10 @@ def measure_damage(templates: Sequence[Template], sample: Sample, tick: Callable
 def _remember(template: Template, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     """Outputs of the original and of each of its layers; None for these if the model runs a layer several times."""
     outputs: dict[str, list[Any]] = {path: [] for path in template.layers}
-    hooks = [
-        template.root.get_submodule(path).register_forward_hook(
-            lambda module, args, output, path=path: outputs[path].append(output)
-        )
-        for path in template.layers
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, given in outputs.items():
+            layer = template.root.get_submodule(path)
+            hooks.enter_context(layer.register_forward_hook(lambda module, args, out, given=given: given.append(out)))
         result = template.root(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     once = all(len(each) == 1 for each in outputs.values())
     return result, {path: each[0] for path, each in outputs.items()} if once else None
