@@ -2,7 +2,7 @@
 
 Every process is ended by SIGKILL, at a random moment or while it writes a checkpoint, and the run goes on with
 `--resume`; once it is finished, its weights, moments, log, report and models must be those of a run that nobody
-disturbed, bit for bit, and nothing may lie around. The suite does it with three kills (tests/recipes/test_recipes.py).
+disturbed, bit for bit, and nothing may lie around. The suite does it with three kills (tests/recipes/test_resume.py).
 """
 
 # Imports follow the folders on sys.path.

@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 import yaml
 from glue_files import write_task
+from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -60,6 +61,16 @@ def write_settings(file: Path, model: str, data: str, output: str, method: str =
     }
     file.write_text(yaml.safe_dump(content))
     return file.name
+
+
+def last_weights(run: Path) -> dict[str, torch.Tensor]:
+    """The model in the newest checkpoint of a run."""
+    return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
+
+
+def same_tensors(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    """Equal bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def reset_accelerate() -> None:

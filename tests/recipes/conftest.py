@@ -31,3 +31,11 @@ def _fresh_accelerate_state() -> Iterator[None]:
     reset_accelerate()
     yield
     reset_accelerate()
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bert/`, tiny and random with a tokenizer, and `glue/`, a stand-in of RTE. Nothing is written there."""
+    from recipe_world import write_world
+
+    return write_world(tmp_path_factory.mktemp("world"))

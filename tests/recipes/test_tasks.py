@@ -606,6 +606,22 @@ def test_qqp_leaves_out_the_few_rows_that_its_official_file_breaks(tmp_path):
     assert len(faults_of(lambda: TASKS["qqp"].load(tmp_path))) == 3
 
 
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_empty_texts_are_refused_but_for_the_few_of_an_official_file(tmp_path, blank):
+    path = write_task(tmp_path, "rte") / "dev.tsv"
+    cells = path.read_text().splitlines()[3].split("\t")
+    edit(path, 4, "\t".join([cells[0], cells[1], blank, *cells[3:]]))
+    with pytest.raises(ConfigError, match=r"RTE/dev\.tsv, line 4: sentence2 is empty; expected a text"):
+        TASKS["rte"].load(tmp_path)
+    path = write_task(tmp_path, "qqp", n_train=5000) / "train.tsv"
+    cells = path.read_text().splitlines()[1].split("\t")
+    cells[HEADERS["qqp"].index("question2")] = blank
+    edit(path, 2, "\t".join(cells))
+    with pytest.warns(UserWarning, match="left out 1 of 5000 lines"):
+        train = TASKS["qqp"].load(tmp_path)["train"]
+    assert (len(train), train["idx"][0]) == (4999, 1)
+
+
 def test_constant_references_score_zero():
     """Nothing can be told of them; NaN would be the best of all checkpoints, or of none."""
     ids = np.arange(10) % 2
