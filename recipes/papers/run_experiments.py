@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lib.guard import guarded
+
 from papers.lib.reports import read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +151,6 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.minutes <= 0:
         parser.error(f"--minutes is {arguments.minutes:g}; expected a number above 0")
     arguments.runs = arguments.runs or arguments.into / "runs"
-    from lib.guard import guarded
 
     def work() -> int:
         try:

@@ -22,6 +22,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lib.files import write_text
+from lib.guard import guarded
+from lib.lock import alone
+
+from papers.lib.pretrained import run_behind
+from papers.lib.reports import collect, read_reports
 from papers.lib.study import PRETRAINING, STUDIES, load
 from papers.lib.study_data import data_settings
 from papers.lib.study_options import SHAPE, read_settings, run_parser, several, stored_runs
@@ -56,8 +62,6 @@ def run(name: str, argv: list[str]) -> int:
     """
     study = load(name)
     if PRETRAINING in study.tasks:
-        from papers.lib.pretrained import run_behind
-
         return run_behind(study, argv)
     parser = run_parser(study)
     parser.add_argument("--data", type=Path, help="folder of the data folders, for tasks that look for their own")
@@ -67,7 +71,6 @@ def run(name: str, argv: list[str]) -> int:
     known = dict.fromkeys(method for task in arguments.tasks for method in study.tasks[task].methods)
     if absent := [method for method in arguments.methods or [] if method not in known]:
         parser.error(f"unknown methods {absent}; the tasks have {', '.join(known)}")
-    from lib.guard import guarded
 
     def work() -> int:
         settings, runs = {}, []
@@ -108,9 +111,6 @@ def page(name: str, argv: list[str]) -> int:
     for option, (file, text) in further.items():
         parser.add_argument(f"--{option}", type=Path, default=file, help=text)
     arguments = parser.parse_args(argv)
-    from lib.files import write_text
-
-    from papers.lib.reports import collect, read_reports
 
     def write() -> None:
         copied = collect(arguments.runs, arguments.out, beside=getattr(shown, "BESIDE", None))
@@ -128,8 +128,6 @@ def page(name: str, argv: list[str]) -> int:
 
 def written(out: Path, write: Callable[[], object]) -> int:
     """Write reports and page as the only one who does; the exit code."""
-    from lib.guard import guarded
-    from lib.lock import alone
 
     def work() -> None:
         with alone(out / "README.md", "--out"):

@@ -17,6 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lib.files import write_text
+from lib.guard import guarded
 from lib.tables import grid
 
 from papers.claims import learned_kernels, lecture, low_rank, snnk, spectraformer
@@ -50,8 +52,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write model_cards/README.md")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of model_cards/ and recipes/*/results/")
     arguments = parser.parse_args(argv)
-    from lib.files import write_text
-    from lib.guard import guarded
 
     def work() -> None:
         page = render(Store(arguments.root))

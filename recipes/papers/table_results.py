@@ -17,10 +17,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lib.files import read_json, write_text
+from lib.guard import guarded
 from lib.tables import grid, spread
 
 from papers.lib.reports import read_reports
 from papers.pages.glue import NAMES, in_order, on_plateau, rank
+from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = (("4x512", "512"), ("1x2048", "2,048"))  # shapes of convert_models.py sst2
@@ -42,8 +45,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="replace the table in README.md")
     arguments = parser.parse_args(argv)
-    from lib.files import write_text
-    from lib.guard import guarded
 
     def work() -> None:
         table = render(ROOT)
@@ -70,15 +71,12 @@ def replaced(text: str, table: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        from snnk_peft.errors import ConfigError
-
         raise ConfigError(f"README.md has no lines {BEGIN!r} and {END!r}; put them where the table belongs")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def render(root: Path) -> str:
     """The Markdown table."""
-    from lib.files import read_json
 
     def benchmark(name: str) -> dict[str, Any]:
         return read_json(root / f"recipes/benchmarks/results/{name}/metrics.json")
@@ -253,8 +251,6 @@ def heads_beside_lora(figures: dict[str, Any]) -> str:
 
 def long_range(root: Path) -> str:
     """Softmax and the best linear attention of each task."""
-    from snnk_peft.errors import ConfigError
-
     parts = []
     for task, row in sorted(read_reports(root / "model_cards/lra", "lra").items()):
         scores = {name: 100 * spread(cell, "accuracy")[0] for name, cell in row.items()}

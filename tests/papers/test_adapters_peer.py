@@ -35,6 +35,7 @@ from lib.finetuning import Finetuning
 from lib.settings import FinetuneConfig
 from papers import study
 from papers.lib.study import load
+from safetensors.torch import load_file
 
 SMALL = ["train.epochs=1", "train.save_every_steps=null", "train.choose_share=0.2"]
 
@@ -145,7 +146,6 @@ def test_a_run_with_the_library(tmp_path: Path, name: str, places: int, rows: in
     assert report["method"] == f"adapters_{name}"
     assert f"| {report['trainable_parameters']:,} |" in row_of(tmp_path)
     # An adapter that was not activated would have no gradient, and AdamW would leave its biases at zero.
-    from safetensors.torch import load_file
 
     tensors = load_file(next((folder / "checkpoints").glob("step-*")) / "model.safetensors")
     biases = [value for key, value in tensors.items() if ".adapters." in key and key.endswith(".bias")]

@@ -22,8 +22,10 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 from glue_files import write_task
 from papers.lib.estimates_page import beats
 from recipe_world import write_world
+from transformers import AutoModel, GPT2Config, GPT2Model
 
 from snnk_peft import build_feature_map
+from snnk_peft.errors import UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 
@@ -131,7 +133,6 @@ def test_a_whole_run_and_its_page_again(program: dict[str, Any], tmp_path: Path)
     write_world(tmp_path)
     write_task(tmp_path / "glue", "sst2", n_train=60, n_dev=10)
     folder, out = tmp_path / "bert", tmp_path / "out"
-    from transformers import AutoModel
 
     model = AutoModel.from_pretrained(folder)
     with torch.no_grad():
@@ -198,10 +199,6 @@ def test_faults(program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_causal_models_are_refused(program: dict[str, Any]) -> None:
-    from transformers import GPT2Config, GPT2Model
-
-    from snnk_peft.errors import UnsupportedError
-
     model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=8)).eval()
     ids = torch.arange(5)[None]
     with pytest.raises(UnsupportedError, match="GPT2Model attends to earlier tokens only; expected an encoder"):

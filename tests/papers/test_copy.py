@@ -23,6 +23,7 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
+import data.listops as listops
 from accelerate.state import AcceleratorState
 from lib.config import load_config
 from lib.evaluation import Alone
@@ -258,8 +259,6 @@ def test_from_runs_to_the_page(
 def test_short_expressions_are_written_once_and_belong_to_listops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import data.listops as listops
-
     monkeypatch.setattr(listops, "SIZES", {"test": 3, "validation": 4, "train": 20})
     wanted, out = {name: task.data for name, task in load("fmm").tasks.items()}, tmp_path / "runs"
     assert data_settings("copy_256", wanted["copy_256"], None, out) == []
@@ -268,7 +267,7 @@ def test_short_expressions_are_written_once_and_belong_to_listops(
     read = listops.read_file(tmp_path / "runs/listops_files/basic_train.tsv")
     assert len(read.tokens[0]) == 20
     assert all(50 <= len(tokens) <= 250 for tokens in read.tokens[0])
-    monkeypatch.setattr(listops, "write_listops", None)  # called again, it would fail
+    monkeypatch.setattr("papers.lib.short_listops.write_listops", None)  # called again, it would fail
     data_settings("listops", wanted["listops"], None, out)
 
 

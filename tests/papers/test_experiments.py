@@ -293,7 +293,7 @@ def test_a_run_that_cannot_be_continued_is_refused_with_its_version(
             model.gate = torch.nn.Parameter(torch.zeros(3))
             return model
 
-        monkeypatch.setattr(lra_model, "build_classifier", otherwise)
+        monkeypatch.setattr(train_lra, "build_classifier", otherwise)
         fault = "tensor gate is missing"
     assert train_lra.main(["now.yaml", "--resume"]) == 2
     error = capsys.readouterr().err

@@ -19,6 +19,8 @@ for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
+import re
+
 from accelerate.state import AcceleratorState
 from papers.lib.picture_rows import PictureRows, read_picture
 from papers.lib.sine_network import Sine, SineNetwork, derivatives, low_rank, stand_in
@@ -161,8 +163,6 @@ def test_only_the_chosen_layers_are_replaced() -> None:
     ],
 )
 def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str) -> None:
-    import re
-
     assert fit_picture.main([CONFIG, *SMALL, f"output.dir={tmp_path / 'run'}", *given]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "run").exists()

@@ -13,7 +13,10 @@ for package in ("accelerate", "matplotlib", "rich", "yaml"):
     pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
 
 
+from accelerate.state import AcceleratorState
 from lib import plots
+from papers.programs import tiny_llama
+from transformers import LlamaConfig
 
 
 @pytest.fixture
@@ -42,10 +45,6 @@ def test_a_single_point_is_marked(drawn: list[Any], tmp_path: Path) -> None:
 def test_the_curves_of_the_language_model_reach_the_last_step(
     steps: int, drawn: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accelerate.state import AcceleratorState
-    from papers.programs import tiny_llama
-    from transformers import LlamaConfig
-
     AcceleratorState._reset_state(reset_partial_state=True)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     monkeypatch.setattr(tiny_llama, "WINDOW", 8)

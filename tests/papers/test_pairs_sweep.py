@@ -45,7 +45,7 @@ def test_from_expressions_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
         written.append(place)
         write_listops(place, FEW, **bounds)
 
-    monkeypatch.setattr("data.listops.write_listops", few)
+    monkeypatch.setattr("papers.lib.short_listops.write_listops", few)
     runs, cards = tmp_path / "runs", tmp_path / "cards"
     settings = ["train.steps=2", "train.eval_every=2", "model.dim=8", "model.hidden_dim=8", "train.device=cpu"]
     given = ["--methods", "posrf_mm", "saderf_orf", "--seeds", "0", "--out", str(runs)]

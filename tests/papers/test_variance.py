@@ -27,7 +27,6 @@ from data.sparse_sums import BOUND, draw_pairs
 from lib.draws import redrawn, resamplable
 from lib.run_folder import best_checkpoint
 from lib.variance import inconsistency, majority, relative_deviation, variance_figures, voting_gain
-from papers.lib import lra_model
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeModel
 from papers.lib.runs import load_folder
@@ -172,7 +171,7 @@ def test_evaluate_draws_anew_for_runs_on_sequences(
                 parameter.mul_(10 if parameter.dim() == 2 else 1)
         return model
 
-    monkeypatch.setattr(lra_model, "build_classifier", large)
+    monkeypatch.setattr(train_lra, "build_classifier", large)
     sizes = {"dim": 8, "heads": 2, "layers": 1, "hidden_dim": 8}
     settings = {
         "task": "sparsity_50",

@@ -25,6 +25,7 @@ from lib.checkpoint import list_checkpoints, verify
 from lib.files import FileError
 from lib.finetuning import Finetuning
 from lib.guard import guarded
+from lib.head_fitting import FitHead
 from lib.lock import alone
 from lib.loop import train_step
 from papers.lib.measured_page import measured_page
@@ -305,7 +306,7 @@ COPIES += ["train.steps=4", "train.eval_every=2", "model.dim=8", "model.heads=1"
 # Name of a program of runs -> its module, its experiment.
 PROGRAMS: dict[str, tuple[Any, Any]] = {
     "finetune": (finetune, Finetuning),
-    "fit_head": (fit_head, fit_head.FitHead),
+    "fit_head": (fit_head, FitHead),
     "train_copy": (train_copy, train_copy.TrainCopy),
 }
 # When the disk is full from then on: where the switch is, and what the error names.

@@ -26,6 +26,7 @@ from papers.lib.verdicts import (
     in_words,
     unchanged,
 )
+from papers.pages.sparsity import steps_to
 
 TITLE = "Learning the Transformer Kernel"
 LEARNERS = ("posrf_gmm", "posrf_fastfood_learned", "posrf_generative")
@@ -63,8 +64,6 @@ def beside_softmax(store: Store) -> Measured:
 
 def _steps(store: Store, method: str, level: float = 0.9) -> dict[str, dict[int, int]]:
     """task -> seed -> steps to that accuracy, all steps where a run never had it."""
-    from papers.pages.sparsity import steps_to
-
     found = {}
     for task in ("sparsity_10", "sparsity_90"):
         reports = store.reports("sparsity", task, method)

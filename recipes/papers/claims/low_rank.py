@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from papers.lib.verdicts import DIRECTION, FAILS, HOLDS, UNTESTED, Claim, Measured, NotMeasuredError, Store, gain
+from papers.pages.lowrank import comparisons
 
 TITLE = "Algorithms for Efficiently Learning Low-Rank Neural Networks"
 TASK = "cifar10"
@@ -14,8 +15,6 @@ def compared(start: str, least: float) -> Callable[[Store], Measured]:
     """The measurement of a claim that pages/lowrank.py compares, by how its name there begins."""
 
     def measure(store: Store) -> Measured:
-        from papers.pages.lowrank import comparisons
-
         row = {name: list(store.reports("lowrank", TASK, name).values()) for name in store.methods("lowrank", TASK)}
         for claim, values in comparisons(row):
             if claim.startswith(start) and values:

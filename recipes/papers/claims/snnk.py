@@ -21,6 +21,7 @@ from papers.lib.verdicts import (
     gain,
     in_words,
 )
+from papers.pages.uptraining import CONSTANT
 
 TITLE = "Scalable Neural Network Kernels"
 Rows = list[tuple[str, str, str, str]]
@@ -134,8 +135,6 @@ def bottlenecks(store: Store) -> Measured:
 
 def poolers(store: Store, better: str, worse: str, least: float) -> Measured:
     """F1 on MRPC of one pooler above another; not testable while both hardly beat the same answer to all."""
-    from papers.pages.uptraining import CONSTANT
-
     found = gain(store.differences("uptraining", "mrpc", better, worse, "metrics.f1", 100).values(), least)
     means = [
         statistics.mean(store.values("uptraining", "mrpc", name, "metrics.f1", 100).values())

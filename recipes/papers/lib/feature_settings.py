@@ -1,21 +1,18 @@
-"""What recipes ask about a layer that becomes features and a readout: fields of a FeatureMapSpec, and `init`.
-
-The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
-"""
+"""What recipes ask about a layer that becomes features and a readout: fields of a FeatureMapSpec, and `init`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from snnk_peft.errors import ConfigError
+from snnk_peft.feature_map import FeatureMapSpec
+
 INITS = ("nystrom", "paper", "random")  # of the readout, see SNNKLinear.from_linear
 
 
 def feature_faults(given: Mapping[str, Any]) -> list[str]:
     """What is wrong with a feature map, its length of inputs aside, and with its init."""
-    from snnk_peft.errors import ConfigError
-    from snnk_peft.feature_map import FeatureMapSpec
-
     fields = dict(given)
     init = fields.pop("init", INITS[0])
     faults = [] if init in INITS else [f"snnk.init is {init!r}; expected one of {', '.join(INITS)}"]

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from lib.modality import modality_of
 from lib.models import load_pretrained, resolve_model, train_in_use
 from lib.task_settings import find_task
 from torch import nn
@@ -18,6 +19,7 @@ from snnk_peft import get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.nonlinearity import nonlinearity
+from snnk_peft.low_rank.frobenius_decay import FrobeniusDecay, decay_groups
 from snnk_peft.low_rank.risk import gaussian_risk, ratio
 from snnk_peft.parts.low_rank.slot import LowRankSlot
 from snnk_peft.tuner.slot_layer import SlotLayer
@@ -31,7 +33,6 @@ def image_processor(model: LowRankModel, task: Any) -> Any:
             image_mean=list(IMAGENET_DEFAULT_MEAN),
             image_std=list(IMAGENET_DEFAULT_STD),
         )
-    from lib.modality import modality_of
 
     return modality_of(task).reader(resolve_model(model.name_or_path), task)
 
@@ -119,8 +120,6 @@ def make_optimizer(model: nn.Module, train: Any, frobenius_decay: float) -> torc
         train: the settings (`LowRankTrain`).
         frobenius_decay: its strength; 0 for none.
     """
-    from snnk_peft.low_rank.frobenius_decay import FrobeniusDecay, decay_groups
-
     groups = decay_groups(model, train.weight_decay, factor_decay=0.0 if frobenius_decay else None)
     optimizer: torch.optim.Optimizer
     if train.optimizer == "sgd":

@@ -1,7 +1,4 @@
-"""The settings of recipes/papers/programs/train_lowrank.py, section by section.
-
-The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
-"""
+"""The settings of recipes/papers/programs/train_lowrank.py, section by section."""
 
 # `option` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009
@@ -9,14 +6,15 @@ The package, and with it torch, is imported where it is needed, so that `--help`
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from data import TASKS
 from lib.config import option
 from lib.settings import AugmentSection, DataSection, RunOutput, TrainSection
 from lib.task_settings import task_faults
 
-if TYPE_CHECKING:
-    from snnk_peft import SNNKConfig
+from papers.lib.lra_settings import faults_of
+from snnk_peft import SNNKConfig
 
 # Networks of papers/lib/cifar_resnet.py -> layers.
 CIFAR_RESNETS = {"resnet20": 20, "resnet32": 32, "resnet56": 56}
@@ -55,15 +53,7 @@ class LowRankMethod:
 
     def check(self) -> list[str]:
         """Faults of the LowRankPart itself."""
-        from snnk_peft.errors import ConfigError
-
-        if self.low_rank is None:
-            return []
-        try:
-            self.snnk_config(seed=0)
-        except ConfigError as error:
-            return error.faults
-        return []
+        return [] if self.low_rank is None else faults_of(lambda: self.snnk_config(seed=0))
 
     @property
     def frobenius_decay(self) -> float:
@@ -82,8 +72,6 @@ class LowRankMethod:
 
     def snnk_config(self, seed: int, **changes: Any) -> SNNKConfig:
         """The SNNKConfig with the part described here; `changes` replace some of its fields."""
-        from snnk_peft import SNNKConfig
-
         part = {"part": "low_rank", **(self.low_rank or {}), **changes}
         return SNNKConfig(parts=[part], modules_to_save=[], seed=seed)  # type: ignore[list-item]
 
@@ -119,8 +107,6 @@ class LowRankConfig:
 
     def check(self) -> list[str]:
         """The task must exist, hold pictures, and fit the data settings."""
-        from data import TASKS
-
         faults = task_faults(self.task, self.data)
         if not faults and TASKS[self.task].modality != "image":
             known = ", ".join(name for name in TASKS if TASKS[name].modality == "image")

@@ -19,6 +19,7 @@ from transformers import BertConfig, BertModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from papers.lib.lra_settings import PERFORMER, AttentionMethod, LongRangeModel
+from papers.lib.performer_peer import use_performer
 from snnk_peft import get_snnk_model
 
 
@@ -96,8 +97,6 @@ def build_classifier(
         encoder = get_snnk_model(bert, snnk)
         encoder.requires_grad_(True)  # PEFT froze what it did not add
     elif method.attention == PERFORMER:
-        from papers.lib.performer_peer import use_performer
-
         use_performer(bert, method.performer, seed)
     if model.positions == "sinusoidal":
         make_sinusoidal(bert)

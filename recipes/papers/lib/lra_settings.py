@@ -1,6 +1,6 @@
 """The settings of recipes/papers/programs/train_lra.py, section by section.
 
-The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
+recipes/score.py shows them in its `--help`, for which the package, and with it torch, is imported where it is needed.
 """
 
 # `option` returns a dataclasses.field, which is what a dataclass default may be.
@@ -8,6 +8,7 @@ The package, and with it torch, is imported where it is needed, so that `--help`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
 SOFTMAX, PERFORMER = "softmax", "performer_pytorch"
 SCHEDULES = ("constant", "linear", "cosine", "rsqrt")
 NAMED = [SOFTMAX, PERFORMER]  # what is no AttentionPart
+
+
+def faults_of(made: Callable[[], object]) -> list[str]:
+    """What a ConfigError says that is raised on the way."""
+    from snnk_peft.errors import ConfigError
+
+    try:
+        made()
+    except ConfigError as error:
+        return error.faults
+    return []
 
 
 @dataclass
@@ -95,33 +107,26 @@ class AttentionMethod:
 
     def check(self) -> list[str]:
         """Faults of the AttentionPart itself."""
-        from snnk_peft.errors import ConfigError
+        if not isinstance(self.attention, str) or self.attention in NAMED:
+            return faults_of(lambda: self.snnk_config(seed=0))
         from snnk_peft.registry import did_you_mean
 
-        if isinstance(self.attention, str) and self.attention not in NAMED:
-            hint = did_you_mean("value", self.attention, NAMED)
-            return [f"attention: {hint}, or the fields of an AttentionPart, such as {{component: posrf}}"]
-        try:
-            self.snnk_config(seed=0)
-        except ConfigError as error:
-            return error.faults
-        return []
+        hint = did_you_mean("value", self.attention, NAMED)
+        return [f"attention: {hint}, or the fields of an AttentionPart, such as {{component: posrf}}"]
 
     def label(self) -> str:
         """A short name for titles and tables: softmax, performer_pytorch, or component-projection."""
-        from snnk_peft import AttentionPart
-
         if isinstance(self.attention, str):
             return self.attention
-        part = AttentionPart(**self.attention)
+        part: Any = self.snnk_config(seed=0).named_parts()["attention"]  # type: ignore[union-attr]
         return f"{part.component}-{part.projection}"
 
     def snnk_config(self, seed: int) -> SNNKConfig | None:
         """The SNNKConfig described here, or None for softmax and the peer."""
-        from snnk_peft import SNNKConfig
-
         if isinstance(self.attention, str):
             return None
+        from snnk_peft import SNNKConfig
+
         return SNNKConfig(attention=self.attention, modules_to_save=[], seed=seed)  # type: ignore[arg-type]
 
 
@@ -160,15 +165,7 @@ class LongRangeConfig:
 
     def check(self) -> list[str]:
         """The task must exist and hold sequences, of this length."""
-        from snnk_peft.errors import ConfigError
-
-        faults = _sequence_faults(self.task)
-        if not faults:
-            try:
-                self.read_task()
-            except ConfigError as error:
-                faults = error.faults
-        return faults
+        return _sequence_faults(self.task) or faults_of(self.read_task)
 
     def read_task(self) -> tuple[SequenceTask, int]:
         """The task, and how many tokens of a document are read."""

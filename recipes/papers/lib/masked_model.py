@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lib.data import ExampleSet
+from peft import PeftModel
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
@@ -100,7 +101,6 @@ def with_attention(model: PreTrainedModel, folder: Path) -> Any:
     """
     if not (folder / ATTENTION).is_dir():
         return model
-    from peft import PeftModel
 
     patched = PeftModel.from_pretrained(model, str(folder / ATTENTION), is_trainable=True)
     patched.requires_grad_(True)

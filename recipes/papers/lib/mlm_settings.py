@@ -1,7 +1,4 @@
-"""The settings of recipes/papers/programs/pretrain_mlm.py, section by section.
-
-The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
-"""
+"""The settings of recipes/papers/programs/pretrain_mlm.py, section by section."""
 
 from __future__ import annotations
 

@@ -39,15 +39,16 @@ from snnk_peft.projections.base_drawn import site_generator
 ATTENTION, UPDATER = "performer_attention", "performer_updater"  # what the modules are called in the encoder
 
 
-def require_performer() -> None:
-    """ConfigError unless performer-pytorch can be imported, which is looked at before any data are read."""
+def require_performer() -> Any:
+    """The module performer_pytorch; a ConfigError where it cannot be imported, which is tried before data are read."""
     try:
-        import performer_pytorch  # noqa: F401
+        import performer_pytorch
     except ImportError as error:
         raise ConfigError(
             f"method.attention is {PERFORMER}, whose library cannot be imported ({error}); expected version 1.1.4: "
             "pip install performer-pytorch (and setuptools, whose distutils it uses, from Python 3.12 on)"
         ) from error
+    return performer_pytorch
 
 
 def use_performer(encoder: PreTrainedModel, settings: PerformerSection, seed: int) -> None:
@@ -64,9 +65,7 @@ def use_performer(encoder: PreTrainedModel, settings: PerformerSection, seed: in
     Raises:
         ConfigError: the library is not installed.
     """
-    require_performer()
-    from performer_pytorch import FastAttention, ProjectionUpdater
-
+    library = require_performer()
     # Both names, or the function would silently receive no mask.
     AttentionInterface.register(PERFORMER, performer_attention)
     AttentionMaskInterface.register(PERFORMER, padding_mask)
@@ -75,11 +74,11 @@ def use_performer(encoder: PreTrainedModel, settings: PerformerSection, seed: in
         if hasattr(module, "attention_head_size"):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(site_generator(seed, path).initial_seed())
-                fast = FastAttention(module.attention_head_size, nb_features=settings.nb_features, causal=False)
+                fast = library.FastAttention(module.attention_head_size, nb_features=settings.nb_features, causal=False)
             module.add_module(ATTENTION, fast)
     # It asks for these two; the encoder itself, which contains the updater, would make a circle of modules.
     view = SimpleNamespace(modules=encoder.modules, parameters=encoder.parameters)
-    encoder.add_module(UPDATER, ProjectionUpdater(view, settings.feature_redraw_interval))
+    encoder.add_module(UPDATER, library.ProjectionUpdater(view, settings.feature_redraw_interval))
     encoder.register_forward_pre_hook(_count_and_redraw)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from lib.data import ExampleSet
 from PIL import Image
+from sklearn.datasets import load_sample_image
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_image import FilePictures, UnreadableImageError, converted
@@ -67,8 +68,6 @@ def read_picture(name: str, file: str | Path | None, size: int) -> PictureRows:
         ConfigError: there is no such picture, or it cannot be read.
     """
     if file is None:
-        from sklearn.datasets import load_sample_image
-
         picture = Image.fromarray(load_sample_image(f"{name}.jpg"))
     else:
         try:

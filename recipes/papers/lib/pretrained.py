@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lib.guard import guarded
+
 from papers.lib.mlm_settings import FILES, TEXTS
 from papers.lib.study import PRETRAINING, Study
 from papers.lib.study_options import read_settings, run_parser, stored_runs
@@ -27,7 +29,6 @@ def run_behind(study: Study, argv: list[str]) -> int:
     needed = [*(["glue"] if arguments.tasks else []), *([arguments.text] if arguments.text in FILES else [])]
     if absent := [name for name in needed if not (arguments.data / name).is_dir()]:
         parser.error(f"--data {arguments.data} has no folder {' and none '.join(absent)}")
-    from lib.guard import guarded
 
     return guarded(lambda: every(study, arguments, given))
 

@@ -7,6 +7,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from lib.tables import grid, mean_in_words
+from scipy.stats import spearmanr
 
 COMPONENTS = ("posrf", "oprf", "saderf")
 MATRICES = ("orf", "sorf", "qmc", "mm", "sgq", "fastfood_learned")
@@ -89,8 +90,6 @@ def _square(pairs: Sequence[str], cell: Callable[[str], str]) -> list[str]:
 
 
 def _orders(task: str, ours: Sequence[float], printed: Sequence[float]) -> list[str]:
-    from scipy.stats import spearmanr
-
     found = spearmanr(ours, printed)
     return [
         f"Rank correlation of our accuracies and the printed ones over {len(ours)} pairs, {task}: "

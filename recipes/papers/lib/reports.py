@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-# What imports torch is imported in the functions, so that `--help` answers at once.
+from lib.files import read_json, remove_leftovers, write_text
+
+from snnk_peft.errors import ConfigError
 
 Value = TypeVar("Value")
 Run = tuple[str, str, int]  # task, method, seed
@@ -63,8 +65,6 @@ def _run_of(line: bytes) -> tuple[Run, Report]:
 
 
 def _config_error(fault: str) -> Exception:
-    from snnk_peft.errors import ConfigError
-
     return ConfigError(fault)
 
 
@@ -77,8 +77,6 @@ def collect(runs: Path, study: Path, beside: str | None = None) -> int:
         beside: name of a second report of the same run, <beside>.json, which becomes the entry `beside` of the first;
             runs without it are left.
     """
-    from lib.files import read_json, remove_leftovers, write_text
-
     file, stored = lines_of(study), read_runs(study)
     remove_leftovers(file.parent, f"{glob.escape(file.name)}.*")
     changed = 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from data.listops import write_listops
+from lib.files import write_folder
+
 BOUNDS = {"min_length": 50, "max_length": 250}  # tokens of an expression
 
 
 def written(out: Path) -> str:
     """The setting data.dir of their folder below `out`, which is made if absent, with the same expressions always."""
-    from data.listops import write_listops
-    from lib.files import write_folder
-
     folder = out / "listops_files"
     if not folder.is_dir():
         low, high = BOUNDS.values()

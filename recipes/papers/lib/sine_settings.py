@@ -1,7 +1,4 @@
-"""Settings that recipes share whose model is a network of sines (papers/lib/sine_network.py).
-
-The package, and with it torch, is imported where it is needed, so that `--help` answers at once.
-"""
+"""Settings that recipes share whose model is a network of sines (papers/lib/sine_network.py)."""
 
 # `option` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009

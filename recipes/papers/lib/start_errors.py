@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# What imports torch is imported in the functions, so that `--help` answers at once.
+from papers.lib.ranks import rank_correlation
 
 Row = dict[str, Any]
 # Over which runs a correlation is taken.
@@ -39,8 +39,6 @@ def row_of(report: dict[str, Any], method: str, error: float) -> Row:
 
 def correlations_of(rows: Sequence[Row]) -> dict[str, dict[str, float] | None]:
     """Over which runs -> Spearman's correlation of error and score, fields of `Correlation`; None if there is none."""
-    from papers.lib.ranks import rank_correlation
-
     places = sorted({(row["rank_scale"], row["decay"]) for row in rows})
 
     def groups(chosen: Sequence[Row]) -> list[list[tuple[float, float]]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from papers.lib import short_listops
+from snnk_peft.tasks._image_folders import SUFFIXES
 
 
 def data_settings(task: str, wanted: str | list[str] | None, data: Path | None, out: Path) -> list[str] | None:
@@ -33,8 +34,6 @@ def data_settings(task: str, wanted: str | list[str] | None, data: Path | None, 
 
 def photograph(task: str, folders: Sequence[str], data: Path | None) -> list[str] | None:
     """The first image by path of the first folder that has one; None if there is none."""
-    from snnk_peft.tasks._image_folders import SUFFIXES
-
     for folder in [] if data is None else [data / name for name in folders]:
         for place, below, names in os.walk(folder):  # which ends at the first one: ImageNet has a million
             below.sort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from papers.lib.reports import read_runs
 from papers.lib.study import PRETRAINING, Study
 from papers.lib.sweep import Run
 
@@ -39,8 +40,6 @@ def several(text: str) -> int:
 
 def stored_runs(arguments: argparse.Namespace) -> frozenset[Run]:
     """What `--stored` counts as finished."""
-    from papers.lib.reports import read_runs
-
     return frozenset() if arguments.stored is None else frozenset(Run(*each) for each in read_runs(arguments.stored))
 
 

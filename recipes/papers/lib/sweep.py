@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-# What imports torch is imported in the functions, so that `--help` answers at once.
+from lib.files import read_json, write_json, writing
 
 # Exit codes of a run that was asked to stop: it saved itself, or had not got as far as that.
 STOPPED = {143: 143, 130: 130, -signal.SIGTERM: 143, -signal.SIGINT: 130}
@@ -66,16 +66,12 @@ class Sweep(NamedTuple):
 
 def drawn(run: Path) -> int:
     """How many fresh draws of a run were scored."""
-    from lib.files import read_json
-
     file = run / "evaluation.json"
     return read_json(file).get("draws", {}).get("number", 0) if file.is_file() else 0
 
 
 def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
     """Run all that is not finished; returns 1 if something failed, 130 or 143 if it was stopped, 3 if both."""
-    from lib.files import read_json, write_json, writing
-
     with writing(grid.out):
         grid.out.mkdir(parents=True, exist_ok=True)
     record = grid.out / "seconds.json"

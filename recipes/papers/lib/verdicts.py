@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lib.files import read_json
 from lib.tables import mean_and_error
+from scipy.stats import t
 
 from papers.lib.reports import Run, read_runs
 
@@ -137,8 +139,6 @@ class Store:
 
     @staticmethod
     def _read(file: Path) -> Any:
-        from lib.files import read_json
-
         if not file.is_file():
             raise NotMeasuredError(str(file.name))
         return read_json(file)
@@ -156,7 +156,6 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     mean, error = mean_and_error(values)
     if len(values) < 2:
         return mean, -math.inf, math.inf
-    from scipy.stats import t
 
     wide = float(t.ppf(0.975, len(values) - 1)) * error
     return mean, mean - wide, mean + wide

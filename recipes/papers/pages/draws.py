@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from lib.plots import scatter_panels
 from lib.tables import grid, mean_in_words
 
 from papers.lib.reports import Table
@@ -15,8 +16,6 @@ BESIDE = "evaluation"  # the second report of each run
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
     """The page, and the names of the figures that are drawn beside it."""
-    from lib.plots import scatter_panels
-
     points = {
         task: {name: [point for report in cell for point in voted(report)] for name, cell in row.items()}
         for task, row in table.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lib.plots import score_rows
 from lib.tables import grid, mean_in_words, spread, standard_error
 
 from papers.lib.reports import Table
@@ -12,8 +13,6 @@ from papers.lib.reports import Table
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
     """The page, and the names of the figures that are drawn beside it."""
-    from lib.plots import score_rows
-
     bars = {
         task: {name: standard_error(cell, "accuracy") for name, cell in in_order(row)} for task, row in table.items()
     }

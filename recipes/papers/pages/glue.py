@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lib.plots import score_rows
 from lib.tables import grid, spread
 
 from papers.lib.rates import Rates
@@ -70,8 +71,6 @@ def tuned(out: Path) -> Path:
 
 def page(table: Table, out: Path, rates: Path) -> tuple[str, list[str]]:
     """The page, and the names of the figures that are drawn beside it."""
-    from lib.plots import score_rows
-
     table = in_order(table)
     scores = {
         task: {method: spread(reports, "score") for method, reports in row.items()} for task, row in table.items()

@@ -11,9 +11,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from lib.files import read_json
+from lib.plots import scatter_panels, score_panels
 from lib.tables import grid, mean_and_error, spread, standard_error
 
 from papers.lib.reports import Table
+from papers.lib.start_errors import AXES, correlations_of, in_words, row_of
+from papers.lib.start_errors import panels as error_panels
 from papers.lib.verdicts import interval
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,11 +33,6 @@ FURTHER = {"errors": (ERRORS, "metrics.json of programs/low_rank_errors.py")}
 
 def page(table: Table, out: Path, errors: Path = ERRORS) -> tuple[str, list[str]]:
     """The page, and the names of the figures that are drawn beside it."""
-    from lib.plots import scatter_panels, score_panels
-
-    from papers.lib.start_errors import AXES
-    from papers.lib.start_errors import panels as error_panels
-
     starts = {task: with_errors(row, errors) for task, row in table.items()}
     for task, row in table.items():
         if starts[task]:
@@ -58,10 +57,6 @@ def with_errors(row: dict[str, list[Report]], file: Path) -> list[dict[str, Any]
         row: the reports by method.
         file: errors of starts that were built again; need not be there.
     """
-    from lib.files import read_json
-
-    from papers.lib.start_errors import row_of
-
     known = {}
     if file.is_file():
         known = {(each["task"], each["method"], each["seed"]): each["error"] for each in read_json(file)["rows"]}
@@ -221,7 +216,6 @@ def start_errors(task: str, rows: list[dict[str, Any]]) -> list[str]:
     """Error of the start against accuracy: the figure and Spearman's correlations."""
     if not rows:
         return []
-    from papers.lib.start_errors import correlations_of, in_words
 
     scales = sorted({row["rank_scale"] for row in rows})
     body = []

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data import TASKS
+from lib.plots import score_rows
 from lib.tables import grid, mean_in_words, spread, standard_error
 
 from papers.lib import printed_pairs
@@ -35,8 +37,6 @@ CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
     """The page, and the names of the figures that are drawn beside it."""
-    from lib.plots import score_rows
-
     bars = {task: {name: spread(cell, "accuracy") for name, cell in row.items()} for task, row in table.items()}
     score_rows(bars, out / "accuracy.png", "Long Range Arena", "test accuracy")
     return render(table), ["accuracy.png"]
@@ -79,8 +79,6 @@ def render(table: Table) -> str:
 
 def caveats(reports: list[dict[str, Any]]) -> list[str]:
     """How far the runs are from the published task and from each other, as computed from their settings."""
-    from data import TASKS
-
     shared, differing = [], []
     for name, describe in CAVEATS.items():
         found = sorted({describe(report) for report in reports})

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from lib.plots import score_panels
 from lib.tables import grid, mean_in_words, spread, standard_error
 
 from papers.lib.reports import Table
@@ -15,8 +16,6 @@ LEVELS = (0.5, 0.9, 0.99)
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
     """The page, and the names of the figures that are drawn beside it."""
-    from lib.plots import score_panels
-
     panels = {title(task): {name: curve(cell) for name, cell in row.items()} for task, row in table.items()}
     score_panels(panels, out / "accuracy.png", "sums over pairs", "optimizer steps", "validation accuracy")
     return render(table), ["accuracy.png"]

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from lib.plots import score_panels
 from lib.tables import grid, mean_and_error
 
 from papers.lib.reports import Table
@@ -35,8 +36,6 @@ FULL = "full"
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
     """The page, and the names of the figures that are drawn beside it."""
-    from lib.plots import score_panels
-
     panels = {task: curves(task, row) for task, row in table.items()}
     labels = ("upper FFNs replaced", "score above that of full training, points")
     score_panels(panels, out / "layers.png", "Uptraining with SNNK layers, GLUE dev sets", *labels)

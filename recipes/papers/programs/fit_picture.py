@@ -23,20 +23,22 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
 from lib.config import option
+from lib.data import ExampleSet
 from lib.experiment import Data, Experiment, Finished, Schedule
 from lib.launch import launch
+from lib.plots import picture_grid
+from lib.schedule import of_steps
 from lib.settings import RunOutput, StepSettings
 
+from papers.lib.picture_rows import read_picture
+from papers.lib.sine_network import SineNetwork, derivatives
 from papers.lib.sine_settings import SineMethod, SineModel, layer_faults
-
-if TYPE_CHECKING:
-    import torch
-    from lib.data import ExampleSet
 
 RANGE = 2.0  # of values in [−1, 1]
 PICTURES = "pictures.png"
@@ -102,21 +104,15 @@ class FitPicture(Experiment[PictureConfig]):
 
     def data(self, accelerator: Any) -> Data:
         """All pixels to fit, and the same to score."""
-        from papers.lib.picture_rows import read_picture
-
         self.picture = read_picture(self.config.task, self.config.data.file, self.config.data.size)
         return Data(self.picture, {"picture": self.picture})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The network; all of it is trained but the rows of the features, unless these are learned."""
-        from papers.lib.sine_network import SineNetwork
-
         return SineNetwork.of(self.config, inputs=2, outputs=1)
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps, without warm-up."""
-        from lib.schedule import of_steps
-
         return of_steps(self.config.train)
 
     def score(
@@ -127,8 +123,6 @@ class FitPicture(Experiment[PictureConfig]):
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
         """Peak signal-to-noise ratio in decibels, 10 lg(range²/mean squared error)."""
-        import torch
-
         if stopped():
             return None
         training = model.training
@@ -140,10 +134,6 @@ class FitPicture(Experiment[PictureConfig]):
 
     def report(self, done: Finished) -> dict[str, Any]:
         """Decibels, and how far gradient and Laplacian are from differences of pixels."""
-        from lib.plots import picture_grid
-
-        from papers.lib.sine_network import derivatives
-
         shape = self.picture.values.shape
         network: Any = done.model
         found = derivatives(network, self.picture.coordinates.reshape(-1, 2).to(done.device))

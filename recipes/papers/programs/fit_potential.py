@@ -18,20 +18,24 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
 from lib.config import option
+from lib.data import ExampleSet
 from lib.experiment import Data, Experiment, Finished, Schedule
 from lib.launch import launch
+from lib.plots import picture_grid
+from lib.processes import unwrapped
+from lib.schedule import of_steps
 from lib.settings import RunOutput, StepSettings
 
+from papers.lib.sine_network import PotentialNetwork, SineNetwork
 from papers.lib.sine_settings import SineMethod, SineModel, layer_faults
-
-if TYPE_CHECKING:
-    import torch
-    from lib.data import ExampleSet
+from papers.lib.two_bodies import LocalEnergies, TwoBodies, energies_in
+from snnk_peft.errors import ConfigError
 
 LEVELS = 4  # energies that are compared
 PICTURE = "potential.png"
@@ -101,9 +105,6 @@ class FitPotential(Experiment[PotentialConfig]):
 
     def data(self, accelerator: Any) -> Data:
         """Points to train on, and others to score."""
-        from papers.lib.two_bodies import LocalEnergies, TwoBodies
-        from snnk_peft.errors import ConfigError
-
         if accelerator.num_processes > 1:
             raise ConfigError(
                 f"there are {accelerator.num_processes} processes; expected one: the loss is the spread of all points "
@@ -116,14 +117,10 @@ class FitPotential(Experiment[PotentialConfig]):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The network; all of it is trained but the rows of the features, unless these are learned."""
-        from papers.lib.sine_network import PotentialNetwork, SineNetwork
-
         return PotentialNetwork(SineNetwork.of(self.config, inputs=2, outputs=1))
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps, without warm-up."""
-        from lib.schedule import of_steps
-
         return of_steps(self.config.train)
 
     def score(
@@ -136,8 +133,6 @@ class FitPotential(Experiment[PotentialConfig]):
         """Share of the variance of the exact potential that is found (R²), with V(0) = 0 for both."""
         if stopped():
             return None
-        import torch
-        from lib.processes import unwrapped
 
         points = next(iter(splits.values())).points.float().to(accelerator.device)  # type: ignore[attr-defined]
         bare: Any = unwrapped(accelerator, model)
@@ -148,11 +143,6 @@ class FitPotential(Experiment[PotentialConfig]):
 
     def report(self, done: Finished) -> dict[str, Any]:
         """The potential as a picture, and energies."""
-        import torch
-        from lib.plots import picture_grid
-
-        from papers.lib.two_bodies import energies_in
-
         network: Any = done.model
         network = network.to("cpu")
         reach = self.config.data.reach

@@ -23,18 +23,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
+from lib.data import ExampleSet
 from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.files import write_folder
 from lib.launch import launch
+from lib.schedule import of_budget
 
+from papers.lib.masked_model import build_masked, masked_scores
+from papers.lib.masked_text import MaskedWindows, read_texts, train_tokenizer
 from papers.lib.mlm_settings import MaskedConfig
-
-if TYPE_CHECKING:
-    import torch
-    from lib.data import ExampleSet
 
 
 class PretrainMasked(Experiment[MaskedConfig]):
@@ -49,8 +51,6 @@ class PretrainMasked(Experiment[MaskedConfig]):
 
     def data(self, accelerator: Any) -> Data:
         """A vocabulary from the training text, windows of this text and of the held-out one."""
-        from papers.lib.masked_text import MaskedWindows, read_texts, train_tokenizer
-
         data, seed = self.config.data, self.config.train.seed
         train, held_out = read_texts(self.config.task, data.dir)
         self.tokenizer = tokenizer = train_tokenizer(train, data.vocabulary, data.positions)
@@ -61,15 +61,11 @@ class PretrainMasked(Experiment[MaskedConfig]):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """Freshly initialised; all of it is trained but sinusoidal positions."""
-        from papers.lib.masked_model import build_masked
-
         config, vocabulary = self.config, len(self.tokenizer)
         return build_masked(config.model, config.method, vocabulary, config.data.positions, config.train.seed)
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps or processor time, whichever ends first."""
-        from lib.schedule import of_budget
-
         return of_budget(self.config.train)
 
     def score(
@@ -80,15 +76,11 @@ class PretrainMasked(Experiment[MaskedConfig]):
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
         """Held-out loss in nats per hidden piece, the smallest is best, and the share of them that is guessed."""
-        from papers.lib.masked_model import masked_scores
-
         size = self.config.train.eval_batch_size
         return masked_scores(model, splits["held out"], size, accelerator.device, stopped)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """model/, how well it guesses, and what a step costs."""
-        from lib.files import write_folder
-
         model: Any = done.model
         metrics = done.best["metrics"]
         texts: Any = {"train": done.data.train, **done.data.splits}

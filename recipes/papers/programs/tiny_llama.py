@@ -23,20 +23,30 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lib.command_line import Request, resume_command
+import torch
+from lib.command_line import resume_command
 from lib.config import option
+from lib.data import ExampleSet
 from lib.experiment import Data, Experiment, Finished, Schedule
-from lib.launch import perform
+from lib.files import write_folder
+from lib.launch import Request, perform
+from lib.loop import make_optimizer
+from lib.plots import loss_curves
+from lib.run_folder import check_folder
+from lib.schedule import learning_rate
 from lib.settings import StepSettings
+from lib.terminal import quiet
+from lib.tracking import read_log
+from transformers import LlamaConfig, LlamaForCausalLM
 
-if TYPE_CHECKING:
-    import torch
-    from lib.data import ExampleSet
-    from transformers import LlamaConfig
+from papers.lib.byte_windows import ByteWindows, bits_per_byte, read_texts
+from papers.lib.generation import in_fresh_process, reloaded
+from snnk_peft import AttentionPart, SNNKConfig, bundle, get_snnk_model
+from snnk_peft.errors import ConfigError
 
 WINDOW, BATCH = 256, 16  # bytes, sequences per step
 HELD_OUT = 64  # windows that the loss is measured on
@@ -104,17 +114,11 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
 
     def data(self, accelerator: Any) -> Data:
         """Windows of two texts."""
-        from papers.lib.byte_windows import ByteWindows, read_texts
-
         train, test = read_texts(self.config.data.train_file, WINDOW)
         return Data(ByteWindows(train, WINDOW), {"held out": ByteWindows(test, WINDOW)})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """An untrained Llama whose softmax attention is exchanged at once."""
-        from transformers import LlamaForCausalLM
-
-        from snnk_peft import AttentionPart, SNNKConfig, get_snnk_model
-
         part = AttentionPart(**asdict(self.config.attention))
         config = SNNKConfig(attention=part, modules_to_save=[], seed=self.config.train.seed)
         model = get_snnk_model(LlamaForCausalLM(llama_config()), config)
@@ -123,14 +127,10 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """AdamW with a short memory, as is usual for language models."""
-        from lib.loop import make_optimizer
-
         return make_optimizer(model, self.config.train, beta2=0.95)
 
     def schedule(self, per_epoch: int) -> Schedule:
         """A rise, under a cosine that falls to a tenth from the first step on; ten evaluations and one before."""
-        from lib.schedule import learning_rate
-
         steps, peak = self.config.train.steps, self.config.train.learning_rate
         rise = learning_rate("constant_with_warmup", peak, max(1, steps // 20), steps)
         fall = learning_rate("cosine_with_min_lr", peak, 0, steps, min_lr_rate=0.1)
@@ -145,20 +145,11 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
         self, model: torch.nn.Module, splits: dict[str, ExampleSet], accelerator: Any, stopped: Callable[[], bool]
     ) -> dict[str, float] | None:
         """Held-out loss; the best model has the smallest."""
-        from papers.lib.byte_windows import bits_per_byte
-
         bits = bits_per_byte(model, splits["held out"], HELD_OUT, BATCH, accelerator.device, stopped)
         return None if bits is None else {"score": -bits, "bits_per_byte": bits}
 
     def report(self, done: Finished) -> dict[str, Any]:
         """A plain transformers model, loaded again by a fresh process, which generates and takes the time."""
-        import torch
-        from lib.files import write_folder
-        from lib.tracking import read_log
-
-        from papers.lib.generation import in_fresh_process
-        from snnk_peft import bundle
-
         config, held_out = self.config, done.data.splits["held out"]
         small = bundle(done.model)
         write_folder(done.folder / "bundle", small.save_pretrained)
@@ -190,8 +181,6 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
 
     def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
         """Training and held-out loss have the same unit."""
-        from lib.plots import loss_curves
-
         curves = {
             "training": [(row["step"], row["loss"] / math.log(2)) for row in rows if "loss" in row],
             "held out": [(row["step"], row["bits_per_byte"]) for row in rows if "bits_per_byte" in row],
@@ -236,10 +225,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--reload", type=Path, help=argparse.SUPPRESS)  # the fresh process calls this file again
     arguments = parser.parse_args(argv)
     if arguments.reload is not None:
-        from lib.terminal import quiet
-
-        from papers.lib.generation import reloaded
-
         quiet()
         print(json.dumps(reloaded(arguments.reload, json.load(sys.stdin))))
         return 0
@@ -250,10 +235,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def prepare(arguments: argparse.Namespace) -> TinyLlama:
     """The run that the options ask for; a ConfigError with all that can be wrong before the work starts."""
-    from lib.run_folder import check_folder
-
-    from snnk_peft.errors import ConfigError
-
     train = LanguageTrain(
         steps=arguments.steps,
         seed=arguments.seed,
@@ -287,8 +268,6 @@ def prepare(arguments: argparse.Namespace) -> TinyLlama:
 
 def llama_config() -> LlamaConfig:
     """Two layers of width 128; bytes are tokens, and 0, which text does not contain, is padding."""
-    from transformers import LlamaConfig
-
     return LlamaConfig(
         vocab_size=256,
         hidden_size=128,

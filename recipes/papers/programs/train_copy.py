@@ -21,20 +21,22 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
 from lib.config import option
+from lib.data import ExampleSet
 from lib.experiment import Data, Experiment, Finished, Schedule
 from lib.launch import launch
+from lib.schedule import of_budget
 from lib.settings import RunOutput
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from papers.lib.copies import SPLITS, Copies, copy_scores
 from papers.lib.lra_settings import SCHEDULES, AttentionMethod, LongRangeTrain, ModelSizes
-
-if TYPE_CHECKING:
-    import torch
-    from lib.data import ExampleSet
+from snnk_peft import get_snnk_model
 
 
 @dataclass
@@ -96,8 +98,6 @@ class TrainCopy(Experiment[CopyConfig]):
 
     def data(self, accelerator: Any) -> Data:
         """Sequences of three splits."""
-        from papers.lib.copies import SPLITS, Copies
-
         data, seed = self.config.data, self.config.train.seed
         train, validation, test = (
             Copies(getattr(data, f"{split}_examples"), data.length, data.symbols, seed, split) for split in SPLITS
@@ -106,10 +106,6 @@ class TrainCopy(Experiment[CopyConfig]):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """A decoder freshly initialised, whose attention is exchanged at once; all of it is trained."""
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        from snnk_peft import get_snnk_model
-
         config, sizes = self.config, self.config.model
         layout = GPT2Config(
             vocab_size=config.data.symbols + 1,
@@ -134,8 +130,6 @@ class TrainCopy(Experiment[CopyConfig]):
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps or processor time, whichever ends first."""
-        from lib.schedule import of_budget
-
         return of_budget(self.config.train)
 
     def score(
@@ -146,8 +140,6 @@ class TrainCopy(Experiment[CopyConfig]):
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
         """Right tokens of the second copy, and second copies without a wrong one."""
-        from papers.lib.copies import copy_scores
-
         return copy_scores(model, splits, self.config.train.eval_batch_size, accelerator, stopped)
 
     def report(self, done: Finished) -> dict[str, Any]:

@@ -18,18 +18,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
+from lib.evaluation import evaluation_splits
 from lib.experiment import Data, Experiment, Finished, Schedule
 from lib.launch import launch
+from lib.modality import modality_of
+from lib.schedule import of_epochs
 from lib.task_settings import completed, find_task
 
+from papers.lib.lowrank_model import (
+    dense_model,
+    image_processor,
+    init_errors,
+    low_rank_model,
+    make_optimizer,
+    rebuilt_errors,
+)
 from papers.lib.lowrank_settings import LowRankConfig
-
-if TYPE_CHECKING:
-    import torch
 
 
 class LowRankTraining(Experiment[LowRankConfig]):
@@ -48,11 +57,6 @@ class LowRankTraining(Experiment[LowRankConfig]):
 
     def data(self, accelerator: Any) -> Data:
         """The task's pictures, as the network reads them."""
-        from lib.evaluation import evaluation_splits
-        from lib.modality import modality_of
-
-        from papers.lib.lowrank_model import image_processor
-
         config, task = self.config, self.task
         modality, self.reader = modality_of(task), image_processor(config.model, task)
         for note in task.notes:
@@ -68,10 +72,6 @@ class LowRankTraining(Experiment[LowRankConfig]):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """Made dense, then low-rank; everything in use is trained."""
-        from lib.modality import modality_of
-
-        from papers.lib.lowrank_model import dense_model, init_errors, low_rank_model
-
         base: Any = dense_model(self.config.model, self.task)
         if hasattr(base, "config"):
             modality_of(self.task).check(base, self.reader, self.config.data)
@@ -83,20 +83,14 @@ class LowRankTraining(Experiment[LowRankConfig]):
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """SGD or AdamW, and Frobenius decay if there is any."""
-        from papers.lib.lowrank_model import make_optimizer
-
         return make_optimizer(model, self.config.train, self.config.method.frobenius_decay)
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Whole epochs; the warm-up is a part of all steps."""
-        from lib.schedule import of_epochs
-
         return of_epochs(self.config.train, per_epoch)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """The score of the best checkpoint, and what the network and its initialisation cost."""
-        from papers.lib.lowrank_model import rebuilt_errors
-
         state, best = done.state, done.best
         errors = rebuilt_errors(self.config) if self.init_errors is None else self.init_errors
         return {

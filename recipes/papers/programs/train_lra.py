@@ -19,17 +19,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
 from lib.experiment import Data, Experiment, Finished, Schedule
 from lib.launch import launch
+from lib.schedule import of_budget
+from lib.tracking import read_log
 
+from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import PERFORMER, LongRangeConfig
-
-if TYPE_CHECKING:
-    import torch
+from papers.lib.performer_peer import require_performer
+from papers.lib.sequences import SequenceExamples
 
 
 class LongRange(Experiment[LongRangeConfig]):
@@ -48,11 +51,7 @@ class LongRange(Experiment[LongRangeConfig]):
 
     def data(self, accelerator: Any) -> Data:
         """Token ids and labels of all three splits."""
-        from papers.lib.sequences import SequenceExamples
-
         if self.config.method.attention == PERFORMER:
-            from papers.lib.performer_peer import require_performer
-
             require_performer()
         data = self.config.data
         limits = {name: getattr(data, f"max_{name}_samples") for name in ("train", "validation", "test")}
@@ -62,21 +61,15 @@ class LongRange(Experiment[LongRangeConfig]):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """An encoder with a head, freshly initialised; all of it is trained."""
-        from papers.lib.lra_model import build_classifier
-
         config = self.config
         return build_classifier(self.task, config.model, config.method, self.max_length, config.train.seed)
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Optimizer steps or processor time, whichever ends first."""
-        from lib.schedule import of_budget
-
         return of_budget(self.config.train)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """Test accuracy of the checkpoint that is best on validation, how it got there, and what a step costs."""
-        from lib.tracking import read_log
-
         rows = read_log(done.folder / "log.jsonl")
         return {
             "accuracy": done.test["accuracy"],

@@ -21,19 +21,24 @@ from __future__ import annotations
 import sys
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
+import torch
+from data import TASKS
 from lib.config import option
 from lib.experiment import Data, Experiment, Finished, Schedule
 from lib.launch import launch
+from lib.schedule import of_epochs
 from lib.settings import RunOutput, TrainSection
 
+from papers.lib.column_rows import ColumnRows, columns_of, standard
 from papers.lib.feature_settings import feature_faults, feature_label
-
-if TYPE_CHECKING:
-    import torch
+from papers.lib.mlp import Perceptron, equal_rank
+from snnk_peft.registry import did_you_mean
+from snnk_peft.tasks.base import held_back
 
 KINDS = ("snnk", "dense", "low_rank")
 HELD_BACK = 0.1
@@ -97,10 +102,6 @@ class MlpConfig:
 
     def check(self) -> list[str]:
         """A task that there is, of numbers or pictures."""
-        from data import TASKS
-
-        from snnk_peft.registry import did_you_mean
-
         known = [name for name in TASKS if TASKS[name].modality in ("columns", "image")]
         return [] if self.task in known else [f"task: {did_you_mean('task', self.task, known)}"]
 
@@ -111,8 +112,6 @@ class TrainMlp(Experiment[MlpConfig]):
     settings, program = MlpConfig, "papers/programs/train_mlp.py"
 
     def __init__(self, config: MlpConfig):
-        from data import TASKS
-
         super().__init__(config)
         self.task = TASKS[config.task]
 
@@ -124,11 +123,6 @@ class TrainMlp(Experiment[MlpConfig]):
 
     def data(self, accelerator: Any) -> Data:
         """Standardised columns of all splits."""
-        import numpy as np
-
-        from papers.lib.column_rows import ColumnRows, columns_of, standard
-        from snnk_peft.tasks.base import held_back
-
         config = self.config
         limits = {"train": config.data.max_train_samples, "test": config.data.max_test_samples}
         loaded = self.task.load(config.data.dir, max_samples=limits, seed=config.train.seed)
@@ -144,8 +138,6 @@ class TrainMlp(Experiment[MlpConfig]):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The perceptron, freshly initialised; all of it is trained but the rows of the features."""
-        from papers.lib.mlp import Perceptron, equal_rank
-
         model, method = self.config.model, self.config.method
         given: dict[str, Any] = {"snnk": method.features} if method.kind == "snnk" else {}
         if method.kind == "low_rank":
@@ -155,14 +147,10 @@ class TrainMlp(Experiment[MlpConfig]):
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Whole epochs; the warm-up is a part of all steps."""
-        from lib.schedule import of_epochs
-
         return of_epochs(self.config.train, per_epoch)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """The test score of the best checkpoint, and what is left of the network when it is bundled."""
-        import torch
-
         network: Any = done.model
         batch = next(iter(done.data.test.values())).batch([0], done.device)
         bundled = network.bundled()

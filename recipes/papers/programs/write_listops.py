@@ -16,7 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-# What imports torch is imported in the function, so that `--help` answers at once.
+from data.listops import write_listops
+from lib.files import check_writable, write_folder
+from lib.guard import guarded
+from lib.lock import alone
+
+from snnk_peft.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,12 +37,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-args", type=int, default=10, help="most arguments of an operator (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the generator (0)")
     given = parser.parse_args(argv)
-    from data.listops import write_listops
-    from lib.files import check_writable, write_folder
-    from lib.guard import guarded
-    from lib.lock import alone
-
-    from snnk_peft.errors import ConfigError
 
     def work() -> None:
         check_writable(given.output)
