@@ -158,7 +158,7 @@ def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str], list[str]]:
             elif offloaded(slot):
                 away.append(name)
             else:
-                adapters.append(_Adapter(original_path(name.removeprefix("base_model.model.")), *pair))
+                adapters.append(_Adapter(original_path(name), *pair))
     faults = []
     if not adapters and not away:
         have = f"the adapter's projection is {', '.join(sorted(fixed))}" if fixed else "the model has no active adapter"

@@ -194,7 +194,7 @@ def _fit_all(
         ):
             reports = []
             for name, runs in order.items():
-                start = partial(stored.one_pass, model, name.removeprefix("base_model.model."), slots[name], runs)
+                start = partial(stored.one_pass, model, name, slots[name], runs)
                 data = SlotInputs(model, slots[name], fitters[name], runs, survey, held_out, bar, start)
                 reports.append(_fit_slot(name, slots[name], fitters[name], data))
                 same_everywhere(slots[name].snnk_slots)
@@ -234,7 +234,7 @@ def fitter_of(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter
 
 @torch.no_grad()
 def _fit_slot(name: str, layer: SlotLayer, fitter: Fitter, data: SlotInputs) -> SlotReport:
-    start, path = time.perf_counter(), original_path(name.removeprefix("base_model.model."))
+    start, path = time.perf_counter(), original_path(name)
     try:
         fit = fitter.fit(data)
     except (ValueError, NumericalError) as error:

@@ -150,7 +150,7 @@ def refuse_overflow(model: nn.Module, inputs: Mapping[str, Any], what: str) -> N
         outputs = model(**inputs)
     wrong = [name for name, value in outputs.items() if not _finite(value)]
     if wrong:
-        where = _plain(first[0]) if first else type(model).__name__
+        where = original_path(first[0]) if first else type(model).__name__
         raise ValueError(
             f"{what}: the model's {', '.join(wrong)} hold NaN or infinity, which begins in the output of "
             f"{where or type(model).__name__}; expected finite numbers. Look at these inputs, or run the model in fp32 "
@@ -163,20 +163,15 @@ def _in_use(module: nn.Module, path: str, replaced: bool) -> Iterator[tuple[str,
         slots = module.active_slots()
         for slot in slots:
             for name, value in slot.named_parameters():
-                yield f"{_plain(path)} ({name} of the adapter)", value
+                yield f"{original_path(path)} ({name} of the adapter)", value
         if replaced or not any(slot.replaces for slot in slots):
             yield from _in_use(module.base_layer, path, replaced)
         return
     module = saved_in_full(module)
     for name, value in module.named_parameters(recurse=False):
-        yield f"{_plain(path)}.{name}".removeprefix("."), value
+        yield f"{original_path(path)}.{name}".removeprefix("."), value
     for name, child in module.named_children():
         yield from _in_use(child, f"{path}.{name}".removeprefix("."), replaced)
-
-
-def _plain(path: str) -> str:
-    """The path in the unpatched model."""
-    return original_path(path.removeprefix("base_model.model."))
 
 
 def _what(value: torch.Tensor) -> str:

@@ -25,7 +25,6 @@ from snnk_peft.projections.base import Projection
 from snnk_peft.tuner.base_model import check_labels
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
-PREFIX = "base_model.model."
 INSIDE = (".snnk_slots.", ".modules_to_save.", ".original_module.", ".base_layer.")
 ADDED_BY_PEFT = {"classifier", "score", "qa_outputs"}  # for a task_type, whether the model has them or not
 # A config may ask for this many times the parameters of its file (redrawn matrices are not in it), and for 256 MB
@@ -137,7 +136,7 @@ def _embedding_keys(model: Any) -> set[str]:
 
 def _place(key: str) -> str:
     """A key of the file without PEFT's prefix, and without the wrappers around a module inside a wrapped one."""
-    return original_path(key.removeprefix(PREFIX))
+    return original_path(key)
 
 
 def _inside_adapter(name: str) -> bool:

@@ -155,8 +155,8 @@ class SlotLayer(nn.Module, BaseTunerLayer):
 
 
 def original_path(path: str) -> str:
-    """The path of a module in the unpatched model, where modules around it may be wrapped by now."""
-    return path.replace(".base_layer.", ".")
+    """The path of a module in the unpatched model: without PEFT's prefix and the wrappers around it."""
+    return path.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def root_of(model: nn.Module) -> Any:
