@@ -291,7 +291,6 @@ def _unique(modules: Any) -> Tensors:
 
 
 def _size(tensors: Tensors) -> tuple[int, int]:
-    """Count parameters and bytes."""
     return (
         sum(tensor.numel() for tensor in tensors.values()),
         sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),

@@ -119,7 +119,6 @@ class ClosedFormHead:
         return self.reader(states, mask, second_text(self.reader, self.model.config, given))
 
     def _parts(self, batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Split each batch into inputs and targets."""
         for batch in checked(self.model, batches, targets):
             yield {name: value for name, value in batch.items() if name != targets}, batch[targets]
 

@@ -146,7 +146,6 @@ def _is_own(node: ast.stmt) -> bool:
 
 
 def _visit(name: str, order: list[str]) -> None:
-    """Append `name` after its dependencies."""
     if name in order:
         return
     for node in _tree(name)[1].body:

@@ -143,7 +143,6 @@ class PlaceInPlan:
         self.plan.modules[self.path] = module
 
     def add(self, name: str, module: nn.Module, before: str, after: str) -> None:
-        """Put `module` inside the module at this place."""
         self.plan.additions[f"{self.path}.{name}"] = module
         self.plan.folded.append(Folded([self.path], before, after, 0, stored_bytes(module, self.plan.dtype)))
 

@@ -51,7 +51,6 @@ class _Adapter:
 
     @property
     def room(self) -> int:
-        """Bytes of its statistics."""
         return 8 * GradientMoments.numbers(*self.shape)
 
 
@@ -190,7 +189,6 @@ def _groups(adapters: Sequence[_Adapter]) -> list[list[_Adapter]]:
 def _one_pass(
     model: nn.Module, adapters: Sequence[_Adapter], survey: Survey, held_out: float, bar: Any
 ) -> list[GradientMoments]:
-    """Run one pass over the batches for some adapters and return their statistics."""
     moments = [GradientMoments(*adapter.shape, adapter.readout.A.device) for adapter in adapters]
     inputs: list[list[torch.Tensor]] = [[] for _ in adapters]
     outputs: list[list[torch.Tensor]] = [[] for _ in adapters]
@@ -217,8 +215,6 @@ def _one_pass(
 
 
 def _keeping(kept: list[torch.Tensor], stage: FeatureStage) -> Any:
-    """Return a hook that records the inputs of the rows."""
-
     def keep(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         with torch.no_grad():
             kept.append(stage.seen(args[0].detach()))

@@ -179,7 +179,6 @@ def _faults(
 
 @contextlib.contextmanager
 def _observed(observers: list[Observer]) -> Iterator[None]:
-    """The observers in place of the kernels."""
     owners = [vars(observer.module)["snnk_owner"] for observer in observers]
     try:
         for observer in observers:

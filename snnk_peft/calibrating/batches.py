@@ -129,7 +129,6 @@ class Survey:
             known.warn_if_repeated()
 
     def _faults(self, faults_here: list[str], held_out: float) -> list[str]:
-        """Collect the faults of all processes."""
         fitted = sum(not is_held_out(index, held_out) for index in range(self.total))
         shares = gathered((self.total, fitted, faults_here))
         total, fitted = (sum(column) for column in list(zip(*shares, strict=True))[:2])

@@ -175,7 +175,6 @@ def _fit_all(
     options: FitOptions,
     progress: bool,
 ) -> tuple[list[SlotReport], list[str]]:
-    """Fit the slots in the order in which the model runs them, and collect their remarks."""
     with evaluating(model):
         fitters = {name: fitter_of(model, layer, options) for name, layer in slots.items()}
         order = execution_order(model, slots, survey)
@@ -211,7 +210,6 @@ class _FitPlace:
     original: nn.Module
 
     def original_at(self, path: str) -> nn.Module:
-        """The pretrained module at a path of the unpatched model."""
         return unwrap(self.root.get_submodule(path))
 
     def active_at(self, path: str) -> nn.Module:

@@ -218,7 +218,6 @@ def _of_list(value: Any) -> torch.Tensor | str:
 
 
 def _texts(value: Any) -> bool:
-    """Return True if nested lists hold a text."""
     return any(isinstance(each, str) or (isinstance(each, (list, tuple)) and _texts(each)) for each in value)
 
 
@@ -228,7 +227,6 @@ def _whole(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _type_fault(name: str, value: torch.Tensor) -> str | None:
-    """Describe a tensor of the wrong dtype."""
     kind = str(value.dtype).removeprefix("torch.")
     if (name == "input_ids" and value.is_floating_point()) or (name in FLOATS and not value.is_floating_point()):
         return f"a tensor of {kind}"

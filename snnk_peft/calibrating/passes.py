@@ -135,7 +135,6 @@ class SlotInputs:
 
 
 def _first(call: Call) -> torch.Tensor:
-    """Return the first tensor among a module's arguments, positional or keyword."""
     return next(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor))
 
 
@@ -277,7 +276,6 @@ class _Pass:
 
 @contextlib.contextmanager
 def _handing_on(layers: list[nn.Module]) -> Iterator[None]:
-    """Replace the forward of layers by the identity."""
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = _hand_on

@@ -262,7 +262,6 @@ def draw(slots: Sequence[Any]) -> bytes:
 
 
 def _bars(axis: Any, values: Sequence[float | None], offset: float, colour: str, label: str | None) -> None:
-    """Draw horizontal bars with their values; none where there is no value."""
     known = [(place, value) for place, value in enumerate(values) if value is not None and value < float("inf")]
     places, widths = [place - offset for place, _ in known], [value for _, value in known]
     bars = axis.barh(places, widths, 0.36 if label else 0.6, color=colour, label=label)

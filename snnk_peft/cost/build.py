@@ -181,7 +181,6 @@ class Builder:
             ) from error
 
     def patched(self, config: SNNKConfig) -> Any:
-        """Return `get_snnk_model` of the pretrained model."""
         config = copy.deepcopy(config)
         config.save_projection = True  # else every matrix would be drawn for its checksum
         base = self.pretrained()

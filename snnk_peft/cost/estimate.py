@@ -132,7 +132,6 @@ class CostReport:
         ]
 
     def footer(self) -> list[str]:
-        """The line under the table: model, inputs, dtype, processes."""
         given = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in self.inputs.items())
         return [
             f"{self.model}, {self.dtype}, {self.device}; {given} per process; bytes sent per step by each of "

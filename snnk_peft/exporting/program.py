@@ -124,7 +124,6 @@ class TorchFormat:
         return exporters.DynamoExporter
 
     def settings(self, **common: Any) -> Any:
-        """The settings of `exporter`."""
         return exporters.DynamoConfig(**{name: value for name, value in common.items() if name != "opset_version"})
 
     def trace(self, model: PreTrainedModel, sample: Inputs, axes: Axes, opset: int | None) -> tuple[Any, Any]:
@@ -178,11 +177,9 @@ class OnnxFormat(TorchFormat):
 
     @property
     def exporter(self) -> Any:
-        """The class in transformers that does the work."""
         return exporters.OnnxExporter
 
     def settings(self, **common: Any) -> Any:
-        """The settings of `exporter`."""
         return exporters.OnnxConfig(**common)
 
     @contextlib.contextmanager
@@ -215,7 +212,6 @@ class OnnxFormat(TorchFormat):
 
 
 def _plain(value: Any) -> Any:
-    """A dict, also of what is inside."""
     return {name: _plain(part) for name, part in value.items()} if isinstance(value, ModelOutput) else value
 
 

@@ -270,7 +270,6 @@ class BesideExpansion(Slot):
         return (path, *self.behind)
 
     def fold(self, place: FoldPlace) -> None:
-        """Put a `Beside` around the module."""
         check_passing(place.at(path) for path in (place.path, *self.behind[:1]))
         place.put(Beside(place.module, self.stage.simplified()))
 

@@ -242,7 +242,6 @@ class PatchContext:
             )
 
     def generator(self, site: str) -> torch.Generator:
-        """Randomness for the readout at a site."""
         return site_generator(self.seed, site + ".readout")
 
     def stage(
@@ -270,7 +269,6 @@ class PatchContext:
         return FeatureStage(spec.build(source, importance=importance), **options)
 
     def feature_maps(self, part: FeaturePart, dim: int, sites: list[str]) -> list[FeatureMap]:
-        """One feature map of `part` per site."""
         return [self.stage(part, dim, site).feature_map for site in sites]
 
     def input_statistics(self, path: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,5 +60,4 @@ class MeanFirst(Slot):
         return mean_first(base(x, *args, **kwargs), args, kwargs)
 
     def fold(self, place: FoldPlace) -> None:
-        """Keep the layer, which then pools by itself."""
         place.alter("mean_first", "the first token", "the mean over the tokens")

@@ -48,7 +48,6 @@ class Cost(NamedTuple):
 
     @property
     def outside(self) -> float:
-        """The cost of everything outside of the layers."""
         return self.whole - sum(self.layers)
 
 

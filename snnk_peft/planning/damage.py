@@ -72,7 +72,6 @@ class Sample:
         self.batches = [(is_held_out(number, HELD_OUT), kept[index]) for number, index in enumerate(sorted(chosen))]
 
     def inputs(self, model: nn.Module, held_out: bool) -> Iterable[dict[str, Any]]:
-        """Model inputs of one of the two parts."""
         return (model_inputs(model, batch) for out, batch in self.batches if out == held_out)
 
 

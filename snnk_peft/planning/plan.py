@@ -123,7 +123,6 @@ def _planned(
     tokens: int,
     progress: bool,
 ) -> Plan:
-    """The plan, for arguments that are as they should be."""
     if parts is None:
         templates = default_templates(model, _length(given), seed)
     else:

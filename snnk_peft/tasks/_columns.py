@@ -60,7 +60,6 @@ class TableSettings:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read."""
         return [self.text, *([] if self.text_pair is None else [self.text_pair]), self.label]
 
     @property
@@ -69,7 +68,6 @@ class TableSettings:
         return self.eval_file is None and (self.dataset is None or self.eval_split == self.train_split)
 
     def faults(self) -> list[str]:
-        """What contradicts itself."""
         faults = []
         if self.train_file is not None and self.dataset is not None:
             faults.append("train_file and dataset are both given; expected one of them")

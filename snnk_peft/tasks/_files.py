@@ -117,19 +117,16 @@ class Bounded(io.RawIOBase):
         return content
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """As of a file."""
         if whence == 0:
             self._check(offset)
         place: int = self._stream.seek(offset, whence)
         return place
 
     def tell(self) -> int:
-        """As of a file."""
         place: int = self._stream.tell()
         return place
 
     def close(self) -> None:
-        """And what is read."""
         self._stream.close()
         super().close()
 

@@ -180,11 +180,9 @@ class FolderLayout:
         return {split: train.select(kept if split == "train" else held) for split in wanted}
 
     def divides(self, path: Path) -> bool:
-        """Whether a part of the training pictures is held back."""
         return self.hold_out and self._folder(path, "validation") is None and not self._shards(path, "validation")
 
     def _root(self, path: Path) -> Path | None:
-        """The folder that holds the folders of the splits."""
         return root_with(path, (*self.train, *self.evaluation))
 
     def _folder(self, path: Path, split: str) -> Path | None:
@@ -213,5 +211,4 @@ class FolderLayout:
         return self._pictures(path, folder, split, classes)
 
     def _pictures(self, path: Path, folder: Path, split: str, classes: Sequence[str]) -> Images:
-        """The pictures in the folder of a split."""
         return read_classes(folder, classes)

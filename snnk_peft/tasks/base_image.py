@@ -106,7 +106,6 @@ class FilePictures(Pictures):
         return len(self._files)
 
     def name(self, index: int) -> str:
-        """The path."""
         return str(self._root / self._files[index])
 
     def _opened(self, index: int) -> Image:
@@ -169,7 +168,6 @@ class Images:
         return self._pictures.open(int(self._indices[index]))
 
     def name(self, index: int) -> str:
-        """Where example `index` is."""
         return self._pictures.name(int(self._indices[index]))
 
     def digest(self, index: int) -> bytes | None:

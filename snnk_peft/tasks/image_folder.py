@@ -114,7 +114,6 @@ class ImageFolderTask(ImageTask):
 
     @property
     def inferred(self) -> dict[str, Any]:
-        """The class names."""
         return {"labels": list(self.label_names)}
 
     @property

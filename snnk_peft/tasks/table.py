@@ -112,7 +112,6 @@ class Table(TextTask):
 
     @property
     def inferred(self) -> dict[str, Any]:
-        """Kind, labels and metric."""
         return {name: getattr(self.settings, name) for name in ("kind", "labels", "metric")}
 
     @property
@@ -122,7 +121,6 @@ class Table(TextTask):
 
     @property
     def tokens(self) -> bool:
-        """Whether every word has a label."""
         return self.settings.kind == TOKENS
 
     @property

@@ -95,7 +95,6 @@ class Door:
         return folder / WEIGHTS
 
     def _folder(self) -> Path | None:
-        """The local folder, if it is one."""
         folder = None if self.source is None else Path(self.source) / (self.options.get("subfolder") or "")
         return folder if folder is not None and folder.is_dir() else None
 

@@ -81,7 +81,6 @@ def plan_patches(model: nn.Module, config: SNNKConfig, filled: bool = False) -> 
 
 
 def _clash(path: str, several: list[tuple[str, Part, Patch]]) -> str | None:
-    """A message if two parts want the same of one module."""
     several = [entry for entry in several if entry[2].build is not None]
     for index, (name, part, patch) in enumerate(several):
         for other, second, change in several[:index]:

@@ -72,7 +72,6 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         self.slots_of(adapter_name).append(slot)
 
     def slots_of(self, adapter_name: str) -> nn.ModuleList:
-        """The slots of one adapter, innermost first."""
         return cast(nn.ModuleList, self.snnk_slots[adapter_name])
 
     def active_slots(self) -> list[Slot]:
@@ -99,7 +98,6 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         return sorted(slots, key=lambda slot: not slot.replaces)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original module's signature."""
         if not self.was_called and not torch.compiler.is_compiling():
             self.was_called = True
         if self.rows is not None and not self.disable_adapters:

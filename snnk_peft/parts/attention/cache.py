@@ -157,7 +157,6 @@ class KernelRef:
         self._digest: str | None = None
 
     def matches(self, kernel: KernelAttention) -> bool:
-        """Return True if `kernel` made the sums."""
         return self._digest == tensors_digest(kernel) if self._kernel is None else self._kernel() is kernel
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelRef:
@@ -328,7 +327,6 @@ class RecurrentLayer(CacheLayerMixin):
 
 
 def _mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor in nested tuples."""
     if isinstance(state, torch.Tensor):
         return change(state)
     if isinstance(state, tuple):
@@ -338,7 +336,6 @@ def _mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _tensors(state: Any) -> list[Tensor]:
-    """All tensors in nested tuples."""
     if isinstance(state, torch.Tensor):
         return [state]
     return [tensor for part in state for tensor in _tensors(part)] if isinstance(state, tuple) else []

@@ -133,7 +133,6 @@ class AttentionFitter(Fitter):
         return total / max(count, 1)
 
     def _record(self, data: Tokens, generator: torch.Generator) -> tuple[Sample, Sample]:
-        """Record samples of the fitted and of the held-out calls."""
         train, test = Sample(TOKENS, generator), Sample(TOKENS // 4, generator)
         owner = vars(self.module)["snnk_owner"]
         for is_test, calls in data:
@@ -176,7 +175,6 @@ class AttentionFitter(Fitter):
 
     @torch.no_grad()
     def _take(self, maps: CentroidMaps) -> None:
-        """Put them into the feature maps, one pair per key head."""
         for head, pair in enumerate(cast(AttentionTerm, self.kernel.terms[0]).pairs()):
             for feature_map, rows, bias in zip(pair, maps[::2], maps[1::2], strict=True):
                 projection = cast(Centroids, feature_map.projection)
@@ -243,7 +241,6 @@ class HeadsReader:
         self._slot: ReadHeads | None = None
 
     def slot(self) -> ReadHeads:
-        """Return the slot, created on the first call."""
         if self._slot is None:
             assert self._source is not None
             self._slot, self._source = ReadHeads(self._source), None  # a copy of the model copies no original

@@ -57,11 +57,9 @@ class Recorded(NamedTuple):
         return out.transpose(1, 2).flatten(2)[self.counted]
 
     def softmax(self) -> torch.Tensor:
-        """Return the outputs of softmax attention, (n, H·D)."""
         return self.rows(self.out)
 
     def linear(self, kernel: KernelAttention) -> torch.Tensor:
-        """Compute the outputs of linear attention, (n, H·D)."""
         out = kernel(self.q, self.k, wide(self.v), self.mask, causal=self.causal, scaling=self.scaling)
         return self.rows(out)
 
@@ -110,7 +108,6 @@ class Sample:
 
     @property
     def count(self) -> int:
-        """Tokens kept, padding included."""
         return sum(recorded.q.shape[0] * recorded.q.shape[2] for _, recorded in self.kept)
 
     @property

@@ -142,7 +142,6 @@ class LowRankPart(Part):
         return patches
 
     def _targets(self, context: PatchContext) -> dict[str, tuple[nn.Module, Any]]:
-        """Find the modules, and the activation after each."""
         present = dict(plain_modules(context.model))
         if isinstance(self.targets, str) and self.targets in ROLES:
             targets = dict(self._by_role(context, present))
@@ -188,7 +187,6 @@ class LowRankPart(Part):
         )
 
     def _by_role(self, context: PatchContext, present: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-        """Paths of Linears, and the function after each, or None."""
         family, model = context.family, context.model
         if self.targets == "pooler":
             path = None if family.pooler is None else family.path(model, family.pooler)
@@ -220,7 +218,6 @@ class LowRankPart(Part):
             )
 
     def _rank(self, path: str, dense: nn.Module) -> tuple[int, str | None]:
-        """Return the rank for a module, and what is wrong with it."""
         with torch.device("meta"):
             thin = _like(dense, 1, self.split)
         rows, columns = len(thin.U), len(thin.V)
@@ -245,7 +242,6 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _unfit(module: nn.Module, parent: nn.Module | None, uses: Counter[int]) -> str | None:
-    """Return why a module cannot be factorised, or None."""
     name, weight = type(module).__name__, cast(torch.Tensor, module.weight)
     if not weight.is_floating_point():
         return f"holds {weight.dtype} numbers, so the model is quantized; expected floating point. Load it plain"

@@ -212,7 +212,6 @@ class NarrowBlock:
 
     @property
     def size(self) -> int:
-        """Hidden units that stay."""
         return self.slots[-1].linear.in_features
 
     def start(self, sources: list[OneMatrix]) -> None:
@@ -232,7 +231,6 @@ class NarrowBlock:
     def take(
         self, sources: list[OneMatrix], kept: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
-        """The rows of kept units, and this contraction."""
         for slot, source in zip(self.slots[:-1], sources, strict=False):
             units = len(source.weight) // self.halves
             rows = torch.cat([kept + half * units for half in range(self.halves)])
@@ -298,7 +296,6 @@ class UnitsFitter(Fitter):
         return self.block.hidden(functions[:-1], self.activation, x)
 
     def _output(self, functions: Sequence[Base], x: torch.Tensor) -> torch.Tensor:
-        """Compute the output of a block of these Linears."""
         return functions[-1](self._hidden(functions, x))
 
     def _generator(self, what: str) -> torch.Generator:

@@ -153,7 +153,6 @@ class ReplacedFitter(Fitter):
         return GramAccumulator(self.layer.stage.out_dim, self.layer.out_features, output_weight=self.output_weight)
 
     def _samples(self) -> tuple[TokenSample, TokenSample] | None:
-        """Sample fitted and held-out tokens, if any are needed."""
         if not self.moved and (self.landmarks is None or self.features_are_hidden_units()):
             return None
         return TokenSample(TOKENS, self.generator), TokenSample(TOKENS // 4, self.generator)
@@ -168,7 +167,6 @@ class ReplacedFitter(Fitter):
         return self.layer.stage(x.to(self.layer.A.dtype))
 
     def _closed_form(self, train: Any, test: Any, *samples: torch.Tensor) -> RidgeFit:
-        """Choose the rows, if there is a choice, and solve for the readout."""
         if self.landmarks is None:
             return self._take(fit_ridge(train, test, self.options.ridges, refit=self.options.refit))
         chosen = self._select_rows(train).to(train.mean.device)

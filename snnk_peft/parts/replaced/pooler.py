@@ -111,7 +111,6 @@ class ReplacePooler(Replace):
     """Replacement of a pooler, which the task head reads."""
 
     def read_by(self, place: FoldPlace, reader: FoldPlace) -> None:
-        """The head reads the features themselves."""
         reader.reads_features(place)
 
 
@@ -139,7 +138,6 @@ class NewPooler(Replace):
         return NewPoolerFitter(self.layer, self.activation, self.following, place, options)
 
     def fold(self, place: FoldPlace) -> None:
-        """The features, and the readout multiplied into the head."""
         head = as_linear(place.module)
         if not isinstance(head, nn.Linear):
             raise no_folded_form(place, self)

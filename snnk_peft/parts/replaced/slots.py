@@ -72,7 +72,6 @@ class Replace(Slot):
         return ReplacedFitter(self.layer, self.activation, self.following, place, options)
 
     def changes(self, path: str) -> tuple[str, ...]:
-        """The module, the activation, and the Linear that reads the output."""
         return tuple(each for each in (path, self.activation, self.following) if each is not None)
 
     def fold(self, place: FoldPlace) -> None:
