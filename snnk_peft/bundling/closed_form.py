@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.classes import SavedBundle
-from snnk_peft.calibrating.batches import LabelledRows, checked, model_inputs
+from snnk_peft.calibrating.batches import LabelledRows, labelled, model_inputs, of_batch
 from snnk_peft.calibrating.guards import all_or_nothing, evaluating, named_padding, refuse_not_finite, refuse_overflow
 from snnk_peft.calibrating.inputs import masked_tokens
 from snnk_peft.errors import ConfigError, NumericalWarning, UnsupportedError
@@ -145,8 +145,7 @@ def _pass(
     path_and_head = bundled_head(model)[:2] if bundled else None
     names = list((getattr(getattr(model, "config", None), "id2label", None) or {}).values())
     of_classes, moments, known = False, _moments_of(path_and_head), LabelledRows()
-    for index, batch in enumerate(checked(model, batches, targets)):
-        inputs = {key: value for key, value in batch.items() if key != targets}
+    for index, inputs, given in labelled(model, batches, targets):
         path_and_head = logits_head(model, inputs) if path_and_head is None else path_and_head
         head = path_and_head[1]
         if index == 0:
@@ -154,12 +153,10 @@ def _pass(
         features = head_features(model, head, inputs)
         if not bool(features.isfinite().all()):
             refuse_overflow(model, model_inputs(model, inputs), f"batch {index}")
-        try:
-            labels = as_tensor("targets", batch[targets], names)
+        with of_batch(index):
+            labels = as_tensor("targets", given, names)
             features, wanted, classes = _pairs(features, labels, head.out_features)
             require_finite("features", features)
-        except ConfigError as error:
-            raise ConfigError(f"batch {index}: {fault}" for fault in error.faults) from error
         if index and classes != of_classes:
             told = ["numbers", "class indices"]
             raise ConfigError(

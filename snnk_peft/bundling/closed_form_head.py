@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from snnk_peft.bundling.bundle import TOLERANCES
 from snnk_peft.bundling.head_bundle import PROBLEMS, head_report, with_head
 from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of, second_text, separator_of
 from snnk_peft.bundling.report import probe_inputs
-from snnk_peft.calibrating.batches import LabelledRows, checked, checked_one, model_inputs
+from snnk_peft.calibrating.batches import LabelledRows, checked_one, labelled, model_inputs, of_batch
 from snnk_peft.calibrating.guards import evaluating, refuse_not_finite
 from snnk_peft.digests import tensor_digest, value_digest
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -118,10 +118,6 @@ class ClosedFormHead:
             )
         return self.reader(states, mask, second_text(self.reader, self.model.config, given))
 
-    def _parts(self, batches: Iterable[Mapping[str, Any]], targets: str) -> Iterator[tuple[dict[str, Any], Any]]:
-        for batch in checked(self.model, batches, targets):
-            yield {name: value for name, value in batch.items() if name != targets}, batch[targets]
-
     def _counted(
         self, batches: Iterable[Mapping[str, Any]], targets: str
     ) -> tuple[HeadStatistics, TokenSample, LabelledRows]:
@@ -129,13 +125,11 @@ class ClosedFormHead:
         refuse_not_finite(self.encoder)
         counted, known = self.statistics.empty(), LabelledRows()
         sample = TokenSample(SAMPLE, torch.Generator().manual_seed(0))
-        for index, (inputs, given) in enumerate(self._parts(batches, targets)):
+        for index, inputs, given in labelled(self.model, batches, targets):
             vectors = self.vectors(inputs)
-            try:
+            with of_batch(index):
                 wanted = counted.targets(given)
                 counted.add(vectors, given)
-            except ConfigError as error:
-                raise ConfigError(f"batch {index}: {fault}" for fault in error.faults) from error
             sample.update(torch.cat([vectors.double().cpu(), wanted.cpu()], 1))
             if counted.kind != "numbers":
                 known.add(inputs, wanted)
@@ -243,7 +237,7 @@ class ClosedFormHead:
             pairs = (
                 self._kept()
                 if examples is None
-                else [(self.vectors(inputs), given) for inputs, given in self._parts(examples, targets)]
+                else [(self.vectors(inputs), given) for _, inputs, given in labelled(self.model, examples, targets)]
             )
             if pairs:
                 fitted.temper(pairs)

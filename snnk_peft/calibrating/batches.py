@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -64,6 +65,21 @@ def checked(model: nn.Module, batches: Iterable[Any], targets: str | None = None
             f"batches is a {type(batches).__name__} that gives nothing: it was read before. Expected a fresh one, or a "
             "list, which can be read again"
         )
+
+
+def labelled(model: nn.Module, batches: Iterable[Any], targets: str) -> Iterator[tuple[int, dict[str, Any], Any]]:
+    """(index, inputs, targets) of batches as of `checked`."""
+    for index, batch in enumerate(checked(model, batches, targets)):
+        yield index, {name: value for name, value in batch.items() if name != targets}, batch[targets]
+
+
+@contextlib.contextmanager
+def of_batch(index: int) -> Iterator[None]:
+    """Faults that are found inside name the batch."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"batch {index}: {fault}" for fault in error.faults) from error
 
 
 def checked_one(model: nn.Module, batch: Any, name: str) -> dict[str, Any]:
