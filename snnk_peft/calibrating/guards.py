@@ -11,7 +11,7 @@ from torch import nn
 
 from snnk_peft.calibrating.inputs import masked_tokens
 from snnk_peft.errors import ConfigError
-from snnk_peft.tuner.slot_layer import SlotLayer, original_path, saved_in_full
+from snnk_peft.tuner.slot_layer import SlotLayer, original_path, root_of, saved_in_full
 
 SHOWN = 4  # parameters that are named
 NONE = -1  # no token: nothing is padding
@@ -196,7 +196,7 @@ def named_padding(model: Any, tokens: set[int]) -> Iterator[None]:
     Raises:
         ConfigError: several.
     """
-    root = model.get_base_model() if hasattr(model, "get_base_model") else model
+    root = root_of(model)
     config: Any = getattr(root, "config", None)
     if "ForSequenceClassification" not in type(root).__name__ or getattr(config, "pad_token_id", 0) is not None:
         yield

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 
 from snnk_peft.config import SNNKConfig
 from snnk_peft.digests import Layout, notes, tensor_digest
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import ModelFamily, module_at
-from snnk_peft.tuner.slot_layer import original_path
+from snnk_peft.tuner.slot_layer import original_path, root_of
 
 SAMPLE = 16  # values of every tensor: training moves nearly all of them
 INSIDE = (".snnk_slots.", ".modules_to_save.")
@@ -91,7 +90,7 @@ def note_another_base(config: SNNKConfig, present: dict[str, str] | None, model:
 
 def note_labels(config: SNNKConfig, model: Any) -> None:
     """Write the labels of a model into the config of its adapter; of one that has none, nothing."""
-    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    model = root_of(model)
     number = _number(model)
     names = model.config.id2label or {} if number else {}
     known = bool(names) and len(names) == number

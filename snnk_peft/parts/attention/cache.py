@@ -16,7 +16,6 @@ A model that does not pass the keys on untouched is noticed at the next step.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import weakref
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from snnk_peft.digests import tensor_digest, value_digest
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.attention_term import KeptMaps
 from snnk_peft.layers.joint_attention import JointState
@@ -170,12 +170,9 @@ class KernelRef:
 
 
 def tensors_digest(module: nn.Module) -> str:
-    """SHA-256 of the names and contents of all tensors of a module."""
-    digest = hashlib.sha256()
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    """Identifies the names and contents of all tensors of a module."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return value_digest({name: tensor_digest(tensor) for name, tensor in tensors})
 
 
 class RecurrentLayer(CacheLayerMixin):
