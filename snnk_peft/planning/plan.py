@@ -130,21 +130,22 @@ def _planned(
     measure = Measure(model, given, of, timings)
     saved = measure.savings(templates)
     templates, saved = _worth_it(templates, saved)
-    at = places(templates)
-    _check_reach(at, saved, share, of)
+    by_place = places(templates)
+    _check_reach(by_place, saved, share, of)
     fit_errors, output_errors = _errors(templates, sample, progress)
     offers = [
-        [Offer(saved[number].get(key, 0.0), output_errors[number, key]) for number in members] for key, members in at
+        [Offer(saved[number].get(key, 0.0), output_errors[number, key]) for number in members]
+        for key, members in by_place
     ]
     points = pareto([[o if math.isfinite(o.error) else Offer(0.0, 0.0) for o in place] for place in offers])
     steps = apart(points, math.ceil(STRIDE * share / measure.grain) * measure.grain if measure.grain else 0.0)
-    index, config, measured = _settle(templates, at, steps, share, seed, measure)
+    index, config, measured = _settle(templates, by_place, steps, share, seed, measure)
     point, dear = steps[index], steps[index - 1]
     if share / measured > SURPLUS:
         steps = [each for each in points if point.cost <= each.cost <= dear.cost]
-        index, config, measured = _settle(templates, at, steps, share, seed, measure)
+        index, config, measured = _settle(templates, by_place, steps, share, seed, measure)
         point = steps[index]
-    chosen = {(members[i], key) for (key, members), i in zip(at, point.chosen, strict=True) if i >= 0}
+    chosen = {(members[i], key) for (key, members), i in zip(by_place, point.chosen, strict=True) if i >= 0}
     candidates = [
         Candidate(
             key,
@@ -155,7 +156,7 @@ def _planned(
             output_errors[number, key],
             (number, key) in chosen,
         )
-        for key, members in at
+        for key, members in by_place
         for number in sorted(members)
     ]
     every = max(1, len(points) // POINTS)
@@ -207,9 +208,9 @@ def _worth_it(
     return [templates[number] for number in kept], [saved[number] for number in kept]
 
 
-def _check_reach(at: Places, saved: Sequence[Mapping[int | None, float]], share: float, of: str) -> None:
+def _check_reach(by_place: Places, saved: Sequence[Mapping[int | None, float]], share: float, of: str) -> None:
     """ConfigError if the cheapest candidates of all places are not enough, which is known before they are fitted."""
-    most = sum(max(saved[number].get(key, 0.0) for number in members) for key, members in at)
+    most = sum(max(saved[number].get(key, 0.0) for number in members) for key, members in by_place)
     if 1 - most > share * (ROOM if of == "latency" else 1):
         raise _unreachable(1 - most, share, of, "each measured alone")
 
@@ -249,7 +250,7 @@ def _errors(templates: Sequence[Template], sample: Sample, progress: bool) -> tu
 
 
 def _settle(
-    templates: Sequence[Template], at: Places, points: Sequence[Point], share: float, seed: int, measure: Measure
+    templates: Sequence[Template], by_place: Places, points: Sequence[Point], share: float, seed: int, measure: Measure
 ) -> tuple[int, SNNKConfig, float]:
     """Return the first point whose parts together meet the budget; those of the point before do not.
 
@@ -267,7 +268,7 @@ def _settle(
             near, times = fits, AGAIN  # what a plan rests on is measured as often as what it rules out
         else:
             near, times = min(max(near, dear + 1), fits - 1), 1
-        config = _config(templates, at, points[near], seed)
+        config = _config(templates, by_place, points[near], seed)
         measured = measure.remaining(config, times)
         if measured > share:  # one timing may be wrong, and all that follows from it
             measured = measure.remaining(config, AGAIN)
@@ -288,9 +289,9 @@ def _first(points: Sequence[Point], cost: float) -> int:
     return next((index for index, point in enumerate(points) if point.cost <= cost + 1e-9), len(points) - 1)
 
 
-def _config(templates: Sequence[Template], at: Places, point: Point, seed: int) -> SNNKConfig:
+def _config(templates: Sequence[Template], by_place: Places, point: Point, seed: int) -> SNNKConfig:
     layers: dict[int, list[int | None]] = {}
-    for (key, members), chosen in zip(at, point.chosen, strict=True):
+    for (key, members), chosen in zip(by_place, point.chosen, strict=True):
         if chosen >= 0:
             layers.setdefault(members[chosen], []).append(key)
     parts = [templates[number].of_layers(layers[number]) for number in sorted(layers)]

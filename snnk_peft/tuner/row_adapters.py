@@ -124,20 +124,17 @@ def rows_through(model: nn.Module, names: Any, configs: Mapping[str, Any], rows:
                         "once per adapter, with set_adapter"
                     )
     choice = RowAdapters(names)
-    hooks = [
-        module.register_forward_hook(_SavedInFull(choice), with_kwargs=True)
-        for module in model.modules()
-        if isinstance(module, ModulesToSaveWrapper)
-    ]
-    try:
-        for layer in layers:
-            layer.rows = choice
-        yield
-    finally:
-        for layer in layers:
-            layer.rows = None
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                hooks.enter_context(module.register_forward_hook(_SavedInFull(choice), with_kwargs=True))
+        try:
+            for layer in layers:
+                layer.rows = choice
+            yield
+        finally:
+            for layer in layers:
+                layer.rows = None
 
 
 def refuse_rows(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:

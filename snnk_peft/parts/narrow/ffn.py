@@ -177,15 +177,14 @@ class FirstUnits(NarrowUnits):
 
     def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
         """Check that the contraction reads what `NarrowBlock.hidden` computes."""
-        block, given = self.block, {}
+        block, given = self.block, dict[nn.Module, torch.Tensor]()
         *expansions, contraction = (root.get_submodule(path) for path in block.paths)
-        hooks = [
-            each.register_forward_pre_hook(lambda module, args: given.update({module: args[0]}))
-            for each in (expansions[0], contraction)
-        ]
-        run()
-        for hook in hooks:
-            hook.remove()
+
+        def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            given[module] = args[0]
+
+        with expansions[0].register_forward_pre_hook(note), contraction.register_forward_pre_hook(note):
+            run()
         computed = block.hidden(expansions, root.get_submodule(block.activation), given[expansions[0]])
         units = given[contraction].reshape(computed.shape)
         if not torch.allclose(computed, units, rtol=1e-3, atol=1e-3 * float(units.abs().max())):
