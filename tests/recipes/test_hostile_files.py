@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import subprocess
-import sys
 import tarfile
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +17,7 @@ from recipe_world import RECIPES
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_image import UnreadableImageError
 from snnk_peft.yaml_files import parse_yaml
+from tests.fresh_process import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -41,14 +40,8 @@ except ConfigError as error:
 
 
 def refusal(task: str, path: Path) -> str:
-    """The message of a process of its own, which may take 2 GB more than the libraries and a minute."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, task, str(path), str(RECIPES)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    """The message of a process of its own, which may take 2 GB more than the libraries and two minutes."""
+    done = run_python(["-c", LOAD, task, str(path), str(RECIPES)], timeout=120)
     assert done.returncode == 3, (done.returncode, done.stderr[-2000:])
     assert str(path) in done.stdout
     return done.stdout

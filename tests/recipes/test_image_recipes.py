@@ -5,7 +5,6 @@ Oracles: pixels by hand from the files (numpy), areas counted pixel by pixel, an
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -447,8 +446,3 @@ def test_the_model_that_is_trained_from_scratch_is_read() -> None:
         side = config.get("image_size", 224)  # a convolutional network takes any, and those here were published for 224
         assert seen == {"height": side, "width": side}
         assert len(described["image_mean"]) == config["num_channels"]
-
-
-def test_augmentation_is_off_unless_asked_for() -> None:
-    assert not AugmentSection().given
-    assert set(vars(AugmentSection())) == {field.name for field in dataclasses.fields(AugmentSection)}

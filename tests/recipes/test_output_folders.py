@@ -38,6 +38,7 @@ from recipe_world import (
     write_settings,
 )
 
+from snnk_peft import ClosedFormHead
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import FreshProcess, run_processes, run_python, start_python
 
@@ -315,12 +316,14 @@ MOMENTS = {
     "settings": (runs, "claim_folder"),
     "first log": (training, "train_step"),
     "checkpoint": (training, "save_checkpoint"),
+    "statistics": (ClosedFormHead, "save"),
     "report": ("experiment", "report"),
     "curve": ("experiment", "curve"),
     "metrics": (runs, "read_log"),
 }
-CASES = [*(("finetune", moment) for moment in MOMENTS), ("fit_head", "checkpoint"), ("fit_head", "report")]
-CASES += [("fit_head", "curve"), ("train_copy", "checkpoint"), ("train_copy", "metrics")]
+CASES = [("finetune", moment) for moment in MOMENTS if moment != "statistics"]
+CASES += [("fit_head", moment) for moment in ("statistics", "checkpoint", "report", "curve")]
+CASES += [("train_copy", "checkpoint"), ("train_copy", "metrics")]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 import re
@@ -30,8 +29,8 @@ from transformers import (
     pipeline,
 )
 
-from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.metrics import entity_f1, macro_f1
+from tests.recipes.test_tables import faults_of, table, write_csv, write_lines
 
 # The made-up sentences repeat, of which the labelled pass before the training warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*held-out rows are also among:snnk_peft.errors.NumericalWarning")
@@ -67,16 +66,6 @@ def read(file: str) -> Any:
     return json.loads(Path(file).read_text())
 
 
-def faults_of(call) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        call()
-    return caught.value.faults
-
-
-def table(**settings: Any) -> Any:
-    return TASKS["table"].with_settings(settings)
-
-
 def sentences(count: int, seed: int) -> list[tuple[str, str]]:
     """(text, label); the label is given away by a word. Some texts hold what CSV has to quote."""
     rng = random.Random(seed)
@@ -87,15 +76,6 @@ def sentences(count: int, seed: int) -> list[tuple[str, str]]:
         rows.append((f"film was{4 * (' ' + rng.choice(CUES[label]))}{tail}", label))
     rng.shuffle(rows)
     return rows
-
-
-def write_csv(path: Path, header: list[str], rows: list[Any], **dialect: Any) -> None:
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        csv.writer(stream, **dialect).writerows([header, *rows])
-
-
-def write_lines(path: Path, rows: list[Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def classes(folder: str, texts: list[Any]) -> tuple[list[str], np.ndarray]:
@@ -285,7 +265,7 @@ def test_words_with_tags(here: Path, method: str) -> None:
     assert AutoModelForTokenClassification.from_pretrained("other").config.id2label == model.config.id2label
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- refused ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_fault_of_a_csv_has_its_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,206 +289,6 @@ def test_every_fault_of_a_csv_has_its_line(here: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     assert all(fault in said for fault in [*expected, last])
     assert not Path("runs").exists()
-
-
-def test_every_fault_of_json_lines_has_its_line(here: Path) -> None:
-    lines = [
-        '{"text": "a", "label": "x"}',
-        '{"text": 5, "label": "x"}',
-        "{",
-        "[1]",
-        "",
-        '{"text": "b", "label": ["x"]}',
-    ]
-    (here / "x.jsonl").write_text("\n".join([*lines, '{"label": "y"}', '{"text": "c", "label": null}']))
-    assert faults_of(table(train_file="x.jsonl", kind="classification").load) == [
-        "x.jsonl, line 2: text is 5 (int); expected a text",
-        "x.jsonl, line 3: not valid JSON (Expecting property name enclosed in double quotes at position 2); expected "
-        "one object per line",
-        "x.jsonl, line 4: list; expected one object {...} per line",
-        "x.jsonl, line 6: label is ['x'] (list); expected one label",
-        "x.jsonl, line 7: text is empty; expected a text",
-        "x.jsonl, line 8: label is missing; expected a label",
-    ]
-
-
-def test_every_fault_of_tagged_words_has_its_line(here: Path) -> None:
-    rows = [
-        {"text": ["a", "b"], "label": ["X", "Y"]},
-        {"text": ["a", "b"], "label": ["X"]},
-        {"text": [], "label": []},
-        {"text": ["a", " "], "label": ["X", None]},
-        {"text": 3, "label": ["X"]},
-        {"text": ["a"], "label": 4},
-    ]
-    write_lines(here / "x.jsonl", rows)
-    assert faults_of(table(train_file="x.jsonl").load) == [
-        "x.jsonl, line 2: text has 2 words, label 1 tags; expected as many",
-        "x.jsonl, line 3: text is empty; expected a list of words",
-        "x.jsonl, line 4: label is missing; expected a label",
-        "x.jsonl, line 4: word 2 of text is empty; expected a text",
-        "x.jsonl, line 5: text is 3 (int); expected a list of words",
-        "x.jsonl, line 6: label is 4 (int); expected a list of tags",
-    ]
-    write_lines(here / "y.jsonl", [{"text": ["a"], "label": ["Z"]}])
-    task = table(train_file="x.jsonl", eval_file="y.jsonl")
-    assert task.label_names == ("X", "Y")
-    fault = "y.jsonl, line 1: label is 'Z', which is not among the labels of training: X, Y"
-    assert faults_of(lambda: task.load(splits=["validation"])) == [fault]
-
-
-def test_numbers_that_are_none_and_many_faults(here: Path) -> None:
-    write_csv(here / "x.csv", ["text", "label"], [("a", "1.5"), ("b", "1,5"), ("c", "nan"), *[("d", "x")] * 12])
-    faults = faults_of(table(train_file="x.csv", kind="regression").load)
-    assert faults[:2] == [
-        "x.csv, line 3: label is '1,5' (str); expected a number, with a point and not a comma",
-        "x.csv, line 4: label is 'nan' (str); expected a number",
-    ]
-    assert len(faults) == 11
-    assert faults[-1] == "x.csv: ... and 4 more"
-
-
-def test_files_that_cannot_be_read(here: Path) -> None:
-    write_csv(here / "x.csv", ["txt", "label"], [("a", "x"), ("b", "y")])
-    (here / "empty.csv").write_text("text,label\n")
-    (here / "latin.csv").write_bytes("text,label\na,x\nb\xe4,y\n".encode("latin-1"))
-    (here / "double.csv").write_text("text,label,text\na,x,b\n")
-    (here / "broken.parquet").write_text("text")
-    (here / "folder").mkdir()
-    for file, message in {
-        "x.csv": "x.csv: unknown column 'text'; did you mean 'txt'? Available: txt, label",
-        "empty.csv": "empty.csv holds no row",
-        "latin.csv": "latin.csv, line 3: byte 0xe4 at position 2 is not UTF-8",
-        "double.csv": "double.csv, line 1: column 'text' occurs more than once",
-        "broken.parquet": "broken.parquet: not a readable Parquet file",
-        "folder": "folder is a folder, but not one that save_to_disk has written",
-        "x.xlsx": "x.xlsx does not exist",
-        "bert/vocab.txt": "files .txt are not read; expected a file .csv, .tsv, .jsonl, .parquet",
-    }.items():
-        if file == "bert/vocab.txt":
-            (here / "a.txt").write_text("a")
-            file = "a.txt"
-        [fault] = faults_of(lambda file=file: table(train_file=file))
-        assert message in fault
-
-
-def test_folders_of_save_to_disk_and_data_sets(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", here / "cache")
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "maybe", "a yes"])}
-    )
-    rows = datasets.Dataset.from_dict({"text": list("abcdef"), "label": [0, 1, 2, 0, 1, 2]}, features=features)
-    secret = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, -1]}, features=features)
-    rows.save_to_disk(here / "one")
-    datasets.DatasetDict({"train": rows, "test": rows.select([4]), "hidden": secret}).save_to_disk(here / "all")
-    one = table(train_file="one", eval_file="one")
-    assert one.label_names == ("no", "maybe", "a yes")  # the names and the order of the data set
-    assert one.load()["validation"]["label"][:] == [0, 1, 2, 0, 1, 2]
-    assert table(dataset="all", eval_split="test").load()["validation"]["sentence1"][:] == ["e"]
-    assert [len(part) for part in table(dataset="all", eval_split="train").load().values()] == [3, 3]
-    [fault] = faults_of(table(dataset="all").load)
-    assert "all: unknown split 'validation'" in fault
-    assert "data.eval_split=train holds back a part" in fault
-    [fault] = faults_of(table(dataset="all", eval_split="hidden").load)
-    assert fault == "all, split hidden, row 2: label is missing; expected a label"
-    tags = datasets.Features({"text": datasets.List(datasets.Value("string")),
-                              "label": datasets.List(datasets.ClassLabel(names=["O", "B-X"]))})  # fmt: skip
-    datasets.Dataset.from_dict({"text": [["a", "b"]] * 2, "label": [[1, 0]] * 2}, features=tags).save_to_disk(
-        here / "t"
-    )
-    assert table(train_file="t", eval_file="t").label_names == ("O", "B-X")
-    assert table(train_file="t", eval_file="t").load()["train"]["label"][:] == [[1, 0]] * 2
-    assert "give it as data.dataset" in faults_of(lambda: table(train_file="all"))[0]
-    # What load_dataset reads: here a folder of files, as a repository of the Hub is one.
-    rows.to_parquet(here / "hub/train.parquet")
-    rows.select([1]).to_parquet(here / "hub/validation.parquet")
-    hub = table(dataset="./hub")
-    assert hub.label_names == ("no", "maybe", "a yes")
-    assert {split: len(part) for split, part in hub.load().items()} == {"train": 6, "validation": 1}
-    [fault] = faults_of(lambda: table(dataset="snnk-peft-tests/absent"))
-    assert "data.dataset 'snnk-peft-tests/absent' (None) could not be loaded" in fault
-
-
-# --- what is inferred -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("file", "labels", "kind", "names"),
-    [
-        ("x.csv", ["b", "a", "b", "NA"], "classification", ("NA", "a", "b")),
-        ("x.csv", ["10", "9", "2", "9"], "classification", ("2", "9", "10")),
-        ("x.csv", ["1", "2.5", "3"], "regression", None),
-        ("x.csv", ["1", "2.5", "x"], "classification", ("1", "2.5", "x")),
-        ("x.jsonl", [1.5, 2, 3], "regression", None),
-        ("x.jsonl", [1.0, 0.0, 1.0], "classification", ("0", "1")),
-        ("x.jsonl", ["3.10", "3.9", "3.10"], "classification", ("3.10", "3.9")),
-        ("x.jsonl", [True, False], "classification", ("false", "true")),
-        ("x.jsonl", [1, 0], "classification", ("0", "1")),
-    ],
-)
-def test_kind_and_labels(here: Path, file: str, labels: list[Any], kind: str, names: tuple[str, ...] | None) -> None:
-    if file == "x.csv":
-        write_csv(here / file, ["text", "label"], [("a text", label) for label in labels])
-    else:
-        write_lines(here / file, [{"text": "a text", "label": label} for label in labels])
-    task = table(train_file=file, eval_file=file)
-    assert (task.settings.kind, task.label_names) == (kind, names)
-    assert any(f"kind is {kind}" in note for note in task.notes)
-    found = task.load()["validation"]["label"][:]
-    assert found == ([float(x) for x in labels] if names is None else [names.index(json_name(x)) for x in labels])
-
-
-def json_name(label: Any) -> str:
-    if isinstance(label, float):
-        return str(int(label))
-    return label if isinstance(label, str) else json.dumps(label)
-
-
-def test_settings_go_before_what_is_inferred(here: Path) -> None:
-    write_csv(here / "x.csv", ["text", "label"], [("a", "1.0"), ("b", "2.0"), ("c", "1.0")])
-    assert table(train_file="x.csv", eval_file="x.csv", kind="classification").label_names == ("1", "2")
-    given = table(train_file="x.csv", eval_file="x.csv", labels=["2.0", "1.0", "3.0"], metric="macro_f1")
-    assert given.load()["train"]["label"][:] == [1, 0, 1]
-    assert given.num_labels == 3
-    write_csv(here / "x.csv", ["text", "label"], [(str(n), n) for n in range(30)])
-    many = table(train_file="x.csv", eval_file="x.csv")
-    assert many.num_labels == 30
-    assert any(
-        "30 different whole numbers: if they are amounts, set data.kind=regression" in note for note in many.notes
-    )
-    assert table(train_file="x.csv", eval_file="x.csv", kind="regression").load()["train"]["label"][:4] == [0, 1, 2, 3]
-    # Words and tags between spaces, as CSV has no lists.
-    write_csv(here / "x.csv", ["text", "label"], [("a b", "X O"), ("c", "O")])
-    words = table(train_file="x.csv", eval_file="x.csv", kind="token_classification")
-    assert words.load()["train"]["words"][:] == [["a", "b"], ["c"]]
-    assert words.label_names == ("O", "X")
-    assert words.settings.metric == "macro_f1"  # the tags are not IOB2: there are no entities
-
-
-def test_a_file_is_read_once(here: Path) -> None:
-    """The rows from which kind and labels were inferred are those that are loaded, and are not kept longer."""
-    write_csv(here / "x.csv", ["text", "label"], [("a", "x"), ("b", "y"), ("c", "x"), ("d", "y")])
-    apart, held_out = table(train_file="x.csv", eval_file="y.csv"), table(train_file="x.csv")
-    (here / "x.csv").rename(here / "y.csv")
-    assert {split: len(rows) for split, rows in apart.load().items()} == {"train": 4, "validation": 4}
-    assert {split: len(rows) for split, rows in held_out.load().items()} == {"train": 2, "validation": 2}
-    assert not apart.rows
-    assert "x.csv does not exist" in faults_of(apart.load)[0]
-
-
-def test_the_part_held_back(here: Path) -> None:
-    labels = ["a"] * 30 + ["b"] * 6 + ["c"]
-    write_csv(here / "x.csv", ["text", "label"], [(f"text {i}", label) for i, label in enumerate(labels)])
-    parts = {seed: table(train_file="x.csv", split_seed=seed).load() for seed in (0, 1)}
-    again = table(train_file="x.csv", split_seed=0).load()
-    held = {seed: part["validation"]["idx"][:] for seed, part in parts.items()}
-    assert held[0] == again["validation"]["idx"][:] != held[1]
-    for part in parts.values():
-        assert sorted([*part["train"]["idx"], *part["validation"]["idx"]]) == list(range(37))
-        assert np.bincount(part["validation"]["label"][:]).tolist() == [3, 1]
-    assert len(table(train_file="x.csv").load(max_samples={"train": 5})["train"]) == 5
-    write_csv(here / "x.csv", ["text", "label"], [("a", "x"), ("b", "y")])
-    assert "none can be held back" in faults_of(table(train_file="x.csv").load)[0]
 
 
 def test_settings_that_contradict_each_other(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

