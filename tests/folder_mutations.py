@@ -128,6 +128,12 @@ def _mutate_file(kind: str, folder: Path, path: Path, weights: list[Path], chanc
         path = chance.choice(weights)
         _grow(path, kind)
         return f"{path.name}: {kind}"
+    exchange(path, kind)
+    return f"{path.name} is {kind}"
+
+
+def exchange(path: Path, kind: str) -> None:
+    """Put something that is no file in the place of one."""
     path.unlink()
     if kind == "pipe":
         os.mkfifo(path)
@@ -140,12 +146,11 @@ def _mutate_file(kind: str, folder: Path, path: Path, weights: list[Path], chanc
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as made:
             here = os.getcwd()
-            os.chdir(folder)  # names of sockets are short
+            os.chdir(path.parent)  # names of sockets are short
             try:
                 made.bind(path.name)
             finally:
                 os.chdir(here)
-    return f"{path.name} is {kind}"
 
 
 def _grow(path: Path, kind: str) -> None:

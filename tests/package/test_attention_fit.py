@@ -13,13 +13,7 @@ import torch
 from peft import PeftModel
 from sklearn.linear_model import Ridge
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from snnk_peft import (
     AdapterPart,
@@ -34,15 +28,7 @@ from snnk_peft import (
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention.recording import Recorded, Sample
-from snnk_peft.solvers.centroids import (
-    Scores,
-    centroids,
-    descend,
-    divergence,
-    key_moments,
-    output_error,
-    sharpest,
-)
+from snnk_peft.solvers.centroids import Scores, centroids, descend, divergence, key_moments, output_error, sharpest
 from snnk_peft.solvers.joint_centroids import (
     RIDGE,
     NearScores,
@@ -52,7 +38,7 @@ from snnk_peft.solvers.joint_centroids import (
     joint_divergence,
     joint_output_error,
 )
-from tests.fresh_process import run_python
+from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import build, main_head
 
 PART = {"component": "mixture", "projection": "centroids"}
@@ -265,17 +251,7 @@ def test_calibrated_attention_is_nearer_to_softmax(name, refit, tmp_path: Path):
         torch.testing.assert_close(outputs(model, batches[0]), wanted)
     small = bundle(model)
     torch.testing.assert_close(outputs(small, batches[0]), after, rtol=1e-4, atol=1e-5)
-    small.save_pretrained(tmp_path / "bundle")
-    torch.save(dict(batches[0]), tmp_path / "batch.pt")
-    program = (
-        "import sys, torch, snnk_peft, transformers\n"
-        "folder = sys.argv[1]\n"
-        "model = transformers.AutoModelForSequenceClassification.from_pretrained(folder + '/bundle').eval()\n"
-        "with torch.no_grad(): torch.save(model(**torch.load(folder + '/batch.pt'))[0], folder + '/out.pt')\n"
-    )
-    done = run_python(["-c", program, str(tmp_path)])
-    assert done.returncode == 0, done.stderr
-    torch.testing.assert_close(torch.load(tmp_path / "out.pt"), after, rtol=1e-4, atol=1e-5)
+    check_elsewhere(save_known(small, batches[0], tmp_path, after), package=True)
 
 
 def test_the_same_every_time_and_steps_help():

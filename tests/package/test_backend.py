@@ -352,17 +352,6 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.parametrize(("component", "causal", "operations"), ATTENTION)
-def test_kernel_attention(component, causal, operations):
-    kernel = KernelAttention([build_feature_map(component, "orf", 4, 8)], 4).eval()
-    q, k, v = (torch.randn(2, heads, 9, 4) for heads in (4, 2, 2))
-    mask = torch.tensor([[True] * 9, [False] * 2 + [True] * 7])
-    expected = kernel(q, k, v, mask, causal=causal)
-    calls = register_dense()
-    torch.testing.assert_close(kernel(q, k, v, mask, causal=causal), expected, **CLOSE)
-    assert set(calls) == operations
-
-
 def test_declined_features_with_signs():
     kernel = KernelAttention([build_feature_map("posrf", "sgq", 4, 9)], 4).eval()
     q = torch.randn(2, 4, 9, 4)
@@ -478,19 +467,6 @@ def test_an_opaque_kernel_is_one_node_of_one_graph():
     register_kernel("hadamard_transform", device="cpu")(opaque_hadamard)
     torch.testing.assert_close(compiled(x), expected)  # what was compiled before a kernel came is compiled again
     assert [is_opaque(graph) for graph in graphs.found] == [False, True]
-
-
-@pytest.mark.parametrize("bundled", [False, True])
-@pytest.mark.parametrize(("family", "parts", "operations"), MODELS[1:5:3])
-def test_models_compile_in_one_graph(family, parts, operations, bundled):
-    model, inputs = built(family, parts)
-    model = bundle(model) if bundled else model
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        calls, graphs = register_dense(), Graphs()
-        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=graphs)(**inputs).logits, expected)
-    assert len(graphs.found) == 1
-    assert set(calls) == operations
 
 
 @pytest.mark.parametrize(("component", "causal", "operations"), ATTENTION)

@@ -9,11 +9,9 @@ import json
 import pickle
 import sys
 
-import numpy as np
 import peft
 import pytest
 import torch
-from sklearn.linear_model import Ridge
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,20 +21,9 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from snnk_peft import (
-    FAMILIES,
-    AdapterPart,
-    FFNPart,
-    PoolerPart,
-    SNNKConfig,
-    bundle,
-    fit_closed_form,
-    get_snnk_model,
-    register_family,
-)
+from snnk_peft import FAMILIES, AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model, register_family
 from snnk_peft.bundling import classes
 from snnk_peft.bundling.classes import bundle_model_class, register_bundles
-from snnk_peft.bundling.closed_form import bundled_head, head_features
 from snnk_peft.bundling.code_file import assemble, code_file
 from snnk_peft.bundling.modules import build_module
 from snnk_peft.bundling.report import BundleReport
@@ -45,7 +32,6 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.folded import FoldedAdapter
 from snnk_peft.projections import PROJECTIONS
-from tests.tiny_families import build
 from tests.tiny_models import CLASSIFIERS, TEXT, inputs_for, same, tiny, trained
 
 PARTS = {
@@ -126,17 +112,6 @@ def test_other_heads(family, model_class, parts):
     small = bundle(patched(family, parts, model_class=model_class))
     assert type(small).__name__ == f"Snnk{model_class}"
     assert small.bundle_report.parity_error < 1e-5
-
-
-def test_gate_and_scaling_are_one_matrix():
-    model = patched("bert", {"adapter": AdapterPart(num_features=8, init="random", scaling=3.0)})
-    small = bundle(model)
-    adapters = [module for module in small.modules() if isinstance(module, FoldedAdapter)]
-    assert len(adapters) == 4
-    slot = model.get_submodule("base_model.model.bert.encoder.layer.0.output.dropout").slots_of("default")[0]
-    readout = slot.adapter.readout
-    folded = small.get_submodule("bert.encoder.layer.0.output.dropout")[1].linear.weight
-    torch.testing.assert_close(folded, 3.0 * readout.v[:, None] * readout.A)
 
 
 def test_pooler_and_classifier_become_one_small_matrix():
@@ -417,152 +392,3 @@ def test_only_what_is_used_is_in_the_code_file():
     assert "class Cos(" in text
     assert "class Relu(" not in text
     assert "from snnk_peft" not in text
-
-
-# Closed form
-
-
-def regression_batches(model, width=None, count=6, size=16):
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(count):
-        ids = torch.randint(3, 100, (size, 6), generator=generator)
-        labels = ids[:, 1].float() / 100 if width is None else ids[:, 1] % width
-        yield {"input_ids": ids, "labels": labels}
-
-
-def bundled(labels: int):
-    model = tiny("bert", num_labels=labels)
-    return bundle(get_snnk_model(model, SNNKConfig(pooler=PoolerPart(num_features=12))))
-
-
-@pytest.mark.parametrize("labels", [1, 3])
-def test_closed_form_equals_scikit_learn(labels):
-    model = bundled(labels)
-    batches = list(regression_batches(model, None if labels == 1 else labels))
-    before = {key: value.clone() for key, value in model.state_dict().items() if not key.startswith("classifier")}
-    fit = fit_closed_form(model.train(), batches, ridge=0.3)
-    assert model.training
-    _, head, _ = bundled_head(model)
-    features = torch.cat([head_features(model, head, {"input_ids": batch["input_ids"]}) for batch in batches])
-    wanted = torch.cat([batch["labels"] for batch in batches])
-    if labels > 1:
-        wanted = nn.functional.one_hot(wanted, labels)
-    oracle = Ridge(alpha=0.3).fit(features.double().numpy(), wanted.double().numpy().reshape(len(wanted), -1))
-    torch.testing.assert_close(
-        head.weight.double(), torch.tensor(oracle.coef_).reshape(labels, -1), atol=1e-6, rtol=1e-6
-    )
-    torch.testing.assert_close(head.bias.double(), torch.tensor(oracle.intercept_).reshape(-1), atol=1e-6, rtol=1e-6)
-    assert fit.examples == len(features) == 96
-    assert fit.relative_error < 1
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
-
-
-def test_closed_form_chooses_the_ridge_in_one_pass():
-    model = bundled(1)
-    batches = iter(list(regression_batches(model, count=10)))
-    fit = fit_closed_form(model, batches)
-    assert fit.ridge > 0
-    assert fit.examples == 160
-    assert set(fit.to_dict()) == {"head", "examples", "ridge", "relative_error", "seconds"}
-
-
-def test_closed_form_refusals():
-    model = bundled(3)
-    small = [{"input_ids": torch.randint(3, 50, (4, 6)), "labels": torch.tensor([0, 1, 0, 1])}]
-    with pytest.raises(ConfigError, match="at least one batch"):
-        fit_closed_form(model, [], ridge=1.0)
-    with pytest.raises(ConfigError, match="batch 0 has no 'label'; found input_ids, labels"):
-        fit_closed_form(model, regression_batches(model, 3), targets="label")
-    with pytest.raises(ConfigError, match="targets run from 0 to 3; expected 0 to 2"):
-        fit_closed_form(model, regression_batches(model, 4), ridge=1.0)
-    with pytest.raises(ConfigError, match="expected floating targets"):
-        fit_closed_form(bundled(1), regression_batches(model, 2), ridge=1.0)
-    with pytest.raises(ConfigError, match="1 columns; the head has 3 outputs"):
-        fit_closed_form(model, regression_batches(model), ridge=1.0)
-    with pytest.raises(UnsupportedError, match="no Linear of BertModel gives its logits"):
-        fit_closed_form(tiny("bert", "BertModel"), regression_batches(model), ridge=1.0)
-    with pytest.raises(UnsupportedError, match="no Linear of LlamaForSequenceClassification gives its logits"):
-        fit_closed_form(build("llama", "LlamaForSequenceClassification"), small, ridge=1.0)
-
-
-PLAIN = {
-    "bert": lambda model, ids: model.bert(ids).pooler_output,
-    "distilbert": lambda model, ids: torch.relu(model.pre_classifier(model.distilbert(ids).last_hidden_state[:, 0])),
-    "roberta": lambda model, ids: torch.tanh(model.classifier.dense(model.roberta(ids).last_hidden_state[:, 0])),
-}
-
-
-@pytest.mark.parametrize("form", ["plain", "patched", "lora", "bundle"])
-@pytest.mark.parametrize("family", PLAIN)
-def test_any_classifier_is_fitted_on_what_its_last_linear_reads(family, form):
-    plain = tiny(family, num_labels=3)
-    batches = list(regression_batches(plain, 3))
-    with torch.no_grad():
-        features = torch.cat([PLAIN[family](plain, batch["input_ids"]) for batch in batches]).double()
-    labels = torch.cat([batch["labels"] for batch in batches])
-    oracle = Ridge(alpha=0.3).fit(features.numpy(), nn.functional.one_hot(labels, 3).double().numpy())
-    model = tiny(family, num_labels=3)
-    if form == "lora":
-        model = peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                task_type="SEQ_CLS", target_modules=["q_lin", "v_lin"] if family == "distilbert" else ["query", "value"]
-            ),
-        )
-    elif form != "plain":
-        model = get_snnk_model(model, SNNKConfig(adapter=AdapterPart(num_features=4)))
-    model = bundle(model) if form == "bundle" else model
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    fit = fit_closed_form(model.train(), batches, ridge=0.3)
-    assert model.training
-    head = model.get_submodule(fit.head)
-    assert "classifier" in fit.head
-    assert fit.head.endswith(".out_proj") == (family == "roberta")
-    torch.testing.assert_close(head.weight.double(), torch.tensor(oracle.coef_), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(head.bias.double(), torch.tensor(oracle.intercept_), rtol=1e-4, atol=1e-5)
-    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
-    assert moved == {f"{fit.head}.weight", f"{fit.head}.bias"}
-
-
-def test_words_with_labels_are_fitted_one_by_one():
-    model = tiny("bert", "BertForTokenClassification", num_labels=3)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 100, (10, 6), generator=generator)
-    labels = torch.randint(-1, 3, (10, 6), generator=generator).where(ids > 10, -100)
-    with torch.no_grad():
-        features = model.bert(ids).last_hidden_state
-    rows = [(x, y) for xs, ys in zip(features, labels.tolist(), strict=True) for x, y in zip(xs, ys, strict=True)]
-    counted = [(x.numpy(), np.eye(3)[y]) for x, y in rows if y >= 0]
-    assert 20 < len(counted) < 60
-    oracle = Ridge(alpha=0.3).fit(np.stack([x for x, _ in counted]), np.stack([y for _, y in counted]))
-    fit = fit_closed_form(model, [{"input_ids": ids, "labels": labels}], ridge=0.3)
-    assert fit.examples == len(counted)
-    weight = torch.tensor(oracle.coef_, dtype=torch.float32)
-    torch.testing.assert_close(model.classifier.weight, weight, rtol=1e-3, atol=1e-4)
-
-
-def test_logits_have_the_fitted_shares_to_first_order():
-    """Little is known of labels of very different frequency: the softmax gives the shares that were fitted."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 100, (12, 40, 6), generator=generator)
-    labels = torch.multinomial(torch.tensor([0.7, 0.25, 0.05]), 480, replacement=True, generator=generator).view(12, 40)
-    batches = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
-    shares, logits = tiny("bert", num_labels=3), tiny("bert", num_labels=3)
-    fit_closed_form(shares, batches, ridge=30.0)
-    fit_closed_form(logits, batches, ridge=30.0, as_logits=True)
-    with torch.no_grad():
-        wanted, found = (m(input_ids=ids.flatten(0, 1)).logits for m in (shares, logits))
-    found = found.softmax(-1)
-    prior = torch.bincount(labels.flatten(), minlength=3) / 480
-    signal = (wanted - prior).abs().amax(0)
-    assert signal.max() > 0.02
-    assert ((found - wanted).abs().amax(0) < 0.25 * signal + 0.01).all()
-    torch.testing.assert_close(found.mean(0), prior, rtol=0, atol=0.01)
-
-
-def test_logits_of_numbers_are_the_numbers():
-    batches = list(regression_batches(tiny("bert", num_labels=1)))
-    plain, again = tiny("bert", num_labels=1), tiny("bert", num_labels=1)
-    assert fit_closed_form(plain, batches, ridge=1.0).ridge == 1.0
-    fit_closed_form(again, batches, ridge=1.0, as_logits=True)
-    assert torch.equal(plain.classifier.weight, again.classifier.weight)

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import peft
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
+from torch import nn
 from transformers import (
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
@@ -24,9 +27,20 @@ from transformers import (
     TrainingArguments,
 )
 
-from snnk_peft import ClosedFormHead, FFNPart, HeadFeatures, HeadStatistics, SNNKConfig, bundle, get_snnk_model
+from snnk_peft import (
+    AdapterPart,
+    ClosedFormHead,
+    FFNPart,
+    HeadFeatures,
+    HeadStatistics,
+    PoolerPart,
+    SNNKConfig,
+    bundle,
+    fit_closed_form,
+    get_snnk_model,
+)
 from snnk_peft.errors import ConfigError, UnsupportedError
-from tests.fresh_process import run_python
+from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import CONFIGS, build, main_head
 from tests.tiny_models import tiny
 
@@ -305,22 +319,8 @@ def test_in_a_fresh_process(package: bool, tmp_path: Path) -> None:
     head.add(batches)
     head.fit()
     small = head.bundle()
-    small.save_pretrained(tmp_path / "model")
-    with torch.no_grad():
-        known = small(**_inputs(batches[0])).logits
-    torch.save({"inputs": _inputs(batches[0]), "logits": known}, tmp_path / "known.pt")
-    start = "import snnk_peft\n" if package else "import sys\nsys.modules['snnk_peft'] = None\n"
-    code = start + (
-        "import sys, torch\n"
-        "from transformers import AutoModelForSequenceClassification\n"
-        "known = torch.load('known.pt')\n"
-        f"model = AutoModelForSequenceClassification.from_pretrained('model', trust_remote_code={not package})\n"
-        "with torch.no_grad():\n    found = model(**known['inputs'])\n"
-        "torch.testing.assert_close(found.logits, known['logits'], rtol=1e-5, atol=1e-6)\n"
-        "assert model.config.id2label == {0: 'bad', 1: 'fair', 2: 'good'}\n"
-    )
-    done = run_python(["-c", code], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert small.config.id2label == {0: "bad", 1: "fair", 2: "good"}
+    check_elsewhere(save_known(small, _inputs(batches[0]), tmp_path), package=package)
 
 
 SEPARATOR = 2
@@ -453,3 +453,130 @@ def test_the_larger_sample_gives_the_temperature() -> None:
         head.merge(counted(theirs))
         alike.merge(counted(theirs).statistics)
         assert head.fit().temperature == pytest.approx(alike.fit(batches[sample]).temperature, rel=1e-6)
+
+
+# === heads fitted in place ============================================================================================
+
+
+def regression_batches(model, width=None, count=6, size=16):
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        ids = torch.randint(3, 100, (size, 6), generator=generator)
+        labels = ids[:, 1].float() / 100 if width is None else ids[:, 1] % width
+        yield {"input_ids": ids, "labels": labels}
+
+
+def bundled(labels: int):
+    model = tiny("bert", num_labels=labels)
+    return bundle(get_snnk_model(model, SNNKConfig(pooler=PoolerPart(num_features=12))))
+
+
+def test_closed_form_chooses_the_ridge_in_one_pass():
+    model = bundled(1)
+    batches = iter(list(regression_batches(model, count=10)))
+    fit = fit_closed_form(model, batches)
+    assert fit.ridge > 0
+    assert fit.examples == 160
+    assert set(fit.to_dict()) == {"head", "examples", "ridge", "relative_error", "seconds"}
+
+
+def test_closed_form_refusals():
+    model = bundled(3)
+    small = [{"input_ids": torch.randint(3, 50, (4, 6)), "labels": torch.tensor([0, 1, 0, 1])}]
+    with pytest.raises(ConfigError, match="at least one batch"):
+        fit_closed_form(model, [], ridge=1.0)
+    with pytest.raises(ConfigError, match="batch 0 has no 'label'; found input_ids, labels"):
+        fit_closed_form(model, regression_batches(model, 3), targets="label")
+    with pytest.raises(ConfigError, match="targets run from 0 to 3; expected 0 to 2"):
+        fit_closed_form(model, regression_batches(model, 4), ridge=1.0)
+    with pytest.raises(ConfigError, match="expected floating targets"):
+        fit_closed_form(bundled(1), regression_batches(model, 2), ridge=1.0)
+    with pytest.raises(ConfigError, match="1 columns; the head has 3 outputs"):
+        fit_closed_form(model, regression_batches(model), ridge=1.0)
+    with pytest.raises(UnsupportedError, match="no Linear of BertModel gives its logits"):
+        fit_closed_form(tiny("bert", "BertModel"), regression_batches(model), ridge=1.0)
+    with pytest.raises(UnsupportedError, match="no Linear of LlamaForSequenceClassification gives its logits"):
+        fit_closed_form(build("llama", "LlamaForSequenceClassification"), small, ridge=1.0)
+
+
+PLAIN = {
+    "bert": lambda model, ids: model.bert(ids).pooler_output,
+    "distilbert": lambda model, ids: torch.relu(model.pre_classifier(model.distilbert(ids).last_hidden_state[:, 0])),
+    "roberta": lambda model, ids: torch.tanh(model.classifier.dense(model.roberta(ids).last_hidden_state[:, 0])),
+}
+
+
+@pytest.mark.parametrize("form", ["plain", "patched", "lora", "bundle"])
+@pytest.mark.parametrize("family", PLAIN)
+def test_any_classifier_is_fitted_on_what_its_last_linear_reads(family, form):
+    plain = tiny(family, num_labels=3)
+    batches = list(regression_batches(plain, 3))
+    with torch.no_grad():
+        features = torch.cat([PLAIN[family](plain, batch["input_ids"]) for batch in batches]).double()
+    labels = torch.cat([batch["labels"] for batch in batches])
+    oracle = Ridge(alpha=0.3).fit(features.numpy(), nn.functional.one_hot(labels, 3).double().numpy())
+    model = tiny(family, num_labels=3)
+    if form == "lora":
+        model = peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                task_type="SEQ_CLS", target_modules=["q_lin", "v_lin"] if family == "distilbert" else ["query", "value"]
+            ),
+        )
+    elif form != "plain":
+        model = get_snnk_model(model, SNNKConfig(adapter=AdapterPart(num_features=4)))
+    model = bundle(model) if form == "bundle" else model
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    fit = fit_closed_form(model.train(), batches, ridge=0.3)
+    assert model.training
+    head = model.get_submodule(fit.head)
+    assert "classifier" in fit.head
+    assert fit.head.endswith(".out_proj") == (family == "roberta")
+    torch.testing.assert_close(head.weight.double(), torch.tensor(oracle.coef_), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(head.bias.double(), torch.tensor(oracle.intercept_), rtol=1e-4, atol=1e-5)
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved == {f"{fit.head}.weight", f"{fit.head}.bias"}
+
+
+def test_words_with_labels_are_fitted_one_by_one():
+    model = tiny("bert", "BertForTokenClassification", num_labels=3)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 100, (10, 6), generator=generator)
+    labels = torch.randint(-1, 3, (10, 6), generator=generator).where(ids > 10, -100)
+    with torch.no_grad():
+        features = model.bert(ids).last_hidden_state
+    rows = [(x, y) for xs, ys in zip(features, labels.tolist(), strict=True) for x, y in zip(xs, ys, strict=True)]
+    counted = [(x.numpy(), np.eye(3)[y]) for x, y in rows if y >= 0]
+    assert 20 < len(counted) < 60
+    oracle = Ridge(alpha=0.3).fit(np.stack([x for x, _ in counted]), np.stack([y for _, y in counted]))
+    fit = fit_closed_form(model, [{"input_ids": ids, "labels": labels}], ridge=0.3)
+    assert fit.examples == len(counted)
+    weight = torch.tensor(oracle.coef_, dtype=torch.float32)
+    torch.testing.assert_close(model.classifier.weight, weight, rtol=1e-3, atol=1e-4)
+
+
+def test_logits_have_the_fitted_shares_to_first_order():
+    """Little is known of labels of very different frequency: the softmax gives the shares that were fitted."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 100, (12, 40, 6), generator=generator)
+    labels = torch.multinomial(torch.tensor([0.7, 0.25, 0.05]), 480, replacement=True, generator=generator).view(12, 40)
+    batches = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+    shares, logits = tiny("bert", num_labels=3), tiny("bert", num_labels=3)
+    fit_closed_form(shares, batches, ridge=30.0)
+    fit_closed_form(logits, batches, ridge=30.0, as_logits=True)
+    with torch.no_grad():
+        wanted, found = (m(input_ids=ids.flatten(0, 1)).logits for m in (shares, logits))
+    found = found.softmax(-1)
+    prior = torch.bincount(labels.flatten(), minlength=3) / 480
+    signal = (wanted - prior).abs().amax(0)
+    assert signal.max() > 0.02
+    assert ((found - wanted).abs().amax(0) < 0.25 * signal + 0.01).all()
+    torch.testing.assert_close(found.mean(0), prior, rtol=0, atol=0.01)
+
+
+def test_logits_of_numbers_are_the_numbers():
+    batches = list(regression_batches(tiny("bert", num_labels=1)))
+    plain, again = tiny("bert", num_labels=1), tiny("bert", num_labels=1)
+    assert fit_closed_form(plain, batches, ridge=1.0).ridge == 1.0
+    fit_closed_form(again, batches, ridge=1.0, as_logits=True)
+    assert torch.equal(plain.classifier.weight, again.classifier.weight)

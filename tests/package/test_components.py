@@ -97,15 +97,6 @@ def test_oprf_has_the_best_parameter():
     assert better < 0.8 * products("posrf", x[0], y[0], 20_000).var(-1).mean()
 
 
-@pytest.mark.parametrize("projection", ["orf", "simrf"])
-@pytest.mark.parametrize("name", ["posrf", "trigrf"])
-def test_coupled_rows_have_less_variance(name, projection):
-    """d = m = 16: orthogonal and simplex rows against independent ones."""
-    x, y = vectors(6, 16, length=1.0), vectors(6, 16, length=1.0)
-    coupled = variance_over_draws(name, projection, x, y, 16).sum()
-    assert coupled / variance_over_draws(name, "gaussian", x, y, 16).sum() < 0.97
-
-
 def test_hyprf_beats_posrf_with_twice_the_rows():
     x, y = vectors(6, 6, length=1.0), vectors(6, 6, length=1.0)
     assert products("hyprf", x, y, 200_000).var(-1).sum() < products("posrf", x, y, 200_000).var(-1).sum() / 2

@@ -135,13 +135,6 @@ def test_what_messages_advise_works():
         build_feature_map("cos", name, 5, 11)
 
 
-def test_orf_names_every_fault():
-    with pytest.raises(ConfigError) as refused:
-        PROJECTIONS["orf"](0, -1, norms="x")
-    for fault in ("dim is 0", "num_features is -1", "orf norms is 'x'; expected 'chi', 'chi_pairs' or 'sqrt_dim'"):
-        assert fault in str(refused.value)
-
-
 # --- readouts -------------------------------------------------------------------------------------------------------
 
 

@@ -208,17 +208,6 @@ def test_leverages_and_degrees_are_those_of_the_hat_matrix(ridge: float, interce
 
 
 @pytest.mark.parametrize("intercept", [True, False])
-def test_leave_one_out_is_a_fit_without_the_example(intercept: bool) -> None:
-    features, targets = correlated(n=25)
-    found = RidgePosterior(moments_of(features, targets, intercept), 3.0).leave_one_out(features, targets)
-    for i in range(len(features)):
-        rest = [j for j in range(len(features)) if j != i]
-        fit = Ridge(alpha=3.0, fit_intercept=intercept).fit(features[rest].numpy(), targets[rest].numpy())
-        expected = targets[i] - torch.from_numpy(fit.predict(features[i : i + 1].numpy()))[0]
-        torch.testing.assert_close(found[i], expected, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("intercept", [True, False])
 def test_cross_validation_by_the_dense_formula(intercept: bool) -> None:
     features, targets = correlated(n=30, m=20, noise=4.0)
     moments = moments_of(features, targets, intercept)
@@ -249,29 +238,6 @@ def test_variances_hold_what_they_promise() -> None:
         inside += int(((targets[n:] - predicted).abs() < posterior.variance(features[n:]).sqrt()).sum())
         total += 50
     assert inside / total == pytest.approx(0.683, abs=0.02)
-
-
-def test_what_is_removed_was_never_there() -> None:
-    features, targets = correlated(n=200)
-    features = features + 100  # far from zero, where sums of squares would cancel
-    everything, without = moments_of(features, targets), moments_of(features[:120], targets[:120])
-    everything.remove(moments_of(features[120:], targets[120:]))
-    assert everything.count == 120
-    for ridge in (0.1, 10.0):
-        one, other = everything.solve(ridge), without.solve(ridge)
-        torch.testing.assert_close(one.weight, other.weight, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(one.bias, other.bias, rtol=1e-10, atol=1e-8)
-        assert one.relative_error == pytest.approx(other.relative_error, rel=1e-8)
-    with pytest.raises(ConfigError, match="200 tokens are to be removed of 120"):
-        everything.remove(moments_of(features, targets))
-    with pytest.raises(ConfigError, match="cannot merge moments"):
-        everything.remove(GramAccumulator(3, 2))
-    everything.remove(moments_of(features[:120], targets[:120]))
-    assert everything.count == 0
-    with pytest.raises(ValueError, match="no tokens"):
-        everything.solve(1.0)
-    everything.merge(without)
-    torch.testing.assert_close(everything.solve(1.0).weight, without.solve(1.0).weight, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("intercept", [True, False])

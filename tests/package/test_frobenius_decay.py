@@ -16,12 +16,7 @@ from transformers import Adafactor, Trainer, TrainingArguments
 
 from snnk_peft import FrobeniusDecay, LowRankPart, SNNKConfig, get_snnk_model
 from snnk_peft.errors import ConfigError, NumericalWarning
-from snnk_peft.low_rank.frobenius_decay import (
-    decay_groups,
-    find_factors,
-    frobenius_gradients,
-    frobenius_penalty,
-)
+from snnk_peft.low_rank.frobenius_decay import decay_groups, find_factors, frobenius_gradients, frobenius_penalty
 from tests.decay_job import Factored, examples, loss, network, trained
 from tests.fresh_process import run_processes
 from tests.tiny_models import inputs_for, tiny

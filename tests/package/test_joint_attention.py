@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertModel,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, bundle, calibrate, get_snnk_model
 from snnk_peft.attention import RecurrentCache
@@ -27,7 +20,7 @@ from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
 from tests.attention_models import causal_model, left_padded, patched, sharpened
-from tests.fresh_process import run_python
+from tests.elsewhere import check_elsewhere, save_known
 from tests.tensor_sizes import LargestTensor
 from tests.tiny_models import inputs_for, trained
 
@@ -444,17 +437,7 @@ def test_folders_keep_it(joint, tmp_path, caplog):
         assert "does not say how long" in caplog.text
     old.load_state_dict(loaded.state_dict())
     assert not torch.allclose(logits(old.eval(), input_ids=ids), expected, atol=1e-2)
-    torch.save({"ids": ids, "expected": expected}, tmp_path / "known.pt")
-    code = f"""
-import sys; sys.modules["snnk_peft"] = None
-import torch
-from transformers import AutoModelForCausalLM
-known = torch.load({str(tmp_path / "known.pt")!r}, weights_only=True)
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "bundle")!r}, trust_remote_code=True).eval()
-with torch.no_grad():
-    torch.testing.assert_close(model(input_ids=known["ids"]).logits, known["expected"], rtol=1e-4, atol=1e-4)
-"""
-    run_python(["-c", code])
+    check_elsewhere(save_known(bundle(again), {"input_ids": ids}, tmp_path / "elsewhere", expected))
 
 
 def test_generation_warns_once_and_goes_on(joint):

@@ -586,12 +586,6 @@ def test_what_cannot_be_drawn_anew():
             PROJECTIONS[name](4, 8, redraw_every=10, save=False)
 
 
-@cases
-def test_learned_matrices_must_be_saved(name, params):
-    with pytest.raises(ConfigError, match=r"learned.*save_projection=True"):
-        PROJECTIONS[name](4, 8, save=False, **params)
-
-
 def test_bad_options_are_all_named_at_once():
     with pytest.raises(ConfigError) as caught:
         PROJECTIONS["gmm"](0, 8, components=0, covariance="spherical", redraw_every=0)

@@ -7,7 +7,6 @@ import re
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainingArguments
 from transformers.exporters import DynamoConfig, DynamoExporter
@@ -16,7 +15,7 @@ from snnk_peft import AdapterPart, FFNPart, LowRankPart, NormsPart, SNNKConfig, 
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers import low_rank_linear
 from snnk_peft.parts.low_rank.slot import LowRankSlot
-from tests.fresh_process import run_python
+from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import build
 from tests.tiny_models import inputs_for, tiny, trained
 
@@ -305,21 +304,6 @@ def test_calibrate_looks_behind_the_activation(split):
 
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
-PROGRAM = """
-import sys, torch
-sys.modules["snnk_peft"] = None
-from pathlib import Path
-from safetensors.torch import load_file
-from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
-top = Path(sys.argv[1])
-for name, auto in (("bert", AutoModelForSequenceClassification), ("resnet", AutoModelForImageClassification)):
-    given = load_file(top / f"{name}.safetensors")
-    expected = given.pop("logits")
-    model = auto.from_pretrained(top / name, trust_remote_code=True).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(model(**given).logits, expected, rtol=1e-5, atol=1e-6)
-    print(name)
-"""
 BUNDLES = {
     "bert": [LowRankPart("ffn", rank=3), LowRankPart("attention", rank_scale=0.9), LowRankPart("pooler", rank=2)],
     "resnet": [LowRankPart(["resnet.encoder.*", "!*shortcut*"], rank=3), LowRankPart("*shortcut*", split="channel")],
@@ -332,12 +316,12 @@ def bundled(name: str):
     return bundle(model), batch, logits(model, batch)
 
 
-def test_a_bundle_is_plain_and_loads_in_a_fresh_process(root, tmp_path):
+def test_a_bundle_is_plain_and_loads_in_a_fresh_process(tmp_path):
+    folders = []
     for name in BUNDLES:
         small, batch, expected = bundled(name)
         torch.testing.assert_close(logits(small, batch), expected, rtol=1e-4, atol=1e-5)
-        small.save_pretrained(tmp_path / name)
-        save_file({**batch, "logits": logits(small, batch)}, tmp_path / f"{name}.safetensors")
+        folders.append(save_known(small, batch, tmp_path / name))
         if name == "bert":
             layer = small.bert.encoder.layer[0]
             assert type(layer.attention.self.query) is nn.Linear  # 29 of 32: cheaper in one piece
@@ -348,8 +332,7 @@ def test_a_bundle_is_plain_and_loads_in_a_fresh_process(root, tmp_path):
         else:
             pair = small.resnet.encoder.stages[0].layers[0].layer[0].convolution
             assert [m.kernel_size for m in pair] == [(3, 1), (1, 3)]
-    done = run_python(["-c", PROGRAM, str(tmp_path)], cwd=root)
-    assert done.stdout.split() == list(BUNDLES), done.stdout
+    check_elsewhere(*folders)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

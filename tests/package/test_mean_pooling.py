@@ -29,8 +29,8 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import UnsupportedError
-from snnk_peft.layers.folded import counted_tokens
-from tests.fresh_process import run_python
+from snnk_peft.layers.mean_pooling import counted_tokens
+from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import CONFIGS, build, main_head
 
 # What each head makes of the last hidden states, by its own modules.
@@ -194,22 +194,7 @@ def test_a_bundle_in_a_fresh_process(package: bool, tmp_path: Path) -> None:
     small = bundle(model)
     assert any(entry.after == "the mean over the tokens" for entry in small.bundle_report.folded)
     torch.testing.assert_close(logits(pickle.loads(pickle.dumps(small)), inputs), logits(small, inputs))
-    small.save_pretrained(tmp_path / "bundle")
-    torch.save({"inputs": inputs, "logits": logits(model, inputs)}, tmp_path / "expected.pt")
-    code = f"""
-import sys
-{"import snnk_peft" if package else "sys.modules['snnk_peft'] = None"}
-import torch
-from transformers import AutoModelForSequenceClassification as Auto
-given = torch.load("expected.pt")
-model = Auto.from_pretrained("bundle", trust_remote_code={not package}).eval()
-with torch.no_grad():
-    torch.testing.assert_close(model(**given["inputs"]).logits, given["logits"], rtol=1e-5, atol=1e-6)
-print("agrees")
-"""
-    done = run_python(["-c", code], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "agrees" in done.stdout
+    check_elsewhere(save_known(small, inputs, tmp_path, logits(model, inputs)), package=package)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import numpy as np
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
 from sklearn.linear_model import Ridge
 from torch import nn
 
@@ -31,11 +30,10 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.solvers import block_descent
 from snnk_peft.solvers.hidden_units import choose_units, narrow_units, second_moment
 from snnk_peft.solvers.landmarks import SecondMoments
-from tests.fresh_process import run_python
+from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import build, main_head
 from tests.tiny_models import inputs_for, tiny, trained
 
-BLOCK = "import sys; sys.modules['snnk_peft'] = None\n"  # as if the package were not installed
 F64 = torch.float64
 
 
@@ -348,11 +346,11 @@ def test_half_precision(dtype):
     torch.testing.assert_close(logits(folded, given[0]), found, rtol=0.05, atol=0.01)
 
 
-def test_adapter_folder_and_a_fresh_process(root, tmp_path):
+def test_adapter_folder_and_a_fresh_process(tmp_path):
     """Gated and plain; sizes that differ per layer survive; bundles load without the package."""
-    for family in ("bert", "llama", "modernbert"):
+    folders = []
+    for family, last in (("bert", "output.dense"), ("llama", "down_proj"), ("modernbert", "mlp.Wo")):
         model = build(family, main_head(family))
-        model.save_pretrained(tmp_path / family / "base")
         parts = [NarrowFFNPart(keep=0.5, layers=[0]), NarrowFFNPart(num_features=7, rule="leverage", layers=[1])]
         patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=parts, modules_to_save=[])).eval()
         batch = batches(model, 6)[0]
@@ -362,25 +360,12 @@ def test_adapter_folder_and_a_fresh_process(root, tmp_path):
         assert SNNKConfig.from_pretrained(tmp_path / family / "adapter").parts == parts
         again = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / family / "adapter")
         assert torch.equal(logits(again, batch), expected)
-        bundle(patched).save_pretrained(tmp_path / family / "bundle")
-        save_file({**batch, "expected": expected}, tmp_path / family / "batch.safetensors")
-    program = """
-import sys, torch
-from pathlib import Path
-from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification
-for family, last in (("bert", "output.dense"), ("llama", "down_proj"), ("modernbert", "mlp.Wo")):
-    top = Path(sys.argv[1]) / family
-    batch = load_file(top / "batch.safetensors")
-    expected = batch.pop("expected")
-    model = AutoModelForSequenceClassification.from_pretrained(top / "bundle", trust_remote_code=True).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
-    print(*[m.in_features for path, m in model.named_modules() if path.endswith(last) and "attention" not in path])
-"""
-    for prefix in ("", BLOCK):
-        done = run_python(["-c", prefix + program, str(tmp_path)], cwd=root)
-        assert done.stdout.split() == ["12", "7"] * 3, done.stderr[-3000:]
+        small = bundle(patched)
+        ends = [m for path, m in small.named_modules() if path.endswith(last) and "attention" not in path]
+        assert [m.in_features for m in ends] == [12, 7]
+        folders.append(save_known(small, batch, tmp_path / family / "bundle", expected))
+    for package in (True, False):
+        check_elsewhere(*folders, package=package)
 
 
 @pytest.mark.parametrize("placement", ["houlsby", "parallel", "query_value"])

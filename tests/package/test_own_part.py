@@ -11,17 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import FNetConfig, FNetForSequenceClassification
 
-from snnk_peft import (
-    FAMILIES,
-    AdapterPart,
-    FFNPart,
-    SNNKConfig,
-    bundle,
-    calibrate,
-    check_family,
-    get_snnk_model,
-    plan,
-)
+from snnk_peft import FAMILIES, AdapterPart, FFNPart, SNNKConfig, bundle, calibrate, check_family, get_snnk_model, plan
 from snnk_peft.errors import ConfigError, UnsupportedError
 from tests.fresh_process import run_python
 from tests.tiny_families import build

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from scipy import fft, special, stats
+from scipy import fft, stats
 
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.components.base_exponential import Exponential
@@ -78,21 +78,6 @@ def blocks() -> dict[str, torch.Tensor]:
         norms: PROJECTIONS["orf"](4, 4 * 3000, norms=norms).weight.double().unflatten(0, (-1, 4))
         for norms in ("chi", "chi_pairs")
     }
-
-
-def test_paired_norms_lower_what_positive_features_have_in_common(blocks):
-    """E e^{ω₁·v} e^{ω₂·v} of orthogonal rows given their norms is ₀F₁(d/2; (r₁² + r₂²)‖v‖²/4), the mean over
-    directions; for independent norms r₁² + r₂² is χ² with 2d degrees of freedom. It is the only term of the
-    variance of `posrf` that a coupling changes."""
-    means, errors = {}, {}
-    for norms, rows in blocks.items():
-        squares = rows.square().sum(-1).reshape(-1, 2).sum(1)
-        terms = torch.tensor(special.hyp0f1(2, squares.numpy() / 4))
-        means[norms], errors[norms] = terms.mean(), terms.std() / len(terms) ** 0.5
-    middles = (torch.arange(20_000, dtype=F64) + 0.5) / 20_000
-    independent = special.hyp0f1(2, stats.chi2(8).ppf(middles.numpy()) / 4).mean()
-    assert means["chi_pairs"] + 10 * errors["chi_pairs"] < independent
-    assert abs(means["chi"] - independent) < 5 * errors["chi"] + 1e-3
 
 
 @pytest.mark.parametrize("function", [torch.cosh, torch.cos], ids=["hyprf", "trigrf"])
@@ -349,22 +334,6 @@ def test_dct_rows_have_the_moments_of_gaussian_ones_up_to_the_third():
         within(rows.pow(4), dim * (dim + 2) * fourth)
 
 
-def test_more_rounds_are_nearer_to_gaussian_rows():
-    """The fourth moment of a coordinate: 3 of Gaussian rows, half of it for one round."""
-    moments = {
-        rounds: torch.stack(
-            [PROJECTIONS["dct"](32, 320, rounds=rounds, seed=seed).weight.double() for seed in range(20)]
-        )
-        .pow(4)
-        .mean()
-        for rounds in (1, 2, 3)
-    }
-    assert abs(moments[1] - 1.5 * (1 + 2 / 32)) < 0.1
-    assert abs(moments[2] - 3 - 2 / 32) < 0.1
-    assert abs(moments[3] - 3) < 0.2
-    assert not PROJECTIONS["dct"](4, 8).unbiased
-
-
 def test_polysketch_tree_by_all_signs_and_gauss_hermite_nodes():
     """Degree 8 with r = 1: nodes 0, ±√3 integrate the fourth powers of its two Gaussian numbers exactly."""
     x, y = torch.randn(2, 3, 2, dtype=F64)
@@ -378,18 +347,6 @@ def test_polysketch_tree_by_all_signs_and_gauss_hermite_nodes():
             product = (fm.phi(x).dense() * fm.psi(y).dense()).sum(-1)
             total += product * nodes[first] * nodes[second] / 256
     torch.testing.assert_close(fm.kernel(x, y), total, rtol=1e-6, atol=1e-9)
-
-
-def test_polysketch_tree_of_several_entries():
-    """Degree 8 with r = 2: sketches of degree 2 under all signs, the Gaussian level above them by its two moments."""
-    x, y = torch.randn(2, 2, dtype=F64)
-    rows = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=8)), dtype=F64).reshape(-1, 2, 2, 2)
-    a, b = ((rows[:, 0] @ v) * (rows[:, 1] @ v) / 2**0.5 for v in (x, y))
-    inner = (a * b).sum(-1).square().mean()
-    lengths = (a.square().sum(-1) * b.square().sum(-1)).mean()
-    fm = build_feature_map("polysketch", "rademacher", 2, 8, component_params={"degree": 8})
-    expected = inner.square() / 2 + (lengths + 2 * inner).square() / 2
-    torch.testing.assert_close(fm.kernel(x, y), expected, rtol=1e-10, atol=1e-12)
 
 
 # === exponential features over quadratures and rows of one length =====================================================

@@ -10,7 +10,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from snnk_peft.digests import content_faults, open_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.planning.result import Plan
+from tests.folder_mutations import exchange
 from tests.fresh_process import run_python
 from tests.mutate_folders import IDS, Folders, _by_code_file, logits
 from tests.tensor_sizes import LargestTensor
@@ -366,36 +366,6 @@ def edit(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def sock(path: Path) -> None:
-    path.unlink()
-    made = socket.socket(socket.AF_UNIX)
-    here = Path.cwd()
-    os.chdir(path.parent)  # names of sockets are short
-    made.bind(path.name)
-    os.chdir(here)
-    made.close()
-
-
 FILES = {
     "adapter-adapter": ["adapter_config.json", "adapter_model.safetensors"],
     "bundle-adapter": ["config.json", "model.safetensors"],
@@ -405,11 +375,11 @@ FILES = {
 EVERY_FILE = [(name, file) for name, files in FILES.items() for file in files]
 
 
-@pytest.mark.parametrize("exchange", [pipe, loop, directory, device, sock])
+@pytest.mark.parametrize("kind", ["pipe", "loop", "folder", "device", "socket"])
 @pytest.mark.parametrize(("name", "file"), EVERY_FILE)
-def test_what_is_no_file_is_not_opened(name, file, exchange, folders, copied):
+def test_what_is_no_file_is_not_opened(name, file, kind, folders, copied):
     folder = copied(name)
-    exchange(folder / file)
+    exchange(folder / file, kind)
     for read in readers(folders, name, folder):
         # An Auto class takes a folder whose adapter_config.json is no file for a model without a config.
         refused(read, file.partition(".")[0] + "|Should have a `model_type`")

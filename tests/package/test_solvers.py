@@ -266,19 +266,6 @@ def test_nystrom_is_optimal_for_gaussian_inputs_and_predicts_its_risk(case):
     assert excess.mean() > 0.1 * targets.var(0).sum()  # the last one, Φ(W), is not an approximation at all
 
 
-def test_nystrom_with_cos_and_sin_features_as_shifted_rows():
-    """[cos, sin] features are cosines of doubled rows."""
-    W, G = torch.randn(4, 6, dtype=F64), torch.randn(10, 6, dtype=F64)
-    quarter = torch.full((10,), math.pi / 2, dtype=F64)
-    offset = torch.cat([torch.zeros_like(quarter), -quarter])
-    both = nystrom_readout(W, None, torch.tanh, torch.cat([G, G]), offset, torch.cos)
-    x = torch.randn(40_000, 6, dtype=F64)
-    features = torch.cat([torch.cos(x @ G.T), torch.sin(x @ G.T)], dim=1)
-    error = risk(W, None, torch.tanh, features, both, x).mean() / torch.tanh(x @ W.T).var(0).sum()
-    assert float(error) == pytest.approx(both.relative_error, rel=0.05)
-    assert both.relative_error < nystrom_readout(W, None, torch.tanh, G, None, torch.cos).relative_error
-
-
 @pytest.mark.parametrize("ridge", [0.0, 1e-10])
 def test_nystrom_survives_duplicate_opposite_and_zero_rows(ridge):
     W, G = torch.randn(4, 6, dtype=F64), torch.randn(5, 6, dtype=F64)
