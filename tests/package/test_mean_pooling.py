@@ -29,7 +29,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import UnsupportedError
-from snnk_peft.layers.mean_pooling import counted_tokens
+from snnk_peft.layers.folded import counted_tokens
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import CONFIGS, build, main_head
 

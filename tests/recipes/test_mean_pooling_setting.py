@@ -1,21 +1,14 @@
 """method.pooling: what a checkpoint was trained on is read again, and peers that cannot are refused."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
 
+import finetune
 import pytest
 import torch
-
-for package in ("accelerate", "datasets", "rich", "yaml"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-import finetune
 import yaml
 from lib.config import load_config
 from lib.finetuning import with_pooling
