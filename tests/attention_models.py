@@ -10,7 +10,7 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from snnk_peft import AttentionPart, SNNKConfig, get_snnk_model
-from tests.tiny_models import tiny
+from tests.tiny_models import inputs_for, tiny, trained
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 100}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -60,3 +60,10 @@ def windowed(window: int | None = 4, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.MistralConfig(**SIZES, **TOKENS, intermediate_size=64, sliding_window=window, **changes)
     return widened(transformers.MistralForCausalLM(config).eval())
+
+
+def built(family: str, parts: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A patched model that is as if trained, and inputs for it."""
+    model = sharpened("bert") if family == "bert" else causal_model(family)
+    inputs = inputs_for(model) if family == "bert" else {**left_padded(), "use_cache": False}
+    return trained(get_snnk_model(model, SNNKConfig(**parts, modules_to_save=[])), 0.1).eval(), inputs

@@ -15,7 +15,7 @@ import torch
 
 from snnk_peft import AttentionPart
 from snnk_peft.functional.backend import DEVICE_KERNELS, form_that_ran
-from tests.built_models import built
+from tests.attention_models import built
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own: the first test starts it")

@@ -27,7 +27,7 @@ from snnk_peft.functional.normalized_projection import EPSILON, normalized_linea
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.recurrent_attention import continue_attention
-from tests.built_models import built
+from tests.attention_models import built
 from tests.fresh_process import run_python
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -47,14 +47,6 @@ def log_second_moment(a: torch.Tensor | float, square: torch.Tensor, x: torch.Te
     return d * (1 - 4 * a).log() - d / 2 * (1 - 8 * a).log() + exponent
 
 
-def variance_over_draws(name: str, projection: str, x, y, m: int, draws: int = 800, **params) -> torch.Tensor:
-    estimates = []
-    for seed in range(draws):
-        fm = build_feature_map(name, projection, x.shape[-1], m, seed=seed, component_params=params).double()
-        estimates.append((fm.phi(x).dense() * fm.psi(y).dense()).sum(-1))
-    return torch.stack(estimates).var(0)
-
-
 # --- variances ------------------------------------------------------------------------------------------------------
 
 

@@ -21,10 +21,6 @@ F64 = torch.float64
 gelu = nn.functional.gelu
 
 
-def positive_power(z: torch.Tensor, order: int) -> torch.Tensor:
-    return (z > 0).to(z.dtype) * z**order
-
-
 def within_standard_errors(samples: torch.Tensor, expected: torch.Tensor, bound: float = 5.0) -> None:
     error = (samples.mean(0) - expected).abs()
     assert (error <= bound * samples.std(0) / math.sqrt(len(samples)) + 1e-12).all(), (samples.mean(0), expected)

@@ -31,9 +31,8 @@ from snnk_peft.digests import content_faults, open_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.planning.result import Plan
-from tests.folder_mutations import exchange
 from tests.fresh_process import run_python
-from tests.mutate_folders import IDS, Folders, _by_code_file, logits
+from tests.mutate_folders import IDS, Folders, _by_code_file, exchange, logits
 from tests.tensor_sizes import LargestTensor
 from tests.tiny_models import tiny
 
