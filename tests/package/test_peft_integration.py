@@ -8,6 +8,7 @@ import itertools
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -54,7 +55,8 @@ def build(family: str, bare: bool = False, **changes: Any) -> nn.Module:
 
 
 def inputs(family: str, rows: int = 2) -> dict[str, torch.Tensor]:
-    return inputs_for(build(family), rows, 6)
+    read = "pixel_values" if family in ("vit", "deit") else "input_ids"
+    return inputs_for(SimpleNamespace(main_input_name=read), rows, 6)
 
 
 def output(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
