@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.masking_utils import sliding_window_bidirectional_mask_function
 
-from snnk_peft import AdapterPart, AttentionPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
+from snnk_peft import AdapterPart, AttentionPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.feature_map import build_feature_map
@@ -27,7 +27,7 @@ from snnk_peft.parts.adapter import Behind
 from snnk_peft.parts.attention import softmax
 from snnk_peft.parts.attention.interface import NAME, padding_mask, pairwise_mask
 from snnk_peft.tuner.slot_layer import SlotLayer
-from tests.attention_models import LLAMA, causal_model, left_padded, patched, sharpened
+from tests.attention_models import causal_model, left_padded, patched, sharpened
 from tests.tiny_models import CLASSIFIERS, inputs_for, same, tiny, trained
 
 CAUSAL = ("llama", "gpt2")
@@ -191,22 +191,6 @@ def test_models_that_ignore_the_switch_are_refused():
 def test_bad_parts(fields, message):
     with pytest.raises(ConfigError, match=message):
         patched(sharpened("bert"), **fields)
-
-
-def test_adapters_beside_grouped_queries():
-    """Keys and values have fewer heads than queries: the two adapters of a layer have outputs of different lengths."""
-    base, inputs = causal_model("llama"), left_padded()
-    expected = base(**inputs).logits
-    model = get_snnk_model(base, SNNKConfig(adapter=AdapterPart(placement="query_value")))
-    torch.testing.assert_close(model(**inputs).logits, expected, rtol=0, atol=0)
-    shapes = {tuple(p.shape) for n, p in model.named_parameters() if "readout.A" in n}
-    hidden, head = LLAMA.hidden_size, LLAMA.hidden_size // LLAMA.num_attention_heads
-    assert shapes == {(hidden, 16), (head * LLAMA.num_key_value_heads, 16)}
-    assert len({rows for rows, _ in shapes}) == 2
-    trained(model)
-    changed = model(**inputs).logits
-    assert (changed - expected).abs().max() > 1e-3
-    torch.testing.assert_close(bundle(model)(**inputs).logits, changed, rtol=1e-4, atol=1e-5)
 
 
 def test_temperature():
@@ -407,16 +391,3 @@ def test_an_adapter_inside_exchanged_attention(family, tmp_path):
     assert not [module for module in plain.modules() if isinstance(module, SlotLayer)]
     assert list(plain.state_dict()) == list(tiny(family).state_dict())
     assert exact.shape == plain(**inputs).logits.shape
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ({"ffn": FFNPart()}, "ffn: leave this part out.* is gated"),
-        ({"adapter": AdapterPart(placement="parallel")}, "use 'houlsby' or 'pfeiffer'.* is gated"),
-        ({"adapter": AdapterPart(placement="query_value")}, "has no Linear that makes the query alone; use 'houlsby'"),
-    ],
-)
-def test_parts_that_have_no_place(part, message):
-    with pytest.raises(UnsupportedError, match=message):
-        get_snnk_model(tiny("modernbert"), SNNKConfig(**part))

@@ -32,35 +32,18 @@ def moments_of(x: torch.Tensor, g: torch.Tensor) -> GradientMoments:
     return sums
 
 
-def planted(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs of very different variances, gradients that depend on three directions of them, and these directions."""
+def planted(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of very different variances, and gradients that depend on three directions of them."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(TOKENS, DIM, generator=generator).double() * torch.logspace(0, 1.5, DIM).double() + 0.5
     directions = torch.randn(3, DIM, generator=generator).double() / torch.logspace(0, 1.5, DIM).double()
     mixing = torch.randn(OUT, 3, generator=generator).double()
     noise = 0.1 * torch.randn(TOKENS, OUT, generator=generator).double()
-    return x, x @ directions.T @ mixing.T + noise, directions
-
-
-def angle(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest angle between two spaces of rows, in radians."""
-    return float(scipy.linalg.subspace_angles(one.numpy().T, other.numpy().T).max())
-
-
-def test_planted_directions_are_found() -> None:
-    x, g, directions = planted()
-    sums = moments_of(x, g)
-    found = gradient_rows(sums, torch.randn(3, DIM), ridges=(1e-9,))
-    assert angle(found.rows, directions) < 0.05
-    # The plain gradient's directions, without whitening, are others.
-    plain = torch.linalg.svd(sums.gradient)[2][:3]
-    assert angle(plain, directions) > 0.5
-    assert found.slope > 0.99 * found.slope_of_all
-    assert found.slope_before < 0.9 * found.slope
+    return x, x @ directions.T @ mixing.T + noise
 
 
 def test_rows_and_slopes_are_those_of_numpy() -> None:
-    x, g, _ = planted(1)
+    x, g = planted(1)
     before = torch.randn(4, DIM, generator=torch.Generator().manual_seed(5)).double()
     found = gradient_rows(moments_of(x, g), before, ridges=(0.1,), refit=False)
 
@@ -89,7 +72,7 @@ def test_rows_and_slopes_are_those_of_numpy() -> None:
 
 def test_no_rows_do_better_on_what_they_are_made_from() -> None:
     """If the examples judge themselves, the slope is the root of the sum of the leading squared singular values."""
-    x, g, _ = planted(2)
+    x, g = planted(2)
     sums = GradientMoments(DIM, OUT)
     for judges in (False, True):
         sums.add(x, g, judges)
@@ -104,7 +87,7 @@ def test_no_rows_do_better_on_what_they_are_made_from() -> None:
 
 
 def test_more_rows_than_outputs() -> None:
-    x, g, _ = planted()
+    x, g = planted()
     found = gradient_rows(moments_of(x, g[:, :2]), torch.randn(5, DIM))
     assert torch.linalg.matrix_rank(found.rows[:2]) == 2
     assert not found.rows[2:].any()  # which the library would choose: drawn rows stay there
@@ -123,7 +106,7 @@ def test_noise_is_regularised() -> None:
 
 
 def test_without_gradient() -> None:
-    x, g, _ = planted()
+    x, g = planted()
     with pytest.raises(NumericalError, match="the loss has no gradient here"):
         gradient_rows(moments_of(x, 0 * g), torch.randn(3, DIM))
 

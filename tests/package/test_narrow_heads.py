@@ -93,16 +93,6 @@ def test_values_of_one_head_are_cut_as_reduced_rank_regression_does():
     assert error < 1.001 * torch.linalg.svdvals(y)[3:].square().sum()
 
 
-def test_values_of_all_heads_are_better_together():
-    """Two heads that say the same: together they keep twice the directions that either could."""
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(400, 4, generator=generator, dtype=torch.float64)
-    both, y = torch.cat((z, z), -1), z @ torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    hidden = both @ torch.block_diag(*narrow_values(both.T @ both, y.T @ both, 2, 2)).T
-    error = (y - hidden @ torch.linalg.lstsq(hidden, y).solution).square().sum() / y.square().sum()
-    assert error < 1e-6
-
-
 def reduced_rank_of_heads(z: np.ndarray, y: np.ndarray, heads: int, size: int) -> float:
     """Share of y that is lost, by exact regressions of one head after the other until a round gains nothing."""
     columns = np.split(np.linalg.qr(z)[0], 1, 1)[0]
@@ -273,21 +263,3 @@ def test_beside_other_parts():
     parts = [NarrowHeadsPart(head_dim=6), AdapterPart(num_features=4)]
     for family in ("bert", "vit"):
         bundle(trained(get_snnk_model(tiny(family), SNNKConfig(parts=parts, modules_to_save=[])).eval(), 0.2))
-
-
-def test_values_of_two_heads_that_overlap_are_the_best_there_are():
-    """One direction of each of two heads, against all pairs of angles."""
-    generator = torch.Generator().manual_seed(3)
-    z = torch.randn(300, 4, generator=generator, dtype=torch.float64)
-    z[:, 2:] += 0.8 * z[:, :2]
-    y = z @ torch.randn(4, 5, generator=generator, dtype=torch.float64)
-
-    def error(first, second):
-        hidden = torch.stack((z[:, :2] @ first, z[:, 2:] @ second), 1)
-        return float((y - hidden @ torch.linalg.lstsq(hidden, y).solution).square().sum() / y.square().sum())
-
-    angles = torch.linspace(0, torch.pi, 61, dtype=torch.float64)[:-1]
-    directions = torch.stack((angles.cos(), angles.sin()), 1)
-    best = min(error(first, second) for first in directions for second in directions)
-    found = error(*narrow_values(z.T @ z, y.T @ z, 2, 1)[:, 0])
-    assert found < 1.02 * best
