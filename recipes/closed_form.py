@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 
-from lib.command_line import read_command_line
+from lib.config import read_command_line
 from lib.head_settings import ClosedFormConfig
 
 

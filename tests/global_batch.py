@@ -25,8 +25,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
 from lib.convert_settings import UptrainSection
 from lib.data import share
-from lib.distillation import Distilled
-from lib.loop import mean_loss, train_step
+from lib.teacher import Distilled
+from lib.training import mean_loss, train_step
 from papers.lib.masked_model import MaskedLanguageModel
 
 Tensors = dict[str, torch.Tensor]

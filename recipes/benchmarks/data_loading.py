@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from _bench import add_device, parser, report
 from data import TASKS
-from lib.augmentation import Augmentation
-from lib.images import ImageExamples
+from lib.images import Augmentation, ImageExamples
 from lib.settings import AugmentSection
 from PIL import Image
 from transformers import ViTImageProcessorPil

@@ -12,24 +12,24 @@ from typing import Any
 
 import torch
 from data import TASKS
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
 from lib.conversion import RECORD, Conversion, converted, restored, timed_inputs
 from lib.convert_settings import ConvertConfig
 from lib.data import ExampleSet
-from lib.distillation import Distilled
-from lib.evaluation import Alone, evaluation_splits, predict
+from lib.evaluation import Alone, evaluation_splits, predict, repeat_notes
 from lib.experiment import Data, Experiment, Finished, Schedule
 from lib.files import read_json, write_folder
-from lib.hub import push
 from lib.modality import modality_of
 from lib.models import train_in_use
-from lib.repeated import repeat_notes
 from lib.schedule import learning_rate
 from lib.tables import grid
-from lib.teacher import agreement, load_teacher, teacher_task
+from lib.teacher import Distilled, agreement, load_teacher, teacher_task
 from lib.texts import drawn, held_back, read_texts
 from lib.timing import forward_seconds, ratio
 from snnk_peft import bundle
+from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_model_card
 
 
@@ -246,3 +246,26 @@ def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
 def _numbers(model: torch.nn.Module) -> int:
     """Parameters and floating-point buffers: the rows of a bundle are buffers."""
     return sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
+
+
+def push(folder: Path, repository: str, private: bool) -> str:
+    """Upload the files of `folder`, in one commit; returns the address.
+
+    Args:
+        folder: a model with its card.
+        repository: "owner/model"; made if it is not there.
+        private: whether a new one is.
+
+    Raises:
+        ConfigError: the Hub refused it or cannot be reached; the folder is as it was.
+    """
+    api = HfApi()
+    try:
+        name = api.create_repo(repository, private=private, exist_ok=True).repo_id
+        return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message="Converted with snnk_peft"))
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{folder} is complete, but was not uploaded to {repository} ({reason}); look at output.push_to_hub or log "
+            f"in (hf auth login), then: hf upload {repository} {folder}"
+        ) from error

@@ -16,8 +16,8 @@ import torch
 
 from lib.data import ExampleSet
 from lib.evaluation import score
-from lib.loop import RunState, make_optimizer
 from lib.plots import learning_curve
+from lib.settings import StepSettings
 
 Config = TypeVar("Config")
 
@@ -64,6 +64,27 @@ class Schedule:
     rate: Callable[[int, float], float]
     budget_seconds: float | None = None
     eval_first: bool = False
+
+
+@dataclass
+class RunState:
+    """Position and results of a run; saved in every checkpoint.
+
+    Args:
+        step: optimizer steps done.
+        evaluated_step: the last step after which the model was evaluated.
+        best: score, metrics, step and epoch of the best evaluation.
+        evaluations_without_gain: since the best one.
+        train_seconds: time spent training, without evaluations.
+        cpu_seconds: processor time of the optimizer steps, over all threads of the process.
+    """
+
+    step: int = 0
+    evaluated_step: int = 0
+    best: dict[str, Any] | None = None
+    evaluations_without_gain: int = 0
+    train_seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -187,3 +208,13 @@ class Experiment(ABC, Generic[Config]):
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
         """The last lines on the terminal; `figures` are what `report` returned."""
         return f"best score {done.best['score']:.4f} at step {done.best['step']}; everything is in {done.folder}"
+
+
+def make_optimizer(model: torch.nn.Module, train: StepSettings, beta2: float = 0.999) -> torch.optim.AdamW:
+    """AdamW over the trained parameters; vectors (biases, norms, gates) are not decayed."""
+    trained = [value for value in model.parameters() if value.requires_grad]
+    groups = [
+        {"params": [value for value in trained if value.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [value for value in trained if value.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.learning_rate, betas=(0.9, beta2))

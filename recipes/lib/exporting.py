@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from lib.command_line import ROOT
-from lib.config import load_config
+from lib.config import ROOT, load_config
 from lib.evaluation import score
 from lib.files import check_writable, write_json
 from lib.lock import alone

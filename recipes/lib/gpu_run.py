@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lib.command_line import ROOT
+from lib.config import ROOT
 from lib.files import FileError, check_writable, write_json
 from lib.gpu_steps import STEPS, Plan
 from lib.lock import alone

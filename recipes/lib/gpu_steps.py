@@ -15,7 +15,7 @@ from data import TASKS
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from lib.command_line import ROOT
+from lib.config import ROOT
 from lib.files import read_json
 from snnk_peft.tasks.stdlib_docs import AREAS, load_sentences
 

@@ -1,22 +1,44 @@
-"""Running an experiment, and what is told when it goes wrong."""
+"""One run of an experiment: its folder, the state that a stopped run left, the loop, what stays, and its faults."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lib.command_line import Request, read_command_line
-from lib.config import load_config
-from lib.experiment import Experiment
-from lib.files import FileError
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from lib.checkpoint import MisfitError, discard_newer, load_checkpoint, load_model
+from lib.config import ROOT, Request, dump_yaml, load_config, read_command_line
+from lib.data import steps_per_epoch
+from lib.experiment import Experiment, Finished, RunState
+from lib.files import FileError, check_writable, write_json
 from lib.guard import guarded
-from lib.processes import lost_process
-from lib.run import run
-from lib.run_folder import choose_checkpoint
+from lib.lock import alone
+from lib.models import parameter_counts
+from lib.processes import in_main, is_sharded, lost_process, make_accelerator, prepare, seed_continuation, unwrapped
+from lib.run_folder import (
+    REPORT,
+    StopSignal,
+    check_checkpoint,
+    check_finished,
+    check_folder,
+    choose_checkpoint,
+    claim_folder,
+    environment,
+    peak_memory,
+    refusal,
+    reported_settings,
+)
 from lib.terminal import quiet
+from lib.tracking import Tracker, read_log
+from lib.training import Training
 from snnk_peft.errors import ConfigError
 
 
@@ -71,3 +93,190 @@ def perform(prepare: Callable[[], Experiment[Any]], request: Request) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def run(experiment: Experiment[Any], request: Request) -> int:
+    """Train, evaluate, report; returns the exit code (0 done, 1 diverged, 130 or 143 stopped and saved).
+
+    Raises:
+        ConfigError: the run folder is in use or does not fit the settings, the data or the model; nothing was changed.
+    """
+    stop = StopSignal()
+    config, folder = experiment.config, Path(experiment.config.output.dir)
+    accelerator = make_accelerator(config.train)
+    with contextlib.ExitStack() as held:
+
+        def check() -> None:
+            check_writable(folder)
+            held.enter_context(alone(folder, "output.dir"))
+            check_folder(folder, config, request.resume, request.overwrite, experiment.leaves)
+
+        in_main(accelerator, check)
+        return _run(experiment, request, accelerator, stop)
+
+
+def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator, stop: StopSignal) -> int:
+    """`run`, in a folder that is this run's alone."""
+    config, folder = experiment.config, Path(experiment.config.output.dir)
+    train = config.train
+    start = choose_checkpoint(folder / "checkpoints", request.checkpoint) if request.resume else None
+    if request.resume and request.checkpoint is None and (folder / REPORT).is_file():
+        check_finished(folder, _identity(experiment))
+        accelerator.print(f"{folder} is finished; its results are in {folder / REPORT}")
+        return 0
+    if start is not None:
+        check_checkpoint(start, config, experiment.records)
+
+    # --- data, model and optimizer -----------------------------------------------------------------------------------
+    data, world = experiment.data(accelerator), accelerator.num_processes
+    identity = {"data": data.fingerprints(), "batch": train.batch_size * world}
+    set_seed(train.seed)
+    bare = experiment.model(data, accelerator, resumed=start is not None).to(accelerator.device)
+    bare.train()
+    counts = parameter_counts(bare)
+    plain_optimizer = experiment.optimizer(bare)
+    model, optimizer = prepare(accelerator, bare, plain_optimizer)
+    # From here on only dropout draws random numbers, differently in every process.
+    set_seed(train.seed + 1 + accelerator.process_index)
+
+    # --- where we are ------------------------------------------------------------------------------------------------
+    per_epoch = steps_per_epoch(len(data.train), train.batch_size * world, train.gradient_accumulation)
+    schedule = experiment.schedule(per_epoch)
+    state = RunState() if start is None else _restore(start, bare, plain_optimizer, identity, accelerator, train)
+    accelerator.wait_for_everyone()  # all processes have read it
+    if accelerator.is_main_process:
+        claim_folder(folder, dump_yaml(config), ROOT, request.resume)
+        (folder / REPORT).unlink(missing_ok=True)  # of a finished run that goes on from an earlier checkpoint
+        for name in discard_newer(start) if start is not None else []:
+            print(f"discarded {name}, which is newer than {start.name}")
+    tracker = Tracker(folder, schedule.total, state.step, config.output.tensorboard, accelerator.is_main_process)
+    plan = (
+        f"{per_epoch} steps per epoch, at most {schedule.total} in all; {counts['trainable']:,} of "
+        f"{counts['total']:,} parameters trained"
+    )
+    tracker.say(
+        f"{experiment.title}: {data.train.describe()}, {plan if schedule.total else 'no training'}"
+        + (f"; continuing after step {state.step}" if start is not None else "")
+    )
+
+    # --- training ----------------------------------------------------------------------------------------------------
+    memory_before = peak_memory(accelerator.device)
+    training = Training(
+        experiment=experiment,
+        folder=folder,
+        accelerator=accelerator,
+        model=model,
+        bare=bare,
+        optimizer=optimizer,
+        plain_optimizer=plain_optimizer,
+        data=data,
+        identity=identity,
+        per_epoch=per_epoch,
+        schedule=schedule,
+        state=state,
+        tracker=tracker,
+        stop=stop,
+        command=request.command,
+    )
+    code = training.run()
+    if code != 0:
+        return code
+
+    # --- results: the best checkpoint, not the last ------------------------------------------------------------------
+    assert state.best is not None
+    memory = peak_memory(accelerator.device)
+    load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", bare)
+    test: dict[str, float] | None = {}
+    if data.test:
+        test = experiment.score(model, data.test, accelerator, stop.received)
+        if test is None:
+            print(f"{stop.name}: training is done, the test is not; continue with:\n  {request.command}")
+            return stop.exit_code
+    if is_sharded(bare):  # what is saved and folded must be whole: the same model once more, not split
+        set_seed(train.seed)
+        best = experiment.model(data, accelerator, resumed=True).to(accelerator.device).eval()
+        load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", best)
+    else:
+        best = unwrapped(accelerator, model).eval()
+    if accelerator.is_main_process:
+        done = Finished(
+            folder, best, data, state, state.best, test, per_epoch, memory_before, counts, accelerator.device
+        )
+        figures = experiment.report(done)
+        experiment.curve(read_log(folder / "log.jsonl"), folder / "learning_curve.png")
+        # The presence of metrics.json means that the run is complete.
+        common = _common_figures(experiment, done, schedule.total, memory)
+        write_json(folder / REPORT, {**common, **figures, "environment": environment(ROOT)})
+        print(experiment.summary(done, figures))
+    accelerator.end_training()
+    return 0
+
+
+def _restore(
+    start: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    identity: Mapping[str, Any],
+    accelerator: Accelerator,
+    train: Any,
+) -> RunState:
+    """Fill model, optimizer and generators; a ConfigError if the checkpoint is damaged or belongs to other data."""
+    try:
+        saved = load_checkpoint(start, model, optimizer, identity, accelerator.process_index, accelerator.num_processes)
+    except MisfitError as error:
+        raise refusal(start.parent.parent, error.faults) from error
+    strange = saved["run"].keys() - {entry.name for entry in dataclasses.fields(RunState)}
+    if strange:
+        raise refusal(start.parent.parent, [f"{start / 'state.json'}: unknown entries {sorted(strange)}"])
+    state = RunState(**saved["run"])
+    if accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(saved["scaler"])
+    place = accelerator.device.type
+    if saved.get("device", place) != place:
+        accelerator.print(
+            f"note: saved on {saved['device']}, continued on {place}: dropout draws other numbers there and sums are "
+            "rounded otherwise, so the weights will not be those of an uninterrupted run"
+        )
+    processes = saved["processes"]
+    if processes != accelerator.num_processes:
+        seed_continuation(train.seed, state.step, accelerator.process_index)
+        accelerator.print(
+            f"note: saved with {processes} processes, continued with {accelerator.num_processes}: the batches are the "
+            "same, but their sums are taken in another order, and dropout draws anew from train.seed, step and "
+            f"process; only {processes} processes give the weights of an uninterrupted run bit for bit"
+        )
+    before, now = saved.get("torch_threads"), torch.get_num_threads()
+    if place == saved.get("device", place) == "cpu" and before != now:
+        accelerator.print(
+            f"note: saved with {before} threads, continued with {now}: sums are taken in another order, so the "
+            f"weights will equal those of an uninterrupted run within rounding; OMP_NUM_THREADS={before} "
+            "makes them equal bit for bit"
+        )
+    return state
+
+
+def _common_figures(experiment: Experiment[Any], done: Finished, total: int, memory: int) -> dict[str, Any]:
+    """What metrics.json says about every run."""
+    return {
+        **_identity(experiment),
+        "best_step": done.best["step"],
+        "epochs": done.state.step / done.per_epoch,
+        "stopped_early": done.state.step < total,
+        "device": str(done.device),
+        "train_seconds": done.state.train_seconds,
+        "peak_memory_bytes": memory,
+        "trainable_parameters": done.counts["trainable"],
+        "total_parameters": done.counts["total"],
+        "examples": done.data.sizes,
+    }
+
+
+def _identity(experiment: Experiment[Any]) -> dict[str, Any]:
+    """What metrics.json says of which run it is."""
+    config = experiment.config
+    return {
+        "task": config.task,
+        "method": experiment.method,
+        "seed": config.train.seed,
+        "config": reported_settings(config, experiment.paths),
+    }

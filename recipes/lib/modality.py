@@ -22,9 +22,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lib.augmentation import Augmentation
 from lib.data import Examples, ExampleSet
-from lib.images import ImageExamples, channels_of, input_size
+from lib.images import Augmentation, ImageExamples, channels_of, input_size
 from lib.settings import AugmentSection, DataSection
 from snnk_peft.errors import ConfigError
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lib.belonging import check_checkpoint
 from lib.checkpoint import load_model
 from lib.files import write_folder
 from lib.modality import modality_of
 from lib.models import build_model, load_pretrained, resolve_model
-from lib.run_folder import best_checkpoint
+from lib.run_folder import best_checkpoint, check_checkpoint
 from lib.settings import FinetuneConfig
 from lib.task_settings import find_task
 from snnk_peft import bundle

@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from lib.command_line import ROOT
-from lib.config import load_config, read_yaml
+from lib.config import ROOT, load_config, read_yaml
 from lib.draws import draw_figures, resamplable
-from lib.evaluation import DivergedError, evaluation_splits, score
+from lib.evaluation import DivergedError, evaluation_splits, repeat_notes, score
 from lib.files import check_writable, read_json, write_json, writing
 from lib.lock import alone
 from lib.modality import modality_of
 from lib.models import load_trained
 from lib.processes import launcher_faults
-from lib.repeated import repeat_notes
 from lib.results import load_run
 from lib.run_folder import environment
 from lib.settings import EvaluateConfig, FinetuneConfig

@@ -1,4 +1,4 @@
-"""The fine-tuned classifier that is converted: loaded, and compared with what its conversion predicts."""
+"""The fine-tuned classifier that is converted: loaded, compared with its conversion, and learned from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from data import TASKS
+from torch import nn
+from torch.nn.functional import kl_div, mse_loss
 from transformers import AutoConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
 
+from lib.convert_settings import UptrainSection
 from lib.modality import modality_of
 from lib.models import nowhere, resolve_model
 from snnk_peft.errors import ConfigError
@@ -88,3 +92,83 @@ def _label_fault(config: Any, task: Any) -> str | None:
         f"its labels are {', '.join(mine)}; task {task.name} has {', '.join(theirs)}. Expected the same order: give "
         "the examples as task=table with data.labels in the order of the model"
     )
+
+
+class Distilled(nn.Module):
+    """A converted classifier whose training loss compares it with the original; in eval mode the classifier alone.
+
+    The loss is the sum, by the weights of the settings, of
+
+    - labels: the classifier's own loss,
+    - logits: T² KL(softmax(z/T) ‖ softmax(z'/T)) of the original's logits z and its own z' (Hinton et al. 2015), or, of
+      one output, their squared difference,
+    - layers: the mean over layers of ‖h - h'‖² / ‖h - mean h‖², over the tokens of an example that are no padding.
+
+    Each is a mean over examples, so that a step does not depend on how its examples are divided.
+
+    Args:
+        student: the patched model.
+        teacher: the original; it is no child of this module, so that checkpoints hold the student alone.
+        train: weights and temperature.
+    """
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, train: UptrainSection):
+        super().__init__()
+        self.student, self._teacher, self._train = student, (teacher,), train
+
+    def forward(self, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
+        """The student's output; in training with `loss`.
+
+        Args:
+            labels: (batch,), read if train.labels is above 0.
+            **inputs: of the model.
+        """
+        if not self.training:
+            return self.student(**inputs) if labels is None else self.student(**inputs, labels=labels)
+        train, hidden = self._train, {"output_hidden_states": self._train.layers > 0}
+        with torch.no_grad():
+            wanted = self._teacher[0](**inputs, **hidden)
+        given = self.student(**inputs, **hidden, labels=labels if train.labels else None)
+        loss = train.labels * given.loss.float() if train.labels else torch.zeros((), device=given.logits.device)
+        if train.logits:
+            loss = loss + train.logits * logit_loss(wanted.logits.float(), given.logits.float(), train.temperature)
+        if train.layers:
+            mask = inputs.get("attention_mask")
+            loss = loss + train.layers * layer_loss(wanted.hidden_states, given.hidden_states, mask)
+        return SequenceClassifierOutput(loss=loss, logits=given.logits)
+
+
+def logit_loss(wanted: torch.Tensor, given: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The second term, a mean over the batch.
+
+    Args:
+        wanted: logits of the original, (batch, outputs).
+        given: logits of the student, likewise.
+        temperature: T.
+    """
+    if wanted.shape[-1] == 1:
+        return mse_loss(given, wanted)
+    target, mine = (wanted / temperature).log_softmax(-1), (given / temperature).log_softmax(-1)
+    return temperature**2 * kl_div(mine, target, log_target=True, reduction="batchmean")
+
+
+def layer_loss(
+    wanted: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...], mask: torch.Tensor | None
+) -> torch.Tensor:
+    """The third term, a mean over the batch; an example of one token has no spread and counts nothing.
+
+    Args:
+        wanted: outputs of the original's embeddings and layers, (batch, length, dim) each; embeddings are not compared.
+        given: those of the student.
+        mask: (batch, length), 0 where there is padding; None for none.
+    """
+    errors = []
+    for target, mine in zip(wanted[1:], given[1:], strict=True):
+        target, mine = (values.float().flatten(1, -2) for values in (target, mine))
+        padding = torch.zeros_like(target[..., :1], dtype=torch.bool) if mask is None else ~mask.bool()[..., None]
+        mean = target.masked_fill(padding, 0).sum(1, keepdim=True) / (~padding).sum(1, keepdim=True)
+        missed, spread = (
+            values.masked_fill(padding, 0).square().sum((1, 2)) for values in (mine - target, target - mean)
+        )
+        errors.append((missed / spread.masked_fill(spread == 0, torch.inf)).mean())
+    return torch.stack(errors).mean()

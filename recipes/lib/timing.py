@@ -1,14 +1,16 @@
-"""How long models take, one beside the other."""
+"""How long models take, one beside the other, and how many operations of torch something takes."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.terminal import bar
 
@@ -51,3 +53,22 @@ def forward_seconds(
         return forward
 
     return alternate({name: run(model.eval()) for name, model in models.items()}, repetitions)
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        view = any(out.alias_info and not out.alias_info.is_write for out in function._schema.returns)
+        if not view and function.name() != "aten::_unsafe_view":
+            self.found[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations(run: Callable[[], Any]) -> Counter[str]:
+    """What is dispatched in one call, by name; views, which touch no numbers, do not count."""
+    with _Counting() as counting:
+        run()
+    return counting.found

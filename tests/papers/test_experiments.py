@@ -36,10 +36,10 @@ from lib.config import option
 from lib.data import ExampleSet
 from lib.experiment import Data, Experiment, Finished, Schedule
 from lib.launch import launch
-from lib.loop import train_step
 from lib.processes import prepare, unwrapped
 from lib.schedule import learning_rate
 from lib.settings import StepSettings
+from lib.training import train_step
 from papers.lib import lra_model
 from papers.programs import tiny_llama, train_lra
 from recipe_world import write_world

@@ -24,7 +24,7 @@ import image_layouts
 from accelerate.state import AcceleratorState
 from lib import training
 from lib.config import load_config
-from lib.loop import train_step
+from lib.training import train_step
 from papers import study
 from papers.lib.cifar_resnet import CifarResNet
 from papers.lib.lowrank_model import init_errors, low_rank_model, rebuilt_errors

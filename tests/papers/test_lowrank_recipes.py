@@ -30,7 +30,7 @@ from data import TASKS
 from lib import training
 from lib.checkpoint import list_checkpoints
 from lib.config import load_config
-from lib.loop import train_step
+from lib.training import train_step
 from papers import study
 from papers.lib.cifar_resnet import Block, CifarResNet, load_cifar_resnet
 from papers.lib.efficientnet_lite import STAGES, Convolution, EfficientNetLite, load_efficientnet_lite

@@ -24,9 +24,8 @@ import finetune
 from accelerate.state import AcceleratorState
 from data import TASKS
 from data.sparse_sums import BOUND, draw_pairs
-from lib.draws import redrawn, resamplable
+from lib.draws import inconsistency, majority, redrawn, relative_deviation, resamplable, variance_figures, voting_gain
 from lib.run_folder import best_checkpoint
-from lib.variance import inconsistency, majority, relative_deviation, variance_figures, voting_gain
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeModel
 from papers.lib.runs import load_folder

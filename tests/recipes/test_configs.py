@@ -25,7 +25,7 @@ from lib.data import steps_per_epoch
 from lib.finetuning import Finetuning
 from lib.head_comparison import ClosedForm
 from lib.head_fitting import FitHead
-from lib.loop import mean_loss
+from lib.training import mean_loss
 from papers.lib.cifar_resnet import CifarResNet
 from papers.programs import (
     finetune_kernel,

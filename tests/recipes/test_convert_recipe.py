@@ -23,10 +23,9 @@ from glue_files import write_task
 from lib import checkpoint as checkpoints
 from lib.config import load_config
 from lib.convert_settings import ConvertConfig, UptrainSection
-from lib.distillation import Distilled, layer_loss, logit_loss
-from lib.hub import push
+from lib.converting import push
 from lib.models import train_in_use
-from lib.teacher import agreement, load_teacher, teacher_task
+from lib.teacher import Distilled, agreement, layer_loss, load_teacher, logit_loss, teacher_task
 from lib.texts import batches_by_length
 from recipe_world import RECIPES, reset_accelerate, write_world
 from safetensors.torch import load_file

@@ -21,12 +21,11 @@ from accelerate import Accelerator
 from data import TASKS
 from data._pictures import ArrayPictures
 from lib import training
-from lib.augmentation import Augmentation, crop_box
 from lib.checkpoint import list_checkpoints
 from lib.evaluation import evaluation_splits, predict
-from lib.images import ImageExamples, input_size
-from lib.loop import train_step
+from lib.images import Augmentation, ImageExamples, crop_box, input_size
 from lib.settings import AugmentSection
+from lib.training import train_step
 from PIL import Image
 from recipe_world import RECIPES
 from safetensors.torch import load_file

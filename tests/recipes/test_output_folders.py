@@ -19,15 +19,15 @@ import fit_head
 import pytest
 import score
 import torch
+from lib import launch as runs
 from lib import modality, training
-from lib import run as runs
 from lib.checkpoint import list_checkpoints, verify
 from lib.files import FileError
 from lib.finetuning import Finetuning
 from lib.guard import guarded
 from lib.head_fitting import FitHead
 from lib.lock import alone
-from lib.loop import train_step
+from lib.training import train_step
 from papers.lib.measured_page import measured_page
 from papers.programs import train_copy, write_listops
 from recipe_world import (

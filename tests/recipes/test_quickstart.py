@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import scipy.stats as scipy_stats
 from data import TASKS, film_reviews
-from lib.quickstart_data import film_corpus, load_corpus
-from lib.quickstart_report import Row
+from lib.quickstart import Row, film_corpus, load_corpus
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import stdlib_docs as docs

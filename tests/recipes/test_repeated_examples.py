@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from data import TASKS
 from image_layouts import png
-from lib import repeated as repeated_examples
+from lib import evaluation as repeated_examples
+from lib.evaluation import repeat_notes
 from lib.images import ImageExamples
-from lib.repeated import repeat_notes
 from transformers import ViTImageProcessorPil
 
 from snnk_peft.errors import ConfigError

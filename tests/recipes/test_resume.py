@@ -24,7 +24,7 @@ from lib import checkpoint as checkpoints
 from lib import training
 from lib.checkpoint import list_checkpoints
 from lib.files import sha256, temporary_name
-from lib.loop import train_step
+from lib.training import train_step
 from recipe_world import RECIPES, same_tensors, write_settings
 from safetensors.torch import load_file, save_file
 

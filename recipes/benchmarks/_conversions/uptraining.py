@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lib.distillation import logit_loss
+from lib.teacher import logit_loss
 from torch import Tensor
 from tqdm.auto import tqdm
 

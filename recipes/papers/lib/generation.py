@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.command_line import ROOT
+from lib.config import ROOT
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 

@@ -26,7 +26,7 @@ def page(table: Table, out: Path) -> tuple[str, list[str]]:
 
 
 def figures(report: dict[str, Any]) -> dict[str, Any]:
-    """What its draws came to (`lib/variance.py`), on the only split that is scored."""
+    """What its draws came to (`lib/draws.py`), on the only split that is scored."""
     (found,) = report["evaluation"]["draws"]["splits"].values()
     return dict(found)
 

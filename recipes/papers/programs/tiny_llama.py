@@ -28,13 +28,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.command_line import resume_command
-from lib.config import option
+from lib.config import option, resume_command
 from lib.data import ExampleSet
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Experiment, Finished, Schedule, make_optimizer
 from lib.files import write_folder
 from lib.launch import Request, perform
-from lib.loop import make_optimizer
 from lib.plots import loss_curves
 from lib.run_folder import check_folder
 from lib.schedule import learning_rate
