@@ -24,15 +24,8 @@ PARAMETERS_PER_TENSOR, SPARE_PARAMETERS, UNHEARD_OF = 8, 1000, 100_000
 
 @contextlib.contextmanager
 def building_within(most: int, of: str) -> Iterator[None]:
-    """Limit the number of parameters created in a context: a config may ask for ten million layers.
-
-    Args:
-        most: how many.
-        of: why no more, for the message.
-
-    Raises:
-        ConfigError: there are more.
-    """
+    """ConfigError once more than `most` parameters are created in a context: a config may ask for ten million
+    layers."""
     made = 0
 
     def count(module: nn.Module, name: str, parameter: Any) -> None:

@@ -108,11 +108,8 @@ def content_faults(
 ) -> list[str]:
     """List the tensors of an open file that hold NaN or infinity, or differ from what was saved.
 
-    Args:
-        path: of the file.
-        file: from `open_tensors`.
-        digests: from `start_digests`; None to compute them now.
-        config: the JSON file that may name these weights.
+    `digests` are those of `start_digests`, None to compute them now; `config` is the JSON file that may name these
+    weights.
     """
     saved, tied = saved_digests(file), None if config is None else _weights_in(config)
     keys, known = list(file.keys()), saved is not None or bool(tied)
@@ -193,13 +190,8 @@ def refuse(path: object, what: str, faults: list[str]) -> None:
 
 
 def entry_faults(content: Mapping[str, Any], saved: object, free: Collection[str] | None = None) -> list[str]:
-    """List the entries of a JSON file that differ from what was saved.
-
-    Args:
-        content: the entries.
-        saved: their digests, as `stamps.stamp_entries` wrote them.
-        free: those that have no digest; None if further entries are no fault.
-    """
+    """List the entries of a JSON file that differ from their digests, but for those in `free`; None if further ones are
+    no fault."""
     if not isinstance(saved, Mapping):
         return [f"{DIGESTS} is {saved!r}; expected the digests of the other entries"]
     found = entries_of(content, {*(free or ()), DIGESTS})

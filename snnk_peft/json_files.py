@@ -14,11 +14,7 @@ LARGEST_JSON = 1 << 26  # bytes; what a file of this size becomes in memory stil
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        ConfigError: no file (a pipe, a folder), or no JSON; says so.
-    """
+    """The content of a JSON file; ConfigError where there is no file (a pipe, a folder), or no JSON."""
     path = Path(path)
     if not path.is_file():  # opening a pipe would wait for somebody to write
         raise ConfigError(f"{path} is {'no file' if os.path.lexists(path) else 'missing'}; expected a JSON file")
@@ -32,11 +28,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text.
-
-    Args:
-        text: from a file.
-        where: what it is called in messages.
+    """The value of a JSON text, called `where` in messages.
 
     Raises:
         ConfigError: no JSON, nested too deeply, or with whole numbers that no other program reads.
@@ -51,12 +43,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def check_limits(found: object, where: str) -> None:
-    """ConfigError if a value of a JSON text is nested too deeply, or holds a number that others cannot read.
-
-    Args:
-        found: the value.
-        where: what it is called in messages.
-    """
+    """ConfigError if a value of a JSON text is nested too deeply, or holds a number that others cannot read."""
     level: list[Any] = [found]
     depth = 0
     while level:

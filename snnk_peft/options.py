@@ -56,13 +56,11 @@ def closest(given: object, valid: Iterable[str]) -> str | None:
 class Option:
     """Description of one value.
 
-    Args:
+    Attributes:
         help: one sentence or two.
         choices: the only values of their type.
-        low: the least number.
-        high: the greatest number.
-        above: a number that the value must exceed.
-        below: a number that the value must stay below.
+        low: the least number; `high` the greatest.
+        above: a number that the value must exceed; `below` one that it must stay below.
         checked: False leaves the value to a check of its own.
         type: filled in by `options_of`: the annotation.
     """
@@ -77,13 +75,7 @@ class Option:
     type: Any = Any
 
     def fault(self, where: str, value: Any, yaml: bool = False) -> str | None:
-        """A message about a value that does not fit, or None.
-
-        Args:
-            where: what the value is called.
-            value: of any type.
-            yaml: whether the reader writes YAML (null, true).
-        """
+        """A message about a value that does not fit, or None; `yaml` where the reader writes null and true."""
         if not self.checked or self._fits(value):
             return None
         close = closest(value, [choice for choice in self.choices if isinstance(choice, str)])
@@ -147,12 +139,9 @@ def fits_type(value: Any, kind: Any) -> bool:
 
 
 def option(default: Any, help: str, **known: Any) -> Any:
-    """A dataclass field.
+    """A dataclass field with a help text and further fields of `Option`.
 
-    Args:
-        default: the value; for lists and dicts the class, `list` or `dict`; `dataclasses.MISSING` for none.
-        help: what it does.
-        **known: further fields of `Option`.
+    `default` is the class `list` or `dict` for these; `dataclasses.MISSING` for none.
     """
     given: dict[str, Any] = {"default_factory": default} if isinstance(default, type) else {"default": default}
     return dataclasses.field(**given, metadata={OPTION_KEY: Option(help, **known)})
@@ -184,13 +173,8 @@ def options_of(cls: Any) -> dict[str, Option]:
 
 
 def value_faults(where: str, options: Mapping[str, Option], values: Mapping[str, Any]) -> list[str]:
-    """Messages about every value that does not fit its option.
-
-    Args:
-        where: what stands before each name, as "adapter." or "orf ".
-        options: what is known, by name.
-        values: the values by name; what is not among the options is not looked at.
-    """
+    """Messages about every value that does not fit its option; `where` stands before each name, as "adapter." or "orf
+    "."""
     found = (options[name].fault(where + name, value) for name, value in values.items() if name in options)
     return [fault for fault in found if fault is not None]
 
@@ -204,15 +188,8 @@ def option_faults(where: str, settings: Any) -> list[str]:
 def argument_faults(
     where: str, cls: type, given: Mapping[str, Any], kind: str = "", reserved: Sequence[str] = ()
 ) -> list[str]:
-    """Messages for keyword arguments that a class does not take, and for values that do not fit.
-
-    Args:
-        where: the name under which the class is known.
-        cls: the class.
-        given: the arguments.
-        kind: what such a class is called.
-        reserved: arguments that may not be given.
-    """
+    """Messages for keyword arguments that a class, known as `where`, does not take or may not be given, and for values
+    that do not fit."""
     options = {name: known for name, known in options_of(cls).items() if name not in reserved}
     found = []
     for name in given:

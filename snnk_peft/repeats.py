@@ -34,14 +34,7 @@ def count_repeated(given: Iterable[Hashable], fitted: Set[Hashable]) -> int:
 
 
 def repeat_note(name: str, given: Iterable[Hashable], fitted_name: str, fitted: Iterable[Hashable]) -> str | None:
-    """Return a sentence about rows that are scored and were fitted as well; None if there is none.
-
-    Args:
-        name: what the scored rows are called, such as "validation".
-        given: these rows.
-        fitted_name: what the fitted ones are called, such as "train".
-        fitted: those.
-    """
+    """Return a sentence about rows that are scored and were fitted as well; None if there is none."""
     given = list(given)
     repeated = count_repeated(given, set(fitted))
     if not repeated:
@@ -53,13 +46,7 @@ def repeat_note(name: str, given: Iterable[Hashable], fitted_name: str, fitted: 
 
 
 def label_note(name: str, given: Iterable[Hashable], labels: Iterable[Hashable]) -> str | None:
-    """Return a sentence about rows that occur more than once with different labels; None if there is none.
-
-    Args:
-        name: what the rows are called, such as "train".
-        given: the rows.
-        labels: of these, in the same order.
-    """
+    """Return a sentence about rows that occur more than once with different labels; None if there is none."""
     found: dict[Hashable, list[Hashable]] = {}
     for row, label in zip(given, labels, strict=True):
         found.setdefault(row, []).append(label)

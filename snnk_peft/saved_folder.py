@@ -1,4 +1,4 @@
-"""A folder is written whole: elsewhere first, then file by file under its final names, the config last.
+"""A file or a folder is written whole: elsewhere first, then renamed, file by file, the config last.
 
 What a full disk or a killed process interrupts leaves what was there before. Between two renames a kill can leave new
 weights beside an older config; then the digest of the weights in that config does not fit them (digests.py).
@@ -27,9 +27,7 @@ def written_whole(
 ) -> Iterator[Path]:
     """A context with an empty folder to write to; its files move to `folder` when it ends without an error.
 
-    Args:
-        folder: is made if need be; files of other names stay as they are.
-        outdated: whether an older file that gets no successor of its name goes.
+    Files of other names stay as they are, unless they are `outdated` ones that get no successor.
 
     Raises:
         ConfigError: the folder cannot be written to; what was there before is unchanged.
@@ -87,3 +85,17 @@ def _publish(staged: Path, target: Path, outdated: Callable[[Path], bool]) -> No
 def _remove(files: list[Path]) -> None:
     for file in files:
         file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """The name of a file to write, which takes the place of `path` when the context ends without an error.
+
+    What a killed process left under that name is written over.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from snnk_peft.digests import (
     tensor_digest,
     value_digest,
 )
-from snnk_peft.whole_file import whole_file
+from snnk_peft.saved_folder import whole_file
 
 
 def stamp_together(config: Path, free: Collection[str], weights: Iterable[Path], before: Path | None = None) -> None:
@@ -47,11 +47,8 @@ def _ties_of_the_same(config: Path, before: Path) -> dict[str, str]:
 
 
 def stamp_tensors(path: Path) -> str:
-    """Write the digests of its tensors into the header of a safetensors file that has none.
-
-    Returns:
-        The digest of them all.
-    """
+    """Write the digests of its tensors into the header of a safetensors file that has none; returns that of them
+    all."""
     with open_tensors(path) as file:
         if (saved := saved_digests(file)) is not None:
             return value_digest(saved)
@@ -70,13 +67,7 @@ def stamp_tensors(path: Path) -> str:
 
 
 def stamp_entries(path: Path, free: Collection[str], weights: Mapping[str, str] | None = None) -> None:
-    """Write the digests of its entries into a JSON file.
-
-    Args:
-        path: of the file.
-        free: entries without, which users may edit.
-        weights: digests of the files that were saved with it, by name.
-    """
+    """Write the digests of its entries into a JSON file, and those of the files that were saved with it, by name."""
     content = json.loads(path.read_text(encoding="utf-8"))
     digests = {key: value_digest(value) for key, value in entries_of(content, {*free, DIGESTS}).items()}
     content[DIGESTS] = digests | dict(weights or {})

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 
 from lib.kernel_launches import Launch, every_adapter_launch, every_launch, every_linear_launch
 
-from snnk_peft.functional.device_kernels.triton_exponential import sizes
+from snnk_peft.functional.device_kernels.triton_shared import launching
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NAMES = {
@@ -73,7 +73,7 @@ def usage(made: Any) -> dict[str, int]:
 
 def all_usages(capability: int, dtype: torch.dtype, **more: Any) -> Iterator[tuple[str, dict[str, int]]]:
     """Name and usage of every different launch; arguments as `every_launch`."""
-    with mock.patch.object(sizes, "capability", return_value=capability // 10):
+    with mock.patch.object(launching, "capability", return_value=capability // 10):
         launches = every_launch("meta", dtype, 65536, **more)
     yield from _usages(capability, launches)
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.causal_attention import causal_linear_attention
-from snnk_peft.functional.linear_attention import AttentionState, key_sums
+from snnk_peft.functional.linear_attention import AttentionState, causal_linear_attention, key_sums
 from tests.exponential_oracle import TOLERANCE, error
 
 LOW = -1e6  # the scale of a key that does not count: its exponential beside any other is 0

@@ -35,8 +35,7 @@ from snnk_peft.functional.backend import form_that_ran
 from snnk_peft.functional.exponential_attention import exponential_attention
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 
 HEADS, DIM, FEATURES = 12, 64, 64
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)

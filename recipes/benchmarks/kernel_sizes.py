@@ -3,7 +3,7 @@
     python recipes/benchmarks/kernel_sizes.py --output gpu/kernel_sizes.json
 
 Every kernel of attention with every number of rows, warps and pipeline stages and every length of a part of the
-sequence, in bf16, 12 heads of 64, 64 features. What wins goes into the tables of triton_exponential/sizes.py and
+sequence, in bf16, 12 heads of 64, 64 features. What wins goes into the tables of triton_shared/launching.py and
 triton_linear/launches.py. Kernels are compiled by several processes first. Two minutes on an H200.
 """
 

@@ -18,7 +18,7 @@ from lib.tables import grid
 from lib.terminal import bar
 from snnk_peft import MeanPoolingPart, PoolerPart, SNNKConfig, bundle, fit_closed_form, get_snnk_model
 from snnk_peft.bundling.closed_form import bundled_head, head_features
-from snnk_peft.solvers.closed_form import closed_form_head
+from snnk_peft.solvers.ridge import closed_form_head
 
 
 class ClosedForm(Finetuning):

@@ -12,20 +12,21 @@ import torch
 from snnk_peft.functional.adapter_sum import AdapterForm
 from snnk_peft.functional.device_kernels.triton_adapter import kernels as adapter
 from snnk_peft.functional.device_kernels.triton_adapter import launches as adapter_launches
-from snnk_peft.functional.device_kernels.triton_exponential import causal, decode, key_sums, launches, queries, sizes
+from snnk_peft.functional.device_kernels.triton_exponential import causal, decode, key_sums, launches, queries
 from snnk_peft.functional.device_kernels.triton_linear import causal as linear_causal
 from snnk_peft.functional.device_kernels.triton_linear import decode as linear_decode
 from snnk_peft.functional.device_kernels.triton_linear import launches as linear_launches
 from snnk_peft.functional.device_kernels.triton_linear import sums as linear_sums
 from snnk_peft.functional.device_kernels.triton_near import kernels as near
 from snnk_peft.functional.device_kernels.triton_near import launches as near_launches
+from snnk_peft.functional.device_kernels.triton_shared import launching
 
 HEADS, DIM, FEATURES = 12, 64, 64
 WIDTH, SINKS = 64, 4
 
 
 class Launch(NamedTuple):
-    """One launch; `name` is that of its sizes in sizes.TABLE, or "combine"."""
+    """One launch; `name` is that of its sizes in launching.TABLE, or "combine"."""
 
     name: str
     kernel: Any
@@ -187,6 +188,6 @@ def every_adapter_launch(
 @contextlib.contextmanager
 def parts_of(tokens: int) -> Iterator[None]:
     """Within it every sequence is cut into parts of so many tokens."""
-    kinds = dict.fromkeys(sizes.FEWEST, tokens)
-    with mock.patch.dict(sizes.FEWEST, kinds), mock.patch.dict(sizes.LONGEST, kinds):
+    kinds = dict.fromkeys(launching.FEWEST, tokens)
+    with mock.patch.dict(launching.FEWEST, kinds), mock.patch.dict(launching.LONGEST, kinds):
         yield

@@ -31,9 +31,8 @@ from snnk_peft.errors import ConfigError, NumericalWarning, UnsupportedError
 from snnk_peft.heads.fitted import HEAD_RIDGES
 from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whole, require_finite
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.solvers.closed_form import one_hot_targets
 from snnk_peft.solvers.reduce import same_everywhere
-from snnk_peft.solvers.ridge import GramAccumulator
+from snnk_peft.solvers.ridge import GramAccumulator, one_hot_targets
 from snnk_peft.solvers.ridge_posterior import cross_validated
 from snnk_peft.tuner.given_model import refuse_inference_tensors, takes_model
 

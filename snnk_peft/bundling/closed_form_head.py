@@ -32,8 +32,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.heads.features import HeadFeatures, HeadReader
 from snnk_peft.heads.fitted import HEAD_RIDGES, FittedHead
 from snnk_peft.heads.statistics import HeadStatistics
-from snnk_peft.solvers.reduce import gathered
-from snnk_peft.solvers.token_sample import TokenSample
+from snnk_peft.solvers.reduce import TokenSample, gathered
 from snnk_peft.tuner.given_model import outside_inference_mode, plain_model
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature

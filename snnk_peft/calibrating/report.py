@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from snnk_peft.errors import ConfigError, NumericalWarning
-from snnk_peft.whole_file import whole_file
+from snnk_peft.saved_folder import whole_file
 
 SHOWN = 4  # slots that a warning names
 POOR = 0.25  # error of an attention from which models were found to suffer: 3 to 5 points, or all that they knew

@@ -12,7 +12,7 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component
-from snnk_peft.functional.arccos import arccos_kernel
+from snnk_peft.functional.activation_kernels import arccos_kernel
 from snnk_peft.options import Option
 
 

@@ -131,12 +131,7 @@ class Component(nn.Module):
         raise TypeError(f"{type(self).__name__} is not an elementwise component")
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """grad · f′(z) for a `function` that is written out with its derivative: adapters then train in fewer steps.
-
-        Args:
-            z: any shape.
-            grad: the same shape and dtype.
-        """
+        """grad · f′(z) for a `function` that is written out with its derivative: adapters then train in fewer steps."""
         raise TypeError(f"{type(self).__name__} does not define gradient()")
 
     def offsets(self, num_features: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
@@ -146,9 +141,7 @@ class Component(nn.Module):
     def activate(self, z: torch.Tensor, amplitudes: torch.Tensor | float | None = None) -> torch.Tensor:
         """Features of an elementwise component from projections z = x Wᵀ: (..., num_features) -> (..., feature_dim).
 
-        Args:
-            z: the projections.
-            amplitudes: what `Projection.amplitudes` gives; None for num_features^-½.
+        `amplitudes` are those of `Projection.amplitudes`; None for num_features^-½.
         """
         offsets = self.offsets(z.shape[-1], z.device)
         values = self.function(z if offsets is None else z + offsets.to(z.dtype))
@@ -159,11 +152,8 @@ class Component(nn.Module):
     ) -> Features:
         """Compute the features of one tower, x (..., dim) -> (..., feature_dim); overridden if not elementwise.
 
-        Args:
-            x: the vectors, (..., length, dim) where statistics are given.
-            projection: W.
-            statistics: see `statistics`; empty for the stored ones.
-            second: whether this is psi: it carries the signs of the feature weights.
+        With `statistics` (empty for the stored ones) x is (..., length, dim). `second` is psi, which carries the signs
+        of the feature weights.
         """
         amplitudes = projection.amplitudes(signed=second)
         if not self.periodic:
@@ -176,13 +166,8 @@ class Component(nn.Module):
     ) -> LogLinear | None:
         """The logarithms of the features of one tower, for components whose features are exponentials; None for others.
 
-        Attention computes with them instead of `tower`, which must say the same.
-
-        Args:
-            projection: W.
-            statistics: see `statistics`; empty for the stored ones.
-            second: whether this is psi.
-            like: any tensor on the device and in the dtype of the result, at least fp32.
+        Attention computes with them instead of `tower`, which must say the same. `like` has the device and the dtype of
+        the result, at least fp32.
         """
         return None
 
@@ -201,13 +186,10 @@ class Component(nn.Module):
     def statistics(
         self, x: torch.Tensor, y: torch.Tensor, x_mask: torch.Tensor | None = None, y_mask: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Compute what both towers share, from the vectors of both; empty unless the component adapts to the data.
+        """What both towers share, from x (..., n, dim) and y (..., l, dim), where the masks (..., n), (..., l) are
+        True.
 
-        Args:
-            x: (..., n, dim), one set of vectors per leading index.
-            y: (..., l, dim).
-            x_mask: (..., n) bool, True where x counts; None for all.
-            y_mask: (..., l) bool.
+        Empty unless the component adapts to the data.
         """
         return {}
 
@@ -220,13 +202,7 @@ class Component(nn.Module):
         raise TypeError(f"{type(self).__name__} has no exact kernel")
 
     def kernel_over(self, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> torch.Tensor:
-        """`kernel` over a matrix; a member whose kernel depends on the matrix defines this one instead.
-
-        Args:
-            x: (..., dim).
-            y: (..., dim), broadcasts with x.
-            projection: W.
-        """
+        """`kernel` over a matrix; a member whose kernel depends on the matrix defines this one instead."""
         return self.kernel(x, y)
 
 

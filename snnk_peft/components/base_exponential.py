@@ -16,15 +16,17 @@ Shapes: x and y (..., dim), the kernel (...). What the members have in common is
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from snnk_peft.components.base import Component
+from snnk_peft.components.base import Component, Features
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.backend import has_kernels
-from snnk_peft.functional.exponential import KERNELS, exact_kernel
+from snnk_peft.functional.exponential import KERNELS, exact_kernel, half_square, log_factor, stabilised
 from snnk_peft.functional.log_linear import LogLinear
+from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
 
@@ -45,12 +47,7 @@ class Exponential(Component):
 
     @staticmethod
     def tilt(a: torch.Tensor | float, projection: Projection) -> torch.Tensor | float:
-        """The parameter of e^{a‖ω‖²} to use with a matrix: a, or 0 where its mean over the rows would be wrong.
-
-        Args:
-            a: a number, or a tensor of them.
-            projection: W.
-        """
+        """The parameter of e^{a‖ω‖²} to use with a matrix: a, or 0 where its mean over the rows would be wrong."""
         return a if projection.sampled_lengths else a * 0
 
 
@@ -87,8 +84,8 @@ def exponential_logarithms(
     Args:
         projection: W.
         kernel: "softmax", or "gaussian" for another factor e^{−‖x‖²/2}.
-        second: whether these are features of the second tower (psi), which carries the signs of the feature weights.
-        like: any tensor on the device and in the dtype of the result, at least fp32.
+        second: as in `Component.log_linear`.
+        like: likewise.
         a: a number, (..., 1, 1), or one per coordinate (..., 1, d); see `Exponential.tilt`.
         stretch: (..., 1, d) or (d,).
         basis: (..., d, d).
@@ -117,3 +114,70 @@ def exponential_logarithms(
         return LogLinear(rows, offset + math.log(amplitudes), square)
     amplitudes = amplitudes.to(like)
     return LogLinear(rows, offset + amplitudes.abs().log(), square, amplitudes.sign() if second else None)
+
+
+class Coordinates(NamedTuple):
+    """One tower's change of coordinates: u = stretch ∘ x, or x · basis, or x itself where both are None.
+
+    Attributes:
+        a: a number, one per example (..., 1, 1), or one per coordinate (..., 1, dim) or (dim,); all below 1/8.
+        stretch: (..., 1, dim) or (dim,).
+        basis: (..., dim, dim).
+    """
+
+    a: torch.Tensor | float
+    stretch: torch.Tensor | None = None
+    basis: torch.Tensor | None = None
+
+
+class Tilted(Exponential):
+    """Base class of the components with a quadratic term, in coordinates of the data's choice, `coordinates`:
+
+        φ(x) = m^-½ D exp(Σ_l a_l ω_l² + ω·(√(1−4a) ∘ u) − ‖u‖²/2),      D = Π_l (1−4a_l)^¼
+
+    u is x, Ψx with a diagonal Ψ, or x times a matrix, such that the inner product of both towers is x·y: then the
+    features are unbiased for e^{x·y} whatever a < 1/8 is, and with kernel="gaussian" and a factor e^{−‖x‖²/2} of the
+    original vectors for e^{−‖x−y‖²/2} (Likhosherstov et al. 2022, 2023). Costs `posrf`, the change of coordinates, and
+    ‖ω‖² per row.
+    """
+
+    # What members hold in buffers for want of statistics is `posrf`, and nothing here changes it. The buffers stay
+    # because all files of 0.1.0 have them, perhaps with other values.
+    tilted = True
+
+    def coordinates(
+        self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int
+    ) -> Coordinates:
+        """a and the coordinates of one tower; arguments as in `Component.log_linear`."""
+        raise TypeError(f"{type(self).__name__} does not define coordinates(); see Tilted")
+
+    def tower(
+        self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool
+    ) -> Features:
+        with full_precision(x):
+            u = wide(x)
+            a, stretch, basis = self.coordinates(statistics, second, u, projection.dim)
+            a = self.tilt(a, projection)
+            if stretch is not None:
+                u = u * stretch.to(u)
+            if basis is not None:
+                u = u @ basis.to(u)
+            exponents = projection(u * (1 - 4 * a) ** 0.5)
+            exponents += quadratic_forms(a, projection, exponents)
+            factor = log_factor(u, "softmax", a)
+            if self.kernel_name == "gaussian":
+                factor = factor - half_square(x)
+            return Features(*stabilised(exponents, factor, projection.amplitudes(signed=second), x.dtype))
+
+    def log_linear(
+        self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
+    ) -> LogLinear | None:
+        chosen = self.coordinates(statistics, second, like, projection.dim)
+        return exponential_logarithms(projection, self.kernel_name, second, like, **chosen._asdict())
+
+
+def quadratic_forms(a: torch.Tensor | float, projection: Projection, like: torch.Tensor) -> torch.Tensor:
+    """Σ_l a_l ω_l² of every row: (num_features,), with leading dimensions those of a."""
+    if isinstance(a, torch.Tensor) and a.dim() > 0 and a.shape[-1] > 1:
+        return a @ projection.materialize().to(like).square().mT
+    return a * projection.squared_row_norms().to(like)

@@ -1,6 +1,6 @@
 """GELU features: φ(x) = m^-½ GELU(Wx), the natural choice at landmarks of a GELU network.
 
-The exact kernel E[GELU(ω·x) GELU(ω·y)] has a closed form: see `functional/gelu_kernel.py`.
+The exact kernel E[GELU(ω·x) GELU(ω·y)] has a closed form: see `functional/activation_kernels.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component
-from snnk_peft.functional.gelu_kernel import gelu_kernel
+from snnk_peft.functional.activation_kernels import gelu_kernel
 
 
 @COMPONENTS.register("gelu")

@@ -17,7 +17,7 @@ from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
 from snnk_peft.components.base_exponential import Exponential
 from snnk_peft.functional.exponential import half_square, stabilised
-from snnk_peft.functional.integer_powers import log_abs, sign_of_powers
+from snnk_peft.functional.powers import log_abs, sign_of_powers
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.projections.base import Projection
 

@@ -16,8 +16,7 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Features
-from snnk_peft.components.base_exponential import KernelName
-from snnk_peft.components.base_tilted import Coordinates, Tilted, quadratic_forms
+from snnk_peft.components.base_exponential import Coordinates, KernelName, Tilted, quadratic_forms
 from snnk_peft.functional.exponential import log_factor, stabilised
 from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.precision import full_precision, wide

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base_exponential import KernelName
-from snnk_peft.components.base_tilted import Coordinates, Tilted
+from snnk_peft.components.base_exponential import Coordinates, KernelName, Tilted
 from snnk_peft.functional.exponential import mean_square_of_sums, optimal_a
 
 

@@ -28,9 +28,9 @@ import torch
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
 from snnk_peft.errors import ConfigError
+from snnk_peft.functional.powers import symmetric_square, symmetric_square_size
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.random_numbers import normal_numbers
-from snnk_peft.functional.symmetric_square import symmetric_square, symmetric_square_size
 from snnk_peft.options import Option
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator

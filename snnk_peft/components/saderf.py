@@ -17,8 +17,7 @@ from typing import Annotated
 import torch
 
 from snnk_peft.components import COMPONENTS
-from snnk_peft.components.base_exponential import KernelName
-from snnk_peft.components.base_tilted import Coordinates, Tilted
+from snnk_peft.components.base_exponential import Coordinates, KernelName, Tilted
 from snnk_peft.functional.exponential import masked_mean, mean_square_of_sums, optimal_a
 from snnk_peft.functional.precision import wide
 from snnk_peft.options import Option

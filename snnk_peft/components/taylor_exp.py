@@ -19,8 +19,8 @@ import torch
 
 from snnk_peft.components import COMPONENTS
 from snnk_peft.components.base import Component, Features
+from snnk_peft.functional.powers import symmetric_square, symmetric_square_size
 from snnk_peft.functional.precision import full_precision, wide
-from snnk_peft.functional.symmetric_square import symmetric_square, symmetric_square_size
 from snnk_peft.projections.base import Projection
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from snnk_peft.cost.build import DTYPES, TASKS, read_snnk_config
 from snnk_peft.cost.estimate import DEVICES, CostReport, estimate_cost
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.whole_file import whole_file
+from snnk_peft.saved_folder import whole_file
 
 
 def parser() -> argparse.ArgumentParser:

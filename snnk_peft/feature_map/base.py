@@ -80,9 +80,6 @@ def advance(model: nn.Module) -> None:
     """Tell every matrix W in `model` that a training step has passed; call it once after each step of the optimizer.
 
     Matrices made with `redraw_every` redraw when it is time; all others, and all in eval, stay as they are.
-
-    Args:
-        model: anything that contains feature maps.
     """
     for module in model.modules():
         if isinstance(module, Projection):

@@ -44,17 +44,9 @@ def measured_error(
     component_params: dict[str, Any] | None = None,
     projection_params: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Bias and spread of the kernel estimate over seeds, on random pairs of vectors of a given length.
+    """Bias and spread of the kernel estimate over seeds, on random pairs of vectors of a given Euclidean length.
 
-    Args:
-        component: a name of `COMPONENTS`.
-        projection: a name of `PROJECTIONS`.
-        dim: length of the vectors' coordinate lists.
-        num_features: rows of W.
-        length: Euclidean length of every vector.
-        draws: how many seeds.
-        component_params: as in `build_feature_map`.
-        projection_params: as in `build_feature_map`.
+    Further arguments as in `build_feature_map`.
 
     Raises:
         ConfigError: a pair that estimates no kernel.

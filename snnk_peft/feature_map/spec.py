@@ -50,11 +50,7 @@ class FeatureMapSpec:
     save: bool = option(True, "whether W is saved with a checkpoint; see `Drawn`.")
 
     def faults(self, where: str = "") -> list[str]:
-        """List everything that is wrong and can be known before the map is built.
-
-        Args:
-            where: path of this spec in the config or file; each message starts with it.
-        """
+        """List everything that is wrong and can be known before the map is built; each message starts with `where`."""
         return self._member_faults(where) + self._value_faults(where)
 
     def _member_faults(self, where: str) -> list[str]:
@@ -136,10 +132,7 @@ class FeatureMapSpec:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> FeatureMapSpec:
-        """A spec from its stored form.
-
-        Args:
-            given: what `as_dict` gave, in this version or any before; fields with a default may be left out.
+        """A spec from what `as_dict` gave, in this version or any before; fields with a default may be left out.
 
         Raises:
             ConfigError: fields that do not exist, or are missing. Values are checked by `faults`.
@@ -154,10 +147,7 @@ class FeatureMapSpec:
 
     @classmethod
     def of(cls, feature_map: FeatureMap) -> FeatureMapSpec:
-        """Return the spec of an existing map, without what it has learned.
-
-        Args:
-            feature_map: its component and projection are registered.
+        """The spec of an existing map, without what it has learned.
 
         Raises:
             ConfigError: the component has a function among its parameters, which is no plain data.

@@ -33,7 +33,7 @@ class Elementwise(Protocol):
 class AdapterForm(NamedTuple):
     """The settings of `adapter_sum` that are not tensors.
 
-    Args:
+    Attributes:
         component: f; None where x are features already.
         normalize: whether x̂ is LayerNorm(x), without weights.
         scale: α.
@@ -61,20 +61,9 @@ def adapter_sum(
     matrix: Tensor,
     form: AdapterForm,
 ) -> Tensor:
-    """r + β (f(z) − γ c) Mᵀ, or r + β x Mᵀ.
+    """r + β (f(z) − γ c) Mᵀ, or r + β x Mᵀ for features x where `form` has no component; r is x where it is None.
 
-    Args:
-        x: (..., dim); the features (..., m), where `form` has no component.
-        residual: r (..., out); None for x itself.
-        weight: W (m, dim).
-        low: W in the dtype in which x̂ is multiplied with it; takes no gradient.
-        bias: b (m,).
-        centres: c (m,), not trained.
-        matrix: M (out, m).
-        form: the rest.
-
-    Returns:
-        (..., out), in the dtype of r.
+    `low` is W in the dtype in which x̂ is multiplied with it and takes no gradient; the centres c are not trained.
     """
     if torch.is_grad_enabled():  # where nothing needs one, the function detects that itself
         found: Tensor = _AdapterSum.apply(x, residual, weight, low, bias, centres, matrix, form)
@@ -106,7 +95,6 @@ class _AdapterSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients for x, r, W, b and M."""
         if torch.is_grad_enabled():
             return _of_the_formula(ctx, g)
         x, weight, low, bias, _, z, *moments, features, matrix, narrow = ctx.saved_tensors

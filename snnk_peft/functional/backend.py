@@ -127,9 +127,6 @@ def form_that_ran(operation: str) -> str | None:
     """Return the form that the last call of an operation took: "torch", the name of a kernel's function, or None.
 
     A compiled function says what it took when it was traced.
-
-    Args:
-        operation: one of OPERATIONS.
     """
     return _RAN.get(operation)
 

@@ -22,12 +22,7 @@ def takes_blocks(x: torch.Tensor) -> bool:
 
 
 def block_tokens(x: torch.Tensor, columns: int) -> int | None:
-    """Return the number of tokens per block, or None for all at once.
-
-    Args:
-        x: (B, H, L, d).
-        columns: values per token and head of what is computed from a block.
-    """
+    """Tokens per block of x (B, H, L, d), for `columns` values per token and head; None for all at once."""
     if not takes_blocks(x):
         return None
     return max(FEWEST, BLOCK // (x.shape[0] * x.shape[1] * columns) // FEWEST * FEWEST)
@@ -40,12 +35,8 @@ def causal_tokens(x: torch.Tensor, columns: int) -> int | None:
 
 
 def split_tokens(size: int | None, *tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """The blocks of tensors (B, H, L, d) and masks (B, L) side by side; None stays None.
-
-    Args:
-        size: tokens per block, or None for one block.
-        *tensors: what is cut; the first is not None.
-    """
+    """The blocks of tensors (B, H, L, d) and masks (B, L), None stays None, side by side; one block if `size` is
+    None."""
     first = tensors[0]
     if size is None or first is None or first.shape[-2] <= size:
         yield tensors
@@ -57,14 +48,9 @@ def split_tokens(size: int | None, *tensors: torch.Tensor | None) -> Iterator[tu
 
 
 def joined(blocks: Iterator[torch.Tensor], size: int | None, length: int) -> torch.Tensor:
-    """Blocks of tokens (B, H, l, D), one after the other, as one tensor (B, H, length, D).
+    """Blocks of `size` tokens (B, H, l, D), made as they are asked for, as one tensor (B, H, length, D).
 
     Without gradients each is written to its place as it comes: the memory of one block then serves the next.
-
-    Args:
-        blocks: they are made as they are asked for.
-        size: l, or None for one block.
-        length: of all together.
     """
     first = next(blocks)
     if size is None or length <= size:
@@ -79,11 +65,7 @@ def joined(blocks: Iterator[torch.Tensor], size: int | None, length: int) -> tor
 
 
 class BlockMemory:
-    """Memory shared by the steps of a loop over blocks: allocating anew would cost more than the computation.
-
-    Args:
-        like: a tensor on its device and in its dtype.
-    """
+    """Memory shared by the steps of a loop over blocks: allocating anew would cost more than the computation."""
 
     def __init__(self, like: torch.Tensor):
         self._like = like

@@ -26,23 +26,14 @@ DRAW_TOLERANCE = 1e-5
 
 
 def draw_checksum(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The 32 bytes (uint8, on the CPU) of a draw; they survive moves between devices, not casts.
-
-    Args:
-        tensors: what was drawn, by name.
-    """
+    """The 32 bytes (uint8, on the CPU) of a draw; they survive moves between devices, not casts."""
     exact = DRAW_MARK + bytes([DRAW_METHOD]) + _exact_part(tensors)
     data = exact + struct.pack(f"<{DRAW_SUMS}f", *_signed_sums(_numbers(tensors)))
     return torch.tensor(list(data), dtype=torch.uint8, device="cpu")
 
 
 def checksum_fault(saved: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Return what is wrong if a stored checksum does not match these tensors, None if it matches.
-
-    Args:
-        saved: (32,) uint8.
-        tensors: what was drawn here.
-    """
+    """Return what is wrong if a stored checksum (32,) does not match these tensors, None if it matches."""
     whole = saved.dtype == torch.uint8 and tuple(saved.shape) == (8 + 4 * DRAW_SUMS,)
     data = bytes(saved.cpu().tolist()) if whole else b""
     if data[:3] != DRAW_MARK:

@@ -35,13 +35,9 @@ def half_square(x: Tensor) -> Tensor:
 
 
 def log_factor(x: Tensor, kernel: str, a: Tensor | float = 0.0, sign: int = 1) -> Tensor:
-    """Return the logarithm of the common factor of a vector's features, (1−4a)^{d/4} e^{−s‖x‖²/2}: (..., 1).
+    """log (1−4a)^{d/4} e^{−s‖x‖²/2}, common to the features of x (..., d): (..., 1); "gaussian" has e^{−‖x‖²/2} more.
 
-    Args:
-        x: the vectors, (..., d).
-        kernel: "softmax", or "gaussian" for another factor e^{−‖x‖²/2}.
-        a: the parameter, a number, (..., 1), or one per coordinate (..., d).
-        sign: s.
+    The parameter a is a number, (..., 1), or one per coordinate (..., d).
     """
     d = x.shape[-1]
     square = half_square(x)
@@ -81,14 +77,10 @@ def stabilised(
 
 
 def optimal_a(mean_square: Tensor, dim: int) -> Tensor:
-    """The a <= 0 with the least second moment for a given mean of ‖x + y‖² (OPRF; Spectraformer, Eq. 35).
+    """The a <= 0 with the least second moment for a mean S >= 0 of ‖x + y‖², which sums over `dim` coordinates.
 
-    With ρ = 1/(1−8a): the derivative of the logarithm of the second moment is zero at
-    ρ = (√((2S+d)² + 8dS) − 2S − d) / 4S. Written without the cancellation that this has for small S; a -> 0 there.
-
-    Args:
-        mean_square: S >= 0, any shape.
-        dim: d, the number of coordinates that S sums over.
+    (OPRF; Spectraformer, Eq. 35.) With ρ = 1/(1−8a): the derivative of the logarithm of the second moment is zero at ρ
+    = (√((2S+d)² + 8dS) − 2S − d) / 4S. Written without the cancellation that this has for small S; a -> 0 there.
     """
     total = 2 * mean_square + dim
     rho = 2 * dim / (torch.sqrt(total.square() + 8 * dim * mean_square) + total)

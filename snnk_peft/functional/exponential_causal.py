@@ -50,11 +50,11 @@ def causal_exponential_attention(
     """Query i attends to keys 0..i, and to all keys in `state` before them.
 
     Args:
-        q: queries, (B, H, L, d).
-        k: keys, (B, G, L, d).
-        v: values, (B, G, L, D).
-        queries: their features.
-        keys: theirs, with the same signs.
+        q: (B, H, L, d), with the features `queries`.
+        k: (B, G, L, d), with the features `keys`, of the same signs.
+        v: (B, G, L, D).
+        queries: of q.
+        keys: of k.
         mask: (B, L) bool, True where a key counts.
         state: to continue from.
         weighed: give log Σ_r φ_r(q_i) Σ_{j<=i} ψ_r(k_j), but for |q_i|²_Q, as a last column; not for signed features.
@@ -96,7 +96,6 @@ def _causal_block(
     careful: bool,
     weighed: bool,
 ) -> tuple[Tensor, KeyMeans]:
-    """Compute one block of tokens in at least fp32."""
     rows, groups, length = queries.rows, k.shape[1], q.shape[-2]
     q, k, v = (t.to(rows.dtype) for t in (q, k, v))
     seen = None if mask is None else _rows_with_keys(mask, state, groups)
@@ -152,7 +151,6 @@ def _rows_with_keys(mask: Tensor, state: KeyMeans | None, groups: int) -> Tensor
 
 
 def _rows_zeroed(out: Tensor, seen: Tensor | None, heads: int) -> Tensor:
-    """(B, H, L, D) with 0 where a row has no key."""
     if seen is None:
         return out
     return out.masked_fill(~seen.repeat_interleave(heads // seen.shape[1], 1).unsqueeze(-1), 0.0)
@@ -209,10 +207,7 @@ def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinea
 def _pairs(a: Tensor, b: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """log |Σ_r σ_r e^{a_ir + b_jr}| for j <= i within a chunk, below ABSENT for j > i, and the signs of the sums.
 
-    Args:
-        a: (..., tokens, m), tokens a power of two.
-        b: likewise.
-        signs: σ (m,), or None for all 1; then so are those of the sums, and None is returned.
+    a and b are (..., tokens, m), tokens a power of two; σ (m,) of None is 1, and then None is returned for the signs.
     """
     tokens, size, found, of_found = a.shape[-2], 1, *_log_products(a.unsqueeze(-2), b.unsqueeze(-2), signs)
     while size < tokens:

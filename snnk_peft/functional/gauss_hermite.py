@@ -35,14 +35,9 @@ _CHUNK = 1 << 22  # values of f held at once
 
 
 def gaussian_nodes(nodes: int = 2048, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-    """Points t and weights w such that Σ_j w_j f(t_j) ≈ E[f(t)] for t ~ N(0, 1).
+    """Points t and weights w, fp64 (nodes,), such that Σ_j w_j f(t_j) ≈ E[f(t)] for t ~ N(0, 1).
 
-    Args:
-        nodes: how many, at least 65. The error at a kink falls as 1/nodes²; smooth functions need no more than 129.
-        device: where to put them.
-
-    Returns:
-        Two (nodes,) fp64 tensors; the weights sum to 1.
+    At least 65 nodes. The error at a kink falls as 1/nodes²; smooth functions need no more than 129.
     """
     if nodes < 65:
         raise ConfigError(f"nodes is {nodes}; expected >= 65 (the default 2048 suits functions with kinks)")
@@ -74,17 +69,14 @@ def _evaluate(f: ScalarFunction, values: Tensor) -> Tensor:
 
 
 def hermite_coefficients(f: ScalarFunction, mean: Tensor, std: Tensor, degree: int = 64, nodes: int = 2048) -> Tensor:
-    """Hermite coefficients of the units f(z_i), z_i ~ N(mean_i, std_i²).
+    """Hermite coefficients (n, degree + 1), fp64, of the units f(z_i), z_i ~ N(mean_i, std_i²); column 0 is E[f(z_i)].
 
     Args:
         f: elementwise scalar function; it is evaluated in fp64.
-        mean: (n,) means of the pre-activations.
-        std: (n,) standard deviations, >= 0; a unit with std 0 is the constant f(mean).
+        mean: (n,).
+        std: (n,), >= 0; a unit with std 0 is the constant f(mean).
         degree: highest degree kept, 0 to 100. See the module text for what truncation costs.
-        nodes: quadrature nodes, see `gaussian_nodes`.
-
-    Returns:
-        (n, degree+1) fp64; column 0 is E[f(z_i)].
+        nodes: see `gaussian_nodes`.
 
     Raises:
         ConfigError: degree or nodes out of range, mean and std of different shapes, f not elementwise.
@@ -117,19 +109,9 @@ def gaussian_product(
     std_g: Tensor,
     nodes: int = 2048,
 ) -> Tensor:
-    """E[f(mean_f + std_f t) g(mean_g + std_g t)], t ~ N(0, 1): the case |ρ| = 1, without any truncation.
+    """E[f(mean_f + std_f t) g(mean_g + std_g t)], t ~ N(0, 1): the case |ρ| = 1 (std_g < 0 for −1), without truncation.
 
-    Args:
-        f: elementwise scalar function.
-        g: elementwise scalar function.
-        mean_f: (n,) means; with the other three, one entry per pair of units.
-        std_f: (n,) standard deviations.
-        mean_g: (n,) means.
-        std_g: (n,) standard deviations, negative for ρ = −1.
-        nodes: quadrature nodes, see `gaussian_nodes`.
-
-    Returns:
-        (n,) fp64.
+    Means and standard deviations are (n,), one entry per pair of units; result (n,) in fp64.
     """
     points, weights = gaussian_nodes(nodes, mean_f.device)
     columns = torch.stack([mean_f, std_f, mean_g, std_g], dim=1).double()
@@ -141,15 +123,12 @@ def gaussian_product(
 
 
 def dual_kernel(coeffs_a: Tensor, coeffs_b: Tensor, rho: Tensor) -> Tensor:
-    """E[f(z_a) g(z_b)] for every pair of units, Σ_k c_k(a) c_k(b) ρ_ab^k.
+    """E[f(z_a) g(z_b)] for every pair of units, Σ_k c_k(a) c_k(b) ρ_ab^k, (n_a, n_b).
 
     Args:
         coeffs_a: (n_a, degree+1) from `hermite_coefficients`.
         coeffs_b: (n_b, degree+1).
         rho: (n_a, n_b) correlations of the pre-activations, in [−1, 1].
-
-    Returns:
-        (n_a, n_b). Positive semi-definite whenever rho is and both sets of units are the same.
     """
     if rho.shape != (len(coeffs_a), len(coeffs_b)) or coeffs_a.shape[1] != coeffs_b.shape[1]:
         raise ConfigError(

@@ -80,14 +80,9 @@ def half_norms(x: Tensor, square: float | Tensor) -> Tensor:
 def key_logarithms(
     k: Tensor, rows: Tensor, square: float | Tensor, mask: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Logarithms of the features of keys, without offset: (B, G, N, d) -> (B, G, N, m); the caller may overwrite them.
+    """Logarithms of the features of keys (at least fp32), without offset: (B, G, N, d) -> (B, G, N, m), or into `out`.
 
-    Args:
-        k: keys in at least fp32.
-        rows: (m, d) or (B, G, m, d).
-        square: see `LogLinear`.
-        mask: (B, N) bool, True where a key counts.
-        out: memory for the result, or None.
+    Rows are (m, d) or (B, G, m, d); masked keys (B, N) get ABSENT. The caller may overwrite the result.
     """
     logs = torch.matmul(k, rows.mT, out=out)
     if isinstance(square, Tensor) or square != 0:
@@ -96,13 +91,7 @@ def key_logarithms(
 
 
 def common_logarithm(q: Tensor, features: LogLinear, groups: int) -> Tensor:
-    """Return the logarithm that `query_logarithms` leaves out, common to all features of a query, (B, H, L).
-
-    Args:
-        q: queries in at least fp32.
-        features: of the queries, with their own offset alone.
-        groups: G, number of key heads.
-    """
+    """The logarithm that `query_logarithms` leaves out, common to all features of a query, (B, H, L), for G groups."""
     common = -half_norms(q.unflatten(1, (groups, -1)).flatten(2, 3), features.square).reshape(q.shape[:-1])
     if not features.divided:
         return common
@@ -111,13 +100,6 @@ def common_logarithm(q: Tensor, features: LogLinear, groups: int) -> Tensor:
 
 
 def query_logarithms(q: Tensor, rows: Tensor, groups: int, out: Tensor | None = None) -> Tensor:
-    """Logarithms of the features of queries, without offset: (B, H, L, d) -> (B, G, H/G, L, m), likewise.
-
-    Args:
-        q: queries in at least fp32.
-        rows: (m, d) or (B, G, m, d).
-        groups: G, number of key heads.
-        out: memory for the result, or None.
-    """
+    """Logarithms of the features of queries, without offset: (B, H, L, d) -> (B, G, H/G, L, m), likewise."""
     q = q.unflatten(1, (groups, -1))
     return torch.matmul(q, rows.mT if rows.dim() == 2 else rows.mT.unsqueeze(-3), out=out)

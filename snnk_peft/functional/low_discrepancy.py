@@ -23,13 +23,8 @@ MAX_SOBOL_DIM = 21201
 
 
 def sobol(count: int, dim: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The first points of Sobol's sequence, scrambled if a generator is given.
-
-    Args:
-        count: number of points, up to 2³⁰ − 1.
-        dim: up to MAX_SOBOL_DIM.
-        generator: decides the scrambling.
-    """
+    """The first `count` < 2³⁰ points of Sobol's sequence, scrambled if a generator is given; dim up to
+    MAX_SOBOL_DIM."""
     if generator is None:
         return torch.quasirandom.SobolEngine(dim).fast_forward(1).draw(count, dtype=torch.float64)
     seed = int(random_words(1, generator)[0]) >> 2
@@ -42,13 +37,7 @@ def sobol(count: int, dim: int, generator: torch.Generator | None = None) -> tor
 
 
 def halton(count: int, dim: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The first points of Halton's sequence, scrambled if a generator is given.
-
-    Args:
-        count: number of points, up to 2³⁰ − 1.
-        dim: number of coordinates; the j-th uses the j-th prime.
-        generator: decides the scrambling.
-    """
+    """The first `count` < 2³⁰ points of Halton's sequence, scrambled if a generator is given."""
     first = 1 if generator is None else 0
     index = torch.arange(first, first + count, device="cpu")
     columns = [_radical_inverse(index, base, generator) for base in first_primes(dim)]
@@ -60,7 +49,7 @@ def halton(count: int, dim: int, generator: torch.Generator | None = None) -> to
 
 
 def _radical_inverse(index: torch.Tensor, base: int, generator: torch.Generator | None) -> torch.Tensor:
-    """The digits of `index` in `base`, mirrored: a number in [0, 1) for each index."""
+    """The digits of `index` in `base`, mirrored: numbers in [0, 1)."""
     value, unit = torch.zeros(index.shape, dtype=torch.float64, device="cpu"), 1.0
     for _ in range(math.ceil(UNIT_BITS / math.log2(base))):
         digit, index, unit = index % base, index // base, unit / base
@@ -73,7 +62,7 @@ def _radical_inverse(index: torch.Tensor, base: int, generator: torch.Generator 
 
 
 def first_primes(count: int) -> list[int]:
-    """2, 3, 5, ...: the first `count` primes."""
+    """2, 3, 5, ..."""
     # p_n < n (ln n + ln ln n) for n >= 6
     limit = 15 if count < 6 else int(count * (math.log(count) + math.log(math.log(count)))) + 1
     prime = bytearray([1]) * (limit + 1)
@@ -84,13 +73,6 @@ def first_primes(count: int) -> list[int]:
 
 
 def normal_points(sequence: str, count: int, dim: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Φ⁻¹ of low-discrepancy points, coordinate by coordinate: (count, dim), standard normal if scrambled.
-
-    Args:
-        sequence: "sobol" or "halton".
-        count: number of points.
-        dim: number of coordinates.
-        generator: decides the scrambling; None for the plain sequence.
-    """
+    """Φ⁻¹ of "sobol" or "halton" points, coordinate by coordinate: (count, dim), standard normal if scrambled."""
     points = {"sobol": sobol, "halton": halton}[sequence](count, dim, generator)
     return torch.special.ndtri(points)

@@ -9,13 +9,9 @@ from torch import Tensor
 
 
 def minimize(loss: Callable[..., Tensor], start: Sequence[Tensor], *, steps: int = 300) -> list[Tensor]:
-    """The arguments of the least loss seen.
+    """The arguments of the least loss seen, in at most `steps` steps; `start` is not changed.
 
-    Args:
-        loss: of as many tensors as `start` has; a scalar of order 1, differentiable. Arguments that it does not use
-            stay as they are.
-        start: where to begin; not changed.
-        steps: at most so many.
+    The loss is of as many tensors as `start` has; a scalar of order 1, differentiable. Tensors it does not use stay.
     """
     current = [tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for tensor in start]
     best = [tensor.detach().clone() for tensor in start]

@@ -25,11 +25,9 @@ from snnk_peft.functional.precision import full_precision, wide
 
 
 class Sinks(NamedTuple):
-    """Keys that are seen whatever their distance.
+    """Keys (B, G, s, d) and values (B, G, s, D) that are seen whatever their distance.
 
     Attributes:
-        keys: (B, G, s, d).
-        values: (B, G, s, D).
         known: (B, L or 1) integers, how many of the first of them a query sees.
     """
 
@@ -48,16 +46,7 @@ def banded_softmax_attention(
     causal: bool = False,
     scaling: float = 1.0,
 ) -> Tensor:
-    """Softmax attention restricted to a band.
-
-    Args:
-        q: queries (B, H, L, d).
-        k: keys (B, G, L, d).
-        v: values (B, G, L, D).
-        width: reach of the band on each side, the diagonal included: 1 is the diagonal alone.
-        mask: (B, L) bool, True where a key counts.
-        causal: only keys at or before the query.
-        scaling: factor on q·k.
+    """`near_attention` without sinks and far keys.
 
     Raises:
         ConfigError: width < 1, or as many keys as queries are not given.
@@ -157,12 +146,7 @@ def mean_over_all(fields: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 def _windows(x: Tensor, size: int, blocks: int, neighbours: int, front: int) -> Tensor:
     """(..., n, d) -> (..., blocks, (1 + neighbours) · size, d): each block with the one before (and the one after).
 
-    Args:
-        x: keys, values or flags.
-        size: of a block.
-        blocks: how many there are.
-        neighbours: 1 for the block before, 2 for that and the one after.
-        front: `size` if x begins with the first block, 0 if with the one before.
+    `front` is `size` if x begins with the first block, 0 if with the one before.
     """
     total = (blocks + neighbours) * size
     x = torch.nn.functional.pad(x, (0, 0, front, total - front - x.shape[-2]))

@@ -3,9 +3,9 @@
 Closed forms, with c = ρs₁s₂:
 
     identity      c + m₁m₂
-    relu          s₁s₂ κ(ρ)/2,  κ(ρ) = (√(1−ρ²) + (π − arccos ρ)ρ)/π;  with means as in `shifted_relu.py`
+    relu          s₁s₂ κ(ρ)/2,  κ(ρ) = (√(1−ρ²) + (π − arccos ρ)ρ)/π;  with means `shifted_relu_moment`
     leaky_relu    those two, mixed: f(z) = a z + (1−a) relu(z)
-    gelu          as in `gelu_kernel.py`, without means
+    gelu          as in `activation_kernels.py`, without means
     erf           (2/π) arcsin(2c/√((1 + 2s₁²)(1 + 2s₂²))), without means
 
 All others, and gelu and erf with means, by their Hermite series: see `dual_moment`.
@@ -16,18 +16,18 @@ Source: Definition 2.5 of "Algorithms for Efficiently Learning Low-Rank Neural N
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.arccos import arccos_from_cosine
+from snnk_peft.functional.activation_kernels import arccos_from_cosine, gelu_kernel_from_moments
 from snnk_peft.functional.gauss_hermite import gaussian_nodes, hermite_polynomials
-from snnk_peft.functional.gelu_kernel import gelu_kernel_from_moments
-from snnk_peft.functional.shifted_relu import relu_mean, shifted_relu_moment
 from snnk_peft.options import closest
 
 Function = Callable[[Tensor], Tensor]
@@ -52,6 +52,62 @@ class _Arccosine(torch.autograd.Function):
 def relu_similarity(rho: Tensor) -> Tensor:
     """κ(ρ) = (√(1−ρ²) + (π − arccos ρ)ρ)/π of correlations in [−1, 1]: 2 E[relu(u) relu(v)]."""
     return _Arccosine.apply(rho)
+
+
+_NODES = 48
+_LARGEST = 1 - 1e-14  # of |ρ|: derivatives of single terms are infinite at 1, that of their sum is not
+
+
+@functools.lru_cache
+def _legendre() -> tuple[list[float], list[float]]:
+    points, weights = np.polynomial.legendre.leggauss(_NODES)
+    return ((points + 1) / 2).tolist(), (weights / 2).tolist()
+
+
+def _density(z: Tensor) -> Tensor:
+    return torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
+
+
+def _orthant(h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
+    """Φ₂(h, k; ρ) = P(u > −h, v > −k), by Plackett's identity with Gauss-Legendre nodes for the integral:
+
+    Φ(h)Φ(k) + (1/2π) ∫₀^{arcsin ρ} exp(−(h² + k² − 2hk sin θ)/(2cos²θ)) dθ.
+    """
+    points, weights = (torch.tensor(values, dtype=rho.dtype, device=rho.device) for values in _legendre())
+    limit = torch.asin(rho)
+    angle = limit.unsqueeze(-1) * points
+    h_, k_ = h.unsqueeze(-1), k.unsqueeze(-1)
+    exponent = (h_.square() + k_.square() - 2 * h_ * k_ * torch.sin(angle)) / (2 * torch.cos(angle).square())
+    integral = limit * (torch.exp(-exponent) @ weights)
+    return torch.special.ndtr(h) * torch.special.ndtr(k) + integral / (2 * math.pi)
+
+
+def relu_mean(std: Tensor, mean: Tensor) -> Tensor:
+    """E[relu(mean + std·u)], broadcast."""
+    z = mean / std.clamp_min(1e-150)
+    return mean * torch.special.ndtr(z) + std * _density(z)
+
+
+def shifted_relu_moment(s1: Tensor, s2: Tensor, rho: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
+    """E[relu(m₁ + s₁u) relu(m₂ + s₂v)], s >= 0, broadcast; right to about 1e-8 of s₁s₂, gradients included.
+
+    With h = m₁/s₁, k = m₂/s₂, q = √(1−ρ²), n and Φ the normal density and distribution, and Φ₂ that of the pair,
+
+        (ρs₁s₂ + m₁m₂) Φ₂(h, k; ρ) + m₂s₁ n(h) Φ((k−ρh)/q) + m₁s₂ n(k) Φ((h−ρk)/q) + s₁s₂ q e^{−(h² + k² − 2ρhk)/2q²}/2π
+
+    by Stein's lemma.
+    """
+    s1, s2, rho, m1, m2 = torch.broadcast_tensors(s1, s2, rho, m1, m2)
+    rho = rho.clamp(-_LARGEST, _LARGEST)
+    # Beyond 30 standard deviations a unit is a constant or linear; the bound keeps squares finite.
+    h = (m1 / s1.clamp_min(1e-150)).clamp(-30, 30)
+    k = (m2 / s2.clamp_min(1e-150)).clamp(-30, 30)
+    q = torch.sqrt((1 - rho) * (1 + rho))
+    both = (rho * s1 * s2 + m1 * m2) * _orthant(h, k, rho)
+    edges = m2 * s1 * _density(h) * torch.special.ndtr((k - rho * h) / q)
+    edges = edges + m1 * s2 * _density(k) * torch.special.ndtr((h - rho * k) / q)
+    corner = s1 * s2 * q * torch.exp(-(((h - rho * k) / q).square() + k.square()) / 2) / (2 * math.pi)
+    return both + edges + corner
 
 
 def _identity(s1: Tensor, s2: Tensor, rho: Tensor) -> Tensor:
@@ -171,17 +227,8 @@ def quadrature_nodes(f: Nonlinearity, std: Tensor, kinked: int = 2048) -> int:
 
 
 def unit_coefficients(f: Nonlinearity, std: Tensor, mean: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """Hermite coefficients and energies of the units f(mean_i + std_i u), differentiable.
-
-    Args:
-        f: the nonlinearity.
-        std: (n,) >= 0.
-        mean: (n,).
-        nodes: equally spaced quadrature nodes, as in `gaussian_nodes`.
-
-    Returns:
-        c_k (n, DEGREE + 1), E[f²] (n,).
-    """
+    """c_k (n, DEGREE + 1) and E[f²] (n,) of the units f(mean_i + std_i u), differentiable; `nodes` as in
+    `gaussian_nodes`."""
     points, weights = gaussian_nodes(nodes, std.device)
     polynomials = (hermite_polynomials(points, DEGREE) * weights).T
     values = f.function(mean.unsqueeze(1) + std.unsqueeze(1) * points)
@@ -191,21 +238,13 @@ def unit_coefficients(f: Nonlinearity, std: Tensor, mean: Tensor, nodes: int) ->
 def dual_moment(
     f: Nonlinearity, s1: Tensor, s2: Tensor, rho: Tensor, m1: Tensor | None = None, m2: Tensor | None = None
 ) -> Tensor:
-    """E[f(m₁ + s₁u) f(m₂ + s₂v)], elementwise.
+    """E[f(m₁ + s₁u) f(m₂ + s₂v)], elementwise; all arguments broadcast, means of None are 0.
 
-    Without a closed form it is Σ_k c_k(m₁, s₁) c_k(m₂, s₂) ρ^k (Mehler's formula) up to degree 64, plus
-    √(e₁e₂) ρ^65 with e the energy E[f²] beyond that degree: exact at ρ = 1 for equal units, and elsewhere wrong by less
-    than √(e₁e₂) |ρ|^65. For smooth f e is 0 to rounding for s <= 1 and grows as units become steep: at ρ = .98 the
-    error is 1e-4 of the variance for tanh and erf of s = 4, 1e-3 and 2e-3 of s = 8, 6e-3 and 7e-3 of s = 20 (gelu and
-    silu: below 1e-4). For f with a kink e is some 1e-4 of the variance at any s.
-
-    Args:
-        f: from `nonlinearity`.
-        s1: standard deviations >= 0, fp64; all arguments broadcast.
-        s2: standard deviations >= 0.
-        rho: correlations in [−1, 1].
-        m1: means; None is 0 for both.
-        m2: means.
+    Without a closed form it is Σ_k c_k(m₁, s₁) c_k(m₂, s₂) ρ^k (Mehler's formula) up to degree 64, plus √(e₁e₂) ρ^65
+    with e the energy E[f²] beyond that degree: exact at ρ = 1 for equal units, and elsewhere wrong by less than √(e₁e₂)
+    |ρ|^65. For smooth f e is 0 to rounding for s <= 1 and grows as units become steep: at ρ = .98 the error is 1e-4 of
+    the variance for tanh and erf of s = 4, 1e-3 and 2e-3 of s = 8, 6e-3 and 7e-3 of s = 20 (gelu and silu: below 1e-4).
+    For f with a kink e is some 1e-4 of the variance at any s.
     """
     if m1 is None or m2 is None:
         if f.kernel is not None:

@@ -22,16 +22,7 @@ EPSILON = 1e-5
 
 @dispatched
 def normalized_linear(x: Tensor, weight: Tensor, eps: float = EPSILON) -> Tensor:
-    """LayerNorm (without weights) of x, times Wᵀ.
-
-    Args:
-        x: (..., dim).
-        weight: W (m, dim), not trained.
-        eps: added to the variance.
-
-    Returns:
-        (..., m), in the dtype of x.
-    """
+    """LayerNorm (without weights, with ε = `eps`) of x (..., dim), times Wᵀ: (..., m), in the dtype of x."""
     weight = weight.to(torch.promote_types(weight.dtype, x.dtype))
     centred = weight - weight.mean(-1, keepdim=True)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -64,7 +55,6 @@ class _NormalizedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Save the tensors for the backward pass; mean and rstd take no gradient."""
         x, centred, _ = inputs
         z, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)

@@ -9,6 +9,9 @@ its stream may change between versions. Here only whole numbers are drawn, and a
 The words are exact everywhere (numpy guarantees the stream of Philox); functions of them are right to the last bits of
 fp64, which almost never show in fp32.
 
+Rows ω = length · direction are drawn in two parts, so that directions can be coupled (orthogonal, simplex) or lengths
+(χ_d, through its quantiles) while every row alone stays N(0, I).
+
 Shapes: as asked for; fp64 on the CPU unless stated. A generator of None is torch's global one.
 """
 
@@ -18,6 +21,35 @@ import math
 
 import numpy as np
 import torch
+
+
+def haar(dim: int, generator: torch.Generator) -> torch.Tensor:
+    """A Haar-distributed orthogonal (dim, dim) matrix in fp64: QR of a Gaussian, signs fixed by diag(R)."""
+    q, r = torch.linalg.qr(normal_numbers(dim, dim, generator=generator))
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+
+
+def block_orthogonal(count: int, dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Unit rows (count, dim) in fp64, orthogonal within independent Haar blocks of `dim`; the last block is cut."""
+    return torch.cat([haar(dim, generator) for _ in range(-(-count // dim))])[:count]
+
+
+def gaussian_lengths(count: int, dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Lengths of `count` independent standard normal vectors of length `dim` (χ_dim), (count,) in fp64."""
+    return normal_numbers(count, dim, generator=generator).norm(dim=1)
+
+
+def simplex(count: int) -> torch.Tensor:
+    """Unit vectors to the corners of a regular simplex, (count, count − 1) in fp64; inner products −1/(count − 1).
+
+    Scaled unit vectors, shifted along (1, ..., 1), and that direction itself (Reid et al. 2023; Spectraformer Eq. 26
+    without its last coordinate, which is zero).
+    """
+    k = count - 1
+    corners = torch.full((count, k), -((count**0.5) + 1) / k**1.5, dtype=torch.float64, device="cpu")
+    corners.diagonal().add_((count / k) ** 0.5)
+    corners[-1] = k**-0.5
+    return corners
 
 
 def random_words(count: int, generator: torch.Generator | None) -> np.ndarray:
@@ -55,3 +87,27 @@ def random_choices(probability: torch.Tensor, count: int, generator: torch.Gener
     upper = probability.to("cpu", torch.float64).cumsum(0)
     found = torch.searchsorted(upper, uniform_numbers(count, generator=generator), right=True)
     return found.clamp_max(len(probability) - 1)
+
+
+def chi_quantile(probability: torch.Tensor, dim: int) -> torch.Tensor:
+    """F⁻¹ of probabilities in (0, 1), fp64, within 1e-9 (what torch knows F to) and up to √d + 9, d = `dim`."""
+    half = torch.full_like(probability, dim / 2)
+    # Beyond √d + 9 there are less than 2⁻⁵³ of all lengths.
+    low, high = torch.zeros_like(probability), torch.full_like(probability, dim**0.5 + 9.0)
+    for _ in range(64):
+        middle = (low + high) / 2
+        below = torch.special.gammainc(half, middle.square() / 2) < probability
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (low + high) / 2
+
+
+def paired_lengths(count: int, dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Lengths F⁻¹(u), F⁻¹(1 − u), F⁻¹(u'), F⁻¹(1 − u'), ...: (count,); the last one alone where count is odd."""
+    uniform = uniform_numbers(-(-count // 2), generator=generator)
+    return chi_quantile(torch.stack((uniform, 1 - uniform), 1).flatten()[:count], dim)
+
+
+def stratified_lengths(count: int, dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Lengths F⁻¹(u_i), one uniform number u_i in each of `count` equal parts of (0, 1), in random order: (count,)."""
+    place = random_permutation(count, generator).double()
+    return chi_quantile((place + uniform_numbers(count, generator=generator)) / count, dim)

@@ -13,16 +13,9 @@ CONSTANT = 1e-12  # of Σ‖y‖²: a spread below is that of equal numbers roun
 
 
 def relative_error(error: float, spread: float, square: float) -> float:
-    """Normalise a squared error by the variance of its targets.
+    """error Σ‖y − ŷ‖² relative to the spread Σ‖y − ȳ‖² or, of equal targets, to their square Σ‖y‖².
 
-    Args:
-        error: Σ‖y − ŷ‖²; below 0 by rounding counts as 0, NaN stays NaN.
-        spread: Σ‖y − ȳ‖².
-        square: Σ‖y‖².
-
-    Returns:
-        error / spread, or error / square if the targets are equal. For targets that are all zero, 0 if the error is
-        zero too, else infinity.
+    Of targets that are all zero, 0 if the error is zero too, else infinity. NaN stays NaN.
     """
     if error <= 0:
         return 0.0

@@ -81,16 +81,10 @@ POOLS: dict[str, Pool] = {"mean": _mean, "max": _maximum, "first": _first, "last
 
 
 def pooled(hidden: Tensor, mask: Tensor | None, pool: str, second: Tensor | None = None) -> Tensor:
-    """One vector per example, (B, width) in at least fp32.
+    """One vector per example, (B, width) in at least fp32, from hidden (B, L, width) and mask (B, L), zero at padding.
 
-    Args:
-        hidden: (B, L, width).
-        mask: (B, L), zero at padding; None if there is none.
-        pool: a name of `POOLS`.
-        second: (B, L), nonzero at tokens of the second text; for "apart" and "product".
-
-    Raises:
-        ValueError: one of these without `second`.
+    `second` (B, L), nonzero at tokens of the second text, is for the pools "apart" and "product": ValueError without
+    it.
     """
     hidden = wide(hidden)
     counted = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if mask is None else mask.bool()
@@ -135,10 +129,7 @@ class HeadFeatures:
     def across(cls, layers: int, feature_map: Mapping[str, Any] | None = None, *, pairs: bool = False) -> HeadFeatures:
         """Choose the means after a third, two thirds and all of the layers, and the maximum after all.
 
-        Args:
-            layers: of the model.
-            feature_map: as for the class.
-            pairs: of pairs of texts; then also how the two differ after two thirds and all of the layers.
+        `pairs` of texts: then also how the two differ after two thirds and all of the layers.
 
         Example:
             >>> HeadFeatures.across(6).views
@@ -169,12 +160,7 @@ def _map_faults(given: Mapping[str, Any]) -> list[str]:
 
 
 class HeadReader(nn.Module):
-    """Makes φ of a model's hidden states.
-
-    Args:
-        features: what is read.
-        hidden: width of the hidden states.
-        layers: how many hidden states there are, embeddings included.
+    """Makes φ of a model's hidden states, of which there are `layers`, embeddings included, of width `hidden`.
 
     Raises:
         ConfigError: a layer that the model does not have.

@@ -129,22 +129,15 @@ class FittedHead:
         return self.posterior.variance(self._read(vectors) * self._scale)
 
     def leave_one_out(self, vectors: Any, targets: Any) -> Tensor:
-        """Scores (n, outputs) of examples that were fitted, each from the head that has not seen it.
-
-        Args:
-            vectors: (n, width).
-            targets: as in `HeadStatistics.add`.
-        """
+        """Scores (n, outputs) of fitted examples (as in `HeadStatistics.add`), each from the head that has not seen
+        it."""
         vectors, wanted = self._read(vectors), self._targets(targets).to(self._scale.device)
         if len(vectors) != len(wanted):
             raise ConfigError(f"{len(vectors)} vectors and {len(wanted)} targets were given; expected as many of each")
         return wanted - self.posterior.leave_one_out(vectors * self._scale, wanted)
 
     def temper(self, examples: Iterable[tuple[Any, Any]]) -> None:
-        """Find t.
-
-        Args:
-            examples: pairs (vectors, targets) that were fitted, all or some hundred of them.
+        """Find t from pairs (vectors, targets) that were fitted, all or some hundred of them.
 
         Raises:
             ConfigError: a regression head, or there are no examples.
@@ -186,12 +179,10 @@ class FittedHead:
 
 
 def expected_calibration_error(probabilities: Any, labels: Any, bins: int = 15) -> float:
-    """Measure calibration: Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015).
+    """Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015), of probabilities (n, classes) and labels
+    (n,).
 
-    Args:
-        probabilities: of classes, (n, classes).
-        labels: (n,).
-        bins: of equal width in the confidence, that is the largest probability.
+    Bins are of equal width in the confidence, that is the largest probability.
 
     Raises:
         ConfigError: no examples, other shapes, NaN, or labels that are no classes.

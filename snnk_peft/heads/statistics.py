@@ -32,9 +32,8 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.heads.targets import as_tensor, as_vectors, class_indices, require_finite
 from snnk_peft.json_files import parse_json
 from snnk_peft.repeats import rows
-from snnk_peft.solvers.closed_form import one_hot_targets
 from snnk_peft.solvers.reduce import gathered
-from snnk_peft.solvers.ridge import GramAccumulator
+from snnk_peft.solvers.ridge import GramAccumulator, one_hot_targets
 from snnk_peft.stamps import stamp_tensors
 
 KINDS = ("classes", "labels", "numbers")
@@ -147,9 +146,7 @@ class HeadStatistics:
     def take_away(self, other: HeadStatistics, noise: float = 0.0) -> None:
         """Forget all examples of the other, which were counted before.
 
-        Args:
-            other: their statistics.
-            noise: relative error with which their vectors were computed again; 0 for the same bits.
+        `noise` is the relative error with which their vectors were computed again; 0 for the same bits.
 
         Raises:
             ConfigError: of another kind, origin or shape; more examples than there are, or more of a class or with a

@@ -21,10 +21,7 @@ SHOWN = 5  # unknown names in a message
 def as_tensor(what: str, given: Any, names: Sequence[str] = ()) -> Tensor:
     """A tensor of truth values, integers or floats, of one dimension at least.
 
-    Args:
-        what: it is called in messages, such as "labels".
-        given: a tensor, an array, a list, a column or columns of a table.
-        names: of the classes, whose places stand for names that are given.
+    From a tensor, an array, a list, a column or columns of a table; `names` of classes stand for their places.
 
     Raises:
         ConfigError: missing values, unknown names, or no numbers.
@@ -108,12 +105,7 @@ def as_vectors(given: Any, width: int) -> Tensor:
 
 
 def class_indices(what: str, labels: Tensor, classes: int) -> Tensor:
-    """Labels as class indices (n,), int64.
-
-    Args:
-        what: they are called.
-        labels: of `as_tensor`: (n,) or (n, 1) integers, truth values or whole floats.
-        classes: how many there are.
+    """Labels of `as_tensor`, (n,) or (n, 1) integers, truth values or whole floats, as class indices (n,), int64.
 
     Raises:
         ConfigError: anything else, or no class's index.
@@ -146,11 +138,8 @@ def is_whole(found: Tensor) -> bool:
 def fit_notes(count: int, shares: Tensor | None, names: Sequence[str], varies: bool) -> list[str]:
     """List reasons to distrust a fitted head; empty if there are none.
 
-    Args:
-        count: of examples.
-        shares: of the classes among them, (classes,); None if there are no classes.
-        names: of the classes, as far as known.
-        varies: whether the vectors differ.
+    Of the number of examples, the shares of the classes among them (None without classes), their names as far as known,
+    and whether the vectors differ.
     """
     found = []
     if not varies:

@@ -7,7 +7,7 @@ q (B, H, L, d), k (B, G, N, d), v (B, G, N, D), H a multiple of G -> (B, H, L, D
 tokens, so that features stay in the CPU's cache and never exist as a whole: fresh memory costs more time than
 what is computed in it. Positive exponential features, which estimate softmax, enter by their logarithms
 (functional/exponential_attention.py, exponential_causal.py), all others as they are, in at least fp32
-(functional/linear_attention.py, causal_attention.py).
+(functional/linear_attention.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.backend import exporting
 from snnk_peft.functional.blocks import block_tokens, causal_tokens, joined, split_tokens
-from snnk_peft.functional.causal_attention import CHUNK, causal_linear_attention
 from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention, key_means
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
-from snnk_peft.functional.linear_attention import AttentionState, attend, key_sums
+from snnk_peft.functional.linear_attention import CHUNK, AttentionState, attend, causal_linear_attention, key_sums
 from snnk_peft.functional.log_linear import LogLinear, stack_heads
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.layers.kept_maps import KeptByVersion, KeptMaps, Pair
@@ -81,9 +80,7 @@ class AttentionTerm(nn.Module):
         """Compute attention (B, H, L, D), and the state of all keys. Causal: the queries are the last L positions.
 
         Args:
-            q: queries.
-            k: keys.
-            v: values.
+            q: queries; k: keys; v: values.
             mask: (B, N) bool, True where a key counts.
             causal: whether a query sees only keys at or before it.
             root: what queries and keys are multiplied by, the root of the temperature's factor.
@@ -110,7 +107,7 @@ class AttentionTerm(nn.Module):
         return causal_exponential_attention(q, k, v, *logarithms, mask, means)
 
     def prepared(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
-        """Return `logarithms`, cached while they cannot have changed; arguments as there."""
+        """Return `logarithms`, cached while they cannot have changed."""
         if statistics:
             return self.logarithms(statistics, root, like)
         maps = self.feature_maps if self.key_maps is None else (*self.feature_maps, *self.key_maps)
@@ -119,10 +116,8 @@ class AttentionTerm(nn.Module):
     def logarithms(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
         """The logarithms of the features of queries and of keys, for positive exponential features; None for others.
 
-        Args:
-            statistics: see `statistics`.
-            root: what queries and keys are multiplied by.
-            like: any tensor on the device and in the dtype of the queries; attention computes in fp32 or wider.
+        `root` is what queries and keys are multiplied by, `like` any tensor on the device and in the dtype of the
+        queries.
         """
         towers: tuple[list[LogLinear], list[LogLinear]] = ([], [])
         like = wide(like.new_zeros(()))
@@ -184,13 +179,8 @@ class AttentionTerm(nn.Module):
     def queries(
         self, q: torch.Tensor, heads: int, statistics: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """φ(q), the scale of each query left out: (B, H, L, d) -> (B, H, L, m).
-
-        Args:
-            q: queries, multiplied by the root of the temperature's factor.
-            heads: G, number of key heads.
-            statistics: see `statistics`.
-        """
+        """φ(q), the scale of each query left out: (B, H, L, d) -> (B, H, L, m), H a multiple of the number of key
+        heads."""
         grouped = q.unflatten(1, (heads, -1)).flatten(2, 3)
         maps = [pair[0] for pair in self.pairs()]
         if len(maps) == 1:
@@ -202,12 +192,7 @@ class AttentionTerm(nn.Module):
         return values.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
 
     def keys(self, k: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:
-        """ψ(k): (B, G, N, d) -> (B, G, N, m).
-
-        Args:
-            k: keys, multiplied by the root of the temperature's factor.
-            statistics: see `statistics`.
-        """
+        """ψ(k): (B, G, N, d) -> (B, G, N, m)."""
         maps = [pair[1] for pair in self.pairs()]
         if len(maps) == 1:
             return maps[0].psi(k, statistics)
@@ -216,11 +201,7 @@ class AttentionTerm(nn.Module):
     def statistics(
         self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, root: float
     ) -> Mapping[str, torch.Tensor]:
-        """Compute the statistics of components that adapt to the tokens, per example and key head; arguments as
-        `forward`.
-
-        The queries are those of all heads of the group.
-        """
+        """What components that adapt to the tokens want to know, per example and key head."""
         component = cast(FeatureMap, next(iter(self.feature_maps))).component
         if not component.adapts:
             return {}

@@ -67,7 +67,6 @@ class FeatureStage(nn.Module):
 
     @torch.no_grad()
     def _means_of_normalized(self) -> torch.Tensor:
-        """E of each feature for standard normal inputs, (feature_dim,)."""
         projection = self.feature_map.projection
         if projection.is_blank():  # a loader brings learned rows, and these means, from the checkpoint
             return torch.empty(self.feature_map.feature_dim, device="meta")
@@ -84,17 +83,15 @@ class FeatureStage(nn.Module):
 
     @torch.no_grad()
     def recenter(self, mean: torch.Tensor, std: torch.Tensor) -> None:
-        """Subtract the features' means for inputs whose products with the rows are known; nothing without `center`.
+        """Subtract the features' means for inputs whose products with the rows have this mean and std (num_features,).
 
-        Args:
-            mean: (num_features,), E of these products.
-            std: (num_features,).
+        Nothing without `center`.
         """
         if self.means is not None:
             self.means = self._means(mean.double().cpu(), std.double().cpu()).to(self.means)
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input that the rows are multiplied by, (..., dim)."""
+        """The input that the rows are multiplied by, (..., dim)."""
         if self.normalize:
             return nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * self.scale
         return self.transform(x)

@@ -107,12 +107,7 @@ def token_mean(hidden: Tensor, counted: Tensor) -> Tensor:
 
 
 def counted_tokens(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the tokens that are not padding, (B, L) or (1, L) bool, from a Transformer layer's arguments.
-
-    Args:
-        hidden: (B, L, width), what the layer gives.
-        args: positional arguments of the layer after the hidden states; the first is its attention mask.
-        kwargs: named arguments.
+    """The tokens that are not padding, (B, L) or (1, L) bool, from a Transformer layer's output and further arguments.
 
     Raises:
         UnsupportedError: no mask among them, or one that does not say which tokens are padding.
@@ -133,13 +128,8 @@ def counted_tokens(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def mean_first(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The output of a Transformer layer with the mean in the first token's place.
-
-    Args:
-        output: (B, L, width), or a tuple that begins with it.
-        args: see `counted_tokens`.
-        kwargs: likewise.
-    """
+    """The output of a Transformer layer, (B, L, width) or a tuple that begins with it, with the mean in the first
+    token's place."""
     if isinstance(output, tuple):
         return mean_first(output[0], args, kwargs), *output[1:]
     mean = token_mean(wide(output), counted_tokens(output, args, kwargs)).to(output.dtype)

@@ -39,13 +39,7 @@ from snnk_peft.projections.base import Projection
 
 
 class Kept(NamedTuple):
-    """Keys and values as they are.
-
-    Attributes:
-        keys: (B, G, t, d).
-        values: (B, G, t, D).
-        counts: (B, t) bool, False where there is none.
-    """
+    """Keys (B, G, t, d) and values (B, G, t, D) as they are; counts (B, t) is False where there is none."""
 
     keys: Tensor
     values: Tensor
@@ -125,15 +119,8 @@ class JointAttention(nn.Module):
     ) -> Tensor:
         """(B, H, L, D) in the dtype of v. Causal with more keys than queries: the queries are the last positions.
 
-        Args:
-            terms: those of the constructor.
-            q: queries (B, H, L, d).
-            k: keys (B, G, N, d).
-            v: values (B, G, N, D).
-            mask: (B, N) bool, True where a key counts.
-            causal: whether a query sees only keys at or before it.
-            scaling: factor on q·k.
-            reach: causal queries that are later in their text than this see no far keys; None for all.
+        `terms` are those of the constructor. Causal queries that are later in their text than `reach` see no far keys;
+        None for all.
 
         Raises:
             ConfigError: not causal, and not as many keys as queries.
@@ -171,18 +158,11 @@ class JointAttention(nn.Module):
         kept: KeptMaps | None = None,
         reach: int | None = None,
     ) -> tuple[Tensor, JointState]:
-        """Causal attention of new tokens to each other and to all earlier ones, and the new state.
+        """Causal attention of new tokens to each other and to all earlier ones, and the new state, which owns its
+        memory.
 
-        Args:
-            terms: those of the constructor.
-            q: queries of the new tokens, (B, H, L, d).
-            k: their keys, (B, G, L, d).
-            v: their values, (B, G, L, D).
-            mask: (B, L) bool, True where a new key counts.
-            state: what the call before returned; None at the start. That of the result owns its memory.
-            scaling: factor on q·k.
-            kept: where the caller keeps logarithms from call to call, or None.
-            reach: as in `forward`.
+        `state` is what the call before returned, None at the start; `kept` keeps logarithms from call to call; the rest
+        is as in `forward`.
         """
         out, (sums, *near, place) = self._behind(terms, q, self._counted(k, v, mask), state, scaling, reach, kept)
         band, sinks = (Kept(each.keys.clone(), each.values.clone(), each.counts.clone()) for each in near)

@@ -64,13 +64,9 @@ class KeptByVersion(_Empty):
         self._kept: tuple[Any, _Seen, Pair] | None = None
 
     def of(self, term: Term, made_from: Iterable[nn.Module], root: float, like: torch.Tensor) -> Pair | None:
-        """Return `AttentionTerm.logarithms` without statistics, cached.
+        """Return `AttentionTerm.logarithms` of a term that is always the same, without statistics, cached.
 
-        Args:
-            term: always the same.
-            made_from: the modules whose tensors and settings decide.
-            root: see there.
-            like: see there.
+        `made_from` are the modules whose tensors and settings decide.
         """
         # A CUDA graph reads the memory that it saw for as long as it lives.
         if not plain_call() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -87,8 +83,6 @@ class KeptByVersion(_Empty):
 
 
 class _Seen:
-    """Buffers with their versions and addresses, and settings, of modules and of all below."""
-
     def __init__(self, buffers: list[torch.Tensor], settings: list[Any]):
         self.buffers, self.settings = buffers, settings
         self.state = [(buffer._version, buffer.data_ptr()) for buffer in buffers]  # `.data = ` keeps the version

@@ -8,24 +8,29 @@
 All w > 0 are learned per head, w = softplus(blend). The temperature is split: queries and keys are both multiplied by
 √scaling, so that a softmax component estimates e^{scaling · q·k}. Shapes: q (B, H, L, d), k and v (B, G, N, d), H a
 multiple of G; mask (B, N) -> (B, H, L, D). Cost: that of each term, and of the band.
+
+Token by token (`continue_attention`), the state does not grow with the number of tokens: S_i = S_{i-1} + ψ(k_i) v_iᵀ,
+z_i = z_{i-1} + ψ(k_i), out_i = φ(q_i) S_i / φ(q_i) z_i (Katharopoulos et al. 2020), and with a near field of width w
+the last w − 1 keys and values as they are (with one normalisation, the last w and the sinks). Per example and key head
+these are m·(D + 1) values for the sums, in at least fp32, and (w − 1)·(d + D) for the band.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.functional.precision import wide
-from snnk_peft.layers.attention_term import AttentionTerm
-from snnk_peft.layers.joint_attention import JointAttention
+from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps, State
+from snnk_peft.layers.joint_attention import JointAttention, JointState
 
 EXPLICIT = 2048  # keys up to which attention weights are formed on request
 
@@ -109,13 +114,7 @@ class KernelAttention(nn.Module):
     ) -> torch.Tensor:
         """(B, H, L, D). Causal with more keys than queries: the queries are the last positions (a cache).
 
-        Args:
-            q: queries.
-            k: keys.
-            v: values.
-            mask: (B, N) bool, True where a key counts.
-            causal: whether a query sees only keys at or before it.
-            scaling: the softmax temperature's factor on q·k; None for d^-½.
+        `scaling` is the softmax temperature's factor on q·k; None for d^-½.
 
         Raises:
             ConfigError: a scaling that is not positive.
@@ -141,11 +140,7 @@ class KernelAttention(nn.Module):
         return self.blended(fields)
 
     def check_length(self, length: int, mask: torch.Tensor | None) -> None:
-        """Check that causal attention over this many tokens is within the fitted length.
-
-        Args:
-            length: of the texts with their padding.
-            mask: (B, length) bool, True where a key counts, or None.
+        """Check that causal attention over texts of this length, padding included, is within the fitted length.
 
         Warns:
             UserWarning: far keys do not count beyond the fitted length.
@@ -191,15 +186,8 @@ class KernelAttention(nn.Module):
     ) -> torch.Tensor:
         """Return the weights (B, H, L, N) that `forward` multiplies the values with.
 
-        Rows sum to one, or with several fields to the sum of a head's blending weights (one at the start); rows
-        without a key are 0. Weights of features that are not positive can be negative.
-
-        Args:
-            q: queries.
-            k: keys.
-            mask: (B, N) bool, True where a key counts.
-            causal: whether a query sees only keys at or before it.
-            scaling: as in `forward`.
+        Rows sum to one, or with several fields to the sum of a head's blending weights (one at the start); rows without
+        a key are 0. Weights of features that are not positive can be negative.
 
         Raises:
             UnsupportedError: more than 2048 keys; the weights grow with their square.
@@ -213,3 +201,96 @@ class KernelAttention(nn.Module):
             )
         units = torch.eye(count, dtype=wide(q).dtype, device=q.device).expand(*k.shape[:2], -1, -1)
         return self(q, k, units, mask, causal=causal, scaling=scaling).to(q.dtype)
+
+
+class Band(NamedTuple):
+    """The tokens that the next query's near field still sees: keys (B, G, t, d), t < width, values and counts (B,
+    t)."""
+
+    keys: Tensor
+    values: Tensor
+    counts: Tensor
+
+
+class KernelState(NamedTuple):
+    """The state of a KernelAttention after all earlier tokens: sums of every feature map, and the band, if there is
+    one."""
+
+    sums: tuple[State, ...]
+    band: Band | None
+
+
+@tensors_at_hand
+def continue_attention(
+    kernel: KernelAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    state: KernelState | JointState | None = None,
+    *,
+    scaling: float | None = None,
+    kept: KeptMaps | None = None,
+) -> tuple[Tensor, KernelState | JointState]:
+    """Causal attention of new tokens to each other and to all earlier ones.
+
+    Args:
+        kernel: the layer's attention.
+        q: (B, H, L, d), of the new tokens, as k (B, G, L, d) and v (B, G, L, D).
+        mask: (B, L) bool, True where a new key counts.
+        state: what the call before returned; None at the start.
+        scaling: factor on q·k; None for d^-½.
+        kept: where the caller keeps the feature maps' logarithms from call to call, while no weight changes; or None.
+
+    Returns:
+        (B, H, L, D), equal to the last L rows of the kernel's causal attention over all tokens, and the new state. Its
+        tensors own their memory, so that they keep nothing else alive.
+
+    Raises:
+        ConfigError: a scaling that is not positive.
+        UnsupportedError: a component that adapts to all tokens of an example.
+    """
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if scaling <= 0:
+        raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
+    if kernel.joint is not None:
+        terms = [cast(AttentionTerm, term) for term in kernel.terms]
+        earlier, reach = cast("JointState | None", state), kernel.fitted_length
+        return kernel.joint.continued(terms, q, k, v, mask, earlier, scaling, kept, reach)
+    state = cast("KernelState | None", state)
+    root = scaling**0.5
+    fields, band = [], None
+    if kernel.near_field is not None:
+        near, band = _band_behind_state(
+            kernel.near_field, q, k, v, mask, None if state is None else state.band, scaling
+        )
+        fields.append(near)
+    sums = []
+    for number, term in enumerate(kernel.terms):
+        before = None if state is None else state.sums[number]
+        far, behind = term(q, k, v, mask, causal=True, root=root, state=before, kept=kept)
+        fields.append(far)
+        sums.append(type(behind)(*map(_owned, behind)))
+    return kernel.blended(fields), KernelState(tuple(sums), band)
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """A tensor in memory that holds nothing else: a copy, if need be."""
+    alone = not torch.compiler.is_compiling() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone()
+
+
+def _band_behind_state(
+    width: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, before: Band | None, scaling: float
+) -> tuple[Tensor, Band]:
+    length = q.shape[-2]
+    counts = torch.ones(k.shape[0], length, dtype=torch.bool, device=k.device) if mask is None else mask
+    if before is not None:
+        k, v = torch.cat((before.keys, k), -2), torch.cat((before.values, v), -2)
+        counts = torch.cat((before.counts, counts), -1)
+        # A band needs as many queries as keys: zeros in front, whose results are cut off.
+        q = torch.nn.functional.pad(q, (0, 0, k.shape[-2] - length, 0))
+    near = banded_softmax_attention(q, k, v, width, counts, causal=True, scaling=scaling)
+    first = max(0, k.shape[-2] - (width - 1))
+    band = Band(k[:, :, first:].clone(), v[:, :, first:].clone(), counts[:, first:].clone())
+    return near[:, :, -length:], band

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.layers.low_rank_linear import LowRank, rounded_product, with_tensors
+from snnk_peft.layers.low_rank import LowRank, LowRankLinear, rounded_product, with_tensors
 
 SPLITS = ("spatial", "channel")
 
@@ -18,17 +18,11 @@ SPLITS = ("spatial", "channel")
 class LowRankConv(LowRank):
     """Two convolutions in place of one; `LowRankConv1d` and `LowRankConv2d` set the number of dimensions.
 
+    Arguments as in nn.Conv2d, and
+
     Args:
-        in_channels: of the input.
-        out_channels: of the output.
-        kernel_size: an integer, or one per dimension; likewise stride and dilation.
-        rank: channels between the two, 1 to the full rank of the matrix (see the head of this file).
+        rank: channels between the two, 1 to the full rank of the matrix (see low_rank.py).
         split: "spatial" or "channel".
-        stride: as in nn.Conv2d.
-        padding: as in nn.Conv2d, "same" and "valid" included.
-        dilation: as in nn.Conv2d.
-        bias: whether there is one.
-        padding_mode: as in nn.Conv2d.
         seed: of the random start; None leaves memory as it is.
 
     Raises:
@@ -70,7 +64,6 @@ class LowRankConv(LowRank):
         return (value,) * self.dimensions if isinstance(value, int) else tuple(value)
 
     def _sizes(self, first: bool) -> tuple[int, ...]:
-        """The kernel of one of the two."""
         return self._of(self.kernel_size, first, 1)
 
     def _of(self, values: Sequence[int], first: bool, neutral: int) -> tuple[int, ...]:
@@ -89,16 +82,10 @@ class LowRankConv(LowRank):
         inputs: Tensor | None = None,
         seed: int = 0,
     ) -> Any:
-        """The low-rank convolution that starts from a dense one, on its device and in its dtype.
+        """The low-rank convolution that starts from nn.Conv1d or nn.Conv2d of one group, on its device and in its
+        dtype.
 
-        Args:
-            conv: nn.Conv1d or nn.Conv2d, of one group.
-            rank: channels between the two.
-            init: how U and V start, a name of `LOW_RANK_INITS`.
-            split: "spatial" or "channel".
-            activation: what follows the layer, for the starts that ask.
-            inputs: (n, columns) real patches, for init="data" and split="channel".
-            seed: of random starts.
+        As `LowRankLinear.from_dense`; `inputs` are real patches (n, columns), for init="data" and split="channel".
 
         Raises:
             ConfigError: several groups, rank beyond full rank, unknown split or init.
@@ -156,7 +143,6 @@ class LowRankConv(LowRank):
         return first.clone(memory_format=plain), second.clone(memory_format=plain)
 
     def _settings(self, first: bool) -> dict[str, Any]:
-        """Arguments of one of the two as nn.Conv2d takes them."""
         return {
             "kernel_size": self._sizes(first),
             "stride": self._of(self.stride, first, 1),
@@ -240,3 +226,10 @@ class LowRankConv2d(LowRankConv):
 
     dimensions = 2
     convolution = nn.Conv2d
+
+
+def low_rank_class(module: nn.Module) -> type[LowRankLinear] | type[LowRankConv]:
+    """Return the low-rank class for a dense nn.Linear, nn.Conv1d or nn.Conv2d."""
+    if isinstance(module, nn.Linear):
+        return LowRankLinear
+    return LowRankConv1d if isinstance(module, nn.Conv1d) else LowRankConv2d

@@ -88,13 +88,10 @@ class FoldPlace(Protocol):
         """Put `module` inside the module here, under a new name; `before` and `after` describe the change."""
 
     def alter(self, kind: str, before: str = "", after: str = "", **values: Any) -> None:
-        """Keep the module here but change its behaviour, by a kind of `bundling/modules.py`.
+        """Keep the module here but change its behaviour, by a kind of `bundling/modules.py` and its fields.
 
-        Args:
-            kind: "heads" (an attention module splits into heads of `size`) or "mean_first" (a layer gives the mean).
-            before: what the report says of it, if anything.
-            after: likewise.
-            **values: fields of that kind.
+        "heads" (an attention module splits into heads of `size`) or "mean_first" (a layer gives the mean); `before` and
+        `after` are what the report says of it.
         """
 
     def remark(self, text: str) -> None:
@@ -142,7 +139,7 @@ class FitOptions:
 class Fit:
     """Result of one fit.
 
-    Args:
+    Attributes:
         size: the size of the part (rows of W, a rank).
         tokens: rows fitted while choosing the regularisation.
         held_out_tokens: rows that the errors are measured on.
@@ -191,15 +188,8 @@ class Fitter:
     together: Sequence[str] = ()
 
     def rows(self, x: torch.Tensor, mask: Any) -> torch.Tensor:
-        """Extract the rows that `fit` reads from one input.
-
-        Args:
-            x: the first argument of the place, (..., dim) unless the original reads something else.
-            mask: the model's attention mask, or None.
-
-        Returns:
-            (n, dim), here all vectors that are no padding.
-        """
+        """The rows (n, dim) that `fit` reads from one input of the place: here all vectors that are no padding of the
+        mask."""
         return real_tokens(x, mask)
 
     def fit(self, data: Tokens) -> Fit:
@@ -233,16 +223,10 @@ class Slot(nn.Module):
     by_row = False
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """The new output for input `x`; `base` computes the original one."""
         raise TypeError(f"{type(self).__name__} does not define forward()")
 
     def placed(self, layer: Any, model: nn.Module) -> None:
-        """The slot is in the model now.
-
-        Args:
-            layer: the `SlotLayer` that holds it.
-            model: the transformers model.
-        """
+        """The slot is in the model now, held by a `SlotLayer`."""
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter | None:
         """Return the slot's fitter; None, the default, leaves the slot to training."""
@@ -254,17 +238,14 @@ class Slot(nn.Module):
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout] | None:
         """Return the features of an adapter and the readout that adds them to an output, if the features are made here.
 
-        Args:
-            slots_at: the active slots at a path of the unpatched model.
+        `slots_at` gives the active slots at a path of the unpatched model.
         """
         return None
 
     def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
-        """Check the slot's assumptions about its model, for `check_family`; returns what is wrong.
+        """Check the slot's assumptions about its model, for `check_family`; yields what is wrong.
 
-        Args:
-            root: the patched transformers model.
-            run: a forward pass in which no adapter acts, without gradients.
+        `run` is a forward pass of the patched model in which no adapter acts, without gradients.
         """
         return iter(())
 
@@ -298,11 +279,7 @@ def check_passing(places: Iterable[FoldPlace]) -> None:
 
 
 class Retrained(Slot):
-    """A trainable copy instead of the original, where PEFT's modules_to_save would catch a wrong module as well.
-
-    Args:
-        module: the original.
-    """
+    """A trainable copy instead of the original, where PEFT's modules_to_save would catch a wrong module as well."""
 
     replaces = True
     by_row = True

@@ -7,13 +7,13 @@ dim·out. A is trained, computed from the pretrained weights in closed form (`in
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import at_hand
-from snnk_peft.functional.folding import fold_linear
 from snnk_peft.functional.precision import as_a_linear
 from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.layers.feature_stage import FeatureStage
@@ -23,13 +23,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SNNKLinear(nn.Module):
-    """A feature stage followed by one trainable matrix.
-
-    Args:
-        stage: the features Φ (and perhaps x itself).
-        out_features: length of the output.
-        bias: whether the readout has a bias.
-    """
+    """A feature stage followed by one trainable matrix, (..., dim) -> (..., out_features)."""
 
     def __init__(self, stage: FeatureStage, out_features: int, *, bias: bool = True):
         super().__init__()
@@ -116,11 +110,8 @@ class SNNKLinear(nn.Module):
 
     @torch.no_grad()
     def fold(self, following: nn.Linear | None = None) -> tuple[FeatureStage, nn.Linear]:
-        """The plain modules this layer becomes: its stage, and one Linear.
-
-        Args:
-            following: a linear layer that reads this one's output; it is multiplied in (W̄ = W₂ A, Eq. 14).
-        """
+        """The plain modules this layer becomes: its stage, and one Linear; W̄ = W₂ A (Eq. 14) with the `following`
+        one."""
         stage = self.stage.simplified()
         if following is None:
             return stage, plain_linear(self.A, self.bias)
@@ -134,3 +125,46 @@ def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach().clone())
     return linear
+
+
+class Affine(NamedTuple):
+    """The affine map x -> x Wᵀ + b, as computed by nn.Linear.
+
+    Attributes:
+        weight: (out, in).
+        bias: (out,) or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def fold_linear(A: Tensor, bias_A: Tensor | None, W2: Tensor, b2: Tensor | None) -> Affine:
+    """One affine map equal to (A, bias_A) followed by (W2, b2): W2 A (o, m) and W2 bias_A + b2 (o,), None without
+    biases.
+
+    Computed in fp64 and rounded to the wider of the two weights' dtypes. Smaller than the pair unless l < o m/(o + m).
+
+    Args:
+        A: (l, m) readout of a feature map with m features.
+        bias_A: (l,) or None.
+        W2: (o, l) weight of the Linear that follows, with nothing but the identity (or dropout in eval) between.
+        b2: (o,) or None.
+
+    Raises:
+        ConfigError: A's rows do not match W2's columns.
+    """
+    if A.ndim != 2 or W2.ndim != 2 or A.shape[0] != W2.shape[1]:
+        raise ConfigError(
+            f"cannot fold a readout of shape {tuple(A.shape)} into a weight of shape {tuple(W2.shape)}; "
+            "expected (l, m) and (o, l) with the same l"
+        )
+    dtype = torch.promote_types(A.dtype, W2.dtype)
+    wide = W2.double()
+    bias = None if bias_A is None else wide @ bias_A.double()
+    if b2 is not None:
+        bias = b2.double() if bias is None else bias + b2.double()
+    return Affine((wide @ A.double()).to(dtype), None if bias is None else bias.to(dtype))

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snnk_peft.low_rank.inputs import InputMoments
-from snnk_peft.low_rank.problem import LOW_RANK_INITS, check
+from snnk_peft.low_rank.problem import LOW_RANK_INITS, InputMoments, check
 from snnk_peft.low_rank.risk import problem_risk, ratio
 
 

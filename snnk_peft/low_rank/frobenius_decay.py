@@ -30,12 +30,10 @@ from snnk_peft.functional.precision import full_precision, wide
 
 
 class FactorPair(NamedTuple):
-    """The factors of one layer, W = UVᵀ.
+    """The factors U (out, rank) and V (in, rank) of one layer, W = UVᵀ.
 
     Attributes:
         path: of the module that holds them, for messages.
-        U: (out, rank).
-        V: (in, rank).
         strength: the λ that the module asks for (its attribute `frobenius_decay`, which LowRankPart sets), or None.
     """
 
@@ -46,11 +44,7 @@ class FactorPair(NamedTuple):
 
 
 def find_factors(model: nn.Module) -> list[FactorPair]:
-    """Every module that has matrices U (out, rank) and V (in, rank) as parameters of its own; shared ones once.
-
-    Args:
-        model: any module; low-rank layers, slots of a patched model, or a user's own layers in it.
-    """
+    """Every module that has matrices U (out, rank) and V (in, rank) as parameters of its own; shared ones once."""
     found: dict[tuple[int, int], FactorPair] = {}
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -61,24 +55,14 @@ def find_factors(model: nn.Module) -> list[FactorPair]:
 
 
 def frobenius_penalty(U: torch.Tensor, V: torch.Tensor) -> torch.Tensor:
-    """½‖UVᵀ‖²_F = ½ Σ (UᵀU)∘(VᵀV), a scalar in at least fp32; differentiable, O((out + in)·rank²).
-
-    Args:
-        U: (out, rank).
-        V: (in, rank).
-    """
+    """½‖UVᵀ‖²_F = ½ Σ (UᵀU)∘(VᵀV), a scalar in at least fp32; differentiable, O((out + in)·rank²)."""
     with full_precision(U):
         U, V = wide(U), wide(V)
         return ((U.mT @ U) * (V.mT @ V)).sum() / 2
 
 
 def frobenius_gradients(U: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(U(VᵀV), V(UᵀU)), the gradients of `frobenius_penalty`; (out, rank) and (in, rank), in at least fp32.
-
-    Args:
-        U: (out, rank).
-        V: (in, rank).
-    """
+    """(U(VᵀV), V(UᵀU)), the gradients of `frobenius_penalty`, in at least fp32."""
     with full_precision(U):
         U, V = wide(U), wide(V)
         return U @ (V.mT @ V), V @ (U.mT @ U)

@@ -10,21 +10,11 @@ from torch import Tensor
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.gauss_hermite import dual_kernel
 from snnk_peft.functional.nonlinearity import Nonlinearity, quadrature_nodes, unit_coefficients
-from snnk_peft.low_rank.directions import unit_scale
-from snnk_peft.low_rank.problem import Problem, check
+from snnk_peft.low_rank.problem import Problem, check, unit_scale
 
 
 def nonlinearity_kernel(f: Nonlinearity, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """K_ij = E[f(w_i·x + b_i) f(w_j·x + b_j)], x ~ N(0, I) (Definition 2.5), for all rows of W.
-
-    Args:
-        f: from `nonlinearity`.
-        weight: W (out, in), fp64.
-        bias: b (out,) or None.
-
-    Returns:
-        (out, out), symmetric positive semi-definite.
-    """
+    """K_ij = E[f(w_i·x + b_i) f(w_j·x + b_j)], x ~ N(0, I) (Definition 2.5), for all rows of W: (out, out), fp64."""
     norm = torch.linalg.vector_norm(weight, dim=1)
     unit = weight / unit_scale(norm).unsqueeze(1)
     rho = (unit @ unit.T).clamp(-1, 1)
@@ -46,20 +36,13 @@ def kernel_projection(
     bias: Tensor | None = None,
     kernel: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """U = Q, V = WᵀQ with Q the leading eigenvectors of K: the rows of W, projected in the feature space of f.
+    """U = Q (out, rank), V = WᵀQ with Q the leading eigenvectors of K: the rows of W, projected in the feature space of
+    f.
 
     A reference. The paper's Theorem 2.10 says that UVᵀ minimises the ReLU risk; it does not, and is usually worse than
     the SVD (W = [[1, 0], [−1, 0], [0, 1]] at rank 1: 1.0249, the SVD .5, the optimum .4414).
 
-    Args:
-        weight: W (out, in), as nn.Linear stores it.
-        rank: 1 to min(out, in).
-        activation: f, as in `factorize`; not looked at if the kernel is given.
-        bias: b (out,) or None.
-        kernel: K (out, out), for example estimated from samples (Algorithm 2); None: the exact one.
-
-    Returns:
-        U (out, rank), V (in, rank) in the dtype of the weight.
+    `kernel` is K (out, out), for example estimated from samples (Algorithm 2); None: the exact one, of `activation`.
 
     Raises:
         ConfigError: shapes that do not fit, a rank above full rank, an unknown activation.

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.low_rank.factorize import Factors, factorize
-from snnk_peft.low_rank.inputs import InputMoments
-from snnk_peft.low_rank.problem import check
+from snnk_peft.low_rank.problem import InputMoments, check
 
 _OPTIONAL = {"init", "activation", "bias", "inputs", "seed"}
 

@@ -1,4 +1,6 @@
-"""The problem that an init solves: the layer f(Wx + b), a rank, and a distribution of inputs."""
+"""The problem that an init solves: the layer f(Wx + b), a rank, and a distribution of inputs, N(0, I) or with
+moments that are accumulated over a stream of batches.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,46 @@ from torch import Tensor
 
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.functional.nonlinearity import Nonlinearity, nonlinearity
-from snnk_peft.low_rank.inputs import InputMoments
 from snnk_peft.registry import Registry
 
 
-class Solution(NamedTuple):
-    """Factors in fp64.
+class InputMoments(NamedTuple):
+    """Inputs x ~ N(mean, covariance): exact for what is linear in x, a model of the inputs otherwise.
 
     Attributes:
-        U: (out, rank).
-        V: (in, rank).
-        bias: (out,); None if the layer has none.
+        mean: E x, (in,).
+        covariance: E (x − E x)(x − E x)ᵀ, (in, in).
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    @classmethod
+    def of(cls, inputs: Tensor) -> InputMoments:
+        """The moments of inputs (n, in), in fp64."""
+        inputs = inputs.double()
+        mean = inputs.mean(0)
+        centred = inputs - mean
+        return cls(mean, centred.T @ centred / len(inputs))
+
+    def root(self, centred: bool) -> tuple[Tensor, Tensor]:
+        """R (in, k) with RRᵀ = C, and its pseudo-inverse (k, in); C is the covariance, or E xxᵀ if not `centred`.
+
+        Directions in which the inputs do not vary (by 1e-12 of the largest variance) are left out.
+        """
+        matrix = self.covariance if centred else self.covariance + torch.outer(self.mean, self.mean)
+        values, vectors = torch.linalg.eigh(matrix)
+        # At least one direction, so that inputs that never vary are a problem like any other.
+        kept = (values > 1e-12 * values[-1]) & (values > 0)
+        kept[-1] = True
+        scale = values[kept].clamp_min(1e-150).sqrt()
+        return vectors[:, kept] * scale, (vectors[:, kept] / scale).T
+
+
+class Solution(NamedTuple):
+    """Factors U (out, rank), V (in, rank) and bias (out,) in fp64.
+
+    Attributes:
         risk: E‖f(UVᵀx + bias) − f(Wx + b)‖² over N(0, I), where the init knows it.
         energy: E‖f(Wx + b)‖² over N(0, I), then too.
     """
@@ -152,3 +183,16 @@ def rebalanced(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     q_right, r_right = torch.linalg.qr(V)
     left, values, right = torch.linalg.svd(r_left @ r_right.T)
     return balanced(q_left @ left, values, q_right @ right.T)
+
+
+def unit_scale(values: Tensor) -> Tensor:
+    """The values as divisors: 1 where they are not above 0."""
+    return torch.where(values > 0, values, 1.0)
+
+
+def directions(coordinates: Tensor) -> Tensor:
+    """Rows (out, r) brought to norm 1; a row of zeros, which has no direction, becomes the first unit vector."""
+    norm = torch.linalg.vector_norm(coordinates, dim=1, keepdim=True)
+    found = coordinates / unit_scale(norm)
+    found[:, 0] += (norm == 0).squeeze(1)
+    return found

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from snnk_peft.functional.minimize import minimize
 from snnk_peft.functional.nonlinearity import nonlinearity
-from snnk_peft.low_rank.inputs import InputMoments
-from snnk_peft.low_rank.problem import rebalanced
+from snnk_peft.low_rank.problem import InputMoments, rebalanced
 from snnk_peft.low_rank.risk import gaussian_risk
 
 
@@ -29,19 +28,18 @@ def rearranged_factors(
     inputs: InputMoments | None = None,
     steps: int = 150,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """U, V and a bias b' for which E‖f(product(U, V) x + b') − f(W x + b)‖² is least near the start, and no greater.
+    """U, V, balanced, and b' (out,), fp64, for which E‖f(product(U, V) x + b') − f(W x + b)‖² is least near the start.
+
+    Never above the start; a layer without b gets no b'.
 
     Args:
         weight: W (out, in).
         start: U (rows, rank) and V (columns, rank).
         product: (U, V) -> (out, in), the entries of U Vᵀ in their places.
         activation: f, a name of NONLINEARITIES or an elementwise function.
-        bias: b (out,) or None; a layer without gets none.
+        bias: b (out,) or None.
         inputs: x ~ N(mean, covariance), of which the identity needs no more; None is N(0, I).
         steps: at most so many of L-BFGS.
-
-    Returns:
-        U, V, balanced, and b' (out,) or None; in fp64.
     """
     f, weight = nonlinearity(activation), weight.detach().double()
     U, V = (factor.detach().to(weight) for factor in start)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from snnk_peft.functional.nonlinearity import Nonlinearity, dual_moment
-from snnk_peft.low_rank.inputs import InputMoments
-from snnk_peft.low_rank.problem import Problem, check
+from snnk_peft.low_rank.problem import InputMoments, Problem, check
 
 _CHUNK = 1 << 22  # outputs held at once
 
@@ -105,8 +104,7 @@ def risk(
         weight: W (out, in), as nn.Linear stores it.
         U: (out, rank).
         V: (in, rank).
-        activation: f, a name (relu, leaky_relu, erf, gelu, silu, tanh, sigmoid, softplus, identity) or an elementwise
-            function.
+        activation: f, as in `factorize`.
         bias: b (out,) or None.
         new_bias: b' (out,); None is `bias`.
         inputs: x (n, in), over which the mean is taken; InputMoments, whose Gaussian is meant; None for N(0, I).

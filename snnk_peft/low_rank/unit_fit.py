@@ -30,7 +30,7 @@ from snnk_peft.functional.nonlinearity import (
     relu_similarity,
     unit_coefficients,
 )
-from snnk_peft.low_rank.directions import unit_scale
+from snnk_peft.low_rank.problem import unit_scale
 
 _CHUNK = 1 << 17  # values of f held at once: they should stay in the cache
 _STEPS = 30
@@ -144,16 +144,9 @@ def profile_risks(profiles: Tensor, rho: Tensor) -> Tensor:
 
 
 def best_rows(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The best s and m for outputs of norm t and bias b.
+    """The best s (n,) and m (n,) for outputs of norm t (n,), fp64, ρ (n,) in [0, 1] and bias b (n,).
 
-    Args:
-        f: the nonlinearity.
-        target: t (n,), fp64.
-        rho: ρ (n,), in [0, 1].
-        bias: b (n,); None if there are no biases, and m is then 0.
-
-    Returns:
-        s (n,) and m (n,) or None.
+    Without biases m is 0, and None is returned.
     """
     if f is NONLINEARITIES["identity"]:
         return target * rho, bias

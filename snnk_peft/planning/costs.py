@@ -24,8 +24,8 @@ from snnk_peft.json_files import read_json
 from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import Template, share_tensors, shared_copy
 from snnk_peft.planning.choose import STEPS
+from snnk_peft.saved_folder import whole_file
 from snnk_peft.tuner.get_model import get_snnk_model
-from snnk_peft.whole_file import whole_file
 
 ROUNDS, MOST = 4, 16  # of timings, at least and at most
 WITHIN = 1.02  # times the least: the same

@@ -19,7 +19,7 @@ from snnk_peft.calibrating.calibrate import fitter_of, slot_to_fit
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.slots import Call, FitOptions, Fitter
 from snnk_peft.planning.candidates import Template, replayed
-from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.reduce import ErrorMeter
 from snnk_peft.solvers.ridge import DEFAULT_RIDGES
 from snnk_peft.tuner.slot_layer import SlotLayer
 

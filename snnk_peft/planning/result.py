@@ -14,8 +14,8 @@ from snnk_peft.config import SNNKConfig, part_name
 from snnk_peft.digests import DIGESTS, entry_faults, notes, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.json_files import read_json
+from snnk_peft.saved_folder import whole_file
 from snnk_peft.stamps import stamp_entries
-from snnk_peft.whole_file import whole_file
 
 FILE, PICTURE = "plan.json", "plan.png"
 POINTS = 200  # of the curve that are kept

@@ -116,13 +116,7 @@ class Projection(Drawn):
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
-        """The `num_features` nearest to the wanted one that this matrix can have; itself, where any will do.
-
-        Args:
-            dim: length of the input vectors.
-            num_features: the wanted number of rows.
-            **params: the member's own keyword arguments.
-        """
+        """The `num_features` nearest to the wanted one that this matrix can have, with the member's own `params`."""
         return num_features
 
     @classmethod
@@ -132,33 +126,21 @@ class Projection(Drawn):
         """Create W for features that replace a pretrained layer: here a draw for its inputs, independent of its
         weights.
 
-        Args:
-            layer: what is replaced; its inputs are those of W.
-            num_features: rows of W.
-            importance: (rows of the layer,) how much each of them matters; None where nothing is known.
-            **kwargs: as in the constructor.
+        `importance` (rows of the layer,) says how much each of them matters, where that is known; `kwargs` as in the
+        constructor.
         """
         return cls(layer.in_features, num_features, **kwargs)
 
     def select(self, weight: torch.Tensor, bias: torch.Tensor | None, importance: torch.Tensor) -> torch.Tensor:
         """Take the `num_features` most important rows of a layer, in index order; for members with `selects_rows`.
 
-        Args:
-            weight: (rows, dim).
-            bias: (rows,) or None.
-            importance: (rows,).
-
-        Returns:
-            The chosen row indices, (num_features,).
+        From weight (rows, dim), bias (rows,) or None and importance (rows,); returns the chosen row indices,
+        (num_features,).
         """
         raise TypeError(f"{type(self).__name__} takes no rows of a layer")
 
     def take(self, rows: torch.Tensor) -> None:
-        """Let W be these rows; for members with `takes_rows`.
-
-        Args:
-            rows: (num_features, dim).
-        """
+        """Let W be these rows (num_features, dim); for members with `takes_rows`."""
         raise TypeError(f"{type(self).__name__} makes its own rows")
 
     def gaussians(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -167,14 +149,7 @@ class Projection(Drawn):
         raise TypeError(f"{type(self).__name__} is no mixture of Gaussians")
 
     def squares(self, x: torch.Tensor) -> torch.Tensor:
-        """xᵀΣx with the covariance of each row; for members with `mixture`.
-
-        Args:
-            x: (..., dim).
-
-        Returns:
-            (..., num_features).
-        """
+        """xᵀΣx, (..., num_features), with the covariance of each row; for members with `mixture`."""
         raise TypeError(f"{type(self).__name__} is no mixture of Gaussians")
 
     def settle(self) -> list[str]:
@@ -195,11 +170,8 @@ class Projection(Drawn):
         return {"weight": torch.empty(self.num_features, self.dim, dtype=torch.float32)}
 
     def absorb(self, factor: float) -> bool:
-        """Multiply W by a number where W is parameters; whether that was possible. The rows are then no draw any more.
-
-        Args:
-            factor: the number.
-        """
+        """Multiply W by a number where W is parameters; whether that was possible. The rows are then no draw any
+        more."""
         return False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

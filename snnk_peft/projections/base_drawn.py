@@ -106,10 +106,8 @@ class Drawn(nn.Module):
     def redraw(self, device: torch.device | None = None) -> None:
         """Draw again from (seed, site) and the number of draws that `advance` has made; learned parameters stay.
 
-        Needed where a loader left non-persistent buffers undefined.
-
-        Args:
-            device: where it is put; None for where it was, or the CPU if that was "meta".
+        Needed where a loader left non-persistent buffers undefined. `device` None is where it was, or the CPU if that
+        was "meta".
         """
         number = 0 if self.redraw_every is None else int(self.steps) // self.redraw_every
         for name, drawn in self.draw_buffers(site_generator(self.seed, self.site, number)).items():
@@ -148,14 +146,7 @@ class Drawn(nn.Module):
         return any(tensor.is_meta for tensor in self.state_tensors())
 
     def verify(self, checksum: torch.Tensor) -> None:
-        """Refuse a checkpoint whose draw differs from the one that this machine makes from (seed, site).
-
-        Args:
-            checksum: (32,) uint8, from the checkpoint.
-
-        Raises:
-            ConfigError: they differ.
-        """
+        """ConfigError for a checkpoint whose checksum is not that of the draw made here from (seed, site)."""
         if checksum.device.type == "meta":
             return
         fault = checksum_fault(checksum, self.draw_buffers(site_generator(self.seed, self.site)))

@@ -22,9 +22,6 @@ class Structured(Projection):
     A member draws its factors and says how they act on vectors; what is kept, the factors or the dense W, follows
     from `fast`. Both hold the same matrix for the same seed.
 
-    Args:
-        **kwargs: as in `Projection`.
-
     Attributes:
         fast_from: the size from which the fast transform wins on a CPU.
     """

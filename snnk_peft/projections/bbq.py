@@ -28,9 +28,6 @@ from snnk_peft.projections.base_learned import Learned
 class Bbq(Learned):
     """Rows from learned quantile functions.
 
-    Args:
-        **kwargs: as in `Projection`.
-
     Attributes:
         log_slope: logarithms of the slopes, a parameter (dim, segments).
         offset: b, the medians, a parameter (dim,).

@@ -21,15 +21,14 @@ Cost per vector: O(t m log dim) by the fast Fourier transform, m · dim as a den
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
 
-from snnk_peft.functional.chi_lengths import stratified_lengths
 from snnk_peft.functional.circulant import FOURIER_FAST_FROM
-from snnk_peft.functional.cosine_transform import cosine_matrix, cosine_transform
-from snnk_peft.functional.random_numbers import random_permutation, random_signs
+from snnk_peft.functional.random_numbers import random_permutation, random_signs, stratified_lengths
 from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_structured import Structured
@@ -37,11 +36,7 @@ from snnk_peft.projections.base_structured import Structured
 
 @PROJECTIONS.register("dct")
 class Dct(Structured):
-    """Cosine transforms of randomly signed coordinates.
-
-    Args:
-        **kwargs: as in `Structured`.
-    """
+    """Cosine transforms of randomly signed coordinates."""
 
     formula = "χ_d lengths, one per stratum, times P (C D)^t, C the cosine transform"
     source = "DiJiang (Chen et al. 2024), with random signs"
@@ -92,3 +87,31 @@ class Dct(Structured):
         for earlier in signs.flip(0)[1:]:
             block = block @ (cosines * earlier.unsqueeze(-2))
         return (block.flatten(0, 1)[factors["order"]] * factors["lengths"].unsqueeze(-1)).contiguous()
+
+
+def cosine_transform(x: torch.Tensor) -> torch.Tensor:
+    """Cx for x (..., n), in fp32 or fp64, C the orthonormal cosine transform of type II:
+
+        (Cx)_k = √(2/n) s_k Σ_j x_j cos(π k (2j + 1)/2n),   s_0 = √½, other s_k = 1
+
+    The even entries of x and then the odd ones backwards have a Fourier transform whose k-th entry, turned by −πk/2n,
+    has the wanted sum for its real part (Makhoul 1980).
+    """
+    n = x.shape[-1]
+    shuffled = torch.cat((x[..., ::2], x[..., 1::2].flip(-1)), -1)
+    angle = torch.arange(n, dtype=x.dtype, device=x.device) * (-math.pi / (2 * n))
+    spectrum = torch.fft.fft(shuffled) * torch.complex(angle.cos(), angle.sin())
+    return spectrum.real * _cosine_scales(n, x)
+
+
+def cosine_matrix(n: int, like: torch.Tensor) -> torch.Tensor:
+    """C (n, n) by its formula, in the dtype and on the device of `like`."""
+    index = torch.arange(n, dtype=torch.float64, device=like.device)
+    angles = index[:, None] * (2 * index + 1) * (math.pi / (2 * n))
+    return (angles.cos() * _cosine_scales(n, angles)[:, None]).to(like.dtype)
+
+
+def _cosine_scales(n: int, like: torch.Tensor) -> torch.Tensor:
+    scales = torch.full((n,), (2 / n) ** 0.5, dtype=like.dtype, device=like.device)
+    scales[0] = n**-0.5
+    return scales

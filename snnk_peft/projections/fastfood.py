@@ -18,10 +18,8 @@ from collections.abc import Mapping
 
 import torch
 
-from snnk_peft.functional.hadamard import next_power_of_two
-from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, fastfood_product
-from snnk_peft.functional.random_directions import gaussian_lengths
-from snnk_peft.functional.random_numbers import normal_numbers, random_permutation, random_signs
+from snnk_peft.functional.hadamard import HADAMARD_FAST_FROM, fastfood_product, next_power_of_two
+from snnk_peft.functional.random_numbers import gaussian_lengths, normal_numbers, random_permutation, random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_structured import Structured
 

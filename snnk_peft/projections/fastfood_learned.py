@@ -22,11 +22,9 @@ import torch
 from torch import nn
 
 from snnk_peft.functional.backend import exporting
-from snnk_peft.functional.hadamard import next_power_of_two
-from snnk_peft.functional.hadamard_rotation import fastfood_product
+from snnk_peft.functional.hadamard import fastfood_product, next_power_of_two
 from snnk_peft.functional.precision import full_precision
-from snnk_peft.functional.random_directions import gaussian_lengths
-from snnk_peft.functional.random_numbers import normal_numbers, random_permutation, random_signs
+from snnk_peft.functional.random_numbers import gaussian_lengths, normal_numbers, random_permutation, random_signs
 from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_learned import Learned
@@ -37,9 +35,6 @@ FAST_FROM = 1024  # d from which the transform is faster than the dense product
 @PROJECTIONS.register("fastfood_learned")
 class FastfoodLearned(Learned):
     """Structured W with learned diagonal factors.
-
-    Args:
-        **kwargs: as in `Projection`.
 
     Attributes:
         lengths: χ_d of S, (num_features,), a parameter: ‖ω_i‖ as long as B consists of signs and nothing is padded.

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 
-from snnk_peft.functional.random_directions import block_orthogonal, gaussian_lengths
+from snnk_peft.functional.random_numbers import block_orthogonal, gaussian_lengths
 from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_learned import Learned
@@ -19,11 +19,7 @@ from snnk_peft.projections.base_learned import Learned
 
 @PROJECTIONS.register("free")
 class Free(Learned):
-    """W as one parameter.
-
-    Args:
-        **kwargs: as in `Projection`.
-    """
+    """W as one parameter."""
 
     formula = "W itself is trained"
     source = "Spectraformer; ordinary bottleneck adapters"

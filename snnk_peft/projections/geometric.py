@@ -22,11 +22,7 @@ from snnk_peft.projections.base import Projection
 
 @PROJECTIONS.register("geometric")
 class Geometric(Projection):
-    """W with independent geometric entries.
-
-    Args:
-        **kwargs: as in `Projection`.
-    """
+    """W with independent geometric entries."""
 
     formula = "ω_il ~ Geometric(p), independent"
     source = "Likhosherstov et al. 2022"

@@ -34,9 +34,6 @@ from snnk_peft.projections.base_learned import Learned
 class Gmm(Learned):
     """Rows from a Gaussian mixture with learned means and covariances.
 
-    Args:
-        **kwargs: as in `Projection`.
-
     Attributes:
         root: Σ_c^½, a parameter: (C, dim) for diagonal covariances, (C, dim, dim) for full ones.
         mean: μ_c, a parameter (C, dim).

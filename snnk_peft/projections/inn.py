@@ -27,9 +27,6 @@ from snnk_peft.projections.base_learned import Learned
 class Inn(Learned):
     """Rows from an invertible network.
 
-    Args:
-        **kwargs: as in `Projection`.
-
     Attributes:
         log_scale: a, (layers, dim).
         shift: b, (layers, dim).

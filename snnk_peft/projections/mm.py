@@ -30,11 +30,7 @@ SMALLEST_EIGENVALUE = 1e-5  # of the largest; below, whitening would blow roundi
 
 @PROJECTIONS.register("mm")
 class Mm(Projection):
-    """Quasi-Monte Carlo rows with exact first and second moments.
-
-    Args:
-        **kwargs: as in `Projection`.
-    """
+    """Quasi-Monte Carlo rows with exact first and second moments."""
 
     formula = "qmc points shifted and stretched to mean 0, covariance I"
     source = "Shen et al. 2017; Spectraformer"

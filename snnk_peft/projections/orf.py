@@ -20,8 +20,7 @@ from typing import Annotated
 
 import torch
 
-from snnk_peft.functional.chi_lengths import paired_lengths
-from snnk_peft.functional.random_directions import block_orthogonal, gaussian_lengths
+from snnk_peft.functional.random_numbers import block_orthogonal, gaussian_lengths, paired_lengths
 from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
@@ -29,11 +28,7 @@ from snnk_peft.projections.base import Projection
 
 @PROJECTIONS.register("orf")
 class Orf(Projection):
-    """Block-orthogonal W.
-
-    Args:
-        **kwargs: as in `Projection`.
-    """
+    """Block-orthogonal W."""
 
     formula = "⌈m/d⌉ Haar blocks times χ_d lengths (or coupled ones, or √d)"
     source = "Yu et al. 2016; Reid et al. 2024; Spectraformer"

@@ -41,11 +41,7 @@ PMODEL_STRUCTURES = {
 
 @PROJECTIONS.register("pmodel")
 class Pmodel(Structured):
-    """Gaussian blocks of constant diagonals.
-
-    Args:
-        **kwargs: as in `Structured`.
-    """
+    """Gaussian blocks of constant diagonals."""
 
     formula = "circulant, Toeplitz or Hankel matrices of Gaussian numbers"
     source = "Choromanski & Sindhwani 2016; Spectraformer"

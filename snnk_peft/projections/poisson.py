@@ -22,11 +22,7 @@ MAX_POISSON_RATE = 1e6
 
 @PROJECTIONS.register("poisson")
 class Poisson(Projection):
-    """W with independent Poisson entries.
-
-    Args:
-        **kwargs: as in `Projection`.
-    """
+    """W with independent Poisson entries."""
 
     formula = "ω_il ~ Poisson(λ), independent"
     source = "Likhosherstov et al. 2022"
@@ -62,11 +58,7 @@ class Poisson(Projection):
 
 
 def poisson_table(rate: float) -> tuple[int, torch.Tensor]:
-    """The least number worth mentioning and P(ω <= k) from it on, until what is left is below rounding.
-
-    Args:
-        rate: λ.
-    """
+    """The least number worth mentioning and P(ω <= k) from it on, until what is left is below rounding."""
     mode, masses = int(rate), [1.0]  # relative to that of the mode: e^{−λ} would be 0 for a large λ
     while masses[-1] > 1e-20:
         masses.append(masses[-1] * rate / (mode + len(masses)))

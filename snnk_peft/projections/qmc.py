@@ -23,11 +23,7 @@ from snnk_peft.projections.base import Projection
 
 @PROJECTIONS.register("qmc")
 class Qmc(Projection):
-    """Normal quantiles of a low-discrepancy sequence.
-
-    Args:
-        **kwargs: as in `Projection`.
-    """
+    """Normal quantiles of a low-discrepancy sequence."""
 
     formula = "normal quantiles of Sobol or Halton points"
     source = "Yang et al. 2014; Spectraformer"

@@ -26,8 +26,7 @@ from typing import Annotated, Any
 
 import torch
 
-from snnk_peft.functional.hadamard import next_power_of_two, walsh_hadamard
-from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, hadamard_rotation
+from snnk_peft.functional.hadamard import HADAMARD_FAST_FROM, hadamard_rotation, next_power_of_two, walsh_hadamard
 from snnk_peft.functional.random_numbers import random_signs, uniform_numbers
 from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
@@ -36,11 +35,7 @@ from snnk_peft.projections.base_structured import Structured
 
 @PROJECTIONS.register("rom")
 class Rom(Structured):
-    """Products of Hadamard matrices and random diagonals.
-
-    Args:
-        **kwargs: as in `Structured`.
-    """
+    """Products of Hadamard matrices and random diagonals."""
 
     formula = "√n Π_i (H D_i), real or with complex units in the last"
     source = "Choromanski et al. 2017; Spectraformer"

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import torch
 
-from snnk_peft.functional.random_directions import haar
+from snnk_peft.functional.random_numbers import haar
 from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
@@ -26,11 +26,7 @@ from snnk_peft.projections.base import Projection
 
 @PROJECTIONS.register("sgq")
 class Sgq(Projection):
-    """The 2·dim + 1 nodes of the rule.
-
-    Args:
-        **kwargs: as in `Projection`.
-    """
+    """The 2·dim + 1 nodes of the rule."""
 
     formula = "nodes 0, ±√3 e_i with weights 1 − d/3, 1/6"
     source = "Dao et al. 2017; Spectraformer"

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import torch
 
-from snnk_peft.functional.random_directions import gaussian_lengths, haar, simplex
+from snnk_peft.functional.random_numbers import gaussian_lengths, haar, simplex
 from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
@@ -28,11 +28,7 @@ from snnk_peft.projections.base import Projection
 
 @PROJECTIONS.register("simrf")
 class Simrf(Projection):
-    """Rows at the corners of randomly rotated simplices.
-
-    Args:
-        **kwargs: as in `Projection`.
-    """
+    """Rows at the corners of randomly rotated simplices."""
 
     formula = "χ_d lengths times the directions of rotated simplices"
     source = "Reid et al. 2023; Spectraformer Eq. 26"

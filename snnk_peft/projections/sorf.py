@@ -15,8 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from snnk_peft.functional.hadamard import next_power_of_two
-from snnk_peft.functional.hadamard_rotation import HADAMARD_FAST_FROM, hadamard_rotation
+from snnk_peft.functional.hadamard import HADAMARD_FAST_FROM, hadamard_rotation, next_power_of_two
 from snnk_peft.functional.random_numbers import random_signs
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base_structured import Structured

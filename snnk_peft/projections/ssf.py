@@ -1,7 +1,7 @@
 """Spherical structured features (Lyu 2017; Spectraformer's "SSF"): ω_i = length · v_i, v_i spread evenly on the sphere.
 
 The directions are m unit vectors made of dim/2 rows of the m/2 × m/2 discrete Fourier matrix, chosen to minimise the
-Riesz energy (functional/fourier_sphere.py): Σ_i v_i v_iᵀ = (m/dim) I, and close pairs are avoided. Sizes: m even and
+Riesz energy (`fourier_indices`): Σ_i v_i v_iᵀ = (m/dim) I, and close pairs are avoided. Sizes: m even and
 >= dim + 2. An odd dim is one coordinate of the next even dimension left out.
 
 Lengths are χ, independent of directions. The paper takes one-dimensional quasi-Monte Carlo points for them and leaves
@@ -18,8 +18,7 @@ from typing import Annotated, Any
 
 import torch
 
-from snnk_peft.functional.fourier_sphere import fourier_indices, sphere_points
-from snnk_peft.functional.random_directions import gaussian_lengths, haar
+from snnk_peft.functional.random_numbers import gaussian_lengths, haar, random_permutation
 from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
@@ -27,11 +26,7 @@ from snnk_peft.projections.base import Projection
 
 @PROJECTIONS.register("ssf")
 class Ssf(Projection):
-    """Even directions from the discrete Fourier matrix.
-
-    Args:
-        **kwargs: as in `Projection`.
-    """
+    """Even directions from the discrete Fourier matrix."""
 
     formula = "χ_d lengths times points of low Riesz energy on the sphere"
     source = "Lyu 2017; Spectraformer"
@@ -81,3 +76,60 @@ class Ssf(Projection):
         if self.norms == "sqrt_dim":
             return rows[:, : self.dim] * even**0.5
         return rows[:, : self.dim] * gaussian_lengths(self.num_features, even, generator)[:, None]
+
+
+RIESZ_POWER = 2.0
+RIESZ_CANDIDATES = 32  # exchanges tried per index and sweep; all of them where n is small
+RIESZ_SWEEPS = 2
+RIESZ_TIE = 1e-6  # relative differences of energies below this mean nothing
+
+
+def sphere_points(indices: torch.Tensor, n: int) -> torch.Tensor:
+    """v_1, ..., v_2n as rows, (2n, 2h) in fp64, for the rows Λ = `indices` (h,) of the n × n Fourier matrix.
+
+    Its n columns f_j have entries of modulus 1, and v_j = [Re f_j, Im f_j] / √h, v_{n+j} = [−Im f_j, Re f_j] / √h are
+    unit vectors with Σ v vᵀ = (n/h) I. All inner products are values of one sequence, <v_i, v_j> = Re c_{j−i} and <v_i,
+    v_{n+j}> = −Im c_{j−i} with c_t = Σ_{k∈Λ} e^{2πikt/n} / h, so the Riesz energy Σ_{i≠j} ‖v_i − v_j‖^−s takes O(n) to
+    evaluate.
+    """
+    angle = (torch.arange(n, device="cpu")[:, None] * indices % n).double() * (2 * torch.pi / n)
+    real, imaginary = angle.cos(), angle.sin()
+    points = torch.cat((torch.cat((real, imaginary), 1), torch.cat((-imaginary, real), 1)))
+    return points * len(indices) ** -0.5
+
+
+def riesz_energy(correlation: torch.Tensor) -> torch.Tensor:
+    """Mean of ‖v_i − v_j‖^−s over pairs i ≠ j, from c (..., n) complex; result (...). Coincident points cost 10¹²ˢ."""
+    # ‖v − w‖² = 2 − 2<v, w>; c_0 = 1 pairs v_i with itself, and its imaginary part v_i with v_{n+i}.
+    inner = torch.cat((correlation.real[..., 1:], -correlation.imag), -1)
+    return (2 - 2 * inner).clamp_min(1e-12).pow(-RIESZ_POWER / 2).mean(-1)
+
+
+def fourier_indices(h: int, n: int, generator: torch.Generator) -> torch.Tensor:
+    """Λ: h distinct indices from 1 .. n − 1, n > h, with low Riesz energy, (h,).
+
+    By coordinate descent, one index after the other exchanged for the best of some candidates; the local optimum found
+    depends on the seed. Cost O(sweeps · h · candidates · n).
+    """
+    order = random_permutation(n - 1, generator) + 1
+    chosen, free = order[:h].clone(), order[h:].clone()
+    if not len(free):
+        return chosen
+    # Columns k of the Fourier matrix by gathering from one table of roots of unity.
+    turns = torch.arange(n, device="cpu")
+    roots = torch.polar(torch.ones(n, dtype=torch.float64, device="cpu"), turns.double() * (2 * torch.pi / n))
+    total = roots[chosen[:, None] * turns % n].sum(0)
+    energy = riesz_energy(total / h)
+    for _ in range(RIESZ_SWEEPS):
+        for place in range(h):
+            tried = random_permutation(len(free), generator)[:RIESZ_CANDIDATES]
+            sums = total - roots[chosen[place] * turns % n] + roots[free[tried][:, None] * turns % n]
+            found = riesz_energy(sums / h)
+            # Symmetric choices have equal energies: the first of them, and none for a gain that is rounding.
+            best = int((found <= found.min() * (1 + RIESZ_TIE)).nonzero()[0])
+            if found[best] < energy * (1 - RIESZ_TIE):
+                energy, total = found[best], sums[best]
+                old = chosen[place].clone()
+                chosen[place] = free[tried[best]]
+                free[tried[best]] = old
+    return chosen

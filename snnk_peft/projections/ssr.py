@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from snnk_peft.functional.random_directions import gaussian_lengths, haar, simplex
+from snnk_peft.functional.random_numbers import gaussian_lengths, haar, simplex
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 

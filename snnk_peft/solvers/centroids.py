@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from snnk_peft.solvers.adam import falling_adam
+from snnk_peft.solvers.descent import falling_adam
 
 TEMPERATURES = (0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0)
 SWEEPS = 8  # of Lloyd's iteration
@@ -33,14 +33,7 @@ LEAST = 1e-30  # instead of zero, under a logarithm or a fraction
 
 
 class CentroidMaps(NamedTuple):
-    """Rows and biases of the features of queries and of keys; see the module's text.
-
-    Attributes:
-        query_rows: (G, m, d).
-        query_bias: (G, m).
-        key_rows: (G, m, d).
-        key_bias: (G, m).
-    """
+    """Features of queries and keys; rows (G, m, d) and biases (G, m)."""
 
     query_rows: Tensor
     query_bias: Tensor
@@ -107,15 +100,7 @@ def key_moments(batches: Sequence[Scores]) -> tuple[Tensor, Tensor]:
 def centroids(
     queries: Tensor, mean: Tensor, covariance: Tensor, count: int, generator: torch.Generator
 ) -> CentroidMaps:
-    """The maps for τ = 1, in fp32.
-
-    Args:
-        queries: (G, n, d).
-        mean: k̄ (G, d).
-        covariance: C (G, d, d).
-        count: m; more than n takes queries several times.
-        generator: chooses the queries to begin with.
-    """
+    """The maps for τ = 1, in fp32, from queries (G, n, d), k̄ and C; of more centres than queries, some are alike."""
     # A direction in which keys do not vary tells nothing about them, and its inverse nothing but rounding.
     floor = 1e-4 * covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None]
     values, vectors = torch.linalg.eigh(covariance)
@@ -163,13 +148,8 @@ def divergence(maps: CentroidMaps, scores: Scores) -> Tensor:
 
 
 def output_error(maps: CentroidMaps, scores: Scores, readout: Tensor | None) -> Tensor:
-    """Return the squared error of the heads' outputs relative to the variance of softmax's, a scalar.
-
-    Args:
-        maps: instead of softmax.
-        scores: what attends to what.
-        readout: W_o (out, G·R·D), which reads all heads; errors are then those of its output. None: of the heads'.
-    """
+    """Squared error of the heads' outputs relative to the variance of softmax's, or after W_o (out, G·R·D), which reads
+    all heads."""
     found = weights(maps, scores)
     out = (found / found.sum(-1, keepdim=True).clamp_min(LEAST)) @ scores.v.unsqueeze(2)
     wanted, missing = (
@@ -191,10 +171,10 @@ def sharpest(maps: CentroidMaps, batches: Sequence[Scores]) -> CentroidMaps:
 
 
 def descend(maps: Maps, loss: Callable[[Maps], Tensor], steps: int, *, learning_rate: float = 1e-2) -> Maps:
-    """Steps of Adam; the learning rate falls linearly to zero.
+    """Steps of Adam on maps, a NamedTuple of rows (., m, d) and numbers; the learning rate falls linearly to zero.
 
     Args:
-        maps: where to start, a NamedTuple of rows (., m, d) and numbers.
+        maps: where to start.
         loss: a number, of other queries and keys each time.
         steps: how many.
         learning_rate: of the first step, for biases and for rows of vectors without √(scaling), d^-¼.

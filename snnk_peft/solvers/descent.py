@@ -1,23 +1,60 @@
-"""Rows of a feature map moved by gradient descent, where a closed form has put the best readout for those it chose.
+"""Gradient descent from where a closed form has put things, by Adam with learning rates that fall linearly to zero.
 
-    minimise  E ‖z − B φ_W(x) − b‖²   over W, B and b,
-
-with z what the network reads of the original, by Adam on minibatches drawn at random. B and b begin at the closed form
-and are thrown away in the end: whoever calls this solves for the readout once more, on all tokens.
+Minibatches are drawn at random, and the first step is in proportion to the size of each tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from snnk_peft.solvers.adam import falling_adam
+from snnk_peft.errors import NumericalError
 
-LEARNING_RATE = 0.03  # of the first step, times the root mean square of what is moved
-BATCH = 1024
+# Of the first step, times the root mean square of what is moved; and tokens in a minibatch.
+LEARNING_RATE, BATCH = 0.03, 1024
+BLOCK_LEARNING_RATE, BLOCK_BATCH = 0.01, 2048
+
+
+def falling_adam(
+    tensors: Sequence[Tensor],
+    rates: Sequence[float],
+    loss: Callable[[], Tensor],
+    steps: int,
+    what: str,
+    *,
+    betas: tuple[float, float] = (0.9, 0.99),
+) -> None:
+    """Move tensors that require gradients, in place.
+
+    Args:
+        tensors: leaves.
+        rates: learning rate of the first step of each.
+        loss: a number, of other data each time.
+        steps: how many.
+        what: the loss is called in errors.
+        betas: of Adam.
+
+    Raises:
+        NumericalError: the loss is no longer finite.
+    """
+    optimizer = torch.optim.Adam([{"params": [each]} for each in tensors], betas=betas)
+    for step in range(steps):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * (1 - step / steps)
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            value = loss()
+            if not value.isfinite():
+                raise NumericalError(
+                    f"the {what} is {value.item()} at step {step} of {steps}; expected a finite number. Look for NaN "
+                    "in the inputs, or calibrate with steps=0"
+                )
+            value.backward()
+        optimizer.step()
+        torch.clear_autocast_cache()  # the caller's autocast would go on with copies of the tensors as they were
 
 
 def descend(
@@ -29,14 +66,16 @@ def descend(
     steps: int,
     generator: torch.Generator,
 ) -> None:
-    """Move the named tensors of `stage`, in place; the learning rate falls linearly to zero.
+    """Move the named tensors W of a stage φ_W in place, minimising E ‖z − B φ_W(x) − b‖² over W, B and b.
+
+    B and b are thrown away in the end: whoever calls this solves for the readout once more, on all tokens.
 
     Args:
-        stage: the features φ, called with (n, dim), gives (n, m).
+        stage: called with (n, dim), gives (n, m).
         moved: names of its parameters and buffers that are learned; all others stay.
         readout: B (o, m) and b (o,) to begin with.
-        inputs: (n, dim).
-        targets: z (n, o).
+        inputs: x (n, dim).
+        targets: z (n, o), what the network reads of the original.
         steps: how many, one minibatch each.
         generator: draws the minibatches, on the CPU.
 
@@ -44,22 +83,60 @@ def descend(
         NumericalError: the loss is no longer finite; `stage` is as it was.
     """
     named = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
-    tensors = {name: named[name].detach().float().clone().requires_grad_() for name in moved}
-    weight, bias = (each.detach().float().clone().requires_grad_() for each in readout)
-    learned = [*tensors.values(), weight, bias]
+    learned = [each.detach().float().clone().requires_grad_() for each in (*(named[name] for name in moved), *readout)]
 
-    def loss() -> Tensor:
-        chosen = torch.randint(len(inputs), (BATCH,), generator=generator).to(inputs.device)
-        features = functional_call(stage, tensors, (inputs[chosen].float(),))
-        return (nn.functional.linear(features, weight, bias) - targets[chosen]).square().sum(-1).mean()
+    def output(x: Tensor) -> Tensor:
+        *tensors, weight, bias = learned
+        features = functional_call(stage, dict(zip(moved, tensors, strict=True)), (x.float(),))
+        return nn.functional.linear(features, weight, bias)
 
-    rates = [LEARNING_RATE * _size(each) for each in learned]
+    rates = [LEARNING_RATE * (_size(each) or 1.0) for each in learned]
+    loss = _minibatch_error(output, inputs, targets, BATCH, generator)
     falling_adam(learned, rates, loss, steps, "error of the features")
     with torch.no_grad():
-        for name, tensor in tensors.items():
+        for name, tensor in zip(moved, learned, strict=False):
             named[name].copy_(tensor)
 
 
+def descend_block(
+    output: Callable[[Sequence[Tensor], Tensor], Tensor],
+    tensors: Sequence[Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    steps: int,
+    generator: torch.Generator,
+) -> list[Tensor]:
+    """Better tensors of a block g, fp32, minimising E ‖y − g(x; tensors)‖².
+
+    Args:
+        output: g, called with tensors and inputs (k, dim), gives (k, o).
+        tensors: to begin with; they stay as they are.
+        inputs: x (n, dim).
+        targets: y (n, o), what the original gives.
+        steps: how many, one minibatch each.
+        generator: draws the minibatches, on the CPU.
+
+    Raises:
+        NumericalError: the loss is no longer finite.
+    """
+    moved = [tensor.detach().float().clone().requires_grad_() for tensor in tensors]
+    # Of zeros (a bias) there is no size; one of the mean of the targets will do.
+    rates = [BLOCK_LEARNING_RATE * (_size(each) or float(targets.abs().mean())) for each in moved]
+    loss = _minibatch_error(lambda x: output(moved, x).float(), inputs, targets, BLOCK_BATCH, generator)
+    falling_adam(moved, rates, loss, steps, "error of the block")
+    return [each.detach() for each in moved]
+
+
+def _minibatch_error(
+    output: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, batch: int, generator: torch.Generator
+) -> Callable[[], Tensor]:
+    def loss() -> Tensor:
+        chosen = torch.randint(len(inputs), (batch,), generator=generator).to(inputs.device)
+        return (output(inputs[chosen]) - targets[chosen]).square().sum(-1).mean()
+
+    return loss
+
+
 def _size(tensor: Tensor) -> float:
-    """Root mean square, so that a step means the same for tensors of any scale; 1 for zeros."""
-    return float(tensor.detach().square().mean().sqrt()) or 1.0
+    """Root mean square, so that a step means the same for tensors of any scale."""
+    return float(tensor.detach().square().mean().sqrt())

@@ -32,11 +32,6 @@ _RANK = 1e-10  # of the largest squared singular value: below is what rounding i
 class GradientMoments:
     """Sums over tokens of an adapter's inputs and of the loss's gradient at its outputs.
 
-    Args:
-        dim: length of the inputs.
-        out: length of the outputs.
-        device: of what is added, where the sums stay.
-
     Attributes:
         examples: how many were read that are fitted, and how many that judge.
         tokens: how many were read.
@@ -51,17 +46,12 @@ class GradientMoments:
 
     @staticmethod
     def numbers(dim: int, out: int) -> int:
-        """Return the number of values one object holds."""
+        """The number of values one object holds."""
         return 2 * out * dim + dim * dim + dim
 
     def add(self, inputs: Tensor, gradients: Tensor, held_out: bool) -> None:
-        """Add the tokens of a batch; its examples are to be counted in `examples`.
-
-        Args:
-            inputs: (n, dim).
-            gradients: (n, out), of the sum of the examples' losses.
-            held_out: whether they judge.
-        """
+        """Add tokens (n, dim) and the gradients (n, out) of the sum of the examples' losses; `examples` are the
+        caller's."""
         inputs = inputs.double()
         self.gradients[int(held_out)] += gradients.double().T @ inputs
         self.second += inputs.T @ inputs
@@ -122,11 +112,11 @@ class GradientRows:
 def gradient_rows(
     moments: GradientMoments, before: Tensor, ridges: Sequence[float] = RIDGES, refit: bool = True
 ) -> GradientRows:
-    """The m rows along which the loss falls fastest.
+    """The m rows along which the loss falls fastest, as many as there were `before` (m, dim).
 
     Args:
         moments: of one place.
-        before: the rows that were there (m, dim); decides how many are made.
+        before: the rows that were there.
         ridges: candidates for λ.
         refit: make the rows from all examples once λ is chosen.
 
@@ -154,13 +144,7 @@ def gradient_rows(
 
 @dataclass(frozen=True)
 class _Eigenbasis:
-    """G and the judging G in the basis in which C is diagonal.
-
-    Args:
-        values: eigenvalues of C, (dim,).
-        gradient: (out, dim).
-        judge: (out, dim).
-    """
+    """G and the judging G in the basis in which C is diagonal."""
 
     values: Tensor
     gradient: Tensor

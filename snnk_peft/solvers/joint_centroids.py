@@ -28,12 +28,10 @@ RIDGE = 1e-2  # on w, as a fraction of the mean of its curvature
 
 
 class JointMaps(NamedTuple):
-    """Features of queries and keys of every query head, and the factor of their products.
+    """Features of queries and keys of every query head, rows (H, m, d) and biases (H, m), and the factor of their
+    products.
 
     Attributes:
-        query_rows: (H, m, d).
-        query_bias: (H, m).
-        key_rows: (H, m, d).
         factor: w and c, (H, d + 1).
     """
 
@@ -51,10 +49,7 @@ class NearScores(NamedTuple):
     """Queries and keys of one batch, each times √(scaling), keys repeated for the query heads of their group.
 
     Attributes:
-        q: (B, H, L, d).
-        k: (B, H, N, d).
-        v: (B, H, N, D).
-        out: softmax attention, (B, H, L, D).
+        out: softmax attention.
         far: bool, (B, 1, L, N), True where a query sees a key that is not near.
         near: likewise, of near ones.
         counted: bool, (B, L), False at padding.
@@ -70,13 +65,7 @@ class NearScores(NamedTuple):
 
     @classmethod
     def of(cls, scores: Scores, width: int, sinks: int) -> NearScores:
-        """From those of all keys.
-
-        Args:
-            scores: with as many keys as queries.
-            width: of the band.
-            sinks: how many of the first keys that count are near for all.
-        """
+        """From those of all keys, as many as queries; the first `sinks` keys that count are near for all."""
         q, length = scores.q.flatten(1, 2), scores.q.shape[-2]
         k, v = (each.repeat_interleave(scores.q.shape[2], 1) for each in (scores.k, scores.v))
         positions = torch.arange(length, device=q.device)
@@ -105,19 +94,13 @@ class NearScores(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """Softmax of a batch.
-
-    Attributes:
-        logs: q·k, (B, H, L, N), ABSENT where a key is not seen.
-        weights: their softmax.
-    """
+    """Softmax of a batch: logarithms q·k, (B, H, L, N), ABSENT where a key is not seen, and weights."""
 
     logs: Tensor
     weights: Tensor
 
     @classmethod
     def of(cls, scores: NearScores) -> Exact:
-        """All that does not depend on the maps."""
         logs = exact_logarithms(scores)
         return cls(logs, logs.softmax(-1))
 
@@ -128,13 +111,9 @@ def exact_logarithms(scores: NearScores) -> Tensor:
 
 
 def joint_centroids(batches: Sequence[NearScores], rows: int, queries: int, generator: torch.Generator) -> JointMaps:
-    """The maps for τ = 1 and g = 1, in fp32.
+    """The maps with m = `rows` for τ = 1 and g = 1, in fp32, of at most so many queries of a head.
 
-    Args:
-        batches: of the layer, at least one of which has a query with a far key.
-        rows: m.
-        queries: at most so many of a head are clustered.
-        generator: chooses them.
+    At least one of the batches has a query with a far key.
     """
     far = [each for each in batches if bool(each.affected.any())]
     # One "group" per query head: what `key_moments` takes for a key that counts is one that is far for some query.
@@ -169,13 +148,7 @@ def joint_divergence(maps: JointMaps, scores: NearScores) -> Tensor:
 
 
 def joint_output_error(maps: JointMaps, scores: NearScores, readout: Tensor | None) -> Tensor:
-    """Return the squared error of the heads' outputs relative to the variance of softmax's, a scalar.
-
-    Args:
-        maps: of the far field.
-        scores: what attends to what.
-        readout: W_o (out, H·D), which reads all heads; errors are then those of its output. None: of the heads'.
-    """
+    """`output_error` of the heads' outputs, or after W_o (out, H·D)."""
     logs = joint_logarithms(maps, scores, exact_logarithms(scores), far_logarithms(maps, scores))
     missing = scores.out - logs.exp() @ scores.v
     wanted, missing = (each.transpose(1, 2)[scores.counted].flatten(1) for each in (scores.out, missing))
@@ -192,10 +165,10 @@ def _divergence(maps: JointMaps, scores: NearScores, exact: Exact, far: Tensor) 
 
 
 def fitted_factor(q: Tensor, missing: Tensor, share: Tensor) -> Tensor:
-    """w and c (H, d + 1) with w·q + c near what is missing.
+    """w and c (H, d + 1) with w·q + c near what is missing, for q (H, n, d).
 
     Args:
-        q: (H, n, d).
+        q: queries.
         missing: logarithm of the far keys' sum less that of its estimate, (H, n).
         share: of the far keys in softmax, (H, n).
     """

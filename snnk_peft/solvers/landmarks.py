@@ -28,10 +28,7 @@ BLOCKS = 8  # of columns: a product with itself is symmetric, and blocks below i
 
 
 class SecondMoments:
-    """Mean and covariance of vectors, accumulated in fp64 over any number of batches.
-
-    Args:
-        dim: length of the vectors.
+    """Mean and covariance of vectors of length `dim`, accumulated in fp64 over any number of batches.
 
     Attributes:
         count: number of vectors so far.
@@ -84,7 +81,6 @@ class SecondMoments:
         self.count, self.mean = total, mean
 
     def _shift(self, count: int, mean: Tensor) -> None:
-        """Count vectors of this mean whose own scatter was added."""
         total = self.count + count
         step = mean - self.mean
         self.scatter.addr_(step, step, alpha=self.count * count / total)
@@ -106,7 +102,7 @@ def choose_landmarks(
         moments: of the hidden units (l,), followed by `given` inputs that the readout has in any case.
         output_weight: W₂ (o, l), the contraction after the units.
         count: how many to keep, <= l.
-        rule: "greedy" or "importance", see the module's docstring.
+        rule: "greedy" or "importance".
         given: number of trailing coordinates of `moments` that are always available to the readout.
 
     Raises:
@@ -156,20 +152,16 @@ def fit_landmarks(
     ridges: Sequence[float] = DEFAULT_RIDGES,
     refit: bool = False,
 ) -> RidgeFit:
-    """The readout from the kept units to all units, its ridge chosen on held-out tokens.
+    """The readout, (l, m + given) and (l,), from kept units to all units, its ridge chosen on held-out tokens.
 
     Args:
-        train: moments of hidden units (l,) and `given` trailing inputs, of the tokens to fit.
+        train: moments of hidden units (l,) and `given` trailing inputs, which are features too, of the tokens to fit.
         held_out: the same for other tokens.
         landmarks: indices of the kept units, (m,).
         output_weight: W₂ (o, l); errors are measured after it.
-        given: number of trailing coordinates that are features too.
+        given: number of trailing coordinates.
         ridges: candidates, as fractions of the mean variance of the features.
-        refit: once the ridge is chosen, fit to all tokens, the held-out ones included; the error stays the one that
-            was measured before.
-
-    Returns:
-        RidgeFit with weight (l, m + given) and bias (l,); the error is relative to the variance of W₂ h.
+        refit: fit to all tokens in the end; the error stays the one that was measured before.
     """
     units = len(train.mean) - given
     inputs = torch.arange(units, units + given, device=landmarks.device)

@@ -33,11 +33,11 @@ IMPOSSIBLE = 1e-3  # of a column's S_jj: rows that were there never leave less t
 
 
 class Moments:
-    """Collects the moments of features and targets over any number of batches.
+    """Collects the moments of features (m,) and targets (l,) over any number of batches.
 
     Args:
-        feature_dim: m, length of a feature vector.
-        out_dim: l, length of a target vector.
+        feature_dim: m.
+        out_dim: l.
         intercept: `normal_equations` are centred.
         dtype: of the moments; float64 unless the device has none.
         output_weight: W₂ (o, l), optional.
@@ -164,7 +164,6 @@ class Moments:
             )
 
     def _require_within(self, other: Moments) -> None:
-        """Refuse a removal that leaves a column with a negative variance sum."""
         step = other._feature_mean.to(self._gram) - self._feature_mean
         between = self.count * other.count / (self.count - other.count)
         before = self._gram.diagonal()
@@ -237,14 +236,15 @@ class Moments:
     def from_moments(
         cls, count: int, mean: Tensor, scatter: Tensor, features: Tensor, out_dim: int, output_weight: Tensor
     ) -> Self:
-        """Build an accumulator from known moments, with some coordinates as features and the first ones as targets.
+        """Build an accumulator from moments of vectors, some of whose coordinates are features, the first `out_dim`
+        targets.
 
         Args:
             count: number of vectors.
             mean: (n,).
             scatter: (n, n), the sum of (v − mean)(v − mean)ᵀ.
             features: indices of the coordinates that are features, (m,).
-            out_dim: l, how many coordinates, from the first, are targets.
+            out_dim: l.
             output_weight: W₂ (o, l).
         """
         found = cls(len(features), out_dim, dtype=scatter.dtype, output_weight=output_weight)
@@ -266,7 +266,6 @@ class Moments:
         self.count, self._feature_mean, self._target_mean = total, feature_mean, target_mean
 
     def _behind(self, columns: Tensor) -> Tensor:
-        """Σ (W₂ columns)² of each output (o,), for (l, n)."""
         if self.output_weight is not None:
             columns = self.output_weight.to(columns) @ columns
         return columns.square().sum(1)

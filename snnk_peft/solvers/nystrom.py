@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.arccos import arccos_from_cosine
+from snnk_peft.functional.activation_kernels import arccos_from_cosine, gelu_kernel_from_moments
 from snnk_peft.functional.gauss_hermite import (
     ScalarFunction,
     dual_kernel,
     gaussian_product,
     hermite_coefficients,
 )
-from snnk_peft.functional.gelu_kernel import gelu_kernel_from_moments
 from snnk_peft.solvers.ridge import Readout, solve_symmetric
 
 

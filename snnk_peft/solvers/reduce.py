@@ -1,4 +1,5 @@
-"""Sums over the processes of torch.distributed, so that each may read its own share of the data.
+"""Errors and samples over batches, and sums over the processes of torch.distributed, each of which may read its own
+share of the data.
 
 Every accumulator of this folder has a `reduce` made of these. A sum has the same bits in every process, and so has what
 follows from it; without a process group, or with one process, nothing happens.
@@ -12,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from snnk_peft.functional.relative_error import relative_error
+
 Value = TypeVar("Value")
 
 
 def processes() -> int:
-    """Return the number of processes, 1 without a process group."""
+    """The number of processes, 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -75,3 +78,92 @@ def same_everywhere(module: nn.Module) -> None:
 def _reachable(value: Tensor) -> Tensor:
     """A tensor where the process group can read it: NCCL knows no other memory than that of its GPU."""
     return value.cuda() if value.device.type == "cpu" and dist.get_backend() == "nccl" else value
+
+
+class ErrorMeter:
+    """Σ‖W₂(y − ŷ)‖² / Σ‖W₂(y − ȳ)‖² over all vectors given, with W₂ the `output_weight` (o, l), None for the identity.
+
+    Attributes:
+        count: number of vectors so far.
+    """
+
+    def __init__(self, output_weight: Tensor | None = None):
+        self.output_weight = output_weight
+        self.count = 0
+        self._error = self._square = 0.0
+        self._sum: Tensor | float = 0.0
+
+    @torch.no_grad()
+    def update(self, target: Tensor, estimate: Tensor) -> None:
+        """Add target and estimate, both (n, l)."""
+        if self.output_weight is not None:
+            weight = self.output_weight.to(target.dtype)
+            target, estimate = target @ weight.T, estimate.to(target.dtype) @ weight.T
+        target, estimate = target.double(), estimate.double()
+        self.count += len(target)
+        self._error += float((target - estimate).square().sum())
+        self._square += float(target.square().sum())
+        self._sum = self._sum + target.sum(0)
+
+    def reduce(self) -> None:
+        """Add the vectors of all other processes; every process calls this, also one without any."""
+        parts = gathered((self.count, self._error, self._square, torch.as_tensor(self._sum).cpu()))
+        self.count, self._error, self._square, self._sum = (sum(column) for column in zip(*parts, strict=True))
+
+    def value(self) -> float:
+        """The relative error; 1 is no better than the mean (of equal targets: than zero)."""
+        if self.count == 0:
+            raise ValueError("no vectors were given; call update() first")
+        mean = torch.as_tensor(self._sum) / self.count
+        variance = self._square - self.count * float(mean.square().sum())
+        return relative_error(self._error, variance, self._square)
+
+
+class TokenSample:
+    """Keeps at most `most` vectors of one length, in all processes together: reservoir sampling (Vitter 1985, algorithm
+    R).
+
+    Vector number i (from 0) takes a place j drawn from 0 to i if there is such a place, j < most; every vector is then
+    kept with the same chance. The draws follow the vectors one by one, so how they come in batches makes no difference.
+
+    Attributes:
+        count: number of vectors seen.
+    """
+
+    def __init__(self, most: int, generator: torch.Generator):
+        self.most, self.generator = max(1, most // processes()), generator
+        self.count = 0
+        self._kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, vectors: Tensor) -> None:
+        """Add (n, dim) vectors; those that are kept are copied."""
+        free = self.most - self.count
+        if free > 0:
+            self._kept.append(vectors[:free].clone())
+            self.count += len(vectors[:free])
+            vectors = vectors[free:]
+        if len(vectors) == 0:
+            return
+        kept = self._joined()
+        numbers = torch.arange(self.count, self.count + len(vectors), dtype=torch.float64)
+        places = (torch.rand(len(vectors), generator=self.generator, dtype=torch.float64) * (numbers + 1)).long()
+        # Of two that want one place the later has it, whatever order a device writes in.
+        last = torch.full((self.most,), -1).scatter_reduce_(
+            0, places.clamp_max(self.most - 1), torch.where(places < self.most, torch.arange(len(vectors)), -1), "amax"
+        )
+        taken = (last >= 0).nonzero().squeeze(1)
+        kept[taken.to(kept.device)] = vectors[last[taken].to(vectors.device)].to(kept)
+        self.count += len(vectors)
+
+    def _joined(self) -> Tensor:
+        if len(self._kept) > 1:
+            self._kept = [torch.cat(self._kept)]
+        return self._kept[0]
+
+    def reduced(self) -> Tensor:
+        """Gather the kept tokens of all processes by rank, (n, dim); every process must call this."""
+        shares = [share for share in gathered(self._joined() if self._kept else None) if share is not None]
+        if not shares:
+            raise ValueError("no vectors were given; give at least one batch with an unmasked token")
+        return shares[0] if len(shares) == 1 else torch.cat([share.to(shares[0].device) for share in shares])

@@ -8,6 +8,10 @@ and any number of λ share one eigendecomposition. With S = Σ (φ−φ̄)(φ−
 (without intercept, the uncentred moments). λ = 0 gives least squares, of minimum norm where S is singular. The same
 moments taken on other tokens score any readout without touching a token again:
 Σ‖W₂(y − Aφ − a)‖² = Σ‖W₂(y−ȳ)‖² − 2 tr(W₂ A Cᵀ W₂ᵀ) + tr(W₂ A S Aᵀ W₂ᵀ) + n‖W₂(ȳ − Aφ̄ − a)‖².
+
+A fully bundled head is linear in its features: `closed_form_head` is its optimum for the squared error (SNNK paper,
+section 3.3 and App. J.3); of one-hot targets, a least-squares classifier, whose outputs are scores and no
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -57,16 +61,8 @@ class RidgeFit(NamedTuple):
 
 
 def solve_symmetric(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """X = cross (gram + ridge·I)^{-1}, or cross gram^+ (the pseudo-inverse) where that matrix is singular.
-
-    Args:
-        gram: (m, m) symmetric positive semi-definite.
-        cross: (l, m).
-        ridge: >= 0, in units of gram's entries.
-
-    Returns:
-        (l, m), of minimum norm if the system is singular.
-    """
+    """X = cross (gram + ridge·I)^{-1}, (l, m), of minimum norm where gram (m, m), which is >= 0, is singular and ridge
+    is 0."""
     shifted = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     factor, failed = torch.linalg.cholesky_ex(shifted)
     pivots = factor.diagonal()
@@ -97,9 +93,6 @@ class GramAccumulator(Moments):
         output_weight: W₂ (o, l), optional. Errors are then measured after this matrix: of W₂(Aφ + a) against W₂ y,
             which is what a network sees if y feeds a Linear. Needed only on the accumulator that measures.
 
-    Attributes:
-        count: number of tokens so far.
-
     Example:
         >>> gram = GramAccumulator(2, 1)
         >>> gram.update(torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]), torch.tensor([[3.0], [2.0], [4.0]]))
@@ -112,14 +105,7 @@ class GramAccumulator(Moments):
         return Readout(weight, bias, self.held_out_error(weight, bias))
 
     def solve(self, ridge: float = 0.0) -> Readout:
-        """The readout for one ridge; `relative_error` is on the accumulated tokens themselves.
-
-        Args:
-            ridge: λ >= 0, absolute (scikit-learn's `alpha`). 0 gives least squares, of minimum norm if singular.
-
-        Returns:
-            Readout with weight (l, m) and bias (l,) (None without intercept), in the accumulator's dtype.
-        """
+        """The readout for one absolute ridge λ >= 0; `relative_error` is on the accumulated tokens themselves."""
         _check_ridges([ridge])
         gram, cross = self.normal_equations()
         return self._readout(solve_symmetric(gram, cross, ridge))
@@ -130,12 +116,7 @@ class GramAccumulator(Moments):
         return values, vectors
 
     def solve_path(self, ridges: Iterable[float], eigen: tuple[Tensor, Tensor] | None = None) -> list[Readout]:
-        """`solve` for several absolute ridges at the price of one eigendecomposition.
-
-        Args:
-            ridges: absolute.
-            eigen: what `eigen` returned, if it is known.
-        """
+        """`solve` for several absolute ridges at the price of one eigendecomposition, `eigen()` where it is known."""
         ridges = list(ridges)
         _check_ridges(ridges)
         values, vectors = self.eigen() if eigen is None else eigen
@@ -143,15 +124,10 @@ class GramAccumulator(Moments):
         return [self._readout(_spectral_solve(values, vectors, rotated, ridge)) for ridge in ridges]
 
     def held_out_error(self, weight: Tensor, bias: Tensor | None = None) -> float:
-        """Relative error of a readout on the tokens of this accumulator.
+        """Relative error of a readout A (l, m), a (l,) on the tokens of this accumulator.
 
-        Args:
-            weight: A (l, m).
-            bias: a (l,) or None.
-
-        Returns:
-            Σ‖W₂(y − Aφ − a)‖² / Σ‖W₂(y − ȳ)‖², with W₂ the `output_weight` (identity if none). Of constant targets,
-            relative to Σ‖W₂ y‖² (functional/relative_error.py).
+        Σ‖W₂(y − Aφ − a)‖² / Σ‖W₂(y − ȳ)‖², with W₂ the `output_weight` (identity if none). Of constant targets,
+        relative to Σ‖W₂ y‖² (functional/relative_error.py).
         """
         residual, spread = float(self.residuals(weight, bias).sum()), float(self._spread.sum())
         mean = (
@@ -185,18 +161,14 @@ def fit_ridge(
     *,
     refit: bool = False,
 ) -> RidgeFit:
-    """Fit on one accumulator, choose the ridge on another.
+    """Fit on one accumulator, choose the ridge on another; of equal errors, the larger ridge wins.
 
     Args:
         train: moments of the tokens to fit.
         held_out: moments of other tokens; its `output_weight`, if any, decides which error is minimised.
         ridges: candidates, as fractions of the mean diagonal of the training Gram matrix (so that they mean the same
             for any number of tokens and any feature scale). A list of one is allowed and is then merely scored.
-        refit: once the ridge is chosen, fit to all tokens, the held-out ones included, which `train` then holds; the
-            error stays the one that was measured before.
-
-    Returns:
-        RidgeFit; of equal errors, the larger ridge wins.
+        refit: fit to all tokens in the end, which `train` then holds; the error stays the one that was measured before.
     """
     ordered = sorted(ridges, reverse=True)
     _check_ridges(ordered)
@@ -212,3 +184,39 @@ def fit_ridge(
         final = train.solve(best.ridge * train.ridge_scale)
         best = best._replace(weight=final.weight, bias=final.bias)
     return best
+
+
+def one_hot_targets(labels: Tensor, num_classes: int) -> Tensor:
+    """Class indices (n,) as targets (n, num_classes) of a regression, in fp64; ConfigError for anything else."""
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise ConfigError(f"labels are {tuple(labels.shape)} {labels.dtype}; expected integer class indices (n,)")
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise ConfigError(
+            f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to {num_classes - 1} "
+            f"(num_classes={num_classes})"
+        )
+    return torch.nn.functional.one_hot(labels.long(), num_classes).double()
+
+
+def closed_form_head(batches: Iterable[tuple[Tensor, Tensor]], ridge: float = 0.0) -> Readout:
+    """The optimal head on given features, weight (k, m) and bias (k,), in one pass and fp64.
+
+    Args:
+        batches: pairs (features (n, m), targets (n,) or (n, k)); of classes, the `one_hot_targets`.
+        ridge: λ >= 0 of the penalty λ‖W̄‖² (scikit-learn's `alpha`; the intercept is not penalised). 0 is least squares,
+            of minimum norm when there are fewer examples than features.
+
+    Raises:
+        ConfigError: shapes that differ.
+        ValueError: no examples, or a NaN or infinity among features or targets.
+    """
+    accumulator: GramAccumulator | None = None
+    for features, targets in batches:
+        if targets.ndim == 1:
+            targets = targets.unsqueeze(1)
+        if accumulator is None:
+            accumulator = GramAccumulator(features.shape[-1], targets.shape[-1])
+        accumulator.update(features, targets)
+    if accumulator is None:
+        raise ValueError("batches is empty; expected at least one (features, targets) pair")
+    return accumulator.solve(ridge)

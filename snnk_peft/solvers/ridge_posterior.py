@@ -33,7 +33,7 @@ class RidgePosterior:
     Args:
         moments: of features and targets; later changes to them do not count.
         ridge: λ > 0, absolute.
-        eigen: what `moments.eigen` returned, if it is known.
+        eigen: `moments.eigen()`, if it is known.
 
     Attributes:
         readout: the solution; weight (l, m), bias (l,).
@@ -68,12 +68,7 @@ class RidgePosterior:
         return (1 + self.leverage(features)).unsqueeze(-1) * self.noise
 
     def leave_one_out(self, features: Tensor, targets: Tensor) -> Tensor:
-        """Errors y − ŷ of examples that were fitted, each from the fit without it: (n, l).
-
-        Args:
-            features: (n, m).
-            targets: (n, l).
-        """
+        """Errors y − ŷ (n, l) of examples that were fitted, (n, m) and (n, l), each from the fit without it."""
         predicted = features.to(self.readout.weight) @ self.readout.weight.T
         if self.readout.bias is not None:
             predicted = predicted + self.readout.bias
@@ -85,7 +80,7 @@ def cross_validated(
     ridges: Sequence[float] = DEFAULT_RIDGES,
     eigen: tuple[Tensor, Tensor] | None = None,
 ) -> RidgeFit:
-    """Return the readout whose ridge has the least generalised cross-validation error.
+    """The readout whose ridge has the least generalised cross-validation error; of equal ones, the larger ridge.
 
     Ridges that leave less than a quarter of the degrees of freedom are taken only if all do: with as many features as
     examples the error is then a quotient of two numbers near 0, which repeated examples and rounding decide.
@@ -93,10 +88,7 @@ def cross_validated(
     Args:
         moments: of all examples.
         ridges: candidates above 0, as fractions of the mean diagonal of S.
-        eigen: what `moments.eigen` returned, if it is known.
-
-    Returns:
-        RidgeFit; `error` is that estimate, relative to the variance of the targets. Of equal ones, the larger ridge.
+        eigen: `moments.eigen()`, if it is known.
 
     Raises:
         ConfigError: no candidates, or some not above 0.

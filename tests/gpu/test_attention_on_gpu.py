@@ -10,8 +10,7 @@ from transformers import DynamicCache
 
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map, bundle
 from snnk_peft.attention import RecurrentCache
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 from tests.attention_models import causal_model, left_padded, patched
 from tests.gpu.agreement import TOLERANCE, agree, every_dtype, gradients_agree
 

@@ -21,8 +21,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.functional.near_field import banded_softmax_attention
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 from snnk_peft.parts.adapter import Behind
 from snnk_peft.parts.attention import softmax
 from snnk_peft.parts.attention.interface import NAME, padding_mask, pairwise_mask

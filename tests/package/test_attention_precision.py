@@ -21,8 +21,7 @@ from snnk_peft.functional import exponential_causal
 from snnk_peft.functional.exponential_attention import exponential_attention
 from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 from snnk_peft.projections import PROJECTIONS
 
 F64 = torch.float64

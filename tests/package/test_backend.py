@@ -16,17 +16,23 @@ from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.adapter_sum import AdapterForm, adapter_sum
 from snnk_peft.functional.backend import DEVICE_KERNELS, OPERATIONS, SWITCH, form_that_ran, register_kernel
-from snnk_peft.functional.causal_attention import causal_linear_attention
 from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention, key_means, together
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.hadamard import hadamard_matrix, hadamard_transform, walsh_hadamard
-from snnk_peft.functional.linear_attention import AttentionState, common_scale, divide, finite, grouped, key_sums
+from snnk_peft.functional.linear_attention import (
+    AttentionState,
+    causal_linear_attention,
+    common_scale,
+    divide,
+    finite,
+    grouped,
+    key_sums,
+)
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
 from snnk_peft.functional.near_field import Sinks, near_attention
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
 from snnk_peft.functional.precision import wide
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 from tests.attention_models import built
 from tests.fresh_process import run_python
 

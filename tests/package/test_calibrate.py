@@ -26,10 +26,9 @@ from snnk_peft import (
 from snnk_peft.calibrating.batches import is_held_out
 from snnk_peft.errors import ConfigError
 from snnk_peft.parts.replaced import fit
-from snnk_peft.solvers.error_meter import ErrorMeter
 from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
+from snnk_peft.solvers.reduce import ErrorMeter, TokenSample
 from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
-from snnk_peft.solvers.token_sample import TokenSample
 from tests.elsewhere import check_elsewhere, save_known
 from tests.fresh_process import ROOT, run_python
 from tests.tiny_models import tiny

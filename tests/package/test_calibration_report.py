@@ -31,7 +31,7 @@ from snnk_peft.calibrating.batches import is_held_out
 from snnk_peft.calibrating.report import CalibrationReport, SlotReport
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.planning.damage import OutputError
-from snnk_peft.solvers.error_meter import ErrorMeter
+from snnk_peft.solvers.reduce import ErrorMeter
 from snnk_peft.solvers.ridge import GramAccumulator
 from tests.package.test_attention_fit import PART, sentences, vivid
 from tests.package.test_calibration_untouched import patched, texts

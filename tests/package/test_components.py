@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from snnk_peft import COMPONENTS, build_feature_map
+from snnk_peft.components.derf import balancing_maps, second_moment
+from snnk_peft.components.elu import gaussian_product_mean
+from snnk_peft.components.taylor import series_coefficients
 from snnk_peft.errors import ConfigError, NumericalError, NumericalWarning
 from snnk_peft.feature_map.describe import component_table, describe, main, projection_table
-from snnk_peft.functional.arccos import arccos_kernel
-from snnk_peft.functional.balancing import balancing_maps, second_moment
+from snnk_peft.functional.activation_kernels import arccos_kernel, gelu_kernel
 from snnk_peft.functional.exponential import optimal_a
-from snnk_peft.functional.gelu_kernel import gelu_kernel
-from snnk_peft.functional.polar_quadrature import gaussian_product_mean
-from snnk_peft.functional.power_series import series_coefficients
 from snnk_peft.functional.trigonometric_fit import ACTIVATIONS, fit_trigonometric
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections import base as package

@@ -27,7 +27,7 @@ from snnk_peft import COMPONENTS, FAMILIES, PROJECTIONS, build_feature_map
 from snnk_peft.components.base import Component, Features
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
-from snnk_peft.functional.random_directions import haar
+from snnk_peft.functional.random_numbers import haar
 from snnk_peft.parts import PARTS
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator

@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.arccos import arccos_from_cosine, arccos_kernel
-from snnk_peft.functional.folding import fold_linear
-from snnk_peft.functional.gauss_hermite import dual_kernel, gaussian_product, hermite_coefficients
-from snnk_peft.functional.gelu_kernel import gelu_kernel
+from snnk_peft.functional.activation_kernels import arccos_from_cosine, arccos_kernel, gelu_kernel
+from snnk_peft.functional.gauss_hermite import (
+    dual_kernel,
+    gaussian_product,
+    hermite_coefficients,
+)
 from snnk_peft.functional.nonlinearity import NONLINEARITIES, dual_moment, nonlinearity, relu_similarity
+from snnk_peft.layers.snnk_linear import fold_linear
 
 F64 = torch.float64
 gelu = nn.functional.gelu

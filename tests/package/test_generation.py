@@ -17,8 +17,7 @@ from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.layers.attention_term import AttentionTerm
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 from snnk_peft.parts.attention.cache import RecurrentByDefault, RecurrentLayer
 from snnk_peft.parts.attention.interface import padding_mask
 from tests.attention_models import causal_model, left_padded, patched, sharpened, windowed

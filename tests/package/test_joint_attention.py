@@ -17,8 +17,7 @@ from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, bundle, cali
 from snnk_peft.attention import RecurrentCache
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.attention_term import AttentionTerm
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 from tests.attention_models import causal_model, left_padded, patched, sharpened
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tensor_sizes import LargestTensor

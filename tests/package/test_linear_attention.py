@@ -8,12 +8,10 @@ import torch
 from snnk_peft import build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional import blocks, exponential_causal
-from snnk_peft.functional.causal_attention import causal_linear_attention
-from snnk_peft.functional.linear_attention import common_scale, linear_attention
+from snnk_peft.functional.linear_attention import causal_linear_attention, common_scale, linear_attention
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.attention_term import AttentionTerm
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 from tests.linear_oracle import quadratic_attention
 from tests.tensor_sizes import LargestTensor
 

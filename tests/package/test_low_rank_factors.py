@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from snnk_peft import LOW_RANK_INITS, InputMoments, factorize, factorize_many
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.functional.nonlinearity import NONLINEARITIES, nonlinearity, relu_similarity
-from snnk_peft.layers.low_rank import SPLITS, LowRankConv1d, LowRankConv2d, LowRankLinear, low_rank_class
+from snnk_peft.layers.low_rank import LowRankLinear
+from snnk_peft.layers.low_rank_conv import SPLITS, LowRankConv1d, LowRankConv2d, low_rank_class
 from snnk_peft.low_rank import kernel_projection, risk
 from snnk_peft.low_rank.inits.function import search
 from snnk_peft.low_rank.kernel_projection import nonlinearity_kernel
@@ -21,7 +22,7 @@ from snnk_peft.low_rank.problem import Problem
 from snnk_peft.low_rank.rearranged import rearranged_factors
 from snnk_peft.low_rank.risk import gaussian_risk
 from snnk_peft.low_rank.unit_fit import best_rows, fit_units
-from snnk_peft.solvers.low_rank_fit import principal_factors
+from snnk_peft.solvers.narrow import principal_factors
 
 F64 = torch.float64
 # The paper's W = [[1, −1, 0], [0, 0, 1]] has one column per output; torch's has one row.

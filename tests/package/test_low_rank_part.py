@@ -13,7 +13,7 @@ from transformers.exporters import DynamoConfig, DynamoExporter
 
 from snnk_peft import AdapterPart, FFNPart, LowRankPart, NormsPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.layers import low_rank_linear
+from snnk_peft.layers import low_rank as low_rank_layers
 from snnk_peft.parts.low_rank.slot import LowRankSlot
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import build
@@ -242,7 +242,7 @@ def test_loading_factorises_nothing(tmp_path, monkeypatch):
     expected = logits(model, texts(0))
     model.save_pretrained(tmp_path)
     assert SNNKConfig.from_pretrained(tmp_path).parts[0].ranks is not None
-    monkeypatch.setattr(low_rank_linear, "factorize", None)
+    monkeypatch.setattr(low_rank_layers, "factorize", None)
     base = tiny("bert")
     with torch.no_grad():
         for layer in base.bert.encoder.layer:

@@ -27,9 +27,9 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.solvers import block_descent
-from snnk_peft.solvers.hidden_units import choose_units, narrow_units, second_moment
+from snnk_peft.solvers import descent
 from snnk_peft.solvers.landmarks import SecondMoments
+from snnk_peft.solvers.narrow import choose_units, narrow_units, second_moment
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import build, main_head
 from tests.tiny_models import inputs_for, tiny, trained
@@ -272,7 +272,7 @@ def test_steps_that_do_not_help_are_not_taken(monkeypatch):
     model = build("llama", "LlamaForSequenceClassification")
     closed, stepped = (narrow(copy.deepcopy(model)) for _ in range(2))
     calibrate(closed, batches(model), refit=False, progress=False)
-    monkeypatch.setattr(block_descent, "LEARNING_RATE", 30.0)
+    monkeypatch.setattr(descent, "BLOCK_LEARNING_RATE", 30.0)
     calibrate(stepped, batches(model), steps=5, progress=False)
     state = closed.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in stepped.state_dict().items())

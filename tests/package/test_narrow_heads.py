@@ -21,7 +21,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.solvers.heads import narrow_products, narrow_values, power_of
+from snnk_peft.solvers.narrow import narrow_products, narrow_values, power_of
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import CONFIGS, build, main_head
 from tests.tiny_models import inputs_for, tiny, trained

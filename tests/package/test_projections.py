@@ -19,12 +19,12 @@ from snnk_peft import PROJECTIONS, FFNPart, SNNKConfig, build_feature_map, bundl
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional import low_discrepancy
 from snnk_peft.functional.circulant import circulant_matrix, hankel_matrix, toeplitz_matrix
-from snnk_peft.functional.fourier_sphere import fourier_indices, riesz_energy, sphere_points
-from snnk_peft.functional.random_directions import simplex
+from snnk_peft.functional.random_numbers import simplex
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.base_structured import Structured
+from snnk_peft.projections.ssf import fourier_indices, riesz_energy, sphere_points
 from tests.tiny_models import inputs_for, same, tiny, trained
 
 F64 = torch.float64

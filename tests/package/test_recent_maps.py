@@ -14,10 +14,10 @@ from snnk_peft.components.base_exponential import Exponential
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.feature_map.describe import describe, measured_error, projection_table
-from snnk_peft.functional.chi_lengths import chi_quantile, paired_lengths, stratified_lengths
-from snnk_peft.functional.cosine_transform import cosine_matrix, cosine_transform
 from snnk_peft.functional.exponential import optimal_a
+from snnk_peft.functional.random_numbers import chi_quantile, paired_lengths, stratified_lengths
 from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.projections.dct import cosine_matrix, cosine_transform
 
 F64 = torch.float64
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from papers.lib.shallow_network import recover_weight
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.nonlinearity import nonlinearity
 from snnk_peft.low_rank import factorize, kernel_projection, risk
 from snnk_peft.low_rank.kernel_projection import nonlinearity_kernel
-from snnk_peft.low_rank.shallow_network import recover_weight
 
 HAND = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)  # the paper's layout, transposed
 

@@ -11,9 +11,8 @@ from sklearn.linear_model import LinearRegression, Ridge
 from torch import nn
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.solvers.closed_form import closed_form_head, one_hot_targets
 from snnk_peft.solvers.nystrom import nystrom_readout
-from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
+from snnk_peft.solvers.ridge import GramAccumulator, closed_form_head, fit_ridge, one_hot_targets
 
 F64 = torch.float64
 

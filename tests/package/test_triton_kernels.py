@@ -31,7 +31,7 @@ def test_in_a_process_of_its_own():
     run_in_a_process_of_its_own(__file__)
 
 
-# Bytes of registers that a thread keeps elsewhere: 256, but where no block size does (see sizes.py).
+# Bytes of registers that a thread keeps elsewhere: 256, but where no block size does (see launching.py).
 SPILLS = {
     (90, torch.bfloat16): {},
     (90, torch.float16): {},

@@ -9,8 +9,7 @@ import torch
 
 from snnk_peft import AttentionPart
 from snnk_peft.functional.backend import SWITCH, form_that_ran
-from snnk_peft.functional.causal_attention import causal_linear_attention
-from snnk_peft.functional.linear_attention import AttentionState, key_sums
+from snnk_peft.functional.linear_attention import AttentionState, causal_linear_attention, key_sums
 from tests.exponential_oracle import TOLERANCE, error
 from tests.interpreter import (
     INTERPRETED,

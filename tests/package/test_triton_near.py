@@ -12,8 +12,7 @@ from snnk_peft import build_feature_map
 from snnk_peft.functional.backend import SWITCH, form_that_ran
 from snnk_peft.functional.near_field import Sinks, banded_softmax_attention, near_attention
 from snnk_peft.layers.attention_term import AttentionTerm
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.recurrent_attention import continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 from tests.interpreter import (
     INTERPRETED,
     check_compiled_and_exported,

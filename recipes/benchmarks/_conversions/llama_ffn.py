@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from _conversions.llama import perplexity, reviews
 from _conversions.uptraining import add_uptraining, all_but_embedding, bf16, uptrain
 from snnk_peft import NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
-from snnk_peft.solvers.hidden_units import RULES
+from snnk_peft.solvers.narrow import RULES
 
 ROWS = 2  # of a batch
 HELD_OUT = 0.1  # of the sequences: every one counts where a thousand units are fitted

@@ -12,7 +12,7 @@ from lib.teacher import logit_loss
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from snnk_peft.solvers.adam import falling_adam
+from snnk_peft.solvers.descent import falling_adam
 
 
 def add_uptraining(options: argparse.ArgumentParser, steps: int) -> None:

@@ -30,9 +30,9 @@ from lib.terminal import show_table
 from rich.console import Console
 from rich.progress import track
 
+from papers.lib.shallow_network import recover_weight
 from snnk_peft.errors import ConfigError
 from snnk_peft.low_rank import factorize, kernel_projection, risk
-from snnk_peft.low_rank.shallow_network import recover_weight
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = Path(__file__).resolve().parent / "results" / "low_rank_samples"

@@ -15,9 +15,8 @@
     def hadamard_transform(x: Tensor) -> Tensor:
         return transform(x.contiguous())
 
-Folders beside these files hold what they share, and are imported by them alone: `triton_exponential/` by
-`cuda_exponential.py`, `triton_near/`, which takes its tiles, by `cuda_near.py`, and `triton_linear/` by
-`cuda_linear.py`. All of them need Triton.
+Folders beside these files are imported by them alone: `triton_exponential/` by `cuda_exponential.py` and so on, and
+`triton_shared/` by these folders. All of them need Triton.
 
 What a kernel is given and must give is said by the docstring of the operation's torch form, which is also what it is
 tested against; what it may decline, by `backend.register_kernel`. Bundles that load with this package have these

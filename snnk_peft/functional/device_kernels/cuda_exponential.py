@@ -23,9 +23,9 @@ def key_means(
     memory: Any = None,
 ) -> KeyMeans:  # fmt: skip
     """Compute `key_means` (exponential_attention.py) on a GPU."""
-    from snnk_peft.functional.device_kernels.triton_exponential import eager
+    from snnk_peft.functional.device_kernels.triton_exponential import operators
 
-    found = KeyMeans(*eager.key_means(k, v, features.rows, float(features.square), mask))
+    found = KeyMeans(*operators.key_means_here(k, v, features.rows, float(features.square), mask))
     return together(state, found)
 
 
@@ -34,10 +34,10 @@ def exponential_attention(
     state: KeyMeans | None = None,
 ) -> tuple[Tensor, KeyMeans]:  # fmt: skip
     """Compute `exponential_attention` (exponential_attention.py) on a GPU; 0 where no key counts."""
-    from snnk_peft.functional.device_kernels.triton_exponential import eager
+    from snnk_peft.functional.device_kernels.triton_exponential import operators
 
     given = (q, k, v, queries.rows, both_offsets(queries, keys), keys.rows, float(keys.square), mask)
-    out, *means = eager.attention(*given, *((None, None) if state is None else state))
+    out, *means = operators.attention_here(*given, *((None, None) if state is None else state))
     return out, KeyMeans(*means)
 
 
@@ -46,7 +46,7 @@ def causal_exponential_attention(
     state: KeyMeans | None = None, *, weighed: bool = False,
 ) -> tuple[Tensor, KeyMeans]:  # fmt: skip
     """Compute `causal_exponential_attention` (exponential_causal.py) on a GPU."""
-    from snnk_peft.functional.device_kernels.triton_exponential import decode, eager
+    from snnk_peft.functional.device_kernels.triton_exponential import decode, operators
 
     before = (None, None) if state is None else state
     if DECODES and q.shape[-2] <= decode.FEW and not wants_gradient((q, k, v, queries, keys, state)):
@@ -54,7 +54,7 @@ def causal_exponential_attention(
         return out, KeyMeans(*behind)
     dtype = torch.float32 if weighed else v.dtype
     given = (q, k, v, queries.rows, both_offsets(queries, keys), keys.rows, float(keys.square), mask)
-    out, lse, *behind = eager.causal(*given, *before, dtype)
+    out, lse, *behind = operators.causal_here(*given, *before, dtype)
     return torch.cat((out, lse.unsqueeze(-1)), -1) if weighed else out, KeyMeans(*behind)
 
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from snnk_peft.functional.backend import register_kernel, takes_untried, wants_gradient
-from snnk_peft.functional.causal_attention import CHUNK
 from snnk_peft.functional.device_kernels.cuda_exponential import padded
-from snnk_peft.functional.linear_attention import AttentionState
+from snnk_peft.functional.linear_attention import CHUNK, AttentionState
 
 LARGEST = 128  # features, and columns of values
 ROOM = 8192  # features times columns: shared memory
@@ -35,7 +34,7 @@ def causal_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, chunk: int = CHUNK,
     state: AttentionState | None = None, log_scale: Tensor | None = None,
 ) -> tuple[Tensor, AttentionState]:  # fmt: skip
-    """Compute `causal_linear_attention` (causal_attention.py) on a GPU."""
+    """Compute `causal_linear_attention` (linear_attention.py) on a GPU."""
     from snnk_peft.functional.device_kernels.triton_exponential.decode import FEW
     from snnk_peft.functional.device_kernels.triton_linear import decode, operators
 

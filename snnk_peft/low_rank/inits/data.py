@@ -15,8 +15,7 @@ from torch import Tensor
 
 from snnk_peft.functional.minimize import minimize
 from snnk_peft.functional.nonlinearity import NONLINEARITIES
-from snnk_peft.low_rank.inputs import InputMoments
-from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem, Solution, rebalanced
+from snnk_peft.low_rank.problem import LOW_RANK_INITS, InputMoments, Problem, Solution, rebalanced
 from snnk_peft.low_rank.risk import sample_risk
 
 _STEPS = 100

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from snnk_peft.functional.minimize import minimize
 from snnk_peft.functional.nonlinearity import NONLINEARITIES
-from snnk_peft.low_rank.directions import directions, unit_scale
-from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem, Solution, rebalanced
+from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem, Solution, directions, rebalanced, unit_scale
 from snnk_peft.low_rank.risk import row_risks
 from snnk_peft.low_rank.unit_fit import best_rows, fit_units, profile_risks, risk_profiles
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from snnk_peft.low_rank.directions import directions
-from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem, Solution, balanced
+from snnk_peft.low_rank.problem import LOW_RANK_INITS, Problem, Solution, balanced, directions
 from snnk_peft.low_rank.risk import row_risks
 from snnk_peft.low_rank.unit_fit import best_rows
 

@@ -30,8 +30,7 @@ from snnk_peft.digests import tensor_digest, value_digest
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.attention_term import KeptMaps
 from snnk_peft.layers.joint_attention import JointState
-from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.layers.recurrent_attention import KernelState, continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention, KernelState, continue_attention
 from snnk_peft.parts.attention.interface import CACHE_LAYER, NAME, active_kernel, is_linear
 
 GROWING = "past_key_values=transformers.DynamicCache(config=model.config)"  # what to pass where sums are not enough

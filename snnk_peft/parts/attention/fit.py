@@ -45,8 +45,7 @@ from snnk_peft.solvers.centroids import (
     output_error,
     sharpest,
 )
-from snnk_peft.solvers.error_meter import ErrorMeter
-from snnk_peft.solvers.reduce import same_everywhere
+from snnk_peft.solvers.reduce import ErrorMeter, same_everywhere
 from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
 
 TOKENS = 32_768  # kept of the fitted ones; of the held-out ones a quarter

@@ -21,7 +21,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import as_linear, plain_modules
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.nonlinearity import NONLINEARITIES
-from snnk_peft.layers.low_rank import SPLITS, low_rank_class
+from snnk_peft.layers.low_rank_conv import SPLITS, low_rank_class
 from snnk_peft.layers.slots import Slot
 from snnk_peft.low_rank import LOW_RANK_INITS
 from snnk_peft.options import MOST, closest, documented, option

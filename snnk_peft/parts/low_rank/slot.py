@@ -12,7 +12,8 @@ from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.nonlinearity import nonlinearity
 from snnk_peft.functional.relative_error import relative_error
-from snnk_peft.layers.low_rank import LowRankConv, LowRankLinear
+from snnk_peft.layers.low_rank import LowRankLinear
+from snnk_peft.layers.low_rank_conv import LowRankConv
 from snnk_peft.layers.slots import (
     Base,
     Fit,
@@ -27,9 +28,9 @@ from snnk_peft.layers.slots import (
 )
 from snnk_peft.low_rank import InputMoments, factorize
 from snnk_peft.low_rank.rearranged import rearranged_factors
-from snnk_peft.solvers.error_meter import ErrorMeter
 from snnk_peft.solvers.landmarks import SecondMoments
-from snnk_peft.solvers.low_rank_fit import principal_factors
+from snnk_peft.solvers.narrow import principal_factors
+from snnk_peft.solvers.reduce import ErrorMeter
 
 Activation = str | Callable[[Tensor], Tensor]
 Solution = tuple[Tensor, Tensor, Tensor | None]  # U, V, bias; fp64

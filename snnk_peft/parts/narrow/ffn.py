@@ -23,12 +23,10 @@ from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
 from snnk_peft.parts.narrow.linear import NarrowLinear, OneMatrix
 from snnk_peft.projections.base_drawn import site_generator
-from snnk_peft.solvers.block_descent import descend_block
-from snnk_peft.solvers.error_meter import ErrorMeter
-from snnk_peft.solvers.hidden_units import RULES, narrow_units
+from snnk_peft.solvers.descent import descend_block
 from snnk_peft.solvers.landmarks import SecondMoments
-from snnk_peft.solvers.reduce import same_everywhere
-from snnk_peft.solvers.token_sample import TokenSample
+from snnk_peft.solvers.narrow import RULES, narrow_units
+from snnk_peft.solvers.reduce import ErrorMeter, TokenSample, same_everywhere
 
 TOKENS = 16_384  # of a sample of inputs; of held-out ones a quarter
 ROWS = 1024  # that are looked at together

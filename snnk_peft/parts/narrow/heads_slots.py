@@ -27,9 +27,8 @@ from snnk_peft.layers.slots import (
     no_folded_form,
 )
 from snnk_peft.parts.narrow.linear import NarrowLinear, OneMatrix
-from snnk_peft.solvers.error_meter import ErrorMeter
-from snnk_peft.solvers.heads import narrow_products, narrow_values
-from snnk_peft.solvers.reduce import same_everywhere, summed
+from snnk_peft.solvers.narrow import narrow_products, narrow_values
+from snnk_peft.solvers.reduce import ErrorMeter, same_everywhere, summed
 from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
 
 

@@ -26,11 +26,9 @@ from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.solvers.descent import descend
-from snnk_peft.solvers.error_meter import ErrorMeter
 from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
-from snnk_peft.solvers.reduce import same_everywhere
+from snnk_peft.solvers.reduce import ErrorMeter, TokenSample, same_everywhere
 from snnk_peft.solvers.ridge import GramAccumulator, RidgeFit, fit_ridge
-from snnk_peft.solvers.token_sample import TokenSample
 
 TOKENS = 16_384  # of a sample; of held-out ones a quarter
 ROWS = 512  # that are looked at together

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from snnk_peft.functional.device_kernels.triton_exponential.tiles import dot, numbers
+from snnk_peft.functional.device_kernels.triton_shared.tiles import dot, numbers
 from snnk_peft.functional.normalized_projection import EPSILON as _EPSILON
 
 EPSILON = tl.constexpr(_EPSILON)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from snnk_peft.functional.adapter_sum import AdapterForm
 from snnk_peft.functional.device_kernels.triton_adapter import kernels
-from snnk_peft.functional.device_kernels.triton_exponential.launches import cdiv, empty
-from snnk_peft.functional.device_kernels.triton_exponential.sizes import operand, padded
-from snnk_peft.functional.device_kernels.triton_exponential.start import start
+from snnk_peft.functional.device_kernels.triton_shared.launching import cdiv, empty, operand, padded, start
 
 COLUMNS = 64  # of a block
 FEWEST, MOST_PARTS = 512, 16  # tokens of a part of a product over tokens, and how many parts there are

@@ -10,7 +10,7 @@ from torch import Tensor
 from snnk_peft.functional.adapter_sum import AdapterForm
 from snnk_peft.functional.adapter_sum import adapter_sum as torch_form
 from snnk_peft.functional.device_kernels.triton_adapter import launches
-from snnk_peft.functional.device_kernels.triton_exponential.in_torch import differentiable
+from snnk_peft.functional.device_kernels.triton_shared.operating import differentiable
 
 
 def _rows(x: Tensor) -> Tensor:

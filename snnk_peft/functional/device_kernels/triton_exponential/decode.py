@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from snnk_peft.functional.device_kernels.triton_exponential.launches import dense, empty, of_heads, strides, whole
-from snnk_peft.functional.device_kernels.triton_exponential.sizes import dimensions
-from snnk_peft.functional.device_kernels.triton_exponential.start import start
-from snnk_peft.functional.device_kernels.triton_exponential.tiles import ABSENT, LOG2E, NONE, bias_of, put, tile
+from snnk_peft.functional.device_kernels.triton_exponential.launches import of_heads, whole
+from snnk_peft.functional.device_kernels.triton_shared.launching import dense, dimensions, empty, start, strides
+from snnk_peft.functional.device_kernels.triton_shared.tiles import ABSENT, LOG2E, NONE, bias_of, put, tile
 
 FEW = 8  # tokens: after each other they take less time than the three launches of many
 

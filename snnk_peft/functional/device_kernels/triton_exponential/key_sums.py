@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from snnk_peft.functional.device_kernels.triton_exponential.tiles import (
+from snnk_peft.functional.device_kernels.triton_shared.tiles import (
     ABSENT,
     LOG2E,
     NONE,

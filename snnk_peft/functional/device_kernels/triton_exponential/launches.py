@@ -10,34 +10,19 @@ import torch
 from torch import Tensor
 
 from snnk_peft.functional.device_kernels.triton_exponential import causal, key_sums, queries
-from snnk_peft.functional.device_kernels.triton_exponential.sizes import (
+from snnk_peft.functional.device_kernels.triton_shared.launching import (
+    cdiv,
+    dense,
     dimensions,
+    empty,
+    flags,
     launch,
     operand,
     padded,
     part_tokens,
+    start,
+    strides,
 )
-from snnk_peft.functional.device_kernels.triton_exponential.start import start
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """New memory on the device of a tensor."""
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def dense(x: Tensor) -> Tensor:
-    """x, with its last dimension contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def flags(mask: Tensor | None, otherwise: Tensor) -> Tensor:
-    """Where the mask lies; without one, any memory: it is not read."""
-    return otherwise if mask is None else mask.contiguous()
 
 
 def whole(x: Tensor) -> Tensor:
@@ -52,11 +37,6 @@ def of_heads(x: Tensor, own: int) -> tuple[int, int]:
         return 0, 0
     strides = [0 if size == 1 else stride for size, stride in zip(x.shape[:-own], x.stride(), strict=False)]
     return (0, strides[0]) if len(strides) == 1 else (strides[0], strides[1])
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    """Strides of batch, head and token, one tensor after another."""
-    return [s for t in tensors for s in t.stride()[:3]]
 
 
 def key_parts(

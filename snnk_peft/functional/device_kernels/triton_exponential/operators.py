@@ -8,42 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.backend import plain_call
 from snnk_peft.functional.device_kernels.triton_exponential import launches
-from snnk_peft.functional.device_kernels.triton_exponential.in_torch import (
-    attention_in_torch,
-    causal_in_torch,
+from snnk_peft.functional.device_kernels.triton_shared.operating import (
     differentiable,
-    means_in_torch,
+    direct,
+    here,
+    narrow,
+    operator,
+    same,
 )
-
-
-def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: the function is the operator snnk_peft::exponential_{name} on every device that the kernels take."""
-    return torch.library.custom_op(f"snnk_peft::exponential_{name}", mutates_args=(), schema=schema)
-
-
-PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, int, float, bool, type(None)}  # subclasses may not compute
-
-
-def computes_here(given: Sequence[Any]) -> bool:
-    """Return True if a kernel can be launched on these arguments directly, without torch's dispatcher."""
-    return plain_call() and all(type(x) in PLAIN for x in given)
-
-
-def here(operator: Callable[..., Any], launch: Callable[..., Any], *given: Any) -> Any:
-    """Call an operator that needs no gradients, directly where possible."""
-    return (launch if computes_here(given) else operator)(*given)
-
-
-def narrow(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Allocate an operator's output."""
-    return x.new_empty(shape, dtype=dtype)
-
-
-def same(x: Tensor) -> Tensor:
-    """The gradient of a tensor, as an operator gives it."""
-    return narrow(x, *x.shape, dtype=x.dtype)
+from snnk_peft.functional.exponential_attention import KeyMeans
+from snnk_peft.functional.exponential_attention import exponential_attention as torch_attention
+from snnk_peft.functional.exponential_attention import key_means as torch_means
+from snnk_peft.functional.exponential_causal import causal_exponential_attention as torch_causal
+from snnk_peft.functional.log_linear import LogLinear
 
 
 def to_shape(gradient: Tensor, of: Tensor) -> Tensor:
@@ -54,7 +32,7 @@ def to_shape(gradient: Tensor, of: Tensor) -> Tensor:
 # --- M and log Z of keys ----------------------------------------------------------------------------------------------
 
 
-@operator("key_means", "(Tensor k, Tensor v, Tensor rows, float square, Tensor? mask) -> (Tensor, Tensor)")
+@operator("exponential_key_means", "(Tensor k, Tensor v, Tensor rows, float square, Tensor? mask) -> (Tensor, Tensor)")
 def key_means(*given: Any) -> tuple[Tensor, Tensor]:
     """(B, G, m, D) and (B, G, m)."""
     return launches.key_means(*given)
@@ -66,7 +44,7 @@ def _(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) ->
 
 
 @operator(
-    "key_means_back",
+    "exponential_key_means_back",
     "(Tensor g_means, Tensor g_weight, Tensor k, Tensor v, Tensor rows, float square, Tensor? mask, Tensor means, "
     "Tensor log_weight, bool learned) -> (Tensor, Tensor, Tensor)",
 )
@@ -100,7 +78,7 @@ def back_of_means(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
     return dk, dv, to_shape(dw, rows) if learned else None, None, None
 
 
-key_means.register_autograd(back_of_means, setup_context=save_means)
+key_means_here = direct(key_means, launches.key_means, save_means, back_of_means)
 
 
 # --- both kinds of attention ------------------------------------------------------------------------------------------
@@ -158,7 +136,7 @@ def _back(ctx: Any, gradients: Sequence[Any], operator: Any, plain: Callable[...
 # --- every query attends to every key ---------------------------------------------------------------------------------
 
 
-@operator("attention", f"({GIVEN}) -> (Tensor, Tensor, Tensor)")
+@operator("exponential_attention", f"({GIVEN}) -> (Tensor, Tensor, Tensor)")
 def attention(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, and M and log Z."""
     return launches.attention(*given)
@@ -173,7 +151,7 @@ def _(
 
 
 @operator(
-    "attention_back",
+    "exponential_attention_back",
     f"(Tensor g, Tensor? g_means, Tensor? g_weight, {GIVEN}, Tensor found, Tensor found_weight, bool learned, "
     f"bool learned_keys) -> {GRADIENTS}",
 )
@@ -201,13 +179,13 @@ def back_of_attention(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
     return _back(ctx, gradients, call, attention_in_torch)
 
 
-attention.register_autograd(back_of_attention, setup_context=save)
+attention_here = direct(attention, launches.attention, save, back_of_attention)
 
 
 # --- causal -----------------------------------------------------------------------------------------------------------
 
 
-@operator("causal", f"({GIVEN}, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)")
+@operator("exponential_causal", f"({GIVEN}, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)")
 def causal(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs, logarithms of denominators (B, H, L), and M and log Z after the last key."""
     return launches.causal_attention(*given)
@@ -223,7 +201,7 @@ def _(
 
 
 @operator(
-    "causal_back",
+    "exponential_causal_back",
     f"(Tensor g, Tensor? g_lse, Tensor? g_means, Tensor? g_weight, {GIVEN}, Tensor out, Tensor lse, Tensor behind, "
     f"Tensor behind_weight, bool learned, bool learned_keys) -> {GRADIENTS}",
 )
@@ -251,9 +229,46 @@ def back_of_causal(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
     return _back(ctx, gradients, call, causal_in_torch)
 
 
-causal.register_autograd(back_of_causal, setup_context=save)
+causal_here = direct(causal, launches.causal_attention, save, back_of_causal)
 
 
 def _state(k: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     shape = (*k.shape[:2], rows.shape[-2])
     return narrow(k, *shape, v.shape[-1]), narrow(k, *shape)
+
+
+# --- in torch's own operations ----------------------------------------------------------------------------------------
+
+
+def means_in_torch(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) -> KeyMeans:
+    """Torch form of `key_means`."""
+    plain = torch_means.__wrapped__  # type: ignore[attr-defined]
+    found: KeyMeans = plain(k, v, LogLinear(rows, rows.new_zeros(()), square), mask)
+    return found
+
+
+def attention_in_torch(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
+    mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Torch form of `attention`."""
+    plain = torch_attention.__wrapped__  # type: ignore[attr-defined]
+    out, found = plain(q, k, v, *_maps(rows, offset, key_rows, square), mask, _kept(means, log_weight))
+    return out, *found
+
+
+def causal_in_torch(*given: Any) -> tuple[Tensor, ...]:
+    """Torch form of `causal`."""
+    q, k, v, rows, offset, key_rows, square, mask, means, log_weight, dtype = given
+    plain = torch_causal.__wrapped__  # type: ignore[attr-defined]
+    maps = _maps(rows, offset, key_rows, square)
+    out, behind = plain(q, k, v, *maps, mask, _kept(means, log_weight), weighed=True)
+    return out[..., :-1].to(dtype), out[..., -1], *behind
+
+
+def _maps(rows: Tensor, offset: Tensor, key_rows: Tensor, square: float) -> tuple[LogLinear, LogLinear]:
+    return LogLinear(rows, offset, 0.0), LogLinear(key_rows, offset.new_zeros(offset.shape[-1:]), square)
+
+
+def _kept(means: Tensor | None, log_weight: Tensor | None) -> KeyMeans | None:
+    return None if means is None or log_weight is None else KeyMeans(means, log_weight)

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from snnk_peft.functional.device_kernels.triton_exponential.causal import lower
-from snnk_peft.functional.device_kernels.triton_exponential.tiles import NONE, numbers, put
 from snnk_peft.functional.device_kernels.triton_linear.sums import inverse
 from snnk_peft.functional.device_kernels.triton_linear.tiles import keys_of, product, sums_at, weight, wide_tile
+from snnk_peft.functional.device_kernels.triton_shared.tiles import NONE, numbers, put
 
 
 @triton.jit

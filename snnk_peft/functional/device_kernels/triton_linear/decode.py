@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from snnk_peft.functional.device_kernels.triton_exponential.launches import dense, empty, strides
-from snnk_peft.functional.device_kernels.triton_exponential.start import start
-from snnk_peft.functional.device_kernels.triton_exponential.tiles import NONE, put, tile
 from snnk_peft.functional.device_kernels.triton_linear.launches import dimensions, launch, scale_strides
 from snnk_peft.functional.device_kernels.triton_linear.sums import inverse
 from snnk_peft.functional.device_kernels.triton_linear.tiles import scale_at, weight
+from snnk_peft.functional.device_kernels.triton_shared.launching import dense, empty, start, strides
+from snnk_peft.functional.device_kernels.triton_shared.tiles import NONE, put, tile
 
 
 @triton.jit

@@ -11,10 +11,18 @@ import functools
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.device_kernels.triton_exponential.launches import cdiv, dense, empty, flags, strides
-from snnk_peft.functional.device_kernels.triton_exponential.sizes import Launch, padded, part_tokens
-from snnk_peft.functional.device_kernels.triton_exponential.start import start
 from snnk_peft.functional.device_kernels.triton_linear import causal, sums
+from snnk_peft.functional.device_kernels.triton_shared.launching import (
+    Launch,
+    cdiv,
+    dense,
+    empty,
+    flags,
+    padded,
+    part_tokens,
+    start,
+    strides,
+)
 
 NOTHING = None, None, None  # in place of S, z and scale
 
@@ -37,13 +45,10 @@ TABLE = {
 
 
 def launch(kernel: str, m: int, D: int, features: torch.dtype) -> tuple[int, dict[str, int]]:
-    """Rows per block and the options of a launch.
+    """Rows per block and the options of a launch of a kernel of TABLE, for m features of a dtype and D columns of
+    values.
 
-    Args:
-        kernel: its name in TABLE.
-        m: features.
-        D: columns of values.
-        features: their dtype; products with all digits of fp32 take three times the registers.
+    Products with all digits of fp32 take three times the registers.
     """
     block, warps, stages = TABLE[kernel]
     if padded(m) * padded(D) > 4096:

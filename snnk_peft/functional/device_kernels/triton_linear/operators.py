@@ -5,26 +5,26 @@ A gradient that is itself to be differentiated comes from the torch form.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.causal_attention import causal_linear_attention as torch_causal
-from snnk_peft.functional.device_kernels.triton_exponential.eager import direct
-from snnk_peft.functional.device_kernels.triton_exponential.operators import differentiable, here, narrow, same
 from snnk_peft.functional.device_kernels.triton_linear import launches
+from snnk_peft.functional.device_kernels.triton_shared.operating import (
+    differentiable,
+    direct,
+    here,
+    narrow,
+    operator,
+    same,
+)
 from snnk_peft.functional.linear_attention import AttentionState
+from snnk_peft.functional.linear_attention import causal_linear_attention as torch_causal
 from snnk_peft.functional.linear_attention import key_sums as torch_sums
 
 KEYS = "Tensor k, Tensor v, Tensor? mask, Tensor? scales"
 STATE = "Tensor? values, Tensor? normaliser, Tensor? log_scale"
-
-
-def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: the function is the operator snnk_peft::linear_{name} on every device that the kernels take."""
-    return torch.library.custom_op(f"snnk_peft::linear_{name}", mutates_args=(), schema=schema)
 
 
 def _state(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +45,7 @@ def _last(scales: Tensor | None) -> Tensor | None:
 # --- sums over keys ---------------------------------------------------------------------------------------------------
 
 
-@operator("key_sums", f"({KEYS}, {STATE}) -> (Tensor, Tensor, Tensor)")
+@operator("linear_key_sums", f"({KEYS}, {STATE}) -> (Tensor, Tensor, Tensor)")
 def key_sums(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """S (B, G, m, D), z (B, G, m) and their scale (B, G, 1)."""
     return launches.key_sums(*given)
@@ -57,7 +57,7 @@ def _(k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @operator(
-    "key_sums_back",
+    "linear_key_sums_back",
     f"(Tensor g_values, Tensor g_normaliser, {KEYS}, Tensor scale, bool of_scales) -> (Tensor, Tensor, Tensor)",
 )
 def key_sums_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,14 +94,13 @@ def _sums_in_torch(k: Tensor, v: Tensor, mask: Any, scales: Any, *state: Any) ->
     return tuple(plain(k, v, mask, log_scale=_last(scales), state=_given(*state))[:2])
 
 
-key_sums.register_autograd(_back_of_sums, setup_context=_save_sums)
 sums = direct(key_sums, launches.key_sums, _save_sums, _back_of_sums)
 
 
 # --- causal attention -------------------------------------------------------------------------------------------------
 
 
-@operator("causal", f"(Tensor q, {KEYS}, {STATE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+@operator("linear_causal", f"(Tensor q, {KEYS}, {STATE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 def causal(*given: Any) -> tuple[Tensor, ...]:
     """Outputs, denominators and ρ (B, H, L), and S, z and scale after the last key."""
     return launches.causal_attention(*given)
@@ -115,7 +114,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Any, scales: Tensor | None, *state:
 
 
 @operator(
-    "causal_back",
+    "linear_causal_back",
     f"(Tensor g, Tensor? g_values, Tensor? g_normaliser, Tensor q, {KEYS}, {STATE}, Tensor out, Tensor den, "
     "Tensor rho, Tensor scale, bool of_scales, bool of_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -156,5 +155,4 @@ def _causal_in_torch(q: Tensor, k: Tensor, v: Tensor, mask: Any, scales: Any, *s
     return out, *behind[:2]
 
 
-causal.register_autograd(_back_of_causal, setup_context=_save)
 causal_attention = direct(causal, launches.causal_attention, _save, _back_of_causal)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from snnk_peft.functional.device_kernels.triton_exponential.tiles import NONE, numbers, put, tile
 from snnk_peft.functional.device_kernels.triton_linear.tiles import keys_of, product, scale_at, weight, wide_tile
+from snnk_peft.functional.device_kernels.triton_shared.tiles import NONE, numbers, put, tile
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from snnk_peft.functional.device_kernels.triton_exponential.tiles import LOG2E, NONE, counted, tile
+from snnk_peft.functional.device_kernels.triton_shared.tiles import LOG2E, NONE, counted, tile
 
 
 @triton.jit

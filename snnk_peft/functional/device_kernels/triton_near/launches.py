@@ -10,10 +10,19 @@ from typing import Any
 
 from torch import Tensor
 
-from snnk_peft.functional.device_kernels.triton_exponential.launches import cdiv, dense, empty, flags, strides
-from snnk_peft.functional.device_kernels.triton_exponential.sizes import launch, operand, padded, part_tokens
-from snnk_peft.functional.device_kernels.triton_exponential.start import start
 from snnk_peft.functional.device_kernels.triton_near import kernels
+from snnk_peft.functional.device_kernels.triton_shared.launching import (
+    cdiv,
+    dense,
+    empty,
+    flags,
+    launch,
+    operand,
+    padded,
+    part_tokens,
+    start,
+    strides,
+)
 
 
 def _sizes(name: str, q: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> dict[str, Any]:

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snnk_peft.functional.device_kernels.triton_exponential.eager import direct
-from snnk_peft.functional.device_kernels.triton_exponential.operators import differentiable, here, narrow, same
 from snnk_peft.functional.device_kernels.triton_near import launches
+from snnk_peft.functional.device_kernels.triton_shared.operating import (
+    differentiable,
+    direct,
+    here,
+    narrow,
+    operator,
+    same,
+)
 from snnk_peft.functional.near_field import Sinks
 from snnk_peft.functional.near_field import near_attention as torch_form
 
@@ -22,7 +28,7 @@ GIVEN = (
 )
 
 
-@torch.library.custom_op("snnk_peft::near", mutates_args=(), schema=f"({GIVEN}) -> (Tensor, Tensor)")
+@operator("near", f"({GIVEN}) -> (Tensor, Tensor)")
 def near(*given: Any) -> tuple[Tensor, Tensor]:
     """Outputs, and logarithms of denominators for the backward pass."""
     return launches.near_attention(*given)
@@ -33,10 +39,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     return narrow(q, *q.shape[:-1], v.shape[-1], dtype=v.dtype), narrow(q, *q.shape[:-1])
 
 
-@torch.library.custom_op(
-    "snnk_peft::near_back",
-    mutates_args=(),
-    schema=f"(Tensor g, {GIVEN}, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+@operator(
+    "near_back",
+    f"(Tensor g, {GIVEN}, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def near_back(*given: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, sinks, far and weight; empty: there is none."""
@@ -86,5 +91,4 @@ def _in_torch(
     return (plain(q, k, v, width, mask, causal=causal, scaling=scaling, sinks=sinks, far=others),)
 
 
-near.register_autograd(_back, setup_context=_save)
 attention = direct(near, launches.near_attention, _save, _back)

@@ -1,4 +1,10 @@
-"""Block sizes, warps and pipeline stages of each kernel, and parts of a sequence; `@triton.autotune` needs a driver."""
+"""Launches: block sizes, warps and pipeline stages of each kernel, parts of a sequence, tensors in and out.
+
+`@triton.autotune` needs a driver, so sizes are in tables. `start` launches a compiled kernel at a fraction of what
+Triton's own path asks of the host (Python, some 80 µs each): Triton finds out at every launch what kind each argument
+is, which of the compiled kernels these want, and how they are passed. Here the arguments themselves lead to the
+compiled kernel, which is launched as Triton documents it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,9 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
+from torch import Tensor
 
 MOST_PARTS = 128  # of a sequence: `combine` holds one number per pair of them
 PROGRAMS = 512  # that fill a card
@@ -75,13 +83,7 @@ def part_tokens(length: int, heads: int, kind: str) -> int:
 
 
 def launch(kernel: str, T: Any, most: int) -> tuple[int, dict[str, int]]:
-    """Rows per block and the options of a launch.
-
-    Args:
-        kernel: its name in TABLE.
-        T: dtype of the operands.
-        most: the largest of m, d and D, padded.
-    """
+    """Rows per block and the options of a launch of a kernel of TABLE; `most` is the largest of m, d and D, padded."""
     block, warps, stages = (TABLE if capability() >= NEWER else OLDER)[kernel]
     if T != tl.bfloat16 or most > 64:
         narrow = kernel.startswith("causal") and kernel != "causal_sums"
@@ -98,3 +100,63 @@ def capability() -> int:
 def operand(dtype: torch.dtype) -> Any:
     """The dtype of operands of products for inputs of this one."""
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+
+
+MOST_KERNELS = 4096  # compiled kernels by arguments; texts of ever new lengths would fill the memory
+TAKES_ALL = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)  # constants too, in their places
+_READY: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """`kernel[grid](*args, **options)` on the device of the first argument, a tensor; options are constants by name."""
+    if not TAKES_ALL or type(kernel) is not triton.JITFunction:  # in the interpreter
+        kernel[grid](*args, **options)
+        return
+    device = args[0].device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            start(kernel, grid, *args, **options)
+        return
+    kinds, given = [], []
+    for x in args:
+        if isinstance(x, Tensor):
+            address = x.data_ptr()
+            kinds += [x.dtype, address % 16]  # what is aligned is loaded in wider pieces
+            given.append(address)
+        else:
+            kinds += [type(x), x]
+            given.append(x)
+    key = kernel, device, tuple(kinds), *options, *options.values()
+    if (ready := _READY.get(key)) is None:
+        if len(_READY) >= MOST_KERNELS:
+            _READY.clear()
+        compiled, names = kernel[grid](*args, **options), kernel.arg_names[len(args) :]
+        _READY[key] = compiled, tuple(options[name] for name in names)
+        return
+    compiled, constants = ready
+    compiled[(*grid, 1, 1)[:3]](*given, *constants)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """New memory on the device of a tensor."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, with its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def flags(mask: Tensor | None, otherwise: Tensor) -> Tensor:
+    """Where the mask lies; without one, any memory: it is not read."""
+    return otherwise if mask is None else mask.contiguous()
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Strides of batch, head and token, one tensor after another."""
+    return [s for t in tensors for s in t.stride()[:3]]
