@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import ModelFamily, as_linear, module_at, plain_modules
 from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
-from snnk_peft.functional.at_hand import at_hand, wide_on_cpu
+from snnk_peft.functional.at_hand import at_hand, offloaded, wide_on_cpu
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Slot
 from snnk_peft.options import option, option_faults
@@ -278,6 +278,15 @@ class PatchContext:
             weight, bias = wide_on_cpu(norm.weight), wide_on_cpu(norm.bias)  # type: ignore[arg-type]
         # A norm may switch a coordinate off; a floor keeps its reciprocal finite.
         return bias, weight.abs().clamp_min(1e-3 * weight.abs().max().clamp_min(1e-6))
+
+
+def refuse_offloaded(what: str, modules: Iterable[nn.Module]) -> None:
+    """ConfigError if modules that are fitted have their tensors elsewhere: a fit would not last there."""
+    if any(offloaded(module) for module in modules):
+        raise ConfigError(
+            f"{what} are offloaded to memory or disk, where a fit would not last; expected them beside the model. "
+            "Calibrate before dispatching the model"
+        )
 
 
 def shares_of(whole: int, shares: Sequence[float]) -> list[int]:

@@ -13,9 +13,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear
-from snnk_peft.functional.at_hand import at_hand, offloaded
+from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.precision import as_a_linear, full_precision, wide
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -33,6 +32,7 @@ from snnk_peft.layers.slots import (
 )
 from snnk_peft.layers.snnk_linear import plain_linear
 from snnk_peft.parts.attention.recording import Recorder, Sample
+from snnk_peft.parts.base import refuse_offloaded
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.centroids import Centroids
 from snnk_peft.solvers.centroids import (
@@ -71,11 +71,8 @@ class AttentionFitter(Fitter):
         self.module: Any = place.original
         self.longest = 0  # tokens of a text
         kernel.fitted_length = None  # of an earlier fit
-        if any(offloaded(each) for each in (kernel, readout) if each is not None):
-            raise ConfigError(
-                "the feature maps of an attention, or its output projection, are offloaded to memory or "
-                "disk, where a fit would not last; expected them beside the model. Calibrate before dispatching it"
-            )
+        fitted = [kernel] if readout is None else [kernel, readout]
+        refuse_offloaded("the feature maps of an attention, or its output projection,", fitted)
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         if readout_path is not None:

@@ -16,11 +16,10 @@ from torch import nn
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import module_at
-from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, FoldPlace, Slot, Tokens
 from snnk_peft.options import MOST, documented, option
 from snnk_peft.parts import PARTS
-from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers
+from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, refuse_offloaded, resolve_layers
 from snnk_peft.parts.narrow.linear import NarrowLinear, OneMatrix
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.solvers.descent import descend_block
@@ -247,11 +246,7 @@ class UnitsFitter(Fitter):
 
     def __init__(self, block: NarrowBlock, place: FitPlace, options: FitOptions):
         self.block, self.options, self.together = block, options, block.paths[1:]
-        if any(offloaded(slot) for slot in block.slots):
-            raise ConfigError(
-                f"the narrower matrices {', '.join(block.paths)} are offloaded to memory or disk, where a fit would "
-                "not last; expected them beside the model. Calibrate before dispatching the model"
-            )
+        refuse_offloaded(f"the narrower matrices {', '.join(block.paths)}", block.slots)
         self.modules = [place.original_at(path) for path in block.paths]
         self.activation = place.original_at(block.activation)
         self.narrow = [partial(slot, None) for slot in block.slots]

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.errors import ConfigError
-from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.slots import (
     Base,
     Call,
@@ -26,6 +24,7 @@ from snnk_peft.layers.slots import (
     Tokens,
     no_folded_form,
 )
+from snnk_peft.parts.base import refuse_offloaded
 from snnk_peft.parts.narrow.linear import NarrowLinear, OneMatrix
 from snnk_peft.solvers.narrow import narrow_products, narrow_values
 from snnk_peft.solvers.reduce import ErrorMeter, same_everywhere, summed
@@ -172,11 +171,7 @@ class HeadsFitter(Fitter):
 
     def __init__(self, slot: FittedHeads, place: FitPlace, options: FitOptions):
         self.slot, self.block, self.options, self.together = slot, place.original, options, slot.paths
-        if any(offloaded(each) for each in slot.four):
-            raise ConfigError(
-                f"the narrower projections {', '.join(slot.paths)} are offloaded to memory or disk, where a fit would "
-                "not last; expected them beside the model. Calibrate before dispatching the model"
-            )
+        refuse_offloaded(f"the narrower projections {', '.join(slot.paths)}", slot.four)
         self.sources = [OneMatrix(place.original_at(path)) for path in slot.paths]
 
     def fit(self, data: Tokens) -> Fit:
