@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -63,15 +65,33 @@ def tiny_bert(**options: object) -> BertForSequenceClassification:
     return BertForSequenceClassification(config).eval()
 
 
-def batches(count: int = 10, size: int = 8, length: int = 12) -> list[dict[str, torch.Tensor]]:
+def batches(
+    count: int = 10, size: int = 8, length: int = 12, words: tuple[int, int] = (1, 200)
+) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     made = []
     for _ in range(count):
         mask = torch.ones(size, length, dtype=torch.long)
         mask[::2, length // 2 :] = 0
-        ids = torch.randint(1, 200, (size, length), generator=generator)
-        made.append({"input_ids": ids, "attention_mask": mask})
+        made.append({"input_ids": torch.randint(*words, (size, length), generator=generator), "attention_mask": mask})
     return made
+
+
+def measured(model: Any, path: str, data: list[dict[str, torch.Tensor]]) -> ErrorMeter:
+    """The error of the FFN or pooler at this path behind what reads it, from the modules and the held-out batches."""
+    bert, pooler = model.get_base_model(), "pooler" in path
+    layer = bert.get_submodule(path)
+    reader = bert.classifier.original_module if pooler else bert.get_submodule(path.replace("intermediate", "output"))
+    meter, activation = ErrorMeter(reader.weight.detach()), torch.tanh if pooler else torch.nn.functional.gelu
+    for batch in (batch for index, batch in enumerate(data) if is_held_out(index, 0.2)):
+        seen: list[torch.Tensor] = []
+        hook = layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
+        with torch.no_grad():
+            bert(**batch)
+            hook.remove()
+            x = seen[0] if pooler else seen[0][batch["attention_mask"].bool()]
+            meter.update(activation(layer.base_layer(x)), layer.snnk_slots["default"][0].layer(x))
+    return meter
 
 
 def test_moments_refuse_nan_and_keep_what_they_had():
@@ -129,37 +149,12 @@ def test_reported_errors_are_those_of_the_model(name):
     model = get_snnk_model(tiny_bert(), SNNKConfig(**PARTS[name]))
     data = batches()
     report = calibrate(model, data, refit=False, progress=False)
-    expected = {"ffn": 3, "pooler": 1}
-    if name == "both":
-        assert len(report.slots) == 3
-    else:
-        assert len(report.slots) == expected[next(iter(PARTS[name]))]
-    held_out = [batch for index, batch in enumerate(data) if is_held_out(index, 0.2)]
-    assert len(held_out) == 2
-    bert = model.get_base_model()
+    assert len(report.slots) == (1 if name == "pooler" else 3)
     for slot in report.slots:
         assert slot.error_after < 1.0
         if "pooler" not in slot.path:
             assert slot.error_after < slot.error_before
-        layer = bert.get_submodule(slot.path)
-        index = int(slot.path.split(".")[3]) if "encoder" in slot.path else None
-        weight = (
-            bert.classifier.original_module.weight
-            if index is None
-            else bert.bert.encoder.layer[index].output.dense.weight
-        )
-        meter = ErrorMeter(weight.detach())
-        stand_in = layer.snnk_slots["default"][0].layer
-        activation = torch.tanh if index is None else torch.nn.functional.gelu
-        for batch in held_out:
-            seen = []
-            hook = layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
-            with torch.no_grad():
-                bert(**batch)
-            hook.remove()
-            x = seen[0] if index is None else seen[0][batch["attention_mask"].bool()]
-            with torch.no_grad():
-                meter.update(activation(layer.base_layer(x)), stand_in(x))
+        meter = measured(model, slot.path, data)
         assert slot.held_out_tokens == meter.count
         assert slot.error_after == pytest.approx(meter.value(), rel=1e-3, abs=1e-6)
 
@@ -262,15 +257,7 @@ def bert(**changes: object) -> torch.nn.Module:
     return tiny("bert", initializer_range=0.2, **changes)
 
 
-def long_batches(count: int = 30, size: int = 8, length: int = 12) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for _ in range(count):
-        mask = torch.ones(size, length, dtype=torch.long)
-        mask[::2, length // 2 :] = 0
-        ids = torch.randint(3, 100, (size, length), generator=generator)
-        made.append({"input_ids": ids, "attention_mask": mask})
-    return made
+long_batches = partial(batches, 30, words=(3, 100))
 
 
 def converted(part: FFNPart | PoolerPart, steps: int = 0, seed: int = 0, data: list | None = None, **changes: object):
@@ -330,7 +317,7 @@ def test_one_pass_per_slot(name, steps):
     def passes(layers: list[int]) -> int:
         model = get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(**{**vars(FFN_PARTS[name]), "layers": layers})))
         reads.clear()
-        calibrate(model, lambda: reads.append(1) or iter(long_batches(6)), steps=steps, progress=False)
+        calibrate(model, lambda: reads.append(1) or iter(long_batches()[:6]), steps=steps, progress=False)
         return len(reads)
 
     assert passes([0, 1]) == passes([0]) + 1
@@ -426,18 +413,7 @@ def test_steps_move_the_rows_and_lower_the_error(name):
     assert moved.tokens == plain.tokens
     most = 0.98 if part.linear_path else 0.9  # the linear path leaves little to gain here
     assert moved.error_after < most * plain.error_after
-    layer, block = slot_layer(again, 1), again.get_base_model().bert.encoder.layer[1]
-    meter = ErrorMeter(block.output.dense.weight.detach())
-    stand_in = layer.snnk_slots["default"][0].layer
-    for index, batch in enumerate(data):
-        if is_held_out(index, 0.2):
-            seen = []
-            hook = layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
-            with torch.no_grad():
-                again(**batch)
-                x = seen[0][batch["attention_mask"].bool()]
-                meter.update(torch.nn.functional.gelu(layer.base_layer(x)), stand_in(x))
-            hook.remove()
+    meter = measured(again, moved.path, data)
     assert moved.held_out_tokens == meter.count
     assert moved.error_after == pytest.approx(meter.value(), rel=1e-3)
 
@@ -476,7 +452,7 @@ def test_the_same_every_time():
 
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_moved_rows_are_saved_bundled_and_loaded_in_a_fresh_process(tmp_path, padding):
-    data = long_batches(12)
+    data = long_batches()[:12]
     if padding == "left":
         data = [{name: value.flip(1) for name, value in batch.items()} for batch in data]
     original = bert()
@@ -499,7 +475,7 @@ def test_half_precision_and_the_pooler():
     moved = calibrate(model, long_batches(), steps=100, progress=False).slots[0]
     assert moved.error_after < 0.9 * plain.error_after
     with torch.no_grad():
-        assert model(**long_batches(1)[0]).logits.dtype == torch.bfloat16
+        assert model(**long_batches()[:1][0]).logits.dtype == torch.bfloat16
     pooler = PoolerPart(num_features=12, component="relu", projection="free")
     errors = [converted(pooler, steps=steps)[1].slots[0].error_after for steps in (0, 60)]
     assert errors[1] < errors[0]

@@ -200,6 +200,21 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-12), (torch.float32, 1e-5)])
+def test_ffn_bundle(dtype, tolerance):
+    """(Φ Aᵀ) W₂ᵀ + b₂ = Φ (W₂ A)ᵀ + b₂ (SNNK paper, Eq. 13)."""
+    phi = torch.relu(torch.randn(7, 3, 16, dtype=dtype))
+    A, a = torch.randn(64, 16, dtype=dtype), torch.randn(64, dtype=dtype)
+    W2, b2 = torch.randn(24, 64, dtype=dtype), torch.randn(24, dtype=dtype)
+    for bias_A, bias in ((a, b2), (None, b2), (a, None), (None, None)):
+        weight, offset = fold_linear(A, bias_A, W2, bias)
+        assert weight.shape == (24, 16)
+        assert weight.dtype == dtype
+        assert (offset is None) == (bias_A is None and bias is None)
+        expected = nn.functional.linear(nn.functional.linear(phi, A, bias_A), W2, bias)
+        assert relative(nn.functional.linear(phi, weight, offset), expected) < tolerance
+
+
 def test_folding_rounds_once():
     """bf16 weights: the fold is as good as rounding the exact product."""
     A, W2 = torch.randn(512, 8).bfloat16(), torch.randn(16, 512).bfloat16()

@@ -78,6 +78,17 @@ def patched(family: str = "bert", part: str = "houlsby", **options: Any) -> peft
     return perturb(get_snnk_model(build(family), SNNKConfig(**PARTS[part], **options)))
 
 
+def loaded(base: nn.Module, folder: Path) -> list[nn.Module]:
+    """An adapter on copies of its base, in three ways."""
+    by_transformers = copy.deepcopy(base)
+    by_transformers.load_adapter(str(folder))
+    return [
+        peft.PeftModel.from_pretrained(copy.deepcopy(base), folder),
+        peft.PeftModel.from_pretrained(copy.deepcopy(base), folder, low_cpu_mem_usage=True),
+        by_transformers,
+    ]
+
+
 def wrappers(model: nn.Module) -> list[str]:
     return [n for n, m in model.named_modules() if isinstance(m, (SlotLayer, ModulesToSaveWrapper))]
 
@@ -162,20 +173,13 @@ def test_patch_train_save_load(family, part, task_type, tmp_path):
     buffers = sum(b.numel() for n, b in model.named_buffers() if ".snnk_slots." in n)
     assert sum(t.numel() for t in tensors.values()) == count + buffers
 
-    # four ways back
-    loaded = [
-        peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path),
-        peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, low_cpu_mem_usage=True),
-        peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, is_trainable=True).eval(),
-    ]
-    transformers_model = copy.deepcopy(base)
-    transformers_model.load_adapter(str(tmp_path))
-    for again in (*loaded, transformers_model):
-        assert same(output(again, batch), expected)
-    assert [n for n, p in loaded[2].named_parameters() if p.requires_grad] == [
+    again = [*loaded(base, tmp_path), peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True).eval()]
+    for each in again:
+        assert same(output(each, batch), expected)
+    assert [n for n, p in again[-1].named_parameters() if p.requires_grad] == [
         n for n, p in model.named_parameters() if p.requires_grad
     ]
-    assert not any(p.requires_grad for p in loaded[0].parameters())
+    assert not any(p.requires_grad for p in again[0].parameters())
 
 
 @pytest.mark.parametrize(("family", "part"), [(f, p) for f, p in CASES if p in ("houlsby", "parallel", "ffn")])
@@ -400,13 +404,7 @@ class TestBadCheckpoints:
         expected = output(model, inputs("bert"))
         assert not torch.equal(before, expected)
         model.save_pretrained(tmp_path)
-        transformers_model = build("bert")
-        transformers_model.load_adapter(str(tmp_path))
-        for again in (
-            peft.PeftModel.from_pretrained(build("bert"), tmp_path),
-            peft.PeftModel.from_pretrained(build("bert"), tmp_path, low_cpu_mem_usage=True),
-            transformers_model,
-        ):
+        for again in loaded(build("bert"), tmp_path):
             assert same(output(again, inputs("bert")), expected)
 
     @pytest.mark.parametrize(
@@ -479,13 +477,7 @@ class TestBadCheckpoints:
         tensors = load_file(tmp_path / "adapter_model.safetensors")
         assert not [key for key in tensors if key.endswith("projection.weight")]
         assert all(tensors[key].shape == (32,) for key in tensors if key.endswith("checksum"))
-        transformers_model = build("bert")
-        transformers_model.load_adapter(str(tmp_path))
-        for again in (
-            peft.PeftModel.from_pretrained(build("bert"), tmp_path),
-            peft.PeftModel.from_pretrained(build("bert"), tmp_path, low_cpu_mem_usage=True),
-            transformers_model,
-        ):
+        for again in loaded(build("bert"), tmp_path):
             assert same(output(again, inputs("bert")), expected)
 
         def change(tensors):
