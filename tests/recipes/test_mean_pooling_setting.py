@@ -15,10 +15,9 @@ from lib.finetuning import with_pooling
 from lib.models import trained_on_means
 from lib.settings import FinetuneConfig
 from lib.task_settings import find_task
+from recipe_world import RECIPES
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
-
-from tests.recipe_world import RECIPES
 
 NOUNS = ("dog", "film", "report", "storm", "king", "sea", "house", "train", "song", "cake")
 
