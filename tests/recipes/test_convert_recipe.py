@@ -27,7 +27,7 @@ from lib.converting import push
 from lib.models import train_in_use
 from lib.teacher import Distilled, agreement, layer_loss, load_teacher, logit_loss, teacher_task
 from lib.texts import batches_by_length
-from recipe_world import RECIPES, reset_accelerate, write_world
+from recipe_world import RECIPES, reset_accelerate, same_tensors, write_world
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -220,9 +220,7 @@ def test_killed_in_its_training_it_continues_to_the_same_weights(world: Path, tm
     reset_accelerate()
     assert convert.main([*arguments, "--resume"]) == 0
     assert (killed / "conversion.json").read_text() == record
-    first, second = (load_file(tmp_path / name / "bundle/model.safetensors") for name in ("straight", "killed"))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert same_tensors(*(load_file(tmp_path / name / "bundle/model.safetensors") for name in ("straight", "killed")))
 
 
 def test_stopped_behind_the_calibration_it_is_not_repeated(
@@ -235,9 +233,7 @@ def test_stopped_behind_the_calibration_it_is_not_repeated(
     (out / "metrics.json").unlink()
     assert convert.main([*settings(world, out), "--resume"]) == 0
     assert "error before -> after" not in capsys.readouterr().out
-    first, second = (load_file(folder / "bundle/model.safetensors") for folder in (finished[0], out))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert same_tensors(*(load_file(folder / "bundle/model.safetensors") for folder in (finished[0], out)))
     assert read(out)["calibration"] == read(finished[0])["calibration"]
 
 

@@ -34,7 +34,7 @@ from lib.schedule import learning_rate
 from lib.settings import FinetuneConfig, TrainSection
 from lib.task_settings import RECIPE_OF
 from lib.training import FiniteWatch, train_step
-from recipe_world import RECIPES, program_file, write_settings, write_world
+from recipe_world import RECIPES, program_file, same_tensors, write_settings, write_world
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
@@ -510,9 +510,7 @@ def test_a_run_and_its_adapter_give_the_same_bundle(
     assert "parity error" in capsys.readouterr().out
     other = tmp_path / "other"
     assert bundle.main([str(run / "adapter"), "--task", "rte", "--output", str(other)]) == 0
-    mine, theirs = (load_file(folder / "model.safetensors") for folder in (run / "bundle", other))
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    assert same_tensors(*(load_file(folder / "model.safetensors") for folder in (run / "bundle", other)))
     capsys.readouterr()
     for arguments, message in (
         ([str(run)], "exists; replace it with --overwrite"),

@@ -21,13 +21,12 @@ from accelerate import Accelerator
 from data import TASKS
 from data._pictures import ArrayPictures
 from lib import training
-from lib.checkpoint import list_checkpoints
 from lib.evaluation import evaluation_splits, predict
 from lib.images import Augmentation, ImageExamples, crop_box, input_size
 from lib.settings import AugmentSection
 from lib.training import train_step
 from PIL import Image
-from recipe_world import RECIPES
+from recipe_world import RECIPES, last_weights, same_tensors
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers import ViTImageProcessorPil as Processor
@@ -63,10 +62,6 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ViTForImageClassification(ViTConfig(image_size=SIZE, patch_size=4, num_labels=10, **sizes)).save_pretrained(folder)
     Processor(size={"height": SIZE, "width": SIZE}).save_pretrained(folder)
     return folder
-
-
-def newest_weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(list_checkpoints(run / "checkpoints")[-1] / "model.safetensors")
 
 
 def processor(**changes: Any) -> Any:
@@ -386,9 +381,7 @@ def test_a_stopped_run_with_augmentation_resumes_bit_for_bit(
         patched.setattr(training, "train_step", stopping)
         assert finetune.main(run) == 143
     assert finetune.main([*run, "--resume", f"data.workers={2 - workers}"]) == 0
-    ours, theirs = newest_weights(tmp_path / "run"), newest_weights(tmp_path / "straight")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same_tensors(last_weights(tmp_path / "run"), last_weights(tmp_path / "straight"))
 
 
 @pytest.mark.parametrize(
