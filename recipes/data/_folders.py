@@ -1,16 +1,34 @@
-"""Files of a data set that comes as a folder or as a tar archive of it, in the same order either way."""
+"""Files of a data set that comes as a folder or as a tar archive of it, in the same order either way.
+
+Packed files are read within bounds, however far they expand. Images of known classes stand in folders that name them.
+"""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
+import lzma
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from data._unpacking import unpacked
+import numpy as np
+
+from data._images import EncodedPictures
 from snnk_peft.errors import ConfigError
-from snnk_peft.tasks._files import DAMAGED, LARGEST, NotRegularError, check_regular, read_bytes
+from snnk_peft.tasks import Images
+from snnk_peft.tasks._files import DAMAGED, LARGEST, MAX_FAULTS, Bounded, NotRegularError, check_regular, read_bytes
+from snnk_peft.tasks._image_folders import PICTURE, first_folder, read_classes, root_with, unknown_class
 
+LONGEST_LINE = 1 << 20
+"""Characters of a line of numbers."""
+MOST_PACKED = 20
+"""Bytes that one packed byte of numbers may become; those of the tasks become about five."""
+_SLACK = 1 << 24
+_MAGIC: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 _ARCHIVE = re.compile(r"\.(tar|tgz|tar\.(gz|xz|bz2))$")
 
 
@@ -81,3 +99,99 @@ def _ordered(found: list[tuple[re.Match[str], bytes]], path: Path, what: str) ->
     if not found:
         raise ConfigError(f"{path} holds no {what}")
     return sorted(found, key=lambda item: item[0][0])
+
+
+def unpacked(path: Path) -> Bounded:
+    """The content of a file, unpacked if it is packed, of which no more than 2 * `LARGEST` bytes are."""
+    with path.open("rb") as stream:
+        start = stream.read(6)
+    opener = next((opener for magic, opener in _MAGIC.items() if start.startswith(magic)), None)
+    return Bounded(path.open("rb"), None) if opener is None else Bounded(opener(path, "rb"), 2 * LARGEST)
+
+
+def gunzipped(content: bytes) -> bytes:
+    """What gzip packed; ValueError for more than `LARGEST` bytes."""
+    found, parts = 0, []
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
+        while part := stream.read(1 << 20):
+            parts.append(part)
+            found += len(part)
+            if found > LARGEST:
+                raise ValueError(f"unpacks to more than {LARGEST:,} bytes")
+    return b"".join(parts)
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a text, plain or packed by gzip (NAME.gz).
+
+    Raises:
+        ValueError: a line of more than `LONGEST_LINE` characters, or more than `MOST_PACKED` times the packed bytes.
+    """
+    packed = path.suffix == ".gz"
+    end = path.stat().st_size * MOST_PACKED + _SLACK if packed else None
+    read = 0
+    with gzip.open(path, "rt", encoding="utf-8") if packed else path.open(encoding="utf-8") as stream:
+        while line := stream.readline(LONGEST_LINE + 1):
+            read += len(line)
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"a line of more than {LONGEST_LINE:,} characters")
+            if end is not None and read > end:
+                raise ValueError(f"unpacks to more than {MOST_PACKED} times its size")
+            yield line
+
+
+def read_class_folders(
+    path: Path, classes: Sequence[str], parts: Mapping[str, Sequence[str]], wanted: Sequence[str]
+) -> dict[str, Images] | None:
+    """The wanted splits, ordered by file name; None if there is no folder of any split.
+
+    Args:
+        path: a folder, or one that holds only one such.
+        classes: names of the class folders, in the order of the ids.
+        parts: split -> names that its folder may have, e.g. {"test": ("test", "val")}.
+        wanted: splits.
+
+    Raises:
+        ConfigError: class folders that are no class, or hold no picture.
+    """
+    root = root_with(path, [name for split in wanted for name in parts[split]])
+    if root is None:
+        return None
+    found, faults = {}, []
+    for split in wanted:
+        folder = first_folder(root, parts[split])
+        if folder is None:
+            faults.append(f"{root} has no folder {' or '.join(parts[split])} ({split} split)")
+            continue
+        try:
+            found[split] = read_classes(folder, classes)
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(faults[:MAX_FAULTS])
+    return found
+
+
+def archived(parts: Mapping[str, Sequence[str]], wanted: Sequence[str]) -> str:
+    """Pattern of the pictures in an archive of class folders, for `read_files`."""
+    names = "|".join(re.escape(name) for split in wanted for name in parts[split])
+    return rf"(?P<part>{names})/(?P<kind>[^/.][^/]*)/(?:[^/]+/)*[^/.][^/]*{PICTURE}"
+
+
+def of_archive(
+    path: Path,
+    files: Sequence[tuple[re.Match[str], bytes]],
+    classes: Sequence[str],
+    parts: Mapping[str, Sequence[str]],
+    wanted: Sequence[str],
+) -> dict[str, Images]:
+    """As `read_class_folders`, from what `read_files` found by the pattern `archived`; contents stay in memory."""
+    if unknown := sorted({match["kind"] for match, _ in files} - set(classes)):
+        raise ConfigError([f"{path}: {unknown_class(name, classes)}" for name in unknown[:MAX_FAULTS]])
+    found = {}
+    for split in wanted:
+        chosen = [(match, content) for match, content in files if match["part"] in parts[split]]
+        pictures = EncodedPictures([content for _, content in chosen], [f"{path}: {match[0]}" for match, _ in chosen])
+        labels = [classes.index(match["kind"]) for match, _ in chosen]
+        found[split] = Images(pictures, np.array(labels, dtype=np.int64))
+    return found

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from data._unpacking import lines_of
+from data._folders import lines_of
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._files import check_regular
 from snnk_peft.tasks.base import Request, Task

@@ -15,11 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from data import TASKS
-from data._class_folders import archived, of_archive, read_class_folders
-from data._folders import read_files
-from data._hub_pictures import HubImageTask, HubSource
+from data._folders import archived, of_archive, read_class_folders, read_files
+from data._images import ArrayPictures, HubImageTask, HubSource
 from data._pickled_batches import read_pickled_batch
-from data._pictures import ArrayPictures
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._files import MAX_FAULTS, listed
 from snnk_peft.tasks.base_image import Images, label_fault

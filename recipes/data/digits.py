@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data import TASKS
-from data._pictures import ArrayPictures
+from data._images import ArrayPictures
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._files import require
 from snnk_peft.tasks.base_image import Images, ImageTask

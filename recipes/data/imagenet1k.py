@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from data import TASKS
-from data._hub_pictures import HubSource, fetched, published_names
+from data._images import HubSource, fetched, published_names
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
 from snnk_peft.tasks._files import capped, decode, listed

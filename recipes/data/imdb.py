@@ -9,7 +9,7 @@ is no official validation split: the last tenth of train in that order is one. N
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,27 +89,45 @@ def _plain(text: str) -> str:
     return " ".join(text.replace("<br />", " ").split())
 
 
-def _of_files(path: Path, parts: Iterable[str]) -> Mapping[str, list[Review]]:
-    """The reviews of these parts of the official files; the archive is unpacked once, in memory."""
+def _of_files(path: Path, parts: Collection[str]) -> Mapping[str, list[Review]]:
+    """The reviews of these parts of the official files."""
     if not path.exists():
         raise ConfigError(f"data_dir {path} does not exist; expected the official files, aclImdb or its archive")
-    pattern = r"(?P<part>train|test)/(?P<kind>neg|pos)/\d+_\d+\.txt"
+    reviews, missing = review_files(path, parts)
     found: dict[str, list[Review]] = {part: [] for part in parts}
-    faults, seen = [], set()
-    for match, content in read_files(path, pattern, "aclImdb/{train,test}/{neg,pos}/*.txt"):
-        if match["part"] not in found:
-            continue
-        text = _plain(content.decode("utf-8", errors="replace"))
-        seen.add((match["part"], match["kind"]))
-        if text:
-            found[match["part"]].append((text, CLASSES.index(match["kind"])))
+    faults = []
+    for part, label, name, content in reviews:
+        if text := _plain(content.decode("utf-8", errors="replace")):
+            found[part].append((text, label))
         else:
-            faults.append(f"{path}: {match[0]} is empty; expected a review")
-    missing = [(part, kind) for part in found for kind in CLASSES if (part, kind) not in seen]
-    faults += [f"{path} has no review {part}/{kind}/*.txt; expected the official files" for part, kind in missing]
-    if faults:
+            faults.append(f"{path}: {name} is empty; expected a review")
+    if faults := faults + missing:
         raise ConfigError(faults[:MAX_FAULTS])
     return found
+
+
+def review_files(path: Path, parts: Collection[str]) -> tuple[list[tuple[str, int, str, bytes]], list[str]]:
+    """(part, class id, name, content) of the reviews of these parts, and what is missing.
+
+    Args:
+        path: the folder aclImdb, or its archive, which is unpacked once, in memory.
+        parts: "train", "test", or both.
+    """
+    pattern = r"(?P<part>train|test)/(?P<kind>neg|pos)/\d+_\d+\.txt"
+    files = read_files(path, pattern, "aclImdb/{train,test}/{neg,pos}/*.txt")
+    seen = {(match["part"], match["kind"]) for match, _ in files}
+    missing = [
+        f"{path} has no review {part}/{kind}/*.txt; expected the official folder aclImdb"
+        for part in sorted(parts)
+        for kind in CLASSES
+        if (part, kind) not in seen
+    ]
+    reviews = [
+        (match["part"], CLASSES.index(match["kind"]), match[0], content)
+        for match, content in files
+        if match["part"] in parts
+    ]
+    return reviews, missing
 
 
 def _of_hub(parts: Iterable[str], cache_dir: str | None) -> Mapping[str, list[Review]]:

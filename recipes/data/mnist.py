@@ -15,10 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from data import TASKS
-from data._folders import read_files
-from data._hub_pictures import HubImageTask, HubSource
-from data._pictures import ArrayPictures
-from data._unpacking import gunzipped
+from data._folders import gunzipped, read_files
+from data._images import ArrayPictures, HubImageTask, HubSource
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._files import MAX_FAULTS
 from snnk_peft.tasks.base_image import Images, label_fault

@@ -17,7 +17,7 @@ for package in ("accelerate", "datasets", "PIL"):
 
 import datasets
 from data import TASKS
-from data._pictures import EncodedPictures
+from data._images import EncodedPictures
 from image_layouts import archive
 from lib.images import ImageExamples
 from papers.lib.column_rows import columns_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from column_files import write_columns
-from data import TASKS, covertype, higgs
+from data import TASKS, columns
 from papers.lib.column_rows import columns_of, standard
 from papers.lib.mlp import Perceptron, equal_rank
 from papers.programs import train_mlp
@@ -26,9 +26,8 @@ def _fresh_accelerate_state() -> Iterator[None]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Official sizes would need files of half a million rows."""
-    monkeypatch.setattr(covertype, "TRAIN", 80)
-    monkeypatch.setattr(covertype, "VALIDATION", 20)
-    monkeypatch.setattr(higgs, "TEST", 30)
+    monkeypatch.setattr(columns, "COVER_ENDS", (80, 100))
+    monkeypatch.setattr(columns, "HIGGS_TEST", 30)
 
 
 def test_columns_are_standardised_and_constant_ones_survive(small: None, tmp_path: Path) -> None:

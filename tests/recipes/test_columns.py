@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from column_files import write_columns
-from data import TASKS, covertype, higgs
+from data import TASKS, columns
 
 from snnk_peft.errors import ConfigError
 
@@ -16,9 +16,8 @@ from snnk_peft.errors import ConfigError
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Official sizes would need files of half a million rows."""
-    monkeypatch.setattr(covertype, "TRAIN", 80)
-    monkeypatch.setattr(covertype, "VALIDATION", 20)
-    monkeypatch.setattr(higgs, "TEST", 30)
+    monkeypatch.setattr(columns, "COVER_ENDS", (80, 100))
+    monkeypatch.setattr(columns, "HIGGS_TEST", 30)
 
 
 @pytest.mark.parametrize("packed", [False, True])

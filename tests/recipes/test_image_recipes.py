@@ -19,7 +19,7 @@ import score
 import torch
 from accelerate import Accelerator
 from data import TASKS
-from data._pictures import ArrayPictures
+from data._images import ArrayPictures
 from lib import training
 from lib.evaluation import evaluation_splits, predict
 from lib.images import Augmentation, ImageExamples, crop_box, input_size
