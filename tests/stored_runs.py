@@ -15,6 +15,18 @@ def put_run(study: Path, task: str, method: str, seed: int, report: dict[str, An
     study.with_name(f"{study.name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
+def put_runs(study: Path, task: str, method: str, *reports: dict[str, Any]) -> None:
+    """A report for each seed from 0."""
+    for seed, report in enumerate(reports):
+        put_run(study, task, method, seed, report)
+
+
+def put_figures(file: Path, figures: Any) -> None:
+    """A metrics.json, in folders that are made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(figures))
+
+
 def drop_run(study: Path, task: str, method: str, *seeds: int) -> None:
     """Delete the lines of a method, or of some of its seeds."""
     file = study.with_name(f"{study.name}.jsonl")

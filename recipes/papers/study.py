@@ -14,7 +14,6 @@ from all lines. Without runs, the page is rendered from the stored lines alone.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -26,12 +25,9 @@ from lib.files import write_text
 from lib.guard import guarded
 from lib.lock import alone
 
-from papers.lib.pretrained import run_behind
 from papers.lib.reports import collect, read_reports
-from papers.lib.study import PRETRAINING, STUDIES, load
-from papers.lib.study_data import data_settings
-from papers.lib.study_options import SHAPE, read_settings, run_parser, several, stored_runs
-from papers.lib.sweep import Run, Sweep, sweep
+from papers.lib.study import STUDIES, Study, load
+from papers.lib.study_runs import SHAPE, run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     verbs = {"run": run, "page": page}
     if len(words) > 1 and words[0] in verbs and words[1] in STUDIES:
-        return verbs[words[0]](words[1], words[2:])
+        return verbs[words[0]](load(words[1]), words[2:])
     told = "\n".join(f"  {name:15} {load(name).about.splitlines()[0]}" for name in STUDIES)
     parser = argparse.ArgumentParser("study.py", description=__doc__, formatter_class=SHAPE, epilog=f"studies:\n{told}")
     parser.add_argument("verb", choices=verbs, metavar="VERB", help="run or page")
@@ -50,59 +46,13 @@ def main(argv: list[str] | None = None) -> int:
     return 2  # argparse has said what is wrong, and left
 
 
-# --- run --------------------------------------------------------------------------------------------------------------
-
-
-def run(name: str, argv: list[str]) -> int:
-    """Run what is missing of a study.
-
-    Returns:
-        0 if everything is finished, 1 if something failed, 2 for wrong input, 130 or 143 if stopped (Ctrl-C, SIGTERM),
-        3 if stopped after something had failed.
-    """
-    study = load(name)
-    if PRETRAINING in study.tasks:
-        return run_behind(study, argv)
-    parser = run_parser(study)
-    parser.add_argument("--data", type=Path, help="folder of the data folders, for tasks that look for their own")
-    if study.draws is not None:
-        parser.add_argument("--draws", type=several, default=study.draws, help="of each model (%(default)s)")
-    arguments, overrides = read_settings(parser, argv)
-    known = dict.fromkeys(method for task in arguments.tasks for method in study.tasks[task].methods)
-    if absent := [method for method in arguments.methods or [] if method not in known]:
-        parser.error(f"unknown methods {absent}; the tasks have {', '.join(known)}")
-
-    def work() -> int:
-        settings, runs = {}, []
-        for task in arguments.tasks:
-            wanted = study.tasks[task].data
-            if (found := data_settings(task, wanted, arguments.data, arguments.out)) is not None:
-                settings[task] = found
-        # Seeds outermost: the first pass already fills every cell of the table.
-        for seed, task in itertools.product(arguments.seeds, settings):
-            methods = [each for each in study.tasks[task].methods if not arguments.methods or each in arguments.methods]
-            runs += [Run(task, method, seed) for method in methods]
-
-        def command(point: Run) -> list[str]:
-            task = study.tasks[point.task]
-            given = [*task.methods[point.method], f"train.seed={point.seed}", *overrides, *settings[point.task]]
-            return [str(task.program), str(task.config), *given]
-
-        draws = arguments.draws if study.draws is not None else None
-        return sweep(Sweep(command, arguments.out, stored_runs(arguments), draws), runs)
-
-    return guarded(work)
-
-
-# --- page -------------------------------------------------------------------------------------------------------------
-
-
-def page(name: str, argv: list[str]) -> int:
+def page(study: Study, argv: list[str]) -> int:
     """Store the reports of finished runs, then render page and figures; 0 done, 2 nothing to render."""
-    if not (file := load(name).page):
+    name = study.name
+    if not study.page:
         print(f"error: {name} has no page of its own; its runs are told of on that of another study", file=sys.stderr)
         return 2
-    shown = import_module(f"papers.pages.{file}")
+    shown = import_module(f"papers.pages.{study.page}")
     parser = argparse.ArgumentParser(prog=f"study.py page {name}", description=shown.__doc__, formatter_class=SHAPE)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / name, help="folder of all runs (%(default)s)")
     cards = ROOT / "model_cards" / name

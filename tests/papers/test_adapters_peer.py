@@ -4,9 +4,6 @@ The library wants another transformers. The test that uses it runs the interpret
 an environment made as the program says.
 """
 
-# Imports follow the check that the optional packages are there, and the recipes' folder on sys.path.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import dataclasses
@@ -16,18 +13,12 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-from accelerate.state import AcceleratorState
 from recipe_world import RECIPES, write_settings, write_world
 
-sys.path += [str(RECIPES), str(RECIPES / "papers/peers")]
+sys.path.insert(0, str(RECIPES / "papers/peers"))
 
 import adapters_glue
 from lib.config import load_config
@@ -38,12 +29,6 @@ from papers.lib.study import load
 from safetensors.torch import load_file
 
 SMALL = ["train.epochs=1", "train.save_every_steps=null", "train.choose_share=0.2"]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def command(folder: Path) -> list[str]:

@@ -1,8 +1,5 @@
 """attention_estimates.py: errors of attention weights, by brute force on small queries and keys."""
 
-# The recipes' folder goes on sys.path before what is imported from it.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
@@ -13,12 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-for package in ("datasets", "matplotlib", "rich"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
 from glue_files import write_task
 from papers.lib.estimates_page import beats
 from recipe_world import write_world
@@ -27,6 +18,8 @@ from transformers import AutoModel, GPT2Config, GPT2Model
 from snnk_peft import build_feature_map
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 @pytest.fixture(scope="module")

@@ -1,52 +1,35 @@
 """train_copy.py and the study fmm: the copy task, its score, who learns it, and the page."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import copy
 import json
 import math
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import data.listops as listops
 import numpy as np
 import pytest
 import torch
-
-for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-import data.listops as listops
-from accelerate.state import AcceleratorState
 from lib.config import load_config
 from lib.evaluation import Alone
 from papers import study
-from papers.lib import sweep
 from papers.lib.copies import SPLITS, Copies, copy_scores
 from papers.lib.study import load
-from papers.lib.study_data import data_settings
+from papers.lib.study_runs import data_settings
 from papers.pages import fmm as fmm_page
 from papers.programs import train_copy, train_lra
 
 from snnk_peft.tasks.base import IGNORED
 from tests.stored_runs import put_run, stored
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
 CONFIG = RECIPES / "papers/configs/copy/copy.yaml"
 KINDS = {"train_copy.py": train_copy.TrainCopy, "train_lra.py": train_lra.LongRange}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -219,17 +202,7 @@ def test_every_method_has_the_near_field_and_the_rank_of_its_name() -> None:
         assert found == {"softmax": (0, 0), **linear, **fmm}
 
 
-def in_this_process(command: list[str]) -> tuple[int, None]:
-    """Instead of `sweep.execute`: a fresh process would load torch for each run."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert Path(command[1]).name == "train_copy.py"
-    return train_copy.main(command[2:]), None
-
-
-def test_from_runs_to_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sweep, "execute", in_this_process)
+def test_from_runs_to_the_page(tmp_path: Path, called: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     out, page = tmp_path / "runs", tmp_path / "page"
     few = ["train.steps=2", "train.eval_every=2", "train.warmup_steps=1", "train.batch_size=2", "train.device=cpu"]
     few += ["data.validation_examples=4", "data.test_examples=6", "data.length=32"]
@@ -237,7 +210,8 @@ def test_from_runs_to_the_page(
     assert study.main(["run", "fmm", *asked]) == 0
     capsys.readouterr()
     assert study.main(["run", "fmm", *asked]) == 0
-    assert capsys.readouterr().out.count("4 runs, 4 finished") == 1  # started again, nothing is run
+    assert capsys.readouterr().out.count("4 runs, 4 finished") == 1
+    assert called == ["train_copy"] * 4  # started again, nothing is run
     assert study.main(["page", "fmm", "--runs", str(out), "--out", str(page)]) == 0
     text = (page / "README.md").read_text()
     reports = [stored(page)["copy_128", "fmm_16_2", seed] for seed in (0, 1)]
@@ -267,7 +241,7 @@ def test_short_expressions_are_written_once_and_belong_to_listops(
     read = listops.read_file(tmp_path / "runs/listops_files/basic_train.tsv")
     assert len(read.tokens[0]) == 20
     assert all(50 <= len(tokens) <= 250 for tokens in read.tokens[0])
-    monkeypatch.setattr("papers.lib.short_listops.write_listops", None)  # called again, it would fail
+    monkeypatch.setattr("papers.lib.study_runs.write_listops", None)  # called again, it would fail
     data_settings("listops", wanted["listops"], None, out)
 
 

@@ -1,52 +1,25 @@
 """The study draws and its page: models of several seeds, each scored on fresh draws of its features."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-
-from accelerate.state import AcceleratorState
 from lib.config import load_config
 from papers import study
 from papers.lib import sweep
 from papers.lib.lra_settings import LongRangeConfig
 from papers.lib.study import load
 from papers.pages import draws as draws_page
-from recipe_world import recipe
 
 from tests.stored_runs import stored
 
 SMALL = ["model.dim=8", "model.heads=2", "model.layers=1", "model.hidden_dim=8", "train.batch_size=6"]
 SMALL += [f"data.max_{split}_samples=18" for split in ("train", "validation", "test")]
 SMALL += ["train.steps=2", "train.eval_every=2"]
-
-
-@pytest.fixture(autouse=True)
-def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Programs run in this process, without the seconds that imports take; their names, in order."""
-    names: list[str] = []
-    programs = {name: recipe(name) for name in ("train_lra", "score")}
-
-    def in_this_process(command: list[str]) -> tuple[int, None]:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        names.append(Path(command[1]).stem)
-        return programs[names[-1]].main(command[2:]), None
-
-    monkeypatch.setattr(sweep, "execute", in_this_process)
-    yield names
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_settings_are_those_of_the_recipe() -> None:
@@ -90,6 +63,7 @@ def test_from_runs_to_the_page(tmp_path: Path, called: list[str], capsys: pytest
     assert "**The runs differ (" in (page / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("called")
 def test_a_run_without_its_draws_is_not_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Scoring was stopped, or failed: the sweep says so, and goes on with it when it is called again."""
     execute = sweep.execute

@@ -1,8 +1,5 @@
 """One loop for every recipe: a new kind of model and data is one class, and runs of earlier versions continue."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
@@ -10,26 +7,17 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import finetune
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-from data.listops import write_listops
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-import finetune
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from data.listops import write_listops
 from lib import training
 from lib.checkpoint import list_checkpoints
 from lib.config import option
@@ -43,16 +31,12 @@ from lib.training import train_step
 from papers.lib import lra_model
 from papers.programs import tiny_llama, train_lra
 from recipe_world import write_world
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
 OLD = Path(__file__).resolve().parents[1] / "old_runs"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def newest_weights(run: Path) -> dict[str, torch.Tensor]:

@@ -1,27 +1,15 @@
 """recipes/papers/programs/fit_picture.py: a picture as a function of its coordinates, by sines and by SNNK layers."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-import re
-
-from accelerate.state import AcceleratorState
 from papers.lib.picture_rows import PictureRows, read_picture
 from papers.lib.sine_network import Sine, SineNetwork, derivatives, low_rank, stand_in
 from papers.programs import fit_picture
@@ -30,14 +18,10 @@ from PIL import Image
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.snnk_linear import SNNKLinear
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
 CONFIG = str(RECIPES / "papers/configs/pictures/siren.yaml")
 SMALL = ["data.size=16", "model.width=48", "train.steps=60", "train.eval_every=20", "train.learning_rate=2e-3"]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def run(folder: Path, *given: str) -> dict:

@@ -1,35 +1,21 @@
 """fit_potential.py: the potential of two particles from their wave function, and the energies in it."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-for package in ("accelerate", "matplotlib", "rich", "yaml"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
 from accelerate.state import AcceleratorState
 from papers.lib.sine_network import PotentialNetwork, SineNetwork
 from papers.lib.two_bodies import LocalEnergies, TwoBodies, energies_in, states_in
 from papers.programs import fit_potential
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
 CONFIG = str(RECIPES / "papers/configs/potential/two_bodies.yaml")
 SMALL = ["model.width=48", "train.steps=400", "train.eval_every=200", "train.learning_rate=3e-3", "data.points=1024"]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_the_local_energy_of_the_ground_state_is_its_energy() -> None:

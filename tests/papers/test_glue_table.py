@@ -1,20 +1,11 @@
 """The GLUE page lists every seed and marks those that stayed on the plateau; the README names every method that ran."""
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-for package in ("datasets", "matplotlib", "rich", "yaml"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-
 from papers import table_results
-from papers.lib.rates import chosen_rates, rates
-from papers.lib.reports import read_reports
+from papers.lib.reports import chosen_rates, rates, read_reports
 from papers.lib.study import load
 from papers.pages import glue as glue_page
 

@@ -1,18 +1,11 @@
 """Learning curves: the last step of a run is on them, and the single point of a very short run can be seen."""
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-for package in ("accelerate", "matplotlib", "rich", "yaml"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-
 from accelerate.state import AcceleratorState
 from lib import plots
 from papers.programs import tiny_llama

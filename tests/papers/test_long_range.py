@@ -1,8 +1,5 @@
 """Long Range Arena: the ListOps generator, loaders of official layouts, and the training recipe end to end."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
@@ -19,22 +16,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-
-for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
 from data import TASKS, Sequences
 from data._listops_trees import WORDS, draw_expressions
 from data.listops import FILES, expressions, write_listops
-
-from snnk_peft.errors import ConfigError
-from tests.fresh_process import FreshProcess, start_python
-from tests.stored_runs import drop_run
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-from accelerate.state import AcceleratorState
 from lib import checkpoint as checkpoints
 from lib.config import load_config
 from lib.settings import RunOutput
@@ -46,15 +30,15 @@ from papers.lib.study import load
 from papers.pages import lra as lra_page
 from papers.programs import train_lra
 from papers.programs import write_listops as write_listops_recipe
+from safetensors.torch import load_file
+
+from snnk_peft.errors import ConfigError
+from tests.fresh_process import FreshProcess, start_python
+from tests.stored_runs import drop_run, put_figures
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 EASY = {"min_length": 4, "max_length": 24, "max_depth": 3, "max_args": 4}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 # --- ListOps --------------------------------------------------------------------------------------------------------
@@ -572,13 +556,11 @@ def report(method: str, seed: int, accuracy: float, **train: Any) -> dict[str, A
 
 def test_the_table_says_what_its_numbers_are_worth(tmp_path: Path) -> None:
     for method, seed, accuracy, rate in (
-        ("softmax", 0, 0.6, 1e-3),
-        ("softmax", 1, 0.64, 1e-3),
+        *(("softmax", 0, 0.6, 1e-3), ("softmax", 1, 0.64, 1e-3)),
         ("posrf_orf", 0, 0.61, 5e-4),
     ):
         file = tmp_path / f"runs/text/{method}/seed{seed}/metrics.json"
-        file.parent.mkdir(parents=True)
-        file.write_text(json.dumps(report(method, seed, accuracy, learning_rate=rate)))
+        put_figures(file, report(method, seed, accuracy, learning_rate=rate))
     arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]
     assert study.main(["page", "lra", *arguments]) == 0
     page = (tmp_path / "cards/README.md").read_text()
@@ -599,17 +581,12 @@ def test_the_table_says_what_its_numbers_are_worth(tmp_path: Path) -> None:
 
 
 def test_the_table_checks_the_papers_claim(tmp_path: Path) -> None:
-    for method, seed, accuracy, seconds in (
-        ("posrf_mm", 0, 0.62, 0.30),
-        ("posrf_mm", 1, 0.60, 0.34),
-        ("saderf_orf", 0, 0.58, 0.40),
-        ("saderf_orf", 1, 0.58, 0.40),
-    ):
-        file = tmp_path / f"runs/text/{method}/seed{seed}/metrics.json"
-        file.parent.mkdir(parents=True)
-        written = {**report(method, seed, accuracy), "cpu_seconds_per_step": seconds}
-        written["peak_memory_bytes"] = 1_000_000_000 if method == "posrf_mm" else 1_500_000_000
-        file.write_text(json.dumps(written))
+    given = {"posrf_mm": (((0.62, 0.30), (0.60, 0.34)), 10**9), "saderf_orf": (((0.58, 0.40), (0.58, 0.40)), 1.5e9)}
+    for method, (runs, memory) in given.items():
+        for seed, (accuracy, seconds) in enumerate(runs):
+            measured = {"cpu_seconds_per_step": seconds, "peak_memory_bytes": memory}
+            file = tmp_path / f"runs/text/{method}/seed{seed}/metrics.json"
+            put_figures(file, {**report(method, seed, accuracy), **measured})
     assert study.main(["page", "lra", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
     page = (tmp_path / "cards/README.md").read_text()
     # (1.0 − .5) GB against (1.5 − .5) GB of growth; .32 against .40 s; 61 against 58 ± 1.

@@ -3,9 +3,6 @@
 Oracles: singular values, a plain SVD beside a Monte Carlo mean, correlations by hand and by scipy, a run's own report.
 """
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
@@ -13,14 +10,10 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import image_layouts
 import numpy as np
 import pytest
 import torch
-
-for package in ("accelerate", "matplotlib", "rich", "yaml", "PIL"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-import image_layouts
 from accelerate.state import AcceleratorState
 from lib import training
 from lib.config import load_config
@@ -29,7 +22,7 @@ from papers import study
 from papers.lib.cifar_resnet import CifarResNet
 from papers.lib.lowrank_model import init_errors, low_rank_model, rebuilt_errors
 from papers.lib.lowrank_settings import LowRankConfig, LowRankMethod
-from papers.lib.ranks import rank_correlation
+from papers.lib.start_errors import rank_correlation
 from papers.programs import train_lowrank
 from recipe_world import RECIPES
 from scipy.stats import spearmanr

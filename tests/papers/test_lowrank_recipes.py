@@ -3,9 +3,6 @@
 Oracles: published accuracies and parameter counts, formulas by hand, a run that was never interrupted.
 """
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import io
@@ -13,19 +10,13 @@ import json
 import os
 import signal
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import image_layouts
 import numpy as np
 import pytest
 import torch
-
-for package in ("accelerate", "matplotlib", "rich", "yaml", "PIL"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-import image_layouts
-from accelerate.state import AcceleratorState
 from data import TASKS
 from lib import training
 from lib.checkpoint import list_checkpoints
@@ -44,14 +35,9 @@ from torch.nn import functional
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tuner.slot_layer import SlotLayer
+from tests.stored_runs import put_figures
 
 PART = {"targets": "layer*", "kind": "conv", "rank_scale": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -231,13 +217,11 @@ def test_the_page_has_standard_errors(tmp_path: Path) -> None:
     }
     for method, (part, scores) in cells.items():
         for seed, score in enumerate(scores):
-            file = tmp_path / "runs/cifar10" / method / f"seed{seed}/metrics.json"
-            file.parent.mkdir(parents=True)
-            file.write_text(json.dumps({
+            put_figures(tmp_path / "runs/cifar10" / method / f"seed{seed}/metrics.json", {
                 "score": score, "seed": seed, "total_parameters": 1000 if part else 2000, "init_seconds": 0.5,
                 "examples": {"train": 10, "test": 400}, "device": "cpu", "environment": {"torch_threads": 1},
                 "config": {"method": {"low_rank": part}, "train": {"epochs": 3}, "model": {"name_or_path": "resnet20"}},
-            }))  # fmt: skip
+            })  # fmt: skip
     assert study.main(["page", "lowrank", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out/README.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("|")] == [

@@ -1,28 +1,20 @@
 """The study spectraformer: all pairs of the paper at equal processor time, on short whole expressions."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
 import pytest
-
-for package in ("matplotlib", "rich"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-
 from data.listops import write_listops
 from papers import study
 from papers.claims import lecture, spectraformer
-from papers.lib import printed_pairs, short_listops
+from papers.lib import printed_pairs, study_runs
 from papers.lib.study import load
 from papers.lib.verdicts import DIRECTION, FAILS, HOLDS, Measured, NotMeasuredError, Store
 from scipy.stats import spearmanr
 
-from tests.stored_runs import drop_run, put_run
+from tests.stored_runs import drop_run, put_figures, put_run
 
 FEW = {"train": 64, "validation": 16, "test": 16}
 
@@ -45,7 +37,7 @@ def test_from_expressions_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
         written.append(place)
         write_listops(place, FEW, **bounds)
 
-    monkeypatch.setattr("papers.lib.short_listops.write_listops", few)
+    monkeypatch.setattr("papers.lib.study_runs.write_listops", few)
     runs, cards = tmp_path / "runs", tmp_path / "cards"
     settings = ["train.steps=2", "train.eval_every=2", "model.dim=8", "model.hidden_dim=8", "train.device=cpu"]
     given = ["--methods", "posrf_mm", "saderf_orf", "--seeds", "0", "--out", str(runs)]
@@ -53,7 +45,7 @@ def test_from_expressions_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "text is left out" in capsys.readouterr().out
     assert study.main(["run", "spectraformer", *settings, *given]) == 0
     assert len(written) == 1
-    low, high = short_listops.BOUNDS.values()
+    low, high = study_runs.BOUNDS.values()
     lengths = [len(row.split("\t")[0].split()) for row in _rows(runs / "listops_files")]
     assert lengths
     assert low <= min(lengths)
@@ -147,16 +139,15 @@ def test_the_cost_of_components(tmp_path: Path) -> None:
         for c in printed_pairs.COMPONENTS
         for m in printed_pairs.MATRICES
     ]
-    folder = tmp_path / "recipes/benchmarks/results/attention"
-    folder.mkdir(parents=True)
-    (folder / "metrics.json").write_text(json.dumps({"pairs": rows}))
+    file = tmp_path / "recipes/benchmarks/results/attention/metrics.json"
+    put_figures(file, {"pairs": rows})
     found = spectraformer.cost_of_components(Store(tmp_path))
     assert found == Measured(
         "oprf 2.00 × the time, 2.00 × the memory; saderf 3.00 × the time, 0.90 × the memory", FAILS
     )
     memory["saderf"] = 10.5
     rows[-6:] = [{**row, "peak_MiB": memory["saderf"]} for row in rows[-6:]]
-    (folder / "metrics.json").write_text(json.dumps({"pairs": rows}))
+    put_figures(file, {"pairs": rows})
     assert spectraformer.cost_of_components(Store(tmp_path)).verdict == DIRECTION
 
 
@@ -168,20 +159,16 @@ def test_the_bench_of_a_gpu_has_its_say(tmp_path: Path) -> None:
     rows += [{"pair": "softmax", "time_of_softmax": 1.0, "memory_of_softmax": 1.0}]
     formed = {"pair": "softmax, weights formed", "time_of_softmax": 2.0, "memory_of_softmax": 20.0}
     bench, card = (tmp_path / f"recipes/benchmarks/results/{name}/metrics.json" for name in ("attention", "gpu"))
-    for file in (bench, card):
-        file.parent.mkdir(parents=True)
-    bench.write_text(
-        json.dumps({"pairs": rows, "training": [{"length": 8, "speed_up": 1}, {"length": 64, "speed_up": 6}]})
-    )
+    put_figures(bench, {"pairs": rows, "training": [{"length": 8, "speed_up": 1}, {"length": 64, "speed_up": 6}]})
     store = Store(tmp_path)
     assert spectraformer.time_of_best(store) == Measured("20.0 % less time", HOLDS)
     other = [rows[0] | {"seconds_per_step": 9.0}, *rows[1:], formed]
     steps = [{"step": "tests", "figures": {}}, {"step": "pairs", "status": "failed"}]
-    card.write_text(json.dumps({"card": {"name": "A1"}, "steps": steps}))
+    put_figures(card, {"card": {"name": "A1"}, "steps": steps})
     assert spectraformer.time_of_best(store) == Measured("20.0 % less time", HOLDS)  # it failed there
     lengths = {"training": [{"length": 8, "speed_up": 0.5}, {"length": 64, "speed_up": 1.5}]}
     steps = [{"step": "pairs", "figures": {"pairs": other}}, {"step": "attention", "figures": lengths}]
-    card.write_text(json.dumps({"card": {"name": "A1"}, "steps": steps}))
+    put_figures(card, {"card": {"name": "A1"}, "steps": steps})
     assert spectraformer.time_of_best(store) == Measured("20.0 % less time; A1: 10.0 % less time", DIRECTION)
     assert spectraformer.memory_of_best(store).verdict == DIRECTION  # 20.0 of 20.2
     assert spectraformer.beside_softmax(store).ours.endswith(
@@ -191,7 +178,7 @@ def test_the_bench_of_a_gpu_has_its_say(tmp_path: Path) -> None:
     found = lecture.quicker(store)
     assert found == Measured("1.0 × at 8, 6.0 × at 64; A1, bf16, flash attention: 0.5 × at 8, 1.5 × at 64", DIRECTION)
     lengths["training"][1]["speed_up"] = 0.5  # no gain
-    card.write_text(json.dumps({"card": {"name": "A1"}, "steps": steps}))
+    put_figures(card, {"card": {"name": "A1"}, "steps": steps})
     assert lecture.quicker(store).verdict == FAILS
 
 

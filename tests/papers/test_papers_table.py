@@ -1,25 +1,13 @@
 """papers/table_papers.py: verdicts by one rule, figures from stored reports alone, and the stored page is its page."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
-import itertools
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
-
-ROOT = Path(__file__).resolve().parents[2]
-for package in ("matplotlib", "rich"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-
 from papers import table_papers
 from papers.claims import learned_kernels, lecture, snnk
 from papers.lib.verdicts import (
@@ -39,8 +27,11 @@ from papers.lib.verdicts import (
     ratio,
     unchanged,
 )
+from scipy import stats
 
-from tests.stored_runs import put_run
+from tests.stored_runs import put_figures, put_run, put_runs
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_intervals_are_those_of_student() -> None:
@@ -99,11 +90,6 @@ def test_several_figures_have_the_least_favourable_verdict() -> None:
         assert found.ours.split("; ") == [part.ours for part in reversed(parts[:number])]
 
 
-def put(file: Path, content: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content))
-
-
 def test_differences_are_of_equal_seeds(tmp_path: Path) -> None:
     study = tmp_path / "model_cards/page"
     for seed, score in ((0, 0.5), (1, 0.7), (10, 0.9)):
@@ -124,9 +110,8 @@ def test_differences_are_of_equal_seeds(tmp_path: Path) -> None:
 
 def test_a_page_from_a_few_reports(tmp_path: Path) -> None:
     """The numbers come from the reports, and what is absent is said."""
-    for seed, (one, other) in enumerate(((0.80, 0.70), (0.81, 0.70), (0.82, 0.73))):
-        put_run(tmp_path / "model_cards/page", "task", "one", seed, {"score": one})
-        put_run(tmp_path / "model_cards/page", "task", "other", seed, {"score": other})
+    for method, scores in {"one": (0.80, 0.81, 0.82), "other": (0.70, 0.70, 0.73)}.items():
+        put_runs(tmp_path / "model_cards/page", "task", method, *({"score": score} for score in scores))
 
     def claim(method: str) -> Claim:
         def measure(store: Store) -> Measured:
@@ -140,21 +125,18 @@ def test_a_page_from_a_few_reports(tmp_path: Path) -> None:
     assert "| Table 9 | one wins | +1 | +10.0 points (" in page
     assert "| **holds** | [page](../model_cards/page/), `sweep.py` |" in page
     assert f"| Table 9 | absent wins | +1 | – | tiny | {table_papers.OPEN} |" in page
-    for seed in range(3):  # the other way round
-        put_run(tmp_path / "model_cards/page", "task", "one", seed, {"score": 0.1 + seed / 100})
+    # The other way round.
+    put_runs(tmp_path / "model_cards/page", "task", "one", *({"score": score} for score in (0.10, 0.11, 0.12)))
     assert "**does not hold**" in table_papers.render(Store(tmp_path), (paper,)).split("## A paper")[1]
 
 
 def test_half_of_the_layers_decides_and_what_is_beyond_is_told(tmp_path: Path) -> None:
     study = tmp_path / "model_cards/uptraining"
-    scores = {"full": 0.83, "top6_m8_paper": 0.70}
-    for method, score in scores.items():
-        for seed in range(3):
-            put_run(study, "mrpc", method, seed, {"metrics": {"f1": score}})
+    for method, score in {"full": 0.83, "top6_m8_paper": 0.70}.items():
+        put_runs(study, "mrpc", method, *[{"metrics": {"f1": score}}] * 3)
     with pytest.raises(NotMeasuredError):
         snnk.uptraining(Store(tmp_path))
-    for seed in range(3):
-        put_run(study, "mrpc", "top3_m8_fitted", seed, {"metrics": {"f1": 0.831}})
+    put_runs(study, "mrpc", "top3_m8_fitted", *[{"metrics": {"f1": 0.831}}] * 3)
     found = snnk.uptraining(Store(tmp_path))
     assert found.verdict == HOLDS
     assert found.ours.startswith("3 of 6, fitted start +0.1 points")
@@ -167,8 +149,8 @@ def test_adapters_are_compared_with_lora_on_both_machines(tmp_path: Path) -> Non
         measure(Store(tmp_path))
 
     def run(page: str, method: str, scores: list[float]) -> None:
-        for task, (seed, score) in itertools.product(snnk.GLUE, enumerate(scores)):
-            put_run(tmp_path / "model_cards" / page, task, method, seed, {"score": score})
+        for task in snnk.GLUE:
+            put_runs(tmp_path / "model_cards" / page, task, method, *({"score": score} for score in scores))
 
     run("glue", "lora_r8", [0.6, 0.7, 0.8])
     run("glue", "mine", [0.5, 0.7, 0.9])
@@ -181,10 +163,8 @@ def test_adapters_are_compared_with_lora_on_both_machines(tmp_path: Path) -> Non
 
 
 def test_further_maps_cannot_gain_where_one_is_always_right(tmp_path: Path) -> None:
-    scores = {"linear_1": 0.3, "linear_3": 0.4, "fmm_64_1": 1.0, "fmm_64_3": 1.0}
-    for method, score in scores.items():
-        for seed in range(3):
-            put_run(tmp_path / "model_cards/fmm", "copy", method, seed, {"accuracy": score})
+    for method, score in {"linear_1": 0.3, "linear_3": 0.4, "fmm_64_1": 1.0, "fmm_64_3": 1.0}.items():
+        put_runs(tmp_path / "model_cards/fmm", "copy", method, *[{"accuracy": score}] * 3)
     found = lecture.further_ranks("copy")(Store(tmp_path))
     assert found.verdict == UNTESTED
     assert found.ours.startswith("linear +10.0 points")
@@ -221,14 +201,14 @@ def test_eigenvalues_are_compared_over_seeds(tmp_path: Path) -> None:
         model("b/seed0", "posrf-generative", (9.0, 9.0)),
     ]
     file, store = tmp_path / "recipes/papers/programs/results/spectra/metrics.json", Store(tmp_path)
-    put(file, {"models": models})
+    put_figures(file, {"models": models})
     found = learned_kernels.eigenvalues(store)
     assert found == Measured("a: largest 0.35 ± 0.05, mean 0.18 ± 0.02 (2 seeds)", HOLDS)
-    put(file, {"models": [*models, model("c/seed0", "trigrf-gmm", (1.2, 0.9))]})
+    put_figures(file, {"models": [*models, model("c/seed0", "trigrf-gmm", (1.2, 0.9))]})
     assert learned_kernels.eigenvalues(store).verdict == DIRECTION
-    put(file, {"models": [*models, model("c/seed0", "trigrf-gmm", (1.2, 1.1))]})
+    put_figures(file, {"models": [*models, model("c/seed0", "trigrf-gmm", (1.2, 1.1))]})
     assert learned_kernels.eigenvalues(store).verdict == FAILS
-    put(file, {"models": models[2:]})
+    put_figures(file, {"models": models[2:]})
     with pytest.raises(NotMeasuredError):
         learned_kernels.eigenvalues(store)
 

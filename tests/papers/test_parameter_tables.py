@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-for package in ("matplotlib", "rich"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
 d, DEPTH, M = 768, 12, 8
 TEXTS, LENGTH = 64, 128
 HEAD = (d * d + d) + (2 * d + 2)

@@ -1,27 +1,16 @@
 """The peer performer-pytorch in train_lra.py: against its formula, against softmax, and as a run."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-
-for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-
-from accelerate.state import AcceleratorState
 from data import TASKS
 from data.listops import write_listops
 from lib.config import load_config
@@ -29,17 +18,11 @@ from papers.lib.lra_model import LongRangeClassifier, build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, PerformerSection
 from papers.lib.study import load
 from papers.programs import train_lra
+from safetensors.torch import load_file
 
 from snnk_peft.errors import ConfigError
 
 SIZES = LongRangeModel(dim=16, hidden_dim=16, heads=2, layers=2, dropout=0.0, attention_dropout=0.5)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

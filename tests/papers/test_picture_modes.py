@@ -1,21 +1,14 @@
 """Pictures come as `datasets.Image` gives them, whatever the mode, the format and how the camera was held."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import io
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
-
-for package in ("accelerate", "datasets", "PIL"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-import datasets
 from data import TASKS
 from data._images import EncodedPictures
 from image_layouts import archive

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-for package in ("matplotlib", "rich"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
 DRAWS = 200
 
 

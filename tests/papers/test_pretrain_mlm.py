@@ -1,26 +1,16 @@
 """Pretraining by hidden word pieces and fine-tuning behind it: masks, vocabulary, resume, learned kernels, page."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from fresh_process import run_python
@@ -29,7 +19,6 @@ from lib import training
 from lib.checkpoint import list_checkpoints
 from lib.config import load_config
 from papers import study
-from papers.lib import sweep
 from papers.lib.masked_model import build_masked, with_attention
 from papers.lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tokenizer
 from papers.lib.study import load
@@ -42,6 +31,8 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base import IGNORED
 from tests.stored_runs import drop_run, stored
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
 CONFIG = str(RECIPES / "papers/configs/pretrain_mlm.yaml")
 SIZES = ["model.dim=24", "model.hidden_dim=32", "model.heads=2", "model.layers=2", "data.vocabulary=100"]
 SMALL = [*SIZES, "data.max_length=16", "data.positions=64", "train.max_cpu_minutes=null", "train.warmup_steps=5"]
@@ -52,12 +43,6 @@ LEARNED = {
     "generative": ({"hidden", "row_scale", "row_shift", "out", "out_bias", "skip", "gain"}, {"noise"}),
     "fastfood_learned": ({"lengths", "gauss", "signs"}, {"permutation"}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -333,23 +318,13 @@ def test_other_methods_than_full_are_refused(texts: Path, capsys: pytest.Capture
 # --- sweep and page ---------------------------------------------------------------------------------------------------
 
 
-def test_from_runs_to_the_page(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("called")
+def test_from_runs_to_the_page(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data"
     write_task(data / "glue", "rte", n_train=24, n_dev=8)
     (data / "wikitext").mkdir()
     for split in ("train", "valid"):
         (data / f"wikitext/wiki.{split}.tokens").write_text((texts / f"wiki.{split}.tokens").read_text())
-
-    def in_this_process(command: list[str]) -> tuple[int, None]:
-        """What `papers.lib.sweep.execute` starts, without the seconds that imports take."""
-        recipe = {"pretrain_mlm.py": pretrain_mlm, "finetune_kernel.py": finetune_kernel}[Path(command[1]).name]
-        code = recipe.main(command[2:])
-        AcceleratorState._reset_state(reset_partial_state=True)
-        return code, None
-
-    monkeypatch.setattr(sweep, "execute", in_this_process)
     out, page = tmp_path / "runs", tmp_path / "page"
     asked = [*SMALL, "train.steps=2", "train.eval_every=2", "finetune.data.max_length=32"]
     asked += ["--data", str(data), "--text", "wikitext", "--out", str(out), "--tasks", "rte", "--seeds", "0", "1"]

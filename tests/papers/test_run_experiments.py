@@ -9,17 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from papers import run_experiments
+from papers.lib.study import load
 
-for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
+from tests.stored_runs import put_figures, put_run, stored
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-import yaml  # noqa: E402
-from papers import run_experiments  # noqa: E402
-from papers.lib.study import load  # noqa: E402
-
-from tests.stored_runs import put_run, stored  # noqa: E402
 
 
 @pytest.fixture
@@ -27,6 +23,15 @@ def only_two_bodies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same sweep with one experiment of one method."""
     step = run_experiments.STEPS["snnk"]._replace(options=("--tasks", "two_bodies", "--methods", "dense"))
     monkeypatch.setitem(run_experiments.STEPS, "snnk", step)
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands of pages and of what reads runs, of which none is executed."""
+    found: list[list[str]] = []
+    done = type("Done", (), {"returncode": 0})
+    monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: found.append(words[1:]) or done)
+    return found
 
 
 def places(tmp_path: Path) -> list[str]:
@@ -53,12 +58,9 @@ def test_it_stops_in_time_and_renders_what_is_finished(
     assert "QPNN" in (tmp_path / "mine/model_cards/snnk/README.md").read_text()
 
 
-def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_commands_are_those_of_the_sweeps(tmp_path: Path, rendered: list[list[str]], monkeypatch, capsys) -> None:
     called: list[list[str]] = []
     monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: called.append([*words[1:], seconds]) or 0)
-    rendered: list[list[str]] = []
-    done = type("Done", (), {"returncode": 0})
-    monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: rendered.append(words[1:]) or done)
     for name in ("glue", "imdb"):
         (tmp_path / "data" / name).mkdir(parents=True)
     assert run_experiments.main(["--minutes", "4", "--data", str(tmp_path / "data"), *places(tmp_path)]) == 0
@@ -102,12 +104,9 @@ def test_commands_are_those_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.Mo
     assert last == [["table_papers.py", "--write", "--root", str(tmp_path)], ["table_results.py", "--write"]]
 
 
-def test_what_this_repository_has_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_this_repository_has_is_not_measured_again(rendered: list[list[str]], monkeypatch, tmp_path: Path) -> None:
     called: list[Sequence[str]] = []
     monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: called.append(words) or 0)
-    done = type("Done", (), {"returncode": 0})
-    rendered: list[list[str]] = []
-    monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: rendered.append(words[1:]) or done)
     only = [*run_experiments.PROGRAMS, *run_experiments.BEHIND]
     assert run_experiments.main(["--only", *only, "--runs", str(tmp_path), "--model", "there"]) == 0
     assert called == []
@@ -134,12 +133,7 @@ def test_programs_measure_for_a_page_of_claims_elsewhere(
     assert "== pointwise" not in capfd.readouterr().out
 
 
-def test_a_program_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
-    monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: -15)
-    assert run_experiments.main(["--only", "pointwise", *places(tmp_path)]) == 0
-    assert "pointwise was not done in its part of the time and begins anew next time" in capsys.readouterr().out
-
-
+@pytest.mark.usefixtures("rendered")
 def test_a_benchmark_is_done_when_all_its_parts_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It writes after each of them."""
     folder = tmp_path / "mine/recipes/benchmarks/results/attention"
@@ -152,18 +146,13 @@ def test_a_benchmark_is_done_when_all_its_parts_are(monkeypatch: pytest.MonkeyPa
         return -15 if len(called) == 1 else 0
 
     monkeypatch.setattr(run_experiments, "timed", measure)
-    done = type("Done", (), {"returncode": 0})
-    monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: done)
     for parts in (["begun.json"], ["metrics.json"], ["metrics.json"]):
         assert run_experiments.main(["--only", "attention", *places(tmp_path)]) == 0
         assert [file.name for file in folder.iterdir()] == parts
     assert len(called) == 2
 
 
-def test_what_reads_runs_is_measured_again_when_there_are_more(tmp_path: Path, monkeypatch) -> None:
-    rendered: list[list[str]] = []
-    done = type("Done", (), {"returncode": 0})
-    monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: rendered.append(words[1:]) or done)
+def test_what_reads_runs_is_measured_again_when_there_are_more(tmp_path: Path, rendered: list[list[str]]) -> None:
     runs, mine = tmp_path / "runs", tmp_path / "mine"
     results = mine / "recipes/papers/programs/results"
 
@@ -178,13 +167,12 @@ def test_what_reads_runs_is_measured_again_when_there_are_more(tmp_path: Path, m
     assert called() == []
     (first / "metrics.json").write_text("{}")
     assert called() == [["spectra", str(first), "--output", str(results / "spectra")]]
-    (results / "spectra").mkdir(parents=True)
-    (results / "spectra/metrics.json").write_text(json.dumps({"models": [{}]}))
+    put_figures(results / "spectra/metrics.json", {"models": [{}]})
     assert called() == []
     (second / "metrics.json").write_text("{}")
     assert called() == [["spectra", str(first), str(second), "--output", str(results / "spectra")]]
 
-    (results / "spectra/metrics.json").write_text(json.dumps({"models": [{}, {}]}))
+    put_figures(results / "spectra/metrics.json", {"models": [{}, {}]})
     reports = mine / "model_cards/lowrank"
     put_run(reports, "cifar10", "dense", 0, {})
     assert called() == []
@@ -192,14 +180,16 @@ def test_what_reads_runs_is_measured_again_when_there_are_more(tmp_path: Path, m
     assert called() == [["low_rank_errors", "--runs", f"{reports}.jsonl", "--output", str(results / "low_rank_errors")]]
 
 
-@pytest.mark.parametrize("code", [143, -15])
-def test_what_was_stopped_has_not_failed(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """By its own word, or while it was still starting."""
+@pytest.mark.usefixtures("rendered")
+@pytest.mark.parametrize(("name", "code"), [("fmm", 143), ("fmm", -15), ("pointwise", -15)])
+def test_what_was_stopped_has_not_failed(name: str, code: int, tmp_path: Path, monkeypatch, capsys) -> None:
+    """By its own word, or while it was still starting; a program says that it does not go on."""
     monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: code)
-    done = type("Done", (), {"returncode": 0})
-    monkeypatch.setattr(run_experiments.subprocess, "run", lambda words, **known: done)
-    assert run_experiments.main(["--only", "fmm", *places(tmp_path)]) == 0
-    assert "failed" not in capsys.readouterr().err
+    assert run_experiments.main(["--only", name, *places(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "failed" not in said.err
+    again = "pointwise was not done in its part of the time and begins anew next time"
+    assert (again in said.out) == (name == "pointwise")
 
 
 CARDS = RECIPES.parent / "model_cards"
@@ -243,9 +233,9 @@ def test_stored_runs_are_those_of_their_sweep(name: str) -> None:
     assert [each for run in found for each in differing(*run)] == []
 
 
+@pytest.mark.usefixtures("rendered")
 def test_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(run_experiments, "timed", lambda words, seconds: 1)
-    monkeypatch.setattr(run_experiments.subprocess, "run", lambda *given, **known: type("Done", (), {"returncode": 0}))
     assert run_experiments.main(["--only", "snnk", *places(tmp_path)]) == 1
     assert "failed: snnk (exit code 1)" in capsys.readouterr().err
     with pytest.raises(SystemExit):

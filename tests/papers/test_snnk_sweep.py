@@ -1,30 +1,23 @@
 """The study snnk: every experiment and method runs, and the page says what the runs found."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
-for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn", "PIL"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
 from column_files import write_columns
 from fresh_process import run_python
 from lib.config import load_config
 from papers import study
 from papers.lib.study import load
-from papers.lib.study_data import data_settings
+from papers.lib.study_runs import data_settings
 from papers.pages import snnk as snnk_page
 from papers.programs import fit_picture, fit_potential, train_mlp
 from PIL import Image
 
 from tests.stored_runs import stored
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 KINDS = {
     "fit_picture.py": fit_picture.FitPicture,

@@ -1,28 +1,17 @@
 """Sums over pairs: tasks of other lengths, the end of a run at a score, the study sparsity and its page."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-for package in ("accelerate", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
 from accelerate.state import AcceleratorState
 from data import TASKS
 from lib.config import load_config
 from papers import study
-from papers.lib import sweep
 from papers.lib.lra_settings import LongRangeConfig
 from papers.lib.study import load
 from papers.pages import sparsity as sparsity_page
@@ -30,16 +19,11 @@ from papers.programs import train_lra
 
 from snnk_peft.errors import ConfigError
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
 CONFIG = str(RECIPES / "papers/configs/lra/sparsity_50.yaml")
 SMALL = ["model.dim=8", "model.heads=2", "model.layers=1", "model.hidden_dim=8", "train.batch_size=6"]
 SMALL += [f"data.max_{split}_samples=18" for split in ("train", "validation", "test")]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 # --- other lengths ----------------------------------------------------------------------------------------------------
@@ -99,13 +83,8 @@ def test_settings_of_every_method_are_those_of_the_recipe() -> None:
         assert {(config.model.dim, config.model.layers) for config in configs.values()} == {(64, 3)}
 
 
-def test_from_runs_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_this_process(command: list[str]) -> tuple[int, None]:
-        """What `papers.lib.sweep.execute` starts, without the seconds that imports take."""
-        AcceleratorState._reset_state(reset_partial_state=True)
-        return train_lra.main(command[2:]), None
-
-    monkeypatch.setattr(sweep, "execute", in_this_process)
+@pytest.mark.usefixtures("called")
+def test_from_runs_to_the_page(tmp_path: Path) -> None:
     out, page = tmp_path / "runs", tmp_path / "page"
     given = [*SMALL, "train.steps=4", "train.eval_every=2", "--out", str(out), "--methods", "posrf_gmm"]
     assert study.main(["run", "sparsity", *given, "--tasks", "sparsity_10", "sparsity_90"]) == 0

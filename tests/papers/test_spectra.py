@@ -1,28 +1,17 @@
 """Eigenvalues of what attention learned: against closed forms, all permutations, and draws made with numpy alone."""
 
-# The recipes' folder goes on sys.path before what is imported from it.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import itertools
 import json
 import math
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-for package in ("accelerate", "matplotlib", "rich", "yaml"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-from accelerate.state import AcceleratorState
 from data import TASKS
 from lib.checkpoint import list_checkpoints
 from papers.lib.lra_model import build_classifier
@@ -37,6 +26,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from snnk_peft import SNNKConfig, build_feature_map, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.kernel_attention import KernelAttention
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 TINY = LongRangeModel(dim=12, hidden_dim=8, heads=3, layers=2, dropout=0.0, attention_dropout=0.0)
 
@@ -236,12 +227,6 @@ def test_effective_ranks() -> None:
 @pytest.fixture(scope="module")
 def program() -> dict[str, Any]:
     return runpy.run_path(str(RECIPES / "papers/programs/spectra.py"))
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def sequence_run(folder: Path, *changes: str) -> list[str]:

@@ -1,7 +1,5 @@
 """Results as data: the reports of a study's runs are lines of one file, which is whole, in order, and one writer's."""
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
@@ -12,18 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-for package in ("matplotlib", "rich", "yaml"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
 from papers.lib.reports import collect, read_reports, read_runs
 from papers.study import main, written
 
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python
 from tests.stored_runs import put_run, stored
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 # What a line may break on: separators of lines in Unicode, quotes, empty texts, extreme numbers; keys out of order.
 ODD: dict[str, Any] = {

@@ -6,9 +6,6 @@ import re
 from collections.abc import Sequence
 
 import pytest
-
-pytest.importorskip("yaml", reason="pip install snnk-peft[recipes]")
-
 from papers import study
 from papers.lib.study import PAPERS, STUDIES, entries, expanded, load
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from papers.programs import tiny_llama
 
 
 @pytest.mark.slow
-def test_the_recipe_trains_bundles_and_generates(root, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("rich", reason="pip install snnk-peft[recipes]")
-    pytest.importorskip("matplotlib", reason="pip install snnk-peft[recipes]")
-    monkeypatch.syspath_prepend(str(root / "recipes"))
-    from papers.programs import tiny_llama
-
+def test_the_recipe_trains_bundles_and_generates(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
     out = tmp_path / "run"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,7 @@ from data import TASKS, columns
 from papers.lib.column_rows import columns_of, standard
 from papers.lib.mlp import Perceptron, equal_rank
 from papers.programs import train_mlp
-from recipe_world import RECIPES, reset_accelerate
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    reset_accelerate()
+from recipe_world import RECIPES
 
 
 @pytest.fixture

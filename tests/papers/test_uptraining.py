@@ -3,24 +3,15 @@
 Oracles: numbers counted by hand, gradients, the weights of the pretrained model, the bundle itself.
 """
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import finetune
 import pytest
 import torch
-
-for package in ("accelerate", "datasets", "matplotlib", "rich", "yaml", "sklearn"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-import finetune
-from accelerate.state import AcceleratorState
 from fresh_process import run_python
 from glue_files import write_task
 from lib.config import load_config
@@ -41,12 +32,6 @@ from tests.stored_runs import put_run
 WIDTH, HIDDEN = 16, 48
 SIZES = {"vocab_size": 60, "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_attention_heads": 2}
 TINY = BertConfig(num_hidden_layers=6, **SIZES)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def tiny() -> BertForSequenceClassification:

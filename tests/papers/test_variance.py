@@ -1,8 +1,5 @@
 """Variance over draws of random features: the metrics, and fresh draws of a model's attention."""
 
-# Imports follow the check that the optional packages are there.
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import json
@@ -11,16 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import finetune
 import numpy as np
 import pytest
 import torch
 import yaml
-
-for package in ("accelerate", "rich", "yaml"):
-    pytest.importorskip(package, reason="pip install snnk-peft[recipes]")
-
-
-import finetune
 from accelerate.state import AcceleratorState
 from data import TASKS
 from data.sparse_sums import BOUND, draw_pairs

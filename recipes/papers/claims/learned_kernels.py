@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 from lib.tables import mean_and_error
 
 from papers.claims.lecture import memory
-from papers.claims.spectraformer import EXPRESSIONS, LONGER, LRA, REVIEWS, on_pages
+from papers.claims.spectraformer import EXPRESSIONS, LONGER, REVIEWS, of_pairs, on_pages
 from papers.lib.reports import by_model
 from papers.lib.verdicts import (
     DIRECTION,
@@ -129,24 +130,21 @@ def voting(store: Store) -> Measured:
     return all_of(*parts)
 
 
+of_sparsity = partial(Claim, page="model_cards/sparsity", command="papers/study.py run sparsity")
 CLAIMS = [
-    Claim(
+    of_pairs(
         "Table 2",
         "A learned matrix beats a random one of the same features: ListOps.",
         "FastFood-PRF 37.05, Performer 36.00",
         long_range("listops", 1.05, "spectraformer"),
         EXPRESSIONS,
-        "model_cards/spectraformer",
-        LRA,
     ),
-    Claim(
+    of_pairs(
         "Table 2",
         "The same, Text (where the paper's own figures say the contrary).",
         "FastFood-PRF 64.66, Performer 65.40",
         long_range("text", 0.0, "spectraformer", "lra"),
         f"{REVIEWS}; {LONGER}",
-        "model_cards/spectraformer",
-        LRA,
     ),
     Claim(
         "Table 3",
@@ -184,22 +182,18 @@ CLAIMS = [
         "model_cards/draws",
         "papers/study.py run draws",
     ),
-    Claim(
+    of_sparsity(
         "Fig. 6",
         "Positive features over a mixture learn slower the more pairs count (90 % against 10 %).",
         "a figure",
         positive_with_sparsity,
         "100 pairs, steps to 90 % right",
-        "model_cards/sparsity",
-        "papers/study.py run sparsity",
     ),
-    Claim(
+    of_sparsity(
         "Fig. 6",
         "Trigonometric ones do not (here: within 25 %).",
         "a figure",
         trigonometric_with_sparsity,
         "100 pairs, steps to 90 % right",
-        "model_cards/sparsity",
-        "papers/study.py run sparsity",
     ),
 ]

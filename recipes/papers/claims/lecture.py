@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 from papers.lib.verdicts import (
     DIRECTION,
@@ -82,7 +83,7 @@ def fourier(store: Store) -> Measured:
     return Measured(ours, HOLDS if abs(found / theory - 1) < 0.25 else FAILS)
 
 
-FMM, SWEEP, BENCH = "model_cards/fmm", "papers/study.py run fmm", "recipes/benchmarks/results/attention"
+of_fmm = partial(Claim, page="model_cards/fmm", command="papers/study.py run fmm")
 CLAIMS = [
     Claim(
         "Linear attention",
@@ -99,62 +100,50 @@ CLAIMS = [
         "complexity",
         memory,
         "1,024 to 65,536 tokens",
-        BENCH,
+        "recipes/benchmarks/results/attention",
         "benchmarks/attention.py",
     ),
-    Claim(
+    of_fmm(
         "FMMformer",
         "A near field beside the far field beats linear attention (rank 1): copying.",
         "not in the lecture; a curve in its paper",
         with_near_field("copy_128", 64),
         "128 tokens; a near field of 64 sees what is to be copied",
-        FMM,
-        SWEEP,
     ),
-    Claim(
+    of_fmm(
         "FMMformer",
         "The same with a near field of 16, in which what is to be copied never is.",
         "not in the lecture",
         with_near_field("copy_128", 16),
         "128 tokens",
-        FMM,
-        SWEEP,
     ),
-    Claim(
+    of_fmm(
         "FMMformer",
         "The same with a near field of 64, in which what is to be copied is not either.",
         "not in the lecture",
         with_near_field("copy_256", 64),
         "256 tokens",
-        FMM,
-        SWEEP,
     ),
-    Claim(
+    of_fmm(
         "FMMformer",
         "The same, ListOps.",
         "not in the lecture; elu alone 17.15, softmax 36.38 in *Learning the Transformer Kernel*, Table 2",
         with_near_field("listops", 64),
         "expressions of 50 to 250 tokens, a CPU minute a run",
-        FMM,
-        SWEEP,
     ),
-    Claim(
+    of_fmm(
         "FMMformer",
         "A sum of several feature maps (rank 3) beats one.",
         "not in the lecture; a curve in its paper",
         further_ranks("copy_128"),
         "copying, 128 tokens",
-        FMM,
-        SWEEP,
     ),
-    Claim(
+    of_fmm(
         "FMMformer",
         "The same, ListOps.",
         "not in the lecture; a curve in its paper",
         further_ranks("listops"),
         "expressions of 50 to 250 tokens, a CPU minute a run",
-        FMM,
-        SWEEP,
     ),
     Claim(
         "Random features",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from papers.lib.verdicts import DIRECTION, FAILS, HOLDS, UNTESTED, Claim, Measured, NotMeasuredError, Store, gain
 from papers.pages.lowrank import comparisons
@@ -58,45 +59,37 @@ def optimised(store: Store) -> Measured:
     return Measured(ours, HOLDS if better == len(risks) else DIRECTION if 2 * better > len(risks) else FAILS)
 
 
-SWEEP, PAGE = "papers/study.py run lowrank data.dir=DATA/cifar10", "model_cards/lowrank"
 SCALE = "ResNet-20, CIFAR-10, 2,500 images, 8 epochs, rank scales .05 and .1"
-INIT = "recipes/benchmarks/results/lowrank_init"
+of_study = partial(Claim, page="model_cards/lowrank", command="papers/study.py run lowrank data.dir=DATA/cifar10")
+of_init = partial(Claim, page="recipes/benchmarks/results/lowrank_init", command="benchmarks/lowrank_init.py")
 CLAIMS = [
-    Claim(
+    of_study(
         "Tables 1, 2",
         "The warm-started kernel projection trains to higher accuracy than the spectral start.",
         "+.3 on average, ImageNet",
         compared("ws_nkp above spectral", 0.3),
         SCALE,
-        PAGE,
-        SWEEP,
     ),
-    Claim(
+    of_study(
         "Tables 1, 2",
         "It also beats the usual start of both factors.",
         "+.1 to +1.0, ImageNet",
         compared("ws_nkp above baseline", 0.1),
         SCALE,
-        PAGE,
-        SWEEP,
     ),
-    Claim(
+    of_study(
         "5.2",
         "Frobenius decay beats weight decay at small rank scales.",
         "+.8 to +1.1 at .05, ResNet-50",
         compared("Frobenius decay above weight decay", 0.8),
         SCALE,
-        PAGE,
-        SWEEP,
     ),
-    Claim(
+    of_study(
         "5.2",
         "The gain over the spectral start is larger at smaller rank scales.",
         "figures of Tables 3 to 8",
         compared("ws_nkp gains more", 0.0),
         SCALE,
-        PAGE,
-        SWEEP,
     ),
     Claim(
         "Fig. 2",
@@ -107,22 +100,18 @@ CLAIMS = [
         "recipes/papers/programs/results/low_rank_errors",
         "papers/programs/low_rank_errors.py",
     ),
-    Claim(
+    of_init(
         "5.1",
         "Optimising the function of a layer starts nearer to it than the SVD does.",
         "the method itself",
         optimised,
         "random ReLU layers, rank scales to .1",
-        INIT,
-        "benchmarks/lowrank_init.py",
     ),
-    Claim(
+    of_init(
         "Theorem 2.10",
         "The kernel projection minimises the ReLU risk (ERRATA D1).",
         "a proof",
         projection,
         "random ReLU layers",
-        INIT,
-        "benchmarks/lowrank_init.py",
     ),
 ]

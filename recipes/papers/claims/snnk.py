@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 from papers.lib.verdicts import (
     DIRECTION,
@@ -206,8 +207,14 @@ def pictures(store: Store) -> Measured:
     return beside(store, "vision", [(task, task, "snnk_relu8", "lora_r4") for task in ("cifar10", "digits")])
 
 
-SNNK, UPTRAINING = "papers/study.py run snnk --data DATA", "papers/study.py run uptraining data.dir=DATA/glue"
-COUNTS = "recipes/papers/programs/results/parameter_tables"
+of_study = partial(Claim, page="model_cards/snnk", command="papers/study.py run snnk --data DATA")
+of_glue = partial(Claim, page="model_cards/glue", command="papers/study.py run glue data.dir=DATA/glue")
+of_uptraining = partial(
+    Claim, page="model_cards/uptraining", command="papers/study.py run uptraining data.dir=DATA/glue"
+)
+counted = partial(
+    Claim, page="recipes/papers/programs/results/parameter_tables", command="papers/programs/parameter_tables.py"
+)
 CLAIMS = [
     Claim(
         "Fig. 2 (g, h)",
@@ -218,50 +225,40 @@ CLAIMS = [
         "recipes/papers/programs/results/pointwise",
         "papers/programs/pointwise.py",
     ),
-    Claim(
+    of_study(
         "4.2, Fig. 3",
         "64 sine features instead of a hidden layer of SIREN fit a picture as well.",
         "pictures only; “match the performance”",
         siren,
         "128 × 128 pixels, 256 hidden",
-        "model_cards/snnk",
-        SNNK,
     ),
-    Claim(
+    of_study(
         "not in the paper",
         "Features beat a layer of low rank with as many numbers: pictures.",
         "not compared",
         beside_low_rank,
         "128 × 128 pixels, 256 hidden",
-        "model_cards/snnk",
-        SNNK,
     ),
-    Claim(
+    of_study(
         "4.2, Fig. 3",
         "32 features instead of the hidden layer of a QPNN learn the two-body potential.",
         "pictures only; “perfectly”, with fewer numbers",
         two_bodies,
         "4,096 points, 128 hidden",
-        "model_cards/snnk",
-        SNNK,
     ),
-    Claim(
+    of_study(
         "4.2, Fig. 9",
         "32 ReLU features instead of the hidden layer beat the dense network on MNIST.",
         "a bar chart; “outperform”",
         mnist,
         "54,001 images, 10 epochs",
-        "model_cards/snnk",
-        SNNK,
     ),
-    Claim(
+    of_study(
         "4.5, Fig. 6",
         "SNNK matches or beats the dense network on UCI's tables with a fraction of the numbers.",
         "curves only",
         tables_of_numbers,
         "samples of 11,340 and 6,300 rows; HEPMASS not at hand",
-        "model_cards/snnk",
-        SNNK,
     ),
     Claim(
         "1, 3",
@@ -272,23 +269,19 @@ CLAIMS = [
         "recipes/benchmarks/results/snnk_layer",
         "benchmarks/snnk_layer.py",
     ),
-    Claim(
+    of_glue(
         "Tables 1, 8",
         "ReLU adapters of 16 features are as good as LoRA with as many numbers (within a point).",
         "−.7 points, mean over RTE, MRPC, SST-2, STS-B, CoLA",
         beside_lora("snnk_relu16"),
         "MiniLM-L6, the same tasks; on a GPU ([glue_gpu](../model_cards/glue_gpu/)) other seeds too",
-        "model_cards/glue",
-        "papers/study.py run glue data.dir=DATA/glue",
     ),
-    Claim(
+    of_glue(
         "not in the paper",
         "Six learned rows and norms behind a fitted head, our default, are as good as LoRA (within a point).",
         "not compared",
         beside_lora("rows6_fitted_head"),
         "MiniLM-L6, the same tasks; on a GPU ([glue_gpu](../model_cards/glue_gpu/)) other seeds too",
-        "model_cards/glue",
-        "papers/study.py run glue data.dir=DATA/glue",
     ),
     Claim(
         "Table 1",
@@ -299,59 +292,47 @@ CLAIMS = [
         "model_cards/glue",
         "papers/peers/adapters_glue.py",
     ),
-    Claim(
+    of_uptraining(
         "Table 1",
         "A pooler of cosine features beats the dense one, MRPC.",
         "82.07 against 81.5 F1",
         pooler,
         "MiniLM-L6, 2,000 examples",
-        "model_cards/uptraining",
-        UPTRAINING,
     ),
-    Claim(
+    of_uptraining(
         "Table 3",
         "A pooler of tanh features by brute force is much worse, MRPC.",
         "68.71 against 81.5 F1",
         tanh_pooler,
         "MiniLM-L6, 2,000 examples",
-        "model_cards/uptraining",
-        UPTRAINING,
     ),
-    Claim(
+    counted(
         "Table 5",
         "Pooler and classifier have about 59k numbers, their bundle 2k, 1/30.",
         "59k, 2k, 1/30",
         bundle_numbers,
         "BERT-base, counted",
-        COUNTS,
-        "papers/programs/parameter_tables.py",
     ),
-    Claim(
+    counted(
         "Table 6",
         "With six of BERT's FFNs replaced, 72 M numbers are trained and the bundle has 226.71 MB.",
         "72 M, 69 M, 226.71 MB",
         bert_numbers,
         "BERT-base, counted (ERRATA A9)",
-        COUNTS,
-        "papers/programs/parameter_tables.py",
     ),
-    Claim(
+    counted(
         "Table 6",
         "The products of the replaced models.",
         "716 to 484 G (BERT), 563 to 384 G (ViT)",
         products,
         "BERT-base, ViT-base, counted",
-        COUNTS,
-        "papers/programs/parameter_tables.py",
     ),
-    Claim(
+    of_uptraining(
         "Fig. 12",
         "Replacing half of the FFNs hardly costs accuracy (here: within a point).",
         "curves only; “minimal impact”",
         uptraining,
         "MiniLM-L6, MRPC (F1), 2,000 examples",
-        "model_cards/uptraining",
-        UPTRAINING,
     ),
     Claim(
         "Table 7",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from papers.lib.printed_pairs import COMPONENTS, MATRICES, PRINTED
 from papers.lib.verdicts import DIRECTION, FAILS, HOLDS, Claim, Measured, NotMeasuredError, Store, all_of, gain, ratio
@@ -192,98 +193,79 @@ def estimates(store: Store) -> Measured:
     return Measured(ours, HOLDS if worse == 0 else FAILS if worse == len(drawn) else DIRECTION)
 
 
-LRA, BENCH = (
-    "papers/study.py run spectraformer --data DATA",
-    "benchmarks/attention.py --sections pairs; gpu.py --steps pairs",
-)
 FORMED = "softmax, weights formed"  # of benchmarks/attention.py
 STEP = "training step of two texts of 4,000 characters; on the GPU 32"
 EXPRESSIONS = "expressions of 50 to 250 tokens, half a CPU minute a run"
 REVIEWS = "reviews of up to 1,000 characters, six CPU minutes a run"
 LONGER = "longer: up to 2,000, 15 minutes"
 ON_GPU = "GPU: three minutes, about 3,300 steps, 16 runs at a time"
-BENCHED = "recipes/benchmarks/results"
+benched = partial(
+    Claim, page="recipes/benchmarks/results", command="benchmarks/attention.py --sections pairs; gpu.py --steps pairs"
+)
+of_pairs = partial(Claim, page="model_cards/spectraformer", command="papers/study.py run spectraformer --data DATA")
 CLAIMS = [
-    Claim(
+    benched(
         "Table 2, 4.2",
         "PosRF-MM takes 19.0 % less time than SADERF-ORF (printed the other way round, ERRATA B15).",
         "2.35 against 2.90 hours",
         time_of_best,
         STEP,
-        BENCHED,
-        BENCH,
     ),
-    Claim(
+    benched(
         "Table 2, 4.2",
         "PosRF-MM takes 20.2 % less memory than SADERF-ORF.",
         "1.86 against 2.33 GB",
         memory_of_best,
         STEP,
-        BENCHED,
-        BENCH,
     ),
-    Claim(
+    of_pairs(
         "Table 2",
         "PosRF-MM is at least as accurate as SADERF-ORF.",
         "60.19 against 59.86",
         accuracy_of_best,
         f"{EXPRESSIONS}; {REVIEWS}; {LONGER}; {ON_GPU}",
-        "model_cards/spectraformer",
-        LRA,
     ),
-    Claim(
+    of_pairs(
         "4.2",
         "SADERF is more accurate than OPRF, and OPRF than PosRF, means over the matrices.",
         "58.82, 58.53, 57.50",
         components,
         f"{EXPRESSIONS}; {REVIEWS}",
-        "model_cards/spectraformer",
-        LRA,
     ),
-    Claim(
+    benched(
         "4.2",
         "OPRF and SADERF take longer and need more memory than PosRF, means over the matrices.",
         "3.17 and 3.21 against 2.71 hours, 2.08 (ERRATA B16) and 2.19 against 1.76 GB",
         cost_of_components,
         STEP,
-        BENCHED,
-        BENCH,
     ),
-    Claim(
+    of_pairs(
         "4.2",
         "SORF is the least accurate matrix: ORF is ahead of it, mean over the components.",
         "59.64 against 55.43",
         hadamard,
         f"{EXPRESSIONS}; {REVIEWS}",
-        "model_cards/spectraformer",
-        LRA,
     ),
-    Claim(
+    of_pairs(
         "Table 2",
         "MM is the most accurate matrix (the text has SGQ, ERRATA B14): ahead of ORF, mean over the components.",
         "59.93 against 59.65",
         matched,
         f"{EXPRESSIONS}; {REVIEWS}",
-        "model_cards/spectraformer",
-        LRA,
     ),
-    Claim(
+    benched(
         "4.2",
         "Learned Fastfood takes most time and least memory of the matrices.",
         "4.78 against 2.69 hours, 1.73 against 2.13 GB",
         learned_fastfood,
         STEP,
-        BENCHED,
-        BENCH,
     ),
-    Claim(
+    benched(
         "Table 3",
         "PosRF-MM needs much less time and memory than exact attention.",
         "a figure",
         beside_softmax,
         STEP,
-        BENCHED,
-        BENCH,
     ),
     Claim(
         "3",

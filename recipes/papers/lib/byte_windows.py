@@ -45,7 +45,6 @@ class ByteWindows(ExampleSet):
         return (torch.linspace(0, len(self) - 1, min(count, len(self))).long() * self.lengths[0]).tolist()
 
     def fingerprint(self) -> str:
-        """A digest of the text and the width of a window."""
         return hashlib.sha256(self.text.numpy().tobytes() + bytes(str(self.lengths[0]), "ascii")).hexdigest()
 
 

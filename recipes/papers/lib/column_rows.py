@@ -37,11 +37,9 @@ class ColumnRows(ExampleSet):
         return {"values": self.values[chosen].to(device), "labels": self.labels[chosen].to(device)}
 
     def describe(self) -> str:
-        """Number and size."""
         return f"{len(self):,} rows of {self.values.shape[1]} numbers"
 
     def fingerprint(self) -> str:
-        """A digest of all numbers and labels."""
         bits = self.values.numpy().view(np.int32)
         return digest(self.labels.numpy().tobytes(), [("", list(bits))], np.int32)
 

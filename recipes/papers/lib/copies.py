@@ -57,11 +57,9 @@ class Copies(ExampleSet):
         return {"input_ids": torch.cat((half, half), 1), "labels": labels, "use_cache": False}
 
     def describe(self) -> str:
-        """How many, and how long."""
         return f"{len(self):,} sequences of {self.lengths[0]} tokens"
 
     def fingerprint(self) -> str:
-        """A digest of everything that the sequences are a function of, and of the first."""
         given = (len(self), self.lengths[0], self.symbols, self.seed, self.split)
         return hashlib.sha256(f"{given}".encode() + self.word(0).tobytes()).hexdigest()
 

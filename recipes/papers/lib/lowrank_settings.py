@@ -34,7 +34,6 @@ class LowRankModel:
     )
 
     def check(self) -> list[str]:
-        """Weights that the model can have."""
         own = self.name_or_path in CIFAR_RESNETS
         if own and self.weights == "pretrained":
             return [f"weights is 'pretrained', but {self.name_or_path} comes without; expected a safetensors file"]
@@ -52,7 +51,6 @@ class LowRankMethod:
     )
 
     def check(self) -> list[str]:
-        """Faults of the LowRankPart itself."""
         return [] if self.low_rank is None else faults_of(lambda: self.snnk_config(seed=0))
 
     @property
@@ -106,7 +104,6 @@ class LowRankConfig:
     train: LowRankTrain = field(default_factory=LowRankTrain)
 
     def check(self) -> list[str]:
-        """The task must exist, hold pictures, and fit the data settings."""
         faults = task_faults(self.task, self.data)
         if not faults and TASKS[self.task].modality != "image":
             known = ", ".join(name for name in TASKS if TASKS[name].modality == "image")

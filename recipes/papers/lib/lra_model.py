@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from data import SequenceTask
 from torch import nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from papers.lib.lra_settings import PERFORMER, AttentionMethod, LongRangeModel
@@ -78,29 +78,47 @@ def build_classifier(
         seed: of the random features.
     """
     with_cls = model.pooling == "cls"
-    config = BertConfig(
-        vocab_size=task.vocab_size + with_cls,
-        hidden_size=model.dim,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        intermediate_size=model.hidden_dim,
-        hidden_dropout_prob=model.dropout,
-        attention_probs_dropout_prob=model.attention_dropout,
-        max_position_embeddings=max_length + with_cls,
-        type_vocab_size=1,
-        pad_token_id=0,
-    )
+    config = bert_config(model, task.vocab_size + with_cls, max_length + with_cls, type_vocab_size=1)
     bert = BertModel(config, add_pooling_layer=False)
-    encoder: Any = bert
-    snnk = method.snnk_config(seed)
-    if snnk is not None:
-        encoder = get_snnk_model(bert, snnk)
-        encoder.requires_grad_(True)  # PEFT froze what it did not add
-    elif method.attention == PERFORMER:
+    encoder = with_linear_attention(bert, method, seed)
+    if method.attention == PERFORMER:
         use_performer(bert, method.performer, seed)
     if model.positions == "sinusoidal":
         make_sinusoidal(bert)
     return LongRangeClassifier(encoder, model.dim, model.hidden_dim, task, model.pooling, model.dropout)
+
+
+def bert_config(sizes: Any, vocabulary: int, positions: int, **further: Any) -> BertConfig:
+    """The layout of a BERT from scratch; token 0 is padding.
+
+    Args:
+        sizes: `LongRangeModel`, or another section with its fields.
+        vocabulary: number of tokens.
+        positions: tokens that it has positions for.
+        **further: other fields.
+    """
+    return BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=sizes.dim,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        intermediate_size=sizes.hidden_dim,
+        hidden_dropout_prob=sizes.dropout,
+        attention_probs_dropout_prob=sizes.attention_dropout,
+        max_position_embeddings=positions,
+        pad_token_id=0,
+        **further,
+    )
+
+
+def with_linear_attention(model: PreTrainedModel, method: AttentionMethod, seed: int) -> Any:
+    """The model with the attention of an `AttentionPart`, all of it trained; itself, if the method has none."""
+    snnk = method.snnk_config(seed)
+    if snnk is None:
+        return model
+    patched = get_snnk_model(model, snnk)
+    patched.requires_grad_(True)  # PEFT froze what it did not add
+    return patched
 
 
 def make_sinusoidal(bert: BertModel) -> None:

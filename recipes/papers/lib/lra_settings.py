@@ -62,7 +62,6 @@ class ModelSizes:
     layers: int = option(2, "layers", low=1)
 
     def check(self) -> list[str]:
-        """Heads of equal width."""
         return [f"heads is {self.heads}, which does not divide dim {self.dim}"] if self.dim % self.heads else []
 
 
@@ -106,7 +105,6 @@ class AttentionMethod:
     performer: PerformerSection = field(default_factory=PerformerSection)
 
     def check(self) -> list[str]:
-        """Faults of the AttentionPart itself."""
         if not isinstance(self.attention, str) or self.attention in NAMED:
             return faults_of(lambda: self.snnk_config(seed=0))
         from snnk_peft.registry import did_you_mean
@@ -164,7 +162,6 @@ class LongRangeConfig:
     train: LongRangeTrain = field(default_factory=LongRangeTrain)
 
     def check(self) -> list[str]:
-        """The task must exist and hold sequences, of this length."""
         return _sequence_faults(self.task) or faults_of(self.read_task)
 
     def read_task(self) -> tuple[SequenceTask, int]:
@@ -190,7 +187,6 @@ class LongRangeEvaluation(EvaluateConfig):
     data: LongRangeTest = field(default_factory=LongRangeTest)  # type: ignore[assignment]
 
     def check(self) -> list[str]:
-        """The task must hold sequences."""
         return _sequence_faults(self.task)
 
 

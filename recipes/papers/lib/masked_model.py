@@ -17,13 +17,12 @@ import torch
 from lib.data import ExampleSet
 from peft import PeftModel
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
+from transformers import BertForMaskedLM, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
-from papers.lib.lra_model import make_sinusoidal
+from papers.lib.lra_model import bert_config, make_sinusoidal, with_linear_attention
 from papers.lib.lra_settings import SOFTMAX, AttentionMethod
 from papers.lib.mlm_settings import MaskedModelSection
-from snnk_peft import get_snnk_model
 from snnk_peft.tasks.base import IGNORED
 
 ATTENTION = "attention"  # folder in that of the model
@@ -71,22 +70,8 @@ def build_masked(sizes: MaskedModelSection, method: AttentionMethod, vocabulary:
         length: tokens that it has positions for.
         seed: of the random features.
     """
-    config = BertConfig(
-        vocab_size=vocabulary,
-        hidden_size=sizes.dim,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        intermediate_size=sizes.hidden_dim,
-        hidden_dropout_prob=sizes.dropout,
-        attention_probs_dropout_prob=sizes.attention_dropout,
-        max_position_embeddings=length,
-        pad_token_id=0,
-    )
-    model: Any = BertForMaskedLM(config)
-    plain, snnk = model, method.snnk_config(seed)
-    if snnk is not None:
-        model = get_snnk_model(model, snnk)
-        model.requires_grad_(True)  # PEFT froze what it did not add
+    plain = BertForMaskedLM(bert_config(sizes, vocabulary, length))
+    model = with_linear_attention(plain, method, seed)
     if sizes.positions == "sinusoidal":
         make_sinusoidal(plain.bert)
     return MaskedLanguageModel(model)

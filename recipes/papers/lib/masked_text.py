@@ -150,6 +150,5 @@ class MaskedWindows(ExampleSet):
         return float((counts / counts.sum()).log()[labels[labels != IGNORED]].mean().neg())
 
     def fingerprint(self) -> str:
-        """A digest of all tokens and of how they are hidden."""
         how = f"{self._share} {self._seed} {self._vocabulary}".encode()
         return digest(how, [("", list(self.ids.numpy()))], np.int64)

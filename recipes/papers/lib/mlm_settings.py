@@ -62,7 +62,6 @@ class MaskedConfig:
     train: MaskedTrain = field(default_factory=MaskedTrain)
 
     def check(self) -> list[str]:
-        """A position for every token of a window."""
         data = self.data
         if data.positions >= data.max_length:
             return []

@@ -41,11 +41,9 @@ class PictureRows(ExampleSet):
         return {name: tensor.to(device) for name, tensor in inputs.items()}
 
     def describe(self) -> str:
-        """Its size."""
         return "a picture of {} × {} pixels".format(*self.values.shape)
 
     def fingerprint(self) -> str:
-        """A digest of all pixels."""
         return hashlib.sha256(f"{tuple(self.values.shape)}".encode() + self.values.numpy().tobytes()).hexdigest()
 
     def gradient(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from snnk_peft.errors import ConfigError
 Value = TypeVar("Value")
 Run = tuple[str, str, int]  # task, method, seed
 Report = dict[str, Any]
+Rates = dict[str, dict[float, dict[str, float]]]  # method -> learning rate -> task -> score on held-back examples
 Table = dict[str, dict[str, list[Report]]]  # task -> method -> one report per seed
 
 
@@ -125,3 +127,35 @@ def by_model(runs: Mapping[str, Value]) -> dict[str, list[Value]]:
     for name, value in runs.items():
         found[re.sub(r"/seed\d+$", "", name)].append(value)
     return dict(found)
+
+
+def rates(study: Path) -> Rates:
+    """method -> learning rate -> task -> score on held-back examples, of rates that ran on every task of the study.
+
+    Args:
+        study: whose methods are <method>@<rate>.
+    """
+    found: defaultdict[str, defaultdict[float, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for (task, name, _), report in read_runs(study).items():
+        method, at, rate = name.rpartition("@")
+        if at:
+            found[method][float(rate)][task] = report["score_held_back"]
+    tasks = {task for tried in found.values() for scores in tried.values() for task in scores}
+    whole = {
+        method: {rate: scores for rate, scores in tried.items() if scores.keys() == tasks}
+        for method, tried in found.items()
+    }
+    return {method: tried for method, tried in whole.items() if tried}
+
+
+def chosen_rates(study: Path) -> dict[str, float]:
+    """The learning rate of every method: of those tried on all tasks of the tuning the one with the best mean score.
+
+    Args:
+        study: the reports of the tuning, as in `rates`.
+    """
+    means = {
+        method: {rate: statistics.mean(scores.values()) for rate, scores in tried.items()}
+        for method, tried in rates(study).items()
+    }
+    return {method: max(tried, key=lambda rate: tried[rate]) for method, tried in means.items()}

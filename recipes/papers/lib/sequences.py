@@ -35,5 +35,4 @@ class SequenceExamples(ExampleSet):
         }
 
     def fingerprint(self) -> str:
-        """A digest of all tokens and labels: equal if and only if training would see the same data."""
         return digest(self.labels.numpy().tobytes(), [("", part) for part in self._documents], np.uint16)

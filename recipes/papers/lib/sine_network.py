@@ -109,7 +109,7 @@ class SineNetwork(nn.Module):
 
     @classmethod
     def of(cls, config: Any, inputs: int, outputs: int) -> SineNetwork:
-        """As the sections `model` and `method` of a recipe's settings say (papers/lib/sine_settings.py)."""
+        """As the sections `model` and `method` of a recipe's settings say (papers/lib/layer_settings.py)."""
         model, method = config.model, config.method
         given: dict[str, Any] = {"snnk": method.snnk}
         if method.kind == "low_rank":

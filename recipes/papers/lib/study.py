@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from papers.lib.rates import chosen_rates
+from papers.lib.reports import chosen_rates
 
 PAPERS = Path(__file__).resolve().parents[1]
 RECIPES = PAPERS.parent

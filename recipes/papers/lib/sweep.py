@@ -60,7 +60,6 @@ class Sweep(NamedTuple):
             yield [sys.executable, str(score), str(folder), f"--draws={self.draws}"]
 
     def finished(self, run: Run) -> bool:
-        """Whether nothing is left of it."""
         return next(self.left(run), None) is None
 
 

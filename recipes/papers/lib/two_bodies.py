@@ -36,7 +36,6 @@ class TwoBodies:
 
     @property
     def inner(self) -> float:
-        """Ω."""
         return math.sqrt(self.frequency**2 + 2 * self.spring)
 
     def potential(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,9 +157,7 @@ class LocalEnergies(ExampleSet):
         }
 
     def describe(self) -> str:
-        """How many."""
         return f"{len(self):,} points"
 
     def fingerprint(self) -> str:
-        """A digest of all points."""
         return hashlib.sha256(self.points.numpy().tobytes() + self.kinetic.numpy().tobytes()).hexdigest()

@@ -13,9 +13,8 @@ from typing import Any
 from lib.plots import score_rows
 from lib.tables import grid, spread
 
-from papers.lib.rates import Rates
-from papers.lib.rates import rates as tried_rates
-from papers.lib.reports import Table, collect
+from papers.lib.reports import Rates, Table, collect
+from papers.lib.reports import rates as tried_rates
 
 ROOT = Path(__file__).resolve().parents[3]
 # What a model that gives every example the same answer scores on the official dev sets: the most frequent class

@@ -116,7 +116,6 @@ class AdaptersConfig(FinetuneConfig):
     adapters: AdaptersSection = field(default_factory=AdaptersSection)
 
     def check(self) -> list[str]:
-        """Those of finetune.py; no other method."""
         faults = super().check()
         if self.method.name != BESIDE:
             faults.append(f"method.name is {self.method.name}; expected {BESIDE}, beside which the adapter is trained")
@@ -132,7 +131,6 @@ class AdapterHub(Finetuning):
 
     @property
     def method(self) -> str:
-        """The adapter's name in the library."""
         return f"adapters_{self.config.adapters.config}"
 
     def data(self, accelerator: Any) -> Data:
@@ -151,7 +149,6 @@ class AdapterHub(Finetuning):
         return model
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """As in finetune.py, and the library's version."""
         return {**super().report(done), "library": {"adapters": importlib.metadata.version("adapters")}}
 
 

@@ -51,7 +51,6 @@ class FinetuneKernel(Finetuning):
         return model
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """As finetune.py, and the attention."""
         return {**super().report(done), "attention": attention_of(done.model)}
 
     def save(self, done: Finished, metrics: Mapping[str, float]) -> None:

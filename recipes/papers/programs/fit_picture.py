@@ -30,15 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from lib.config import option
 from lib.data import ExampleSet
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Finished
 from lib.launch import launch
 from lib.plots import picture_grid
-from lib.schedule import of_steps
 from lib.settings import RunOutput, StepSettings
 
+from papers.lib.layer_settings import SineMethod, SineModel, layer_faults
 from papers.lib.picture_rows import read_picture
 from papers.lib.sine_network import SineNetwork, derivatives
-from papers.lib.sine_settings import SineMethod, SineModel, layer_faults
+from papers.lib.training import Training
 
 RANGE = 2.0  # of values in [−1, 1]
 PICTURES = "pictures.png"
@@ -76,20 +76,14 @@ class PictureConfig:
     train: PictureTrain = field(default_factory=PictureTrain)
 
     def check(self) -> list[str]:
-        """Layers that are there."""
         return layer_faults(self.model, self.method)
 
 
-class FitPicture(Experiment[PictureConfig]):
+class FitPicture(Training[PictureConfig]):
     """One picture, one network."""
 
     settings, program = PictureConfig, "papers/programs/fit_picture.py"
     leaves = (PICTURES,)
-
-    @property
-    def method(self) -> str:
-        """dense, low_rank, or the features."""
-        return self.config.method.label()
 
     @property
     def name(self) -> str:
@@ -99,21 +93,15 @@ class FitPicture(Experiment[PictureConfig]):
 
     @property
     def title(self) -> str:
-        """Heads the log and the pictures."""
         return f"{self.name}, {self.method}"
 
     def data(self, accelerator: Any) -> Data:
-        """All pixels to fit, and the same to score."""
         self.picture = read_picture(self.config.task, self.config.data.file, self.config.data.size)
         return Data(self.picture, {"picture": self.picture})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The network; all of it is trained but the rows of the features, unless these are learned."""
         return SineNetwork.of(self.config, inputs=2, outputs=1)
-
-    def schedule(self, per_epoch: int) -> Schedule:
-        """Optimizer steps, without warm-up."""
-        return of_steps(self.config.train)
 
     def score(
         self,
@@ -160,7 +148,6 @@ class FitPicture(Experiment[PictureConfig]):
         }
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """In one line."""
         return (
             f"{figures['score']:.2f} dB; gradient off by {figures['gradient_error']:.1%} of its length; "
             f"the pictures are in {done.folder / PICTURES}"

@@ -25,15 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from lib.config import option
 from lib.data import ExampleSet
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Finished
 from lib.launch import launch
 from lib.plots import picture_grid
 from lib.processes import unwrapped
-from lib.schedule import of_steps
 from lib.settings import RunOutput, StepSettings
 
+from papers.lib.layer_settings import SineMethod, SineModel, layer_faults
 from papers.lib.sine_network import PotentialNetwork, SineNetwork
-from papers.lib.sine_settings import SineMethod, SineModel, layer_faults
+from papers.lib.training import Training
 from papers.lib.two_bodies import LocalEnergies, TwoBodies, energies_in
 from snnk_peft.errors import ConfigError
 
@@ -82,7 +82,6 @@ class PotentialConfig:
     train: PotentialTrain = field(default_factory=PotentialTrain)
 
     def check(self) -> list[str]:
-        """Layers that are there, and steps of one batch."""
         faults = layer_faults(self.model, self.method)
         if self.train.gradient_accumulation > 1:
             faults.append(
@@ -92,19 +91,13 @@ class PotentialConfig:
         return faults
 
 
-class FitPotential(Experiment[PotentialConfig]):
+class FitPotential(Training[PotentialConfig]):
     """One system, one network."""
 
     settings, program = PotentialConfig, "papers/programs/fit_potential.py"
     leaves = (PICTURE,)
 
-    @property
-    def method(self) -> str:
-        """dense, low_rank, or the features."""
-        return self.config.method.label()
-
     def data(self, accelerator: Any) -> Data:
-        """Points to train on, and others to score."""
         if accelerator.num_processes > 1:
             raise ConfigError(
                 f"there are {accelerator.num_processes} processes; expected one: the loss is the spread of all points "
@@ -118,10 +111,6 @@ class FitPotential(Experiment[PotentialConfig]):
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The network; all of it is trained but the rows of the features, unless these are learned."""
         return PotentialNetwork(SineNetwork.of(self.config, inputs=2, outputs=1))
-
-    def schedule(self, per_epoch: int) -> Schedule:
-        """Optimizer steps, without warm-up."""
-        return of_steps(self.config.train)
 
     def score(
         self,
@@ -142,7 +131,6 @@ class FitPotential(Experiment[PotentialConfig]):
         return {"score": 1 - float(missed)}
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """The potential as a picture, and energies."""
         network: Any = done.model
         network = network.to("cpu")
         reach = self.config.data.reach
@@ -171,7 +159,6 @@ class FitPotential(Experiment[PotentialConfig]):
         }
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """Energies side by side."""
         pairs = ", ".join(
             f"{ours:.4f} ({exact:.4f})"
             for ours, exact in zip(figures["energies"], figures["exact_energies"], strict=True)

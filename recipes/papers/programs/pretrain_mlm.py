@@ -29,25 +29,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from lib.data import ExampleSet
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Finished
 from lib.files import write_folder
 from lib.launch import launch
-from lib.schedule import of_budget
 
 from papers.lib.masked_model import build_masked, masked_scores
 from papers.lib.masked_text import MaskedWindows, read_texts, train_tokenizer
 from papers.lib.mlm_settings import MaskedConfig
+from papers.lib.training import Training
 
 
-class PretrainMasked(Experiment[MaskedConfig]):
+class PretrainMasked(Training[MaskedConfig]):
     """A small BERT on one text."""
 
     settings, program = MaskedConfig, "papers/programs/pretrain_mlm.py"
-
-    @property
-    def method(self) -> str:
-        """softmax, or component-projection."""
-        return self.config.method.label()
 
     def data(self, accelerator: Any) -> Data:
         """A vocabulary from the training text, windows of this text and of the held-out one."""
@@ -63,10 +58,6 @@ class PretrainMasked(Experiment[MaskedConfig]):
         """Freshly initialised; all of it is trained but sinusoidal positions."""
         config, vocabulary = self.config, len(self.tokenizer)
         return build_masked(config.model, config.method, vocabulary, config.data.positions, config.train.seed)
-
-    def schedule(self, per_epoch: int) -> Schedule:
-        """Optimizer steps or processor time, whichever ends first."""
-        return of_budget(self.config.train)
 
     def score(
         self,
@@ -101,7 +92,6 @@ class PretrainMasked(Experiment[MaskedConfig]):
         }
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """Loss and accuracy."""
         return (
             f"held out: loss {figures['loss']:.4f}, {figures['masked_accuracy']:.2%} of the hidden pieces guessed, "
             f"step {done.best['step']} of {figures['steps']}; everything is in {done.folder}"

@@ -102,16 +102,13 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
 
     @property
     def method(self) -> str:
-        """component/projection."""
         return f"{self.config.attention.component}/{self.config.attention.projection}"
 
     @property
     def title(self) -> str:
-        """With the number of features."""
         return f"{self.method}, {self.config.attention.num_features} features"
 
     def data(self, accelerator: Any) -> Data:
-        """Windows of two texts."""
         train, test = read_texts(self.config.data.train_file, WINDOW)
         return Data(ByteWindows(train, WINDOW), {"held out": ByteWindows(test, WINDOW)})
 
@@ -178,7 +175,6 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
         }
 
     def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
-        """Training and held-out loss have the same unit."""
         curves = {
             "training": [(row["step"], row["loss"] / math.log(2)) for row in rows if "loss" in row],
             "held out": [(row["step"], row["bits_per_byte"]) for row in rows if "bits_per_byte" in row],
@@ -186,7 +182,6 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
         loss_curves(curves, file, self.title, "bits per byte")
 
     def summary(self, done: Finished, figures: dict[str, Any]) -> str:
-        """The main figures, for people."""
         bits = figures["bits_per_byte"]
         costs = [
             f"{name} cache, {prefix} tokens before: {row['tokens_per_second']:.0f} tokens/s, "

@@ -28,15 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from lib.config import option
 from lib.data import ExampleSet
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Finished
 from lib.launch import launch
-from lib.schedule import of_budget
 from lib.settings import RunOutput
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from papers.lib.copies import SPLITS, Copies, copy_scores
+from papers.lib.lra_model import with_linear_attention
 from papers.lib.lra_settings import SCHEDULES, AttentionMethod, LongRangeTrain, ModelSizes
-from snnk_peft import get_snnk_model
+from papers.lib.training import Training
 
 
 @dataclass
@@ -50,7 +50,6 @@ class CopyData:
     test_examples: int = option(500, "sequences that are scored once, with that checkpoint", low=1)
 
     def check(self) -> list[str]:
-        """Two copies of equal length."""
         return [f"length is {self.length}; expected an even number, two words and two marks"] if self.length % 2 else []
 
 
@@ -86,18 +85,12 @@ class CopyConfig:
     train: CopyTrain = field(default_factory=CopyTrain)
 
 
-class TrainCopy(Experiment[CopyConfig]):
+class TrainCopy(Training[CopyConfig]):
     """One decoder, one attention."""
 
     settings, program = CopyConfig, "papers/programs/train_copy.py"
 
-    @property
-    def method(self) -> str:
-        """softmax, or component-projection."""
-        return self.config.method.label()
-
     def data(self, accelerator: Any) -> Data:
-        """Sequences of three splits."""
         data, seed = self.config.data, self.config.train.seed
         train, validation, test = (
             Copies(getattr(data, f"{split}_examples"), data.length, data.symbols, seed, split) for split in SPLITS
@@ -120,17 +113,7 @@ class TrainCopy(Experiment[CopyConfig]):
             bos_token_id=None,
             eos_token_id=None,
         )
-        bare = GPT2LMHeadModel(layout)
-        snnk = config.method.snnk_config(config.train.seed)
-        if snnk is None:
-            return bare
-        model = get_snnk_model(bare, snnk)
-        model.requires_grad_(True)  # PEFT froze what it did not add
-        return model
-
-    def schedule(self, per_epoch: int) -> Schedule:
-        """Optimizer steps or processor time, whichever ends first."""
-        return of_budget(self.config.train)
+        return with_linear_attention(GPT2LMHeadModel(layout), config.method, config.train.seed)
 
     def score(
         self,
@@ -154,7 +137,6 @@ class TrainCopy(Experiment[CopyConfig]):
         }
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """Tokens and whole sequences."""
         return (
             f"right: {figures['accuracy']:.4f} of the tokens of the second copy, {figures['whole_sequences']:.4f} of "
             f"the sequences, at step {done.best['step']}; everything is in {done.folder}"

@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from lib.evaluation import evaluation_splits
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Finished
 from lib.launch import launch
 from lib.modality import modality_of
-from lib.schedule import of_epochs
 from lib.task_settings import completed, find_task
 
 from papers.lib.lowrank_model import (
@@ -39,9 +38,10 @@ from papers.lib.lowrank_model import (
     rebuilt_errors,
 )
 from papers.lib.lowrank_settings import LowRankConfig
+from papers.lib.training import Training
 
 
-class LowRankTraining(Experiment[LowRankConfig]):
+class LowRankTraining(Training[LowRankConfig]):
     """A convolutional network or a ViT on an `ImageTask` of `data.TASKS`."""
 
     settings, program = LowRankConfig, "papers/programs/train_lowrank.py"
@@ -50,13 +50,7 @@ class LowRankTraining(Experiment[LowRankConfig]):
         self.task = find_task(config)
         super().__init__(completed(config, self.task))
 
-    @property
-    def method(self) -> str:
-        """dense, or initialisation, rank and decay."""
-        return self.config.method.label()
-
     def data(self, accelerator: Any) -> Data:
-        """The task's pictures, as the network reads them."""
         config, task = self.config, self.task
         modality, self.reader = modality_of(task), image_processor(config.model, task)
         for note in task.notes:
@@ -82,12 +76,7 @@ class LowRankTraining(Experiment[LowRankConfig]):
         return model
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """SGD or AdamW, and Frobenius decay if there is any."""
         return make_optimizer(model, self.config.train, self.config.method.frobenius_decay)
-
-    def schedule(self, per_epoch: int) -> Schedule:
-        """Whole epochs; the warm-up is a part of all steps."""
-        return of_epochs(self.config.train, per_epoch)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """The score of the best checkpoint, and what the network and its initialisation cost."""

@@ -24,18 +24,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Finished
 from lib.launch import launch
-from lib.schedule import of_budget
 from lib.tracking import read_log
 
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import PERFORMER, LongRangeConfig
 from papers.lib.performer_peer import require_performer
 from papers.lib.sequences import SequenceExamples
+from papers.lib.training import Training
 
 
-class LongRange(Experiment[LongRangeConfig]):
+class LongRange(Training[LongRangeConfig]):
     """A small encoder from scratch on a `SequenceTask` of `data.TASKS`."""
 
     settings, program = LongRangeConfig, "papers/programs/train_lra.py"
@@ -44,13 +44,7 @@ class LongRange(Experiment[LongRangeConfig]):
         super().__init__(config)
         self.task, self.max_length = config.read_task()
 
-    @property
-    def method(self) -> str:
-        """softmax, performer_pytorch, or component-projection."""
-        return self.config.method.label()
-
     def data(self, accelerator: Any) -> Data:
-        """Token ids and labels of all three splits."""
         if self.config.method.attention == PERFORMER:
             require_performer()
         data = self.config.data
@@ -63,10 +57,6 @@ class LongRange(Experiment[LongRangeConfig]):
         """An encoder with a head, freshly initialised; all of it is trained."""
         config = self.config
         return build_classifier(self.task, config.model, config.method, self.max_length, config.train.seed)
-
-    def schedule(self, per_epoch: int) -> Schedule:
-        """Optimizer steps or processor time, whichever ends first."""
-        return of_budget(self.config.train)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """Test accuracy of the checkpoint that is best on validation, how it got there, and what a step costs."""
@@ -81,7 +71,6 @@ class LongRange(Experiment[LongRangeConfig]):
         }
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """Test and validation accuracy."""
         return (
             f"test accuracy {done.test['accuracy']:.4f}, validation {done.best['score']:.4f} at step "
             f"{done.best['step']}; everything is in {done.folder}"

@@ -29,14 +29,14 @@ import numpy as np
 import torch
 from data import TASKS
 from lib.config import option
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Finished
 from lib.launch import launch
-from lib.schedule import of_epochs
 from lib.settings import RunOutput, TrainSection
 
 from papers.lib.column_rows import ColumnRows, columns_of, standard
-from papers.lib.feature_settings import feature_faults, feature_label
+from papers.lib.layer_settings import feature_faults, feature_label
 from papers.lib.mlp import Perceptron, equal_rank
+from papers.lib.training import Training
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks.base import held_back
 
@@ -77,8 +77,11 @@ class MlpMethod:
         return {"component": "relu", "projection": "gaussian", "num_features": 32, **(self.snnk or {})}
 
     def check(self) -> list[str]:
-        """Faults of the feature map."""
         return feature_faults(self.features)
+
+    def label(self) -> str:
+        """The kind, of SNNK with its features."""
+        return feature_label(self.features) if self.kind == "snnk" else self.kind
 
 
 @dataclass
@@ -101,12 +104,11 @@ class MlpConfig:
     train: MlpTrain = field(default_factory=MlpTrain)
 
     def check(self) -> list[str]:
-        """A task that there is, of numbers or pictures."""
         known = [name for name in TASKS if TASKS[name].modality in ("columns", "image")]
         return [] if self.task in known else [f"task: {did_you_mean('task', self.task, known)}"]
 
 
-class TrainMlp(Experiment[MlpConfig]):
+class TrainMlp(Training[MlpConfig]):
     """A perceptron on a `ColumnsTask`, or on an `ImageTask` pixel by pixel."""
 
     settings, program = MlpConfig, "papers/programs/train_mlp.py"
@@ -115,14 +117,7 @@ class TrainMlp(Experiment[MlpConfig]):
         super().__init__(config)
         self.task = TASKS[config.task]
 
-    @property
-    def method(self) -> str:
-        """The kind, of SNNK with its features."""
-        method = self.config.method
-        return feature_label(method.features) if method.kind == "snnk" else method.kind
-
     def data(self, accelerator: Any) -> Data:
-        """Standardised columns of all splits."""
         config = self.config
         limits = {"train": config.data.max_train_samples, "test": config.data.max_test_samples}
         loaded = self.task.load(config.data.dir, max_samples=limits, seed=config.train.seed)
@@ -145,10 +140,6 @@ class TrainMlp(Experiment[MlpConfig]):
         sizes = (self.columns, self.task.num_labels, model.width, model.second, model.dropout)
         return Perceptron(*sizes, seed=self.config.train.seed, **given)
 
-    def schedule(self, per_epoch: int) -> Schedule:
-        """Whole epochs; the warm-up is a part of all steps."""
-        return of_epochs(self.config.train, per_epoch)
-
     def report(self, done: Finished) -> dict[str, Any]:
         """The test score of the best checkpoint, and what is left of the network when it is bundled."""
         network: Any = done.model
@@ -167,7 +158,6 @@ class TrainMlp(Experiment[MlpConfig]):
         }
 
     def summary(self, done: Finished, figures: dict[str, Any]) -> str:  # type: ignore[override]
-        """The test score."""
         sizes = f"{done.counts['trainable']:,} numbers trained, {figures['bundled_parameters']:,} bundled"
         return f"test {figures['score']:.4f} (epoch {figures['best_epoch']:g}); {sizes}; everything is in {done.folder}"
 

@@ -1,16 +1,36 @@
-"""Settings that recipes share whose model is a network of sines (papers/lib/sine_network.py)."""
+"""Settings of small networks whose layers become features and a readout, or layers of low rank."""
 
 # `option` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lib.config import option
 
-from papers.lib.feature_settings import feature_faults, feature_label
+from snnk_peft.errors import ConfigError
+from snnk_peft.feature_map import FeatureMapSpec
+
+INITS = ("nystrom", "paper", "random")  # of the readout, see SNNKLinear.from_linear
+
+
+def feature_faults(given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a feature map, its length of inputs aside, and with its init."""
+    fields = dict(given)
+    init = fields.pop("init", INITS[0])
+    faults = [] if init in INITS else [f"snnk.init is {init!r}; expected one of {', '.join(INITS)}"]
+    try:
+        return faults + FeatureMapSpec.from_dict({"slot": "layer", **fields, "dim": 2}).faults("snnk")
+    except ConfigError as error:
+        return faults + error.faults
+
+
+def feature_label(given: Mapping[str, Any]) -> str:
+    """Component, projection and number of features."""
+    return "-".join(str(given.get(name, "default")) for name in ("component", "projection", "num_features"))
 
 
 @dataclass
@@ -37,7 +57,6 @@ class SineMethod:
     layers: list[int] | None = option(None, "which hidden layers, from 0; null: all")
 
     def check(self) -> list[str]:
-        """Faults of the feature map."""
         faults = [] if self.snnk is None else feature_faults(self.snnk)
         if self.kind == "low_rank" and "num_features" not in (self.snnk or {}):
             faults.append(
