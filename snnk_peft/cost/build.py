@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from snnk_peft.bundling.bundle import folded_model
-from snnk_peft.config import SNNKConfig
+from snnk_peft.config import SHORTCUTS, SNNKConfig
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.registry import did_you_mean
@@ -53,18 +53,8 @@ def read_snnk_config(path: str | Path) -> SNNKConfig:
         raise ConfigError(f"{path} holds {type(given).__name__}; expected fields of SNNKConfig, such as 'adapter:'")
     if isinstance(given.get("method"), Mapping):
         raise ConfigError(f"{path} holds the settings of a recipe; expected the parts alone, what is below 'method:'")
-    valid = (
-        "adapter",
-        "ffn",
-        "attention",
-        "pooler",
-        "parts",
-        "seed",
-        "save_projection",
-        "modules_to_save",
-        "task_type",
-    )
-    if faults := [f"{path}: {did_you_mean('field', str(key), list(valid))}" for key in given if key not in valid]:
+    valid = [*SHORTCUTS, "parts", "seed", "save_projection", "modules_to_save", "task_type"]
+    if faults := [f"{path}: {did_you_mean('field', str(key), valid)}" for key in given if key not in valid]:
         raise ConfigError(faults)
     return SNNKConfig(**given)
 

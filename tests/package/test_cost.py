@@ -20,7 +20,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, LlamaConfig, ViTConfig
 
 from snnk_peft import PARTS as PARTS_REGISTRY
-from snnk_peft import AdapterPart, AttentionPart, FFNPart, Part, Patch, PatchContext, SNNKConfig, bundle, get_snnk_model
+from snnk_peft import (
+    AdapterPart,
+    AttentionPart,
+    FFNPart,
+    LowRankPart,
+    Part,
+    Patch,
+    PatchContext,
+    SNNKConfig,
+    bundle,
+    get_snnk_model,
+)
 from snnk_peft.cost import estimate_cost
 from snnk_peft.cost.__main__ import main
 from snnk_peft.cost.build import Builder, inputs_for, labels_for, prepare
@@ -412,6 +423,16 @@ def test_command_prints_what_it_writes(folder, capsys):
         assert all(cell in shown for cell in line)
     assert written["inputs"] == {"input_ids": [2, 7]}
     assert not list(folder.glob("out/*.tmp"))
+
+
+def test_command_takes_low_rank_layers(folder):
+    """README: the file has the fields of SNNKConfig."""
+    Path("snnk.yaml").write_text("low_rank: {targets: ffn, rank: 4}\n")
+    assert main(["model", "--config", "snnk.yaml", "--length", "7", "--output", "x.json"]) == 0
+    written = json.loads(Path("x.json").read_text())
+    assert (
+        written == estimate_cost("model", SNNKConfig(low_rank=LowRankPart(targets="ffn", rank=4)), length=7).to_dict()
+    )
 
 
 WRONG = {
