@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,15 +16,7 @@ from snnk_peft.functional.backend import DEVICE_KERNELS, form_that_ran
 from tests.attention_models import built
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own: the first test starts it")
-
-
-def run_in_a_process_of_its_own(file: str) -> None:
-    """Run the tests of a file again, in the interpreter."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", file]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its own, which test_triton.py starts")
 
 
 @contextmanager

@@ -9,17 +9,11 @@ from snnk_peft import build_feature_map
 from snnk_peft.functional.backend import DEVICE_KERNELS, form_that_ran
 from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
-from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
+from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu
 from tests.package.test_adapter_step import adapter_of, errors
 
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
 KERNEL = "snnk_peft.functional.device_kernels.cuda_adapter.adapter_sum"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_in_a_process_of_its_own():
-    run_in_a_process_of_its_own(__file__)
 
 
 @pytest.mark.slow

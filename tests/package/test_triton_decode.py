@@ -20,15 +20,9 @@ from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention.cache import RecurrentLayer
 from snnk_peft.parts.attention.interface import kernel_attention_forward
 from tests.exponential_oracle import TOLERANCE, dense, error, given
-from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu, run_in_a_process_of_its_own
+from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu
 
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_in_a_process_of_its_own():
-    run_in_a_process_of_its_own(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -13,22 +13,10 @@ from snnk_peft.functional.exponential_attention import KeyMeans, exponential_att
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import ABSENT, LogLinear
 from tests.exponential_oracle import CASES, check, compare, given
-from tests.interpreter import (
-    INTERPRETED,
-    check_model_compiled_and_exported,
-    in_interpreter,
-    kernels_on_the_cpu,
-    run_in_a_process_of_its_own,
-)
+from tests.interpreter import INTERPRETED, check_model_compiled_and_exported, in_interpreter, kernels_on_the_cpu
 
 OPERATION = {False: exponential_attention, True: causal_exponential_attention}
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_in_a_process_of_its_own():
-    run_in_a_process_of_its_own(__file__)
 
 
 # Bytes of registers that a thread keeps elsewhere: 256, but where no block size does (see launching.py).

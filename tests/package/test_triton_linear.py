@@ -11,23 +11,11 @@ from snnk_peft import AttentionPart
 from snnk_peft.functional.backend import SWITCH, form_that_ran
 from snnk_peft.functional.linear_attention import AttentionState, causal_linear_attention, key_sums
 from tests.exponential_oracle import TOLERANCE, error
-from tests.interpreter import (
-    INTERPRETED,
-    check_model_compiled_and_exported,
-    in_interpreter,
-    kernels_on_the_cpu,
-    run_in_a_process_of_its_own,
-)
+from tests.interpreter import INTERPRETED, check_model_compiled_and_exported, in_interpreter, kernels_on_the_cpu
 from tests.linear_oracle import CASES, check, compare, dense, given
 
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
 both = pytest.mark.parametrize("causal", [False, True], ids=["sums", "causal"])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_in_a_process_of_its_own():
-    run_in_a_process_of_its_own(__file__)
 
 
 @pytest.mark.slow

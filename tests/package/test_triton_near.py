@@ -18,18 +18,11 @@ from tests.interpreter import (
     check_compiled_and_exported,
     in_interpreter,
     kernels_on_the_cpu,
-    run_in_a_process_of_its_own,
 )
 from tests.near_oracle import CASES, NOWHERE, check, compare, given
 
 pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
 KERNEL = "snnk_peft.functional.device_kernels.cuda_near.near_attention"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_in_a_process_of_its_own():
-    run_in_a_process_of_its_own(__file__)
 
 
 @pytest.fixture(autouse=True)
