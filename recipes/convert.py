@@ -7,7 +7,7 @@ Feed-forward blocks, attention and pooler become feature maps, as the section `c
 budget (convert.budget=2x); `calibrate` fits them to the original on unlabelled texts, `bundle` multiplies them out. If
 the task has labels, original and conversion are scored by them; without a task, a part of the texts is held back and
 tells how often both predict the same. output.dir receives bundle/ (the model with its tokenizer and card, to be loaded
-like any other), metrics.json, and what was planned and fitted: plan.json, calibration.json and their pictures.
+like any other), metrics.json, and what was planned and fitted: plan.json, calibration.json and their plots.
 
 train.epochs=1 trains the conversion for an epoch to predict as the original does (train.logits, train.layers), and,
 where there are labels, as they say (train.labels). Ctrl-C and SIGTERM save first; `--resume` continues.

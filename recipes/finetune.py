@@ -1,4 +1,4 @@
-"""Fine-tune a pretrained Transformer on a task: SNNK parts, or a peer (LoRA, BOFT, full, ...) under the same recipe.
+"""Fine-tune a pretrained Transformer on a task: SNNK parts, or a baseline (LoRA, BOFT, ...) under the same recipe.
 
     python recipes/finetune.py recipes/configs/glue/rte_adapter.yaml data.dir=path/to/glue
     python recipes/finetune.py recipes/configs/glue/rte_adapter.yaml method.name=lora output.dir=runs/rte_lora

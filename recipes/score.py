@@ -6,7 +6,7 @@
     python recipes/score.py runs/lra/text/posrf_gmm/seed0 --draws 100                        (a run of train_lra.py)
 
 The folder may be a run of recipes/finetune.py, a PEFT adapter, a bundle or any transformers classifier of texts or
-pictures; or a run of train_lra.py, whose test split is scored. The result goes into the folder as metrics.json
+images; or a run of train_lra.py, whose test split is scored. The result goes into the folder as metrics.json
 (into a run as evaluation.json, beside the metrics.json of its training), or to `--output`.
 """
 

@@ -42,7 +42,7 @@ class Conversion:
     seconds: float
 
     def save(self, folder: Path) -> None:
-        """calibration.json, its picture, those of the plan, and conversion.json, which says that all are there."""
+        """calibration.json, its plot, those of the plan, and conversion.json, which says that all are there."""
         with writing(folder):
             self.report.save(folder)
             if self.plan is not None:

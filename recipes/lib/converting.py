@@ -34,7 +34,7 @@ from snnk_peft.model_card import write_model_card
 
 
 class Converting(Experiment[ConvertConfig]):
-    """The conversion of a classifier of texts or pictures, and what little training may follow."""
+    """The conversion of a classifier of texts or images, and what little training may follow."""
 
     settings, program, records = ConvertConfig, "convert.py", ("conversion.json",)
 

@@ -38,7 +38,7 @@ def evaluation_splits(
 ) -> dict[str, Any]:
     """The splits that are evaluated, cut to `limit` rows: the first ones.
 
-    Of pictures, which stand in folders by class, rows at equal distances.
+    Of images, which stand in folders by class, rows at equal distances.
 
     Args:
         task: has validation splits, MNLI two.
@@ -152,24 +152,24 @@ def score(
     return task.summarize(results)
 
 
-MOST_PICTURES = 100_000
-"""Pictures whose content is compared; reading those of larger sets takes longer than a note is worth."""
+MOST_IMAGES = 100_000
+"""Images whose content is compared; reading those of larger sets takes longer than a note is worth."""
 
 
 def repeat_notes(task: Any, train: Any, splits: Mapping[str, Any], labelled: bool = True) -> list[str]:
     """Sentences about examples of `splits` that are among those of `train`, and about examples with two labels.
 
     Args:
-        task: of texts or of pictures, which are compared by their content.
+        task: of texts or of images, which are compared by their content.
         train: the examples that are fitted.
         splits: name -> the examples that are scored.
         labelled: whether the labels of `train` mean something.
     """
     every = {"train": train, **splits}
     number = sum(map(len, every.values()))
-    if task.modality == "image" and number > MOST_PICTURES:
+    if task.modality == "image" and number > MOST_IMAGES:
         return [
-            f"{number:,} pictures were not compared with each other (up to {MOST_PICTURES:,} are): whether some that "
+            f"{number:,} images were not compared with each other (up to {MOST_IMAGES:,} are): whether some that "
             "are scored were trained on is not known"
         ]
     keys = {name: _keys(task, rows) for name, rows in every.items()}

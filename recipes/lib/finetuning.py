@@ -32,7 +32,7 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     @property
     def method(self) -> str:
-        """SNNK or its peer."""
+        """SNNK or a baseline."""
         return self.config.method.name
 
     @property

@@ -144,7 +144,7 @@ def of_text(plan: Plan) -> list[str]:
 
 
 def of_images(plan: Plan) -> list[str]:
-    """Adapters in a ViT with random weights, on generated pictures."""
+    """Adapters in a ViT with random weights, on generated images."""
     return [
         str(ROOT / "recipes/configs/cifar10/adapter.yaml"),
         f"model.name_or_path={plan.output / 'data/vit'}",
@@ -164,7 +164,7 @@ def prepare_text(plan: Plan) -> None:
 
 
 def prepare_images(plan: Plan) -> None:
-    """Pictures and the model."""
+    """Images and the model."""
     (plan.output / "data/images").mkdir(parents=True)
     write_pictures(plan.output / "data/images", plan.of(100, 2))
     write_vit(plan.output / "data/vit", plan.of(6, 1))
@@ -271,7 +271,7 @@ def write_pictures(folder: Path, per_class: int) -> None:
 
     Args:
         folder: is there.
-        per_class: training pictures of each class; a quarter of that for the test.
+        per_class: training images of each class; a quarter of that for the test.
     """
     classes = TASKS["cifar10"].label_names
     draw = np.random.default_rng(0)
@@ -290,7 +290,7 @@ def write_pictures(folder: Path, per_class: int) -> None:
 
 
 def write_vit(folder: Path, layers: int) -> None:
-    """A vision transformer with random weights for pictures of this size, and its image processor.
+    """A vision transformer with random weights for images of this size, and its image processor.
 
     Args:
         folder: is made.

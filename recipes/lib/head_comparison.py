@@ -68,8 +68,8 @@ class ClosedForm(Finetuning):
 
         x, y = train.vectors, train.labels
         targets = y[:, None].double() if y.is_floating_point() else torch.eye(len(weight)).double()[y]
-        peer = Ridge(alpha=fit.ridge, solver="cholesky").fit(x.double().numpy(), targets.numpy())
-        peer_weight = torch.from_numpy(peer.coef_).reshape(weight.shape)
+        ridge = Ridge(alpha=fit.ridge, solver="cholesky").fit(x.double().numpy(), targets.numpy())
+        expected = torch.from_numpy(ridge.coef_).reshape(weight.shape)
         start = time.perf_counter()
         closed_form_head([(x, targets)], ridge=fit.ridge)
         head_seconds = time.perf_counter() - start
@@ -79,7 +79,7 @@ class ClosedForm(Finetuning):
         rows.append((name, done.best["metrics"], train.seconds + seconds, seconds))
         return {
             "fit": fit.to_dict(),
-            "relative_difference_to_sklearn_ridge": ((weight - peer_weight).norm() / peer_weight.norm()).item(),
+            "relative_difference_to_sklearn_ridge": ((weight - expected).norm() / expected.norm()).item(),
             "rows": [
                 {"head": name, **metrics, "seconds": whole, "seconds without the encoder": alone}
                 for name, metrics, whole, alone in rows

@@ -36,7 +36,7 @@ _LOOKED_AT = 20_000  # images of a set that are decoded to name all unreadable o
 
 
 class ImageExamples(ExampleSet):
-    """Pictures with a class each.
+    """Images with a class each.
 
     Args:
         rows: the examples.
@@ -45,7 +45,7 @@ class ImageExamples(ExampleSet):
         classes: number of classes.
         augmentation: of a training set, None for one that is only evaluated.
         workers: processes that make batches; 0 makes them in this one.
-        max_unreadable: more unreadable pictures than that are an error.
+        max_unreadable: more unreadable images than that are an error.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class ImageExamples(ExampleSet):
         self._augmentation, self._workers, self._limit = augmentation, workers, max_unreadable
         self.labels = torch.from_numpy(np.asarray(rows.labels))
         self.unreadable: dict[int, str] = {}
-        # Pictures of a batch have one size: their order needs no lengths.
+        # Images of a batch have one size: their order needs no lengths.
         self.lengths = [1] * len(rows)
 
     def describe(self) -> str:
         """Number and size."""
         height, width = input_size(self._processor)
-        return f"{len(self):,} pictures at {height} x {width} pixels"
+        return f"{len(self):,} images at {height} x {width} pixels"
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """Model inputs as for evaluation: pixel_values (batch, channels, height, width), labels (batch,)."""
@@ -94,7 +94,7 @@ class ImageExamples(ExampleSet):
             yield {name: values.to(device, non_blocking=True) for name, values in inputs.items()}
 
     def make(self, indices: Sequence[int], epoch: int | None) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
-        """A batch on the CPU, and the messages about pictures that could not be read, by example."""
+        """A batch on the CPU, and the messages about images that could not be read, by example."""
         faults: dict[int, str] = {}
         if epoch is None:
             return self._plain(indices, faults), faults
@@ -120,7 +120,7 @@ class ImageExamples(ExampleSet):
         return {**inputs, "labels": soft.argmax(1)}, faults
 
     def fingerprint(self) -> str:
-        """A digest of labels and pictures."""
+        """A digest of labels and images."""
         return self._rows.fingerprint()
 
     def _plain(self, indices: Sequence[int], faults: dict[int, str]) -> dict[str, torch.Tensor]:
@@ -131,7 +131,7 @@ class ImageExamples(ExampleSet):
             images.append(image)
         blank = next((image for image in images if image is not None), None)
         if blank is None:
-            # A batch without a readable picture still has the shape of one.
+            # A batch without a readable image still has the shape of one.
             shape = len(indices), self._channels, *input_size(self._processor)
             return {"pixel_values": torch.zeros(shape), "labels": torch.from_numpy(labels)}
         pixels = self._pixels([blank if image is None else image for image in images])
@@ -148,7 +148,7 @@ class ImageExamples(ExampleSet):
                 done = augmentation.settings.crop_scale is not None
                 pixels = self._pixels([augmentation.picture(image, rng)], resized=done)
                 return pixels[0], int(self._rows.labels[found])
-        raise ConfigError(f"none of {len(self)} pictures can be read; the first: {next(iter(faults.values()))}")
+        raise ConfigError(f"none of {len(self)} images can be read; the first: {next(iter(faults.values()))}")
 
     def _read(self, index: int, faults: dict[int, str]) -> Any:
         try:
@@ -160,7 +160,7 @@ class ImageExamples(ExampleSet):
     def _pixels(self, images: list[Any], resized: bool = False) -> np.ndarray:
         """(batch, channels, height, width) float32."""
         options = {"do_resize": False, "do_center_crop": False} if resized else {}
-        # Grey pictures have no axis of channels, which processors expect.
+        # Grey images have no axis of channels, which processors expect.
         arrays = [np.asarray(image) if self._channels == 3 else np.asarray(image)[..., None] for image in images]
         done = self._processor(arrays, return_tensors="np", input_data_format="channels_last", **options)
         pixels: np.ndarray = done["pixel_values"]
@@ -180,7 +180,7 @@ class ImageExamples(ExampleSet):
             listed = capped([found[index] for index in sorted(found)], "unreadable")
             raise ConfigError(
                 [
-                    f"{len(found)} pictures cannot be read{of}; expected at most {self._limit} "
+                    f"{len(found)} images cannot be read{of}; expected at most {self._limit} "
                     "(data.max_unreadable): mend or remove them",
                     *listed,
                 ]
@@ -208,7 +208,7 @@ def input_size(processor: Any) -> tuple[int, int]:
             return int(size["height"]), int(size["width"])
     edge = processor.size.get("shortest_edge")
     raise ConfigError(
-        f"the image processor resizes to {dict(processor.size)} without cropping, so pictures of a batch differ in "
+        f"the image processor resizes to {dict(processor.size)} without cropping, so images of a batch differ in "
         f"size; expected height and width: set size to {{height: {edge}, width: {edge}}} in its "
         "preprocessor_config.json"
     )
@@ -224,12 +224,12 @@ def channels_of(processor: Any) -> int:
 
 
 class Augmentation:
-    """What is done to the pictures of a training set.
+    """What is done to the images of a training set.
 
     Args:
         settings: which changes.
-        size: (height, width) that cropped pictures get.
-        resample: how pictures are scaled, as in Pillow.
+        size: (height, width) that cropped images get.
+        resample: how images are scaled, as in Pillow.
         seed: of the run.
     """
 
@@ -241,7 +241,7 @@ class Augmentation:
         return np.random.default_rng((self.seed, epoch, index))
 
     def picture(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        """A picture of (height, width) `size` if it is cropped, otherwise of its own size."""
+        """An image of (height, width) `size` if it is cropped, otherwise of its own size."""
         settings = self.settings
         if settings.crop_scale is not None:
             box = crop_box(image.size, settings.crop_scale, rng)

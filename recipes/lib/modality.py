@@ -1,4 +1,4 @@
-"""What differs between texts and pictures: the model's class, what prepares its inputs, and how examples make batches.
+"""What differs between texts and images: the model's class, what prepares its inputs, and how examples make batches.
 
 `modality_of(task)` is asked by every recipe that fine-tunes or reads such a model; a further kind of examples is a
 further class here. What prepares inputs, a tokenizer or an image processor, is called the reader; it is saved with the
@@ -86,8 +86,8 @@ class Texts(Modality):
         check_length(model, data.max_length)
 
 
-class Pictures(Modality):
-    """Pictures with a class each."""
+class Images(Modality):
+    """Images with a class each."""
 
     files = ("preprocessor_config.json", "processor_config.json")
 
@@ -127,7 +127,7 @@ class Pictures(Modality):
         size = wanted[0] if not isinstance(wanted[0], int) else (wanted[0], wanted[0])
         if size is not None and tuple(size) != input_size(reader):
             raise ConfigError(
-                f"the image processor makes pictures of {' x '.join(map(str, input_size(reader)))} pixels; "
+                f"the image processor makes images of {' x '.join(map(str, input_size(reader)))} pixels; "
                 f"{type(model).__name__} reads {' x '.join(map(str, size))} (config.image_size): set `size` in its "
                 "preprocessor_config.json"
             )
@@ -138,7 +138,7 @@ class Pictures(Modality):
             )
 
 
-_MODALITIES: dict[str, Modality] = {"text": Texts(), "image": Pictures()}
+_MODALITIES: dict[str, Modality] = {"text": Texts(), "image": Images()}
 
 
 def modality_of(task: Any) -> Modality:

@@ -112,7 +112,7 @@ def _json_of(folder: str, name: str) -> Any:
 
 
 def _task_type(model: PreTrainedModel) -> str | None:
-    """PEFT's name of what the model is for; it has none for pictures."""
+    """PEFT's name of what the model is for; it has none for images."""
     name = type(model).__name__
     return "TOKEN_CLS" if "ForTokenClassification" in name else "SEQ_CLS" if "ForSequence" in name else None
 
@@ -142,7 +142,7 @@ def load_pretrained(
             folder,
             **known,
             dtype=torch.float32,
-            # A picture classifier's published head has as many rows as its own classes.
+            # An image classifier's published head has as many rows as its own classes.
             ignore_mismatched_sizes=task.modality == "image",
             output_loading_info=True,
         )

@@ -206,10 +206,10 @@ def picture_grid(
     title: str,
     scales: Mapping[int, tuple[float, float]] | None = None,
 ) -> None:
-    """Grey pictures (height, width): a row for each name, those of a column on one scale.
+    """Grey images (height, width): a row for each name, those of a column on one scale.
 
     Args:
-        rows: name -> a picture for each column.
+        rows: name -> an image for each column.
         columns: their titles.
         file: PNG.
         title: of the figure.

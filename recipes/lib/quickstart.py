@@ -44,7 +44,7 @@ class Corpus:
 
     Attributes:
         task: name in `data.TASKS`.
-        title: what is asked about a sentence, for the picture and the model card.
+        title: what is asked about a sentence, for the figure and the model card.
         labels: names of the classes.
         unseen: what tells the test half from the training half.
         train: examples to learn from.
@@ -273,7 +273,7 @@ def draw(rows: Sequence[Row], title: str, unseen: str, batch: str, chance: float
 
     Args:
         rows: the models, at most four.
-        title: of the picture.
+        title: of the figure.
         unseen: what the accuracy is of, e.g. "unseen sentences".
         batch: what the latency is of, e.g. "32 × 64 tokens".
         chance: accuracy of guessing.

@@ -93,7 +93,7 @@ def cost_of(config: FinetuneConfig, pretrained: str) -> dict[str, dict[str, int]
 
     Returns:
         "full" and "bundle" -> numbers in parameters and in buffers, and multiply-adds of one example: of
-        data.max_length tokens, or of a picture.
+        data.max_length tokens, or of an image.
     """
     task = find_task(config)
     name = modality_of(task).auto_class(task).__name__

@@ -33,7 +33,7 @@ class DataSection:
     """What is read, and how much of it."""
 
     dir: str | None = option(None, "folder with the official files; null reads from the Hub")
-    # Those of task table (snnk_peft.tasks.table.TableSettings, which has the defaults), three also of picture folders.
+    # Those of task table (snnk_peft.tasks.table.TableSettings, which has the defaults), three also of image folders.
     train_file: str | None = option(None, "task table: .csv, .tsv, .jsonl, .parquet, or a folder of save_to_disk")
     eval_file: str | None = option(None, "task table: the same; null holds back a part of the training rows")
     dataset: str | None = option(None, "task table, instead of train_file: a folder of save_to_disk, or a Hub id")
@@ -47,7 +47,7 @@ class DataSection:
     label: str | None = option(None, "task table: column of the class, the number or the list of tags (label)")
     kind: str | None = option(None, "task table: classification, regression or token_classification; null infers it")
     labels: list[str] | list[int] | None = option(
-        None, "tables, folders of pictures: class names in the order of their ids; null takes those found, sorted"
+        None, "tables, folders of images: class names in the order of their ids; null takes those found, sorted"
     )
     metric: str | None = option(None, "task table: chooses the checkpoint (accuracy, pearson, or F1 of entities)")
     hold_out: float | None = option(
@@ -55,23 +55,23 @@ class DataSection:
     )
     split_seed: int | None = option(None, "tables, image_folder: decides which are held back (0)", low=0)
     max_length: int = option(128, "tokens per example; longer ones are cut", low=4)
-    workers: int = option(0, "pictures: processes that make batches ahead of time; 0 makes them in this one", low=0)
-    max_unreadable: int = option(0, "pictures: so many that cannot be read are reported and left out", low=0)
+    workers: int = option(0, "images: processes that make batches ahead of time; 0 makes them in this one", low=0)
+    max_unreadable: int = option(0, "images: so many that cannot be read are reported and left out", low=0)
     max_train_samples: int | None = option(None, "train on a subset drawn with train.seed", low=1)
     max_eval_samples: int | None = option(None, "evaluate on the first rows only", low=1)
 
 
 @dataclass
 class AugmentSection:
-    """Random changes of training pictures."""
+    """Random changes of training images."""
 
     crop_scale: float | None = option(
         None, "cut out a random rectangle of this share of the area or more, and resize it", above=0, high=1
     )
     shift: int = option(0, "move by up to so many pixels; what comes in is black", low=0)
     flip: float = option(0.0, "probability to mirror left and right", low=0, high=1)
-    mixup: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second picture laid over; 0: none", low=0)
-    cutmix: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second picture put in; 0: none", low=0)
+    mixup: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second image laid over; 0: none", low=0)
+    cutmix: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second image put in; 0: none", low=0)
 
     @property
     def given(self) -> list[str]:
@@ -81,7 +81,7 @@ class AugmentSection:
 
 @dataclass
 class LoraSection:
-    """PEFT's LoRA, the peer, and its kin."""
+    """PEFT's LoRA, the baseline, and its kin."""
 
     r: int = option(8, "rank (lora, vera)", low=1)
     alpha: float = option(16.0, "scale: the update is multiplied by alpha / r", above=0)
@@ -283,7 +283,7 @@ class OutputSection:
     cost: bool = option(
         False,
         "put into metrics.json what the bundle of an SNNK model costs beside the original: numbers that are stored, "
-        "and multiply-adds of an example of data.max_length tokens or of a picture (snnk_peft.cost)",
+        "and multiply-adds of an example of data.max_length tokens or of an image (snnk_peft.cost)",
     )
     tensorboard: bool = option(True, "write TensorBoard events to tensorboard/")
 
@@ -312,7 +312,7 @@ class FinetuneConfig:
         if faults or task_modality(self.task) == "image":
             return faults
         return [
-            f"augment.{name} is {getattr(self.augment, name)!r}, but the examples of task {self.task} are no pictures; "
+            f"augment.{name} is {getattr(self.augment, name)!r}, but the examples of task {self.task} are no images; "
             "leave it out"
             for name in self.augment.given
         ]

@@ -118,7 +118,7 @@ def test_all_faults_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
         (["method.name=lora", "method.calibrate=true"], "has no replaced layer to fit"),
         (
             ["augment.mixup=0.5", "method.name=full"],
-            "augment.mixup is 0.5, but .* task rte are no pictures",
+            "augment.mixup is 0.5, but .* task rte are no images",
         ),
     ],
 )

@@ -256,7 +256,7 @@ def test_training_takes_the_next_picture_for_one_that_cannot_be_read(
     assert "note: left out: " in out
     assert "airplane/03.png: cannot be decoded" in out
     assert "cat/05.png: mode 'I;16'; expected eight bits" in out
-    with pytest.raises(ConfigError, match=r"2 pictures cannot be read; expected at most 1 \(data.max_unreadable\)"):
+    with pytest.raises(ConfigError, match=r"2 images cannot be read; expected at most 1 \(data.max_unreadable\)"):
         list(examples(damaged, most=1, workers=workers).batches([[3, 4], [19, 20]], epoch=0))
 
 
@@ -417,7 +417,7 @@ def test_wrong_settings_are_refused_with_the_remedy(
     AutoModelForImageClassification.from_pretrained(vit).save_pretrained(large)
     assert "no image processor could be read" in refused(f"model.name_or_path={large}")
     Processor(size={"height": 16, "width": 16}).save_pretrained(large)
-    assert "makes pictures of 16 x 16 pixels; ViTForImageClassification reads 8 x 8" in refused(
+    assert "makes images of 16 x 16 pixels; ViTForImageClassification reads 8 x 8" in refused(
         f"model.name_or_path={large}"
     )
     Processor(size={"height": SIZE, "width": SIZE}, image_mean=[0.5], image_std=[0.5]).save_pretrained(large)

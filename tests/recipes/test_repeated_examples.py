@@ -37,8 +37,8 @@ def test_pictures_are_compared_by_content(tmp_path: Path, monkeypatch: pytest.Mo
     repeated, two = repeat_notes(task, data["train"], {"validation": data["validation"]})
     assert repeated.startswith("1 of 2 rows of validation")
     assert two.startswith("1 of the 3 different rows of train")
-    monkeypatch.setattr(repeated_examples, "MOST_PICTURES", 5)
-    assert repeat_notes(task, data["train"], {"validation": data["validation"]})[0].startswith("6 pictures were not")
+    monkeypatch.setattr(repeated_examples, "MOST_IMAGES", 5)
+    assert repeat_notes(task, data["train"], {"validation": data["validation"]})[0].startswith("6 images were not")
 
 
 def test_unreadable_pictures_are_named_in_one_run(tmp_path: Path) -> None:
@@ -52,6 +52,6 @@ def test_unreadable_pictures_are_named_in_one_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         list(made.batches([[0], [len(rows) - 1]]))
     first, *listed = caught.value.faults
-    assert first.startswith(f"{bad} pictures cannot be read; expected at most 0")
+    assert first.startswith(f"{bad} images cannot be read; expected at most 0")
     assert len(listed) == 11
     assert listed[-1] == f"unreadable: ... and {bad - 10} more"
