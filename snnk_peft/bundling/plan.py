@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from snnk_peft.feature_map.spec import FeatureMapSpec
+from snnk_peft.feature_map.base import FeatureMapSpec
 from snnk_peft.options import MOST
 from snnk_peft.registry import did_you_mean
 

@@ -12,8 +12,8 @@ from transformers import exporters
 
 from snnk_peft.errors import NumericalError
 from snnk_peft.exporting.program import Inputs, quiet
-from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.solvers.reduce import relative_error
 
 Run = Callable[..., Mapping[str, torch.Tensor]]
 

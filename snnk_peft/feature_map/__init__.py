@@ -1,12 +1,11 @@
-"""FeatureMap = component ∘ projection (base.py), and its description before it is built (spec.py)."""
+"""FeatureMap = component ∘ projection, and its description before it is built."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from snnk_peft.feature_map.base import FeatureMap, advance
-from snnk_peft.feature_map.spec import FeatureMapSpec
+from snnk_peft.feature_map.base import FeatureMap, FeatureMapSpec, advance
 from snnk_peft.projections import PROJECTIONS
 
 __all__ = ["FeatureMap", "FeatureMapSpec", "advance", "build_feature_map"]

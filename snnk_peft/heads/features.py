@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.feature_map.spec import FeatureMapSpec
+from snnk_peft.feature_map.base import FeatureMapSpec
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.folded import token_mean

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.feature_map.base import FeatureMap
-from snnk_peft.feature_map.spec import FeatureMapSpec
+from snnk_peft.feature_map.base import FeatureMap, FeatureMapSpec
 from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.gauss_hermite import hermite_coefficients
 from snnk_peft.functional.normalized_projection import EPSILON

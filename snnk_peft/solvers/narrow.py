@@ -35,8 +35,8 @@ from torch import Tensor
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.minimize import minimize
-from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.solvers.landmarks import SecondMoments
+from snnk_peft.solvers.reduce import relative_error
 
 RULES = ("greedy", "leverage")
 RIDGE = 1e-3  # of the mean of the diagonal, while units are chosen

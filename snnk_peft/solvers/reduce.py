@@ -7,13 +7,12 @@ follows from it; without a process group, or with one process, nothing happens.
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from snnk_peft.functional.relative_error import relative_error
 
 Value = TypeVar("Value")
 
@@ -167,3 +166,18 @@ class TokenSample:
         if not shares:
             raise ValueError("no vectors were given; give at least one batch with an unmasked token")
         return shares[0] if len(shares) == 1 else torch.cat([share.to(shares[0].device) for share in shares])
+
+
+CONSTANT = 1e-12  # of Σ‖y‖²: a spread below is that of equal numbers rounded to fp32
+
+
+def relative_error(error: float, spread: float, square: float) -> float:
+    """error Σ‖y − ŷ‖² relative to the spread Σ‖y − ȳ‖² or, of equal targets, to their square Σ‖y‖².
+
+    Of targets that are all zero, 0 if the error is zero too, else infinity. NaN stays NaN.
+    """
+    if error <= 0:
+        return 0.0
+    if spread > CONSTANT * square:
+        return error / spread
+    return error / square if square > 0 else error * math.inf

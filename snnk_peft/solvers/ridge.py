@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.solvers.moments import Moments
+from snnk_peft.solvers.reduce import relative_error
 
 DEFAULT_RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
@@ -127,7 +127,7 @@ class GramAccumulator(Moments):
         """Relative error of a readout A (l, m), a (l,) on the tokens of this accumulator.
 
         Σ‖W₂(y − Aφ − a)‖² / Σ‖W₂(y − ȳ)‖², with W₂ the `output_weight` (identity if none). Of constant targets,
-        relative to Σ‖W₂ y‖² (functional/relative_error.py).
+        relative to Σ‖W₂ y‖² (`relative_error`).
         """
         residual, spread = float(self.residuals(weight, bias).sum()), float(self._spread.sum())
         mean = (

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
-from snnk_peft.functional.draw_checksum import draw_checksum
 from snnk_peft.functional.random_numbers import (
     normal_numbers,
     random_choices,
@@ -31,6 +30,7 @@ from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.snnk_linear import SNNKLinear
+from snnk_peft.projections.base_drawn import draw_checksum
 
 VARIANTS = {
     "orf": [{"norms": "sqrt_dim"}, {"norms": "chi_pairs"}],

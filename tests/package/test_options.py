@@ -20,7 +20,7 @@ from lib.settings import FinetuneConfig
 from snnk_peft import COMPONENTS, PROJECTIONS, SNNKConfig, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
-from snnk_peft.feature_map.spec import SHARED_ARGUMENTS, pair_faults
+from snnk_peft.feature_map.base import SHARED_ARGUMENTS, pair_faults
 from snnk_peft.options import MOST_SEED, Option, documented, fits_type, option, options_of, value_faults
 from snnk_peft.parts import PARTS
 from tests.tensor_sizes import LargestTensor

@@ -24,7 +24,7 @@ from lib.draws import matrices_redrawn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
-from snnk_peft.feature_map.spec import registered_name
+from snnk_peft.feature_map.base import registered_name
 from snnk_peft.functional.hadamard import walsh_hadamard
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.projections import PROJECTIONS

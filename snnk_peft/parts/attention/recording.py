@@ -10,10 +10,10 @@ from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from snnk_peft.functional.precision import full_precision, wide
-from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_weights
 from snnk_peft.solvers.centroids import Scores
+from snnk_peft.solvers.reduce import relative_error
 
 
 class Recorded(NamedTuple):

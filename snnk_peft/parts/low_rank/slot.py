@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.nonlinearity import nonlinearity
-from snnk_peft.functional.relative_error import relative_error
 from snnk_peft.layers.low_rank import LowRankLinear
 from snnk_peft.layers.low_rank_conv import LowRankConv
 from snnk_peft.layers.slots import (
@@ -30,7 +29,7 @@ from snnk_peft.low_rank import InputMoments, factorize
 from snnk_peft.low_rank.rearranged import rearranged_factors
 from snnk_peft.solvers.landmarks import SecondMoments
 from snnk_peft.solvers.narrow import principal_factors
-from snnk_peft.solvers.reduce import ErrorMeter
+from snnk_peft.solvers.reduce import ErrorMeter, relative_error
 
 Activation = str | Callable[[Tensor], Tensor]
 Solution = tuple[Tensor, Tensor, Tensor | None]  # U, V, bias; fp64
