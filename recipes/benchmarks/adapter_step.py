@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
+from lib.baselines import norm_names
 from lib.models import resolve_model
-from lib.peers import norm_names
 from lib.timing import operations
 from peft import LoraConfig, get_peft_model
 from transformers import (

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from lib.baselines import head_with_bias, start_at_prior
 from lib.data import calibration_batches
 from lib.evaluation import evaluation_splits, held_back_rows, repeat_notes
 from lib.experiment import Data, Experiment, Finished, Schedule
 from lib.modality import modality_of
 from lib.models import build_model, dropout_settings, load_pretrained, resolve_model, trained_on_means
-from lib.peers import head_with_bias, start_at_prior
 from lib.results import cost_of, save_models
 from lib.schedule import of_epochs
 from lib.settings import FinetuneConfig, PoolingSection

@@ -52,8 +52,6 @@ class FitHead(Finetuning):
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """A bundle with the fitted head; of a run that was stopped, from what it had counted."""
-        from snnk_peft import ClosedFormHead
-
         config, task = self.config.method, self.task
         base, _ = load_pretrained(self.pretrained, task)
         self.modality.check(base, self.reader, self.config.data)

@@ -14,9 +14,9 @@ from peft.utils import ModulesToSaveWrapper
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from lib.baselines import PEFT_BASELINES, train_biases_and_norms, with_baseline
 from lib.files import read_json
 from lib.modality import load_tokenizer, modality_of, nowhere
-from lib.peers import PEFT_PEERS, train_biases_and_norms, with_peer
 from lib.settings import MethodSection
 from snnk_peft import calibrate, calibrate_adapters, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -206,11 +206,11 @@ def build_model(
     if method.name == "bitfit":
         train_biases_and_norms(base)
         return base
-    if method.name in PEFT_PEERS:
+    if method.name in PEFT_BASELINES:
         task_type = _task_type(base)
         # Of the task types PEFT knows, it saves the head by itself.
         saved = [*(_heads(base) if task_type is None else []), *(["pooler"] if train_pooler else [])]
-        return with_peer(base, method, saved, task_type, seed)
+        return with_baseline(base, method, saved, task_type, seed)
 
     # None lets snnk_peft train the classifier; an explicit list has to name it too.
     kept = [*_heads(base), "pooler"] if train_pooler else None

@@ -11,8 +11,8 @@ import finetune
 import pytest
 import score
 import torch
+from lib.baselines import start_at_prior
 from lib.models import build_model
-from lib.peers import start_at_prior
 from lib.settings import LoraSection, MethodSection
 from recipe_world import RECIPES, write_settings
 from safetensors.torch import load_file

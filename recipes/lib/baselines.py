@@ -26,11 +26,13 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.families import known_family
 from snnk_peft.parts.norms import is_norm
 
-PEFT_PEERS = ("lora", "ia3", "vera", "boft")
+PEFT_BASELINES = ("lora", "ia3", "vera", "boft")
 
 
-def with_peer(base: PreTrainedModel, method: MethodSection, saved: list[str], task_type: str | None, seed: int) -> Any:
-    """The PeftModel of one of `PEFT_PEERS`.
+def with_baseline(
+    base: PreTrainedModel, method: MethodSection, saved: list[str], task_type: str | None, seed: int
+) -> Any:
+    """The PeftModel of one of `PEFT_BASELINES`.
 
     Args:
         base: the pretrained model with a fresh classifier.
