@@ -7,23 +7,21 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import finetune
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from tests.recipe_world import recipe, write_settings, write_world
+from tests.recipe_world import last_weights, reset_accelerate, write_settings, write_world
 
 pytestmark = pytest.mark.gpu
-finetune = recipe("finetune")
 SETTING = {"cpu": "cpu", "cuda": "auto"}  # of train.device
 
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +35,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(world: Path, out: Path, device: str, *more: str) -> int:
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     file = world / "run.yaml"
     write_settings(file, str(world / "bert"), str(world / "glue"), str(out), method="snnk")
     return finetune.main([str(file), f"train.device={SETTING[device]}", f"output.dir={out}", *more])
-
-
-def last_weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["from the processor", "to the processor"])

@@ -416,10 +416,11 @@ def test_accuracy_between_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"method": method, "ms": ms, "accuracy": accuracy, "speed-up": 10 / ms}
 
     rows = [row("teacher", 10, 0.9), row("ours", 6, 0.8), row("ours", 4, 0.7), row("other", 8, 0.7)]
-    rows.append(row("other", 5, 0.4))
-    first, second = program.at_equal_latency(rows)
+    rows += [row("other", 5, 0.4), row("ours", 9, 0.85)]
+    first, second, third = program.at_equal_latency(rows)
     assert first == {"speed-up": 10 / 6, "ms": 6, "ours": 0.8, "other": pytest.approx(0.5)}
     assert second["other"] is None
+    assert third["other"] == pytest.approx(0.8)  # between its largest size and the teacher
 
 
 def test_narrower_ffn_blocks(tmp_path: Path, output: Path) -> None:
