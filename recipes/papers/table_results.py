@@ -210,12 +210,7 @@ def exported(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def glue(root: Path, page: str = "glue") -> str:
-    """The average of every method that ran all tasks, and how many of its runs found nothing.
-
-    Args:
-        root: of the repository.
-        page: folder of the reports in model_cards.
-    """
+    """The average of every method that ran all tasks, and how many of its runs found nothing."""
     table = in_order(read_reports(root / "model_cards" / page, "glue"))
     methods = sorted({method for row in table.values() for method in row}, key=rank)
     common = list(table)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState
 from lib import plots
 from papers.programs import tiny_llama
 from transformers import LlamaConfig
@@ -16,7 +15,7 @@ from transformers import LlamaConfig
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are stored."""
     figures: list[Any] = []
-    monkeypatch.setattr(plots, "_store", lambda figure, file: figures.append(figure))
+    monkeypatch.setattr(plots, "store", lambda figure, file: figures.append(figure))
     return figures
 
 
@@ -38,7 +37,6 @@ def test_a_single_point_is_marked(drawn: list[Any], tmp_path: Path) -> None:
 def test_the_curves_of_the_language_model_reach_the_last_step(
     steps: int, drawn: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     monkeypatch.setattr(tiny_llama, "WINDOW", 8)
     monkeypatch.setattr(tiny_llama, "llama_config", lambda: LlamaConfig(vocab_size=256, **sizes))

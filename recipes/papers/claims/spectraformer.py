@@ -56,16 +56,7 @@ def memory_of_best(rows: Rows) -> Measured:
 
 
 def on_pages(store: Store, task: str, pages: Sequence[str], first: str, second: str, printed: float) -> Measured:
-    """By how many points a method is more accurate than another, on each page that has both.
-
-    Args:
-        store: of the reports.
-        task: on all pages.
-        pages: of `PAGES`.
-        first: method.
-        second: the other.
-        printed: the paper's difference.
-    """
+    """By how many points a method is more accurate than another, on each page that has both."""
     parts = []
     for page in pages:
         if {first, second} <= set(store.methods(page, task)):

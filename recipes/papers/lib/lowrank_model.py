@@ -113,13 +113,7 @@ def rebuilt_errors(config: LowRankConfig) -> dict[str, float]:
 
 
 def make_optimizer(model: nn.Module, train: Any, frobenius_decay: float) -> torch.optim.Optimizer:
-    """SGD with momentum or AdamW; Frobenius decay takes the place of weight decay on the factors.
-
-    Args:
-        model: with requires_grad where it is trained.
-        train: the settings (`LowRankTrain`).
-        frobenius_decay: its strength; 0 for none.
-    """
+    """SGD with momentum or AdamW; Frobenius decay takes the place of weight decay on the factors."""
     groups = decay_groups(model, train.weight_decay, factor_decay=0.0 if frobenius_decay else None)
     optimizer: torch.optim.Optimizer
     if train.optimizer == "sgd":

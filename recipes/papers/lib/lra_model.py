@@ -68,15 +68,7 @@ class LongRangeClassifier(nn.Module):
 def build_classifier(
     task: SequenceTask, model: LongRangeModel, method: AttentionMethod, max_length: int, seed: int
 ) -> LongRangeClassifier:
-    """A freshly initialised classifier (from torch's global generator), all of whose parameters are trained.
-
-    Args:
-        task: see `LongRangeClassifier`.
-        model: sizes.
-        method: the attention.
-        max_length: tokens per document.
-        seed: of the random features.
-    """
+    """A freshly initialised classifier (from torch's global generator), all of whose parameters are trained."""
     with_cls = model.pooling == "cls"
     config = bert_config(model, task.vocab_size + with_cls, max_length + with_cls, type_vocab_size=1)
     bert = BertModel(config, add_pooling_layer=False)
@@ -89,14 +81,7 @@ def build_classifier(
 
 
 def bert_config(sizes: Any, vocabulary: int, positions: int, **further: Any) -> BertConfig:
-    """The layout of a BERT from scratch; token 0 is padding.
-
-    Args:
-        sizes: `LongRangeModel`, or another section with its fields.
-        vocabulary: number of tokens.
-        positions: tokens that it has positions for.
-        **further: other fields.
-    """
+    """The layout of a BERT from scratch; token 0 is padding."""
     return BertConfig(
         vocab_size=vocabulary,
         hidden_size=sizes.dim,

@@ -61,15 +61,7 @@ class MaskedLanguageModel(nn.Module):
 
 
 def build_masked(sizes: MaskedModelSection, method: AttentionMethod, vocabulary: int, length: int, seed: int) -> Any:
-    """A freshly initialised model (from torch's global generator), all of whose parameters are trained.
-
-    Args:
-        sizes: of the encoder.
-        method: its attention.
-        vocabulary: number of word pieces; 0 is padding.
-        length: tokens that it has positions for.
-        seed: of the random features.
-    """
+    """A freshly initialised model (from torch's global generator), all of whose parameters are trained."""
     plain = BertForMaskedLM(bert_config(sizes, vocabulary, length))
     model = with_linear_attention(plain, method, seed)
     if sizes.positions == "sinusoidal":
@@ -105,15 +97,7 @@ def attention_of(model: Any) -> str:
 def masked_scores(
     model: nn.Module, windows: ExampleSet, batch_size: int, device: torch.device, stopped: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """score = −loss, loss and masked_accuracy over all hidden pieces; None if `stopped` became true on the way.
-
-    Args:
-        model: a MaskedLanguageModel, as prepared for training.
-        windows: what is scored; the same pieces are hidden each time.
-        batch_size: windows of a forward pass.
-        device: of the model.
-        stopped: whether to stop.
-    """
+    """score = −loss, loss and masked_accuracy over all hidden pieces; None if `stopped` became true on the way."""
     was_training, loss, right, count = model.training, 0.0, 0, 0
     model.eval()
     for batch in windows.by_length(batch_size):

@@ -31,10 +31,6 @@ _EVALUATED = 2**31 - 1  # in the place of an epoch, so that what is scored hides
 def read_texts(task: str, folder: str | None) -> tuple[list[str], list[str]]:
     """Texts to train on and held-out texts.
 
-    Args:
-        task: `WIKITEXT`, or a task whose examples are single texts.
-        folder: of its files; None where a task needs none.
-
     Raises:
         ConfigError: files that are not there or hold no text.
     """

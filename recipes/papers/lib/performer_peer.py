@@ -57,11 +57,6 @@ def use_performer(encoder: PreTrainedModel, settings: PerformerSection, seed: in
     The first W of a layer is drawn from (seed, path of the layer), so that all else begins as it does for other
     methods with the same seed.
 
-    Args:
-        encoder: a BertModel.
-        settings: number of features, and how often they are redrawn.
-        seed: of the first features.
-
     Raises:
         ConfigError: the library is not installed.
     """

@@ -55,12 +55,7 @@ class PictureRows(ExampleSet):
 
 
 def read_picture(name: str, file: str | Path | None, size: int) -> PictureRows:
-    """The middle square, grey, at size × size pixels.
-
-    Args:
-        name: a picture that comes with scikit-learn.
-        file: a picture file instead.
-        size: pixels on each side.
+    """The middle square, grey, at size × size pixels, of a file or of the picture that scikit-learn has by this name.
 
     Raises:
         ConfigError: there is no such picture, or it cannot be read.

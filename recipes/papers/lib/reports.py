@@ -149,11 +149,7 @@ def rates(study: Path) -> Rates:
 
 
 def chosen_rates(study: Path) -> dict[str, float]:
-    """The learning rate of every method: of those tried on all tasks of the tuning the one with the best mean score.
-
-    Args:
-        study: the reports of the tuning, as in `rates`.
-    """
+    """The learning rate of every method: of those tried on all tasks of the tuning the one with the best mean score."""
     means = {
         method: {rate: statistics.mean(scores.values()) for rate, scores in tried.items()}
         for method, tried in rates(study).items()

@@ -34,9 +34,6 @@ def load_folder(folder: Path) -> Any:
 
     Runs of train_lra.py, of pretrain_mlm.py and of what fine-tunes; bundles, and other folders of transformers, with
     the attention that a pretraining left in them.
-
-    Args:
-        folder: of either.
     """
     if not (folder / "config.yaml").is_file():
         return with_attention(load_by_class(folder), folder).eval()

@@ -73,9 +73,6 @@ def learned_spectra(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Eigenvalues in descending order, (heads or 1, [components,] d) in fp64 on the CPU, by the names of
     `learned_sites`; components are those of mixtures.
 
-    Args:
-        model: see `learned_sites`.
-
     Raises:
         ConfigError: nothing is learned.
     """
@@ -90,11 +87,7 @@ def spectra(maps: Sequence[FeatureMap]) -> torch.Tensor:
 
 @torch.no_grad()
 def covariance(matrix: Projection) -> torch.Tensor:
-    """Of a row of W, (d, d) or, of a mixture, (components, d, d), in fp64 on the CPU.
-
-    Args:
-        matrix: learned.
-    """
+    """Of a row of W, (d, d) or, of a mixture, (components, d, d), in fp64 on the CPU."""
     if isinstance(matrix, Gmm):
         return matrix.covariances().double().cpu()
     if isinstance(matrix, FastfoodLearned):
@@ -136,9 +129,6 @@ def fresh_rows(matrix: Projection) -> Iterable[torch.Tensor]:
     """The rows that new draws make of what is learned, each (m, d), until there are enough.
 
     A draw has as many rows as the model's own: a generator normalises over them.
-
-    Args:
-        matrix: resamplable.
     """
     for number in range(-(-ROWS_PER_DIMENSION * matrix.dim // matrix.num_features)):
         with matrices_redrawn([matrix], 0, number):
@@ -146,11 +136,7 @@ def fresh_rows(matrix: Projection) -> Iterable[torch.Tensor]:
 
 
 def covariance_of_rows(draws: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The covariance of all rows together, divided by their number, (d, d) in fp64 on the CPU.
-
-    Args:
-        draws: each (any number, d).
-    """
+    """The covariance of all rows together, divided by their number, (d, d) in fp64 on the CPU."""
     count, total, squares = 0, torch.zeros(()), torch.zeros(())
     for rows in draws:
         wide = rows.detach().double().cpu()

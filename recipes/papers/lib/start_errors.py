@@ -19,11 +19,6 @@ AXES = ("relative error of the start, mean over layers", "test accuracy, percent
 def row_of(report: dict[str, Any], method: str, error: float) -> Row:
     """What is plotted of a run.
 
-    Args:
-        report: its metrics.json, of a low-rank network.
-        method: its name in the sweep.
-        error: of its start, the mean over the layers.
-
     Returns:
         among others "decay", whether the factors had Frobenius decay instead of weight decay.
     """
@@ -99,11 +94,6 @@ def rank_correlation(groups: Sequence[Sequence[Point]], seed: int = 0, resamples
 
     Each group is resampled on its own, as often as it has points, and the mean over groups taken again (the stratified
     bootstrap, percentiles). Groups of fewer than three points, or where one side is constant, have no correlation.
-
-    Args:
-        groups: points (x, y) of each.
-        seed: of the resamples.
-        resamples: how many.
     """
     usable = [np.asarray(group, dtype=np.float64) for group in groups if len(group) >= 3]
     usable = [group for group in usable if (np.ptp(group, axis=0) > 0).all()]

@@ -108,14 +108,7 @@ def read_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
 
 
 def data_settings(task: str, wanted: str | list[str] | None, data: Path | None, out: Path) -> list[str] | None:
-    """The settings that name the files of a task; None, and a note, if they are wanted and absent.
-
-    Args:
-        task: its name.
-        wanted: see `Task.data`.
-        data: folder of the data folders, or None.
-        out: folder of all runs, in which files are written that none has.
-    """
+    """The settings that name the files of a task; None, and a note, if they are wanted and absent."""
     if wanted is None:
         return []
     if wanted == "listops_files":

@@ -92,13 +92,7 @@ class Store:
         return report["card"]["name"], found["figures"]
 
     def reports(self, page: str, task: str, method: str) -> dict[int, dict[str, Any]]:
-        """seed -> report of a sweep's runs, at least one.
-
-        Args:
-            page: study in model_cards/.
-            task: of the study.
-            method: of the study.
-        """
+        """seed -> report of a sweep's runs, at least one."""
         found = {seed: report for (*place, seed), report in self._runs(page).items() if place == [task, method]}
         if not found:
             raise NotMeasuredError(f"model_cards/{page}/{task}/{method}")

@@ -85,13 +85,7 @@ def in_order(table: Table) -> Table:
 
 
 def on_plateau(task: str, score: float, row: Mapping[str, list[dict[str, Any]]]) -> bool:
-    """Whether a run has stayed where it began, at the score of a constant answer or near it.
-
-    Args:
-        task: its name.
-        score: of the run.
-        row: the reports of all methods on this task.
-    """
+    """Whether a run has stayed where it began, at the score of a constant answer or near it."""
     if task not in CONSTANT:
         return False
     best = max(report["score"] for cell in row.values() for report in cell)

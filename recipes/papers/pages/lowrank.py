@@ -51,12 +51,7 @@ def page(table: Table, out: Path, errors: Path = ERRORS) -> tuple[str, list[str]
 
 
 def with_errors(row: dict[str, list[Report]], file: Path) -> list[dict[str, Any]]:
-    """Rows of `papers/lib/start_errors.py`: the runs of a task whose starts have a known error.
-
-    Args:
-        row: the reports by method.
-        file: errors of starts that were built again; need not be there.
-    """
+    """Rows of `papers/lib/start_errors.py`: the runs of a task whose starts have a known error."""
     known = {}
     if file.is_file():
         known = {(each["task"], each["method"], each["seed"]): each["error"] for each in read_json(file)["rows"]}
@@ -90,12 +85,7 @@ def error(reports: list[Report]) -> tuple[float, float]:
 
 
 def render(table: Table, starts: dict[str, list[dict[str, Any]]] | None = None) -> str:
-    """The Markdown page: a section per task.
-
-    Args:
-        table: the reports.
-        starts: task -> what `with_errors` found.
-    """
+    """The Markdown page: a section per task."""
     lines = [
         "# Low-rank networks, trained from scratch",
         "",

@@ -83,11 +83,7 @@ def measure(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """The ends of the paths, with as many parts as tell them apart; the same folder is not given twice.
-
-    Args:
-        folders: that exist.
-    """
+    """The ends of the paths, with as many parts as tell them apart; the same folder is not given twice."""
     parts = [folder.resolve().parts for folder in folders]
     if len(set(parts)) < len(parts):
         raise ConfigError("a folder was given twice; expected different ones")
