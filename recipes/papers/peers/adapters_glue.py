@@ -127,7 +127,7 @@ class AdaptersConfig(FinetuneConfig):
 class AdapterHub(Finetuning):
     """A pretrained encoder with a fresh classifier and a bottleneck adapter in each layer."""
 
-    settings, program = AdaptersConfig, "peers/adapters_glue.py"
+    settings, program = AdaptersConfig, "papers/peers/adapters_glue.py"
 
     @property
     def method(self) -> str:
