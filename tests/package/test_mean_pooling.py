@@ -29,7 +29,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import UnsupportedError
-from snnk_peft.layers.folded import counted_tokens
+from snnk_peft.layers.folded import counted_tokens, mean_first
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import CONFIGS, build, main_head
 
@@ -264,3 +264,10 @@ def test_masks_that_say_nothing_are_refused() -> None:
         counted_tokens(hidden, (), {})
     with pytest.raises(UnsupportedError, match=r"is \(2, 1, 1, 5\) for hidden states \(2, 7, 4\)"):
         counted_tokens(hidden, (torch.zeros(2, 1, 1, 5),), {})
+
+
+def test_only_the_first_token_changes():
+    hidden = torch.randn(2, 5, 3)
+    got = mean_first(hidden, (None,), {})
+    assert torch.equal(got[:, 1:], hidden[:, 1:])
+    torch.testing.assert_close(got[:, 0], hidden.mean(1))
