@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from snnk_peft import AttentionPart
 from snnk_peft.functional.backend import DEVICE_KERNELS, form_that_ran
@@ -22,8 +23,6 @@ in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its
 @contextmanager
 def kernels_on_the_cpu(*modules: Any) -> Iterator[None]:
     """Kernels of these modules take tensors of the CPU, and memory that nobody has written to is NaN."""
-    from triton.runtime.interpreter import InterpretedFunction
-
     original, known = InterpretedFunction.__call__, set()
 
     def inner(self: Any, *args: Any, **kwargs: Any) -> Any:

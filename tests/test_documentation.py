@@ -16,10 +16,22 @@ from pathlib import Path
 
 import data
 import pytest
+from datasets import Dataset
 from glue_files import sentences, write_task
+from image_layouts import class_folders, draw
+from recipe_world import write_world
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+)
 
 import snnk_peft
 from snnk_peft.errors import ConfigError
+from snnk_peft.feature_map.describe import component_table, projection_table
 from tests.fresh_process import run_python
 
 # Triton need not be installed.
@@ -83,8 +95,6 @@ def test_readme_shell_commands_exist(root):
 
 def write_tables(folder: Path) -> None:
     """Stand-ins for the reader's own files."""
-    from datasets import Dataset
-
     rows = [(f"it was {word} {number}", word) for number in range(10) for word in ("good", "bad", "so so")]
     for name, part in (("reviews", rows), ("dev", rows[:6]), ("new", rows[:3])):
         (folder / f"{name}.csv").write_text("".join(f"{a},{b}\n" for a, b in [("text", "label"), *part]))
@@ -97,9 +107,6 @@ def write_tables(folder: Path) -> None:
 
 def write_pictures(folder: Path) -> Path:
     """Stand-ins for the reader's own pictures, and a tiny model in place of the one from the Hub: its folder."""
-    from image_layouts import class_folders, draw
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
-
     class_folders(folder / "birds", draw(("train", "val"), 2, side=16, per_class=8), ("owl", "tit"))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes)).save_pretrained(folder / "vit")
@@ -109,9 +116,6 @@ def write_pictures(folder: Path) -> Path:
 
 def write_classifier(folder: Path, glue: Path) -> None:
     """A tiny classifier in place of the reader's fine-tuned one, and texts without labels."""
-    from recipe_world import write_world
-    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
-
     tokenizer = AutoTokenizer.from_pretrained(write_world(folder / "world") / "bert")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "model")
@@ -157,8 +161,6 @@ def test_readme_recipe_commands(root, minilm_dir, tmp_path):
 
 
 def test_readme_tables_are_the_generated_ones(root):
-    from snnk_peft.feature_map.describe import component_table, projection_table
-
     text = (root / "README.md").read_text()
     begin = "<!-- feature maps: begin (python -m snnk_peft.feature_map table) -->\n"
     shown = text.split(begin)[1].split("\n<!-- feature maps: end -->")[0]

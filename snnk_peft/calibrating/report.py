@@ -226,7 +226,6 @@ def draw(slots: Sequence[Any]) -> bytes:
         ImportError: matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ImportError(
@@ -241,7 +240,6 @@ def draw(slots: Sequence[Any]) -> bytes:
         panels.append(("divergence from softmax, nats", first, second))
     panels.append(("seconds", [], [slot.seconds for slot in slots]))
     figure = Figure(figsize=(4 * len(panels) + 2, 1.5 + 0.32 * max(len(slots), 1)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (title, before, after) in zip(axes, panels, strict=True):
         _bars(axis, before, 0.2, BEFORE, "before")

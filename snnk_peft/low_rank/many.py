@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import torch
@@ -86,10 +88,6 @@ def _check_all(layers: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _in_processes(layers: Mapping[str, Mapping[str, Any]], workers: int) -> Iterator[tuple[str, Factors]]:
-    # Here, because whoever imports the package pays for imports above.
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-
     # Forks of a process that never used a thread: a fork of this one could wait for ever for a lock of its threads.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)

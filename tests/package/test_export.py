@@ -179,8 +179,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_onnx(kind, tmp_path):
     """Every kind of conversion: ONNX Runtime alone answers as the patched model does, on shapes of the test's own."""
-    import onnxruntime
-
+    onnxruntime = pytest.importorskip("onnxruntime")
     family, parts, changes = KINDS[kind]
     causal = FAMILIES[family].causal
     model = patched(causal_model(family) if causal else tiny(family, **changes), parts)
@@ -236,9 +235,7 @@ def test_a_file_of_torch(tmp_path):
 @with_onnx
 def test_int8_linears(tmp_path):
     """Of all Linears and of nothing else; as accurate as ONNX Runtime alone says."""
-    import onnx
-    import onnxruntime
-
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     parts = {"attention": AttentionPart(num_features=8), "ffn": FFNPart(num_features=8)}
     model = bundled(one_layer(), parts)
     batches = [inputs_for(model, 3, tokens) for tokens in (5, 9)]

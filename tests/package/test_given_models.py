@@ -7,6 +7,7 @@ import warnings
 import peft
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -132,16 +133,13 @@ def test_weights_made_in_inference_mode_are_refused():
 
 def test_what_only_holds_a_model_names_it(tmp_path):
     st_modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
-    from sentence_transformers import SentenceTransformer
-
+    sentence_transformers = pytest.importorskip("sentence_transformers")
     tiny("bert", "BertModel").save_pretrained(tmp_path)
     vocabulary = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a"])}
-    from tokenizers import Tokenizer, models
-
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(tmp_path)
     inside = st_modules.Transformer(str(tmp_path))
-    st = SentenceTransformer(modules=[inside, st_modules.Pooling(32)], device="cpu")
+    st = sentence_transformers.SentenceTransformer(modules=[inside, st_modules.Pooling(32)], device="cpu")
     runs = [
         lambda model: get_snnk_model(model, ADAPTER),
         lambda model: calibrate(model, batches()),

@@ -474,13 +474,6 @@ def test_an_adapter_folder_is_no_base_model(folders, adapter, monkeypatch):
     model = AutoModelForSequenceClassification.from_pretrained(adapter)
     with pytest.raises(UnsupportedError, match="was loaded with an adapter in it"):
         get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4)))
-    pytest.importorskip("accelerate")
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    from data import TASKS
-    from lib.models import load_pretrained
-
-    with pytest.raises(ConfigError, match=r"an adapter: a second one would be trained on top. Give its base model"):
-        load_pretrained(str(adapter), TASKS["rte"])
 
 
 def test_what_was_saved_with_nan_is_refused_by_name(folders, tmp_path):
@@ -504,26 +497,6 @@ def test_stamping_twice_changes_nothing(adapter):
     stamp_tensors(adapter / WEIGHTS)
     assert (adapter / WEIGHTS).read_bytes() == before
     assert not list(adapter.glob("*.tmp"))
-
-
-def test_leftovers_of_killed_processes_go_and_those_of_live_ones_stay(tmp_path, monkeypatch):
-    pytest.importorskip("accelerate")
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    from lib import files
-    from lib.run_folder import claim_folder
-
-    host, dead = files.socket.gethostname(), 2**22 + 1  # no process has a number above 2²²
-    gone = [f".adapter.{dead}@{host}.tmp", f"checkpoints/.step-0000003.{dead}@{host}.tmp"]
-    kept = [files.temporary_name(tmp_path / "log.jsonl").name, f".bundle.{dead}@elsewhere.tmp", ".strange.tmp"]
-    for name in (*gone, *kept):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "file").write_text("half")
-    claim_folder(tmp_path, "x: 1\n", ROOT, resume=True)
-    assert not [name for name in gone if (tmp_path / name).exists()]
-    assert all((tmp_path / name).is_dir() for name in kept)
-    (tmp_path / gone[0]).mkdir()
-    files.write_folder(tmp_path / "adapter", lambda folder: (folder / "file").write_text("whole"))
-    assert not (tmp_path / gone[0]).exists()
 
 
 @pytest.mark.slow

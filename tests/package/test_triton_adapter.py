@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from snnk_peft import build_feature_map
 from snnk_peft.functional.backend import DEVICE_KERNELS, form_that_ran
+from snnk_peft.functional.device_kernels import cuda_adapter
+from snnk_peft.functional.device_kernels.triton_adapter import launches
 from snnk_peft.layers.adapter import GatedReadout, SNNKAdapter
 from snnk_peft.layers.feature_stage import FeatureStage
+from tests.compile_kernels import adapter_usages
 from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu
 from tests.package.test_adapter_step import adapter_of, errors
 
-pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
 KERNEL = "snnk_peft.functional.device_kernels.cuda_adapter.adapter_sum"
 
 
@@ -23,8 +28,6 @@ KERNEL = "snnk_peft.functional.device_kernels.cuda_adapter.adapter_sum"
 @pytest.mark.parametrize(("m", "learned"), [(16, False), (128, True)])
 def test_compiled_kernels_fit(capability, dtype, m, learned):
     """Nothing of a thread lies outside of its registers, and a program fits in shared memory, without a GPU."""
-    from tests.compile_kernels import adapter_usages
-
     found = list(adapter_usages(capability, dtype, m=m, learned=learned))
     assert len({name for name, _ in found}) == 3
     assert [(name, use) for name, use in found if use["stack"] > 256] == []
@@ -37,13 +40,6 @@ def _on_the_cpu(monkeypatch):
     if not INTERPRETED:
         yield
         return
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    from snnk_peft.functional.device_kernels import cuda_adapter
-    from snnk_peft.functional.device_kernels.triton_adapter import launches
-
     convert = interpreter._convert_float
 
     def rounded(x, old, new, mode):
@@ -146,8 +142,6 @@ def test_second_derivatives_are_those_of_the_formula():
 
 @in_interpreter
 def test_others_take_the_torch_form():
-    from snnk_peft.functional.device_kernels import cuda_adapter
-
     for adapter in (
         wide_adapter("sin", "drawn", normalize=True, out=40),
         wide_adapter("gelu", "learned", normalize=True, out=40),

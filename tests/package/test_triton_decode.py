@@ -8,21 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from lib.kernel_launches import watched
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.functional.backend import SWITCH
+from snnk_peft.functional.device_kernels import cuda_exponential
+from snnk_peft.functional.device_kernels.triton_exponential import decode
 from snnk_peft.functional.exponential_attention import KeyMeans
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import ABSENT, LogLinear
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention.cache import RecurrentLayer
 from snnk_peft.parts.attention.interface import kernel_attention_forward
+from tests.attention_models import causal_model, left_padded, patched
 from tests.exponential_oracle import TOLERANCE, dense, error, given
 from tests.interpreter import INTERPRETED, in_interpreter, kernels_on_the_cpu
-
-pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +34,6 @@ def launched(monkeypatch):
         yield []
         return
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "recipes"))
-    from lib.kernel_launches import watched
-
-    from snnk_peft.functional.device_kernels import cuda_exponential
-
     monkeypatch.setattr(cuda_exponential, "DECODES", True)
     with watched(runs=True) as found, kernels_on_the_cpu(cuda_exponential):
         yield found
@@ -129,8 +127,6 @@ def test_where_gradients_are_wanted_they_are_there(launched):
 @in_interpreter
 def test_operator_keeps_its_promises():
     """Its schema and its shapes without data."""
-    from snnk_peft.functional.device_kernels.triton_exponential import decode
-
     for weighed, masked, state in ((True, True, True), (False, False, False)):
         tensors, square, mask = some(torch.bfloat16, 2, masked=masked, state=state)
         kept = tensors[6:] or (None, None)
@@ -191,8 +187,6 @@ def test_a_step_of_a_layer_is_one_operation(masked, launched):
 @pytest.mark.parametrize("fields", [{}, {"per_head": True, "near_field": 3}], ids=str)
 def test_generated_tokens_are_those_of_the_torch_form(fields, launched, monkeypatch):
     """A batch padded on the left; one launch a layer and new token."""
-    from tests.attention_models import causal_model, left_padded, patched
-
     model, inputs = patched(causal_model("llama"), num_features=16, **fields), left_padded()
     made = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     found = model.generate(**inputs, **made)

@@ -9,14 +9,16 @@ import torch
 
 from snnk_peft import AttentionPart
 from snnk_peft.functional.backend import SWITCH, form_that_ran
+from snnk_peft.functional.device_kernels import cuda_exponential
+from snnk_peft.functional.device_kernels.triton_exponential import launches, operators
 from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import ABSENT, LogLinear
+from tests.compile_kernels import all_usages
 from tests.exponential_oracle import CASES, check, compare, given
 from tests.interpreter import INTERPRETED, check_model_compiled_and_exported, in_interpreter, kernels_on_the_cpu
 
 OPERATION = {False: exponential_attention, True: causal_exponential_attention}
-pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
 
 
 # Bytes of registers that a thread keeps elsewhere: 256, but where no block size does (see launching.py).
@@ -33,8 +35,6 @@ SPILLS = {
 @pytest.mark.parametrize(("capability", "dtype"), SPILLS, ids=str)
 def test_compiled_kernels_fit(capability, dtype):
     """Without a GPU: what a thread keeps outside of its registers, and shared memory of a program, in bytes."""
-    from tests.compile_kernels import all_usages
-
     found = list(all_usages(capability, dtype, learned=True, masked=True))
     assert len({name for name, _ in found}) == 13
     more = SPILLS[capability, dtype]
@@ -48,9 +48,6 @@ def _on_the_cpu(monkeypatch):
     if not INTERPRETED:
         yield
         return
-    from snnk_peft.functional.device_kernels import cuda_exponential
-    from snnk_peft.functional.device_kernels.triton_exponential import launches
-
     monkeypatch.setattr(launches, "part_tokens", lambda *_: 32)
     monkeypatch.setattr(launches, "launch", lambda *_: (16, {"num_warps": 4, "num_stages": 1}))
     with kernels_on_the_cpu(cuda_exponential):
@@ -141,8 +138,6 @@ def test_models_compile_and_export(causal):
 @in_interpreter
 def test_operators_keep_their_promises():
     """Schemas, shapes without data, and gradients that compilers can trace."""
-    from snnk_peft.functional.device_kernels.triton_exponential import operators
-
     (q, k, v, queries, keys, mask, state), _ = small(L=5, H=2, G=1, d=4, D=6, m=3, masked=True, state=True)
     maps = (queries.rows, queries.offset, keys.rows, keys.square, mask)
     torch.library.opcheck(operators.key_means, (k, v, keys.rows, keys.square, mask))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from snnk_peft import AttentionPart
 from snnk_peft.functional.backend import SWITCH, form_that_ran
+from snnk_peft.functional.device_kernels import cuda_linear
+from snnk_peft.functional.device_kernels.triton_linear import decode, launches, operators
 from snnk_peft.functional.linear_attention import AttentionState, causal_linear_attention, key_sums
+from tests.attention_models import causal_model, left_padded, patched
+from tests.compile_kernels import linear_usages
 from tests.exponential_oracle import TOLERANCE, error
 from tests.interpreter import INTERPRETED, check_model_compiled_and_exported, in_interpreter, kernels_on_the_cpu
 from tests.linear_oracle import CASES, check, compare, dense, given
 
-pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
 both = pytest.mark.parametrize("causal", [False, True], ids=["sums", "causal"])
 
 
@@ -23,8 +27,6 @@ both = pytest.mark.parametrize("causal", [False, True], ids=["sums", "causal"])
 @pytest.mark.parametrize("features", [torch.bfloat16, torch.float32], ids=str)
 def test_compiled_kernels_fit(features):
     """Without a GPU: bytes that a thread keeps outside of its registers, and shared memory of a program."""
-    from tests.compile_kernels import linear_usages
-
     found = list(linear_usages(90, features, scaled=True, masked=True, values=torch.bfloat16))
     assert len({name for name, _ in found}) == 7
     assert [(name, use) for name, use in found if use["stack"] > 256] == []
@@ -37,9 +39,6 @@ def _on_the_cpu(monkeypatch):
     if not INTERPRETED:
         yield
         return
-    from snnk_peft.functional.device_kernels import cuda_linear
-    from snnk_peft.functional.device_kernels.triton_linear import launches
-
     monkeypatch.setattr(launches, "part_tokens", lambda *_: 32)
     monkeypatch.setattr(launches, "launch", lambda *_: (16, {"num_warps": 4, "num_stages": 1}))
     with kernels_on_the_cpu(cuda_linear):
@@ -149,8 +148,6 @@ def test_a_compiled_step_is_one_launch():
 @in_interpreter
 def test_operators_keep_their_promises():
     """Schemas, shapes without data, and gradients that compilers can trace."""
-    from snnk_peft.functional.device_kernels.triton_linear import decode, operators
-
     for scales, state in ((None, None), ((0, 0), 1.0)):
         more = {"L": 5, "H": 2, "D": 6, "m": 3, "masked": True, "state": state, "scales": scales}
         (q, k, v, mask), options, _ = small(True, **more)
@@ -224,9 +221,6 @@ def test_tokens_behind_a_state(dtype, case, tokens):
 
 def launches_of_a_step() -> Any:
     """A context that collects the launches of the kernel for few tokens."""
-    from unittest import mock
-
-    from snnk_peft.functional.device_kernels.triton_linear import decode
 
     class Watched(list):
         kernel = decode.token_pass
@@ -241,8 +235,6 @@ def launches_of_a_step() -> Any:
 @in_interpreter
 def test_generated_tokens_are_those_of_the_torch_form(monkeypatch):
     """A batch padded on the left, features without scales; one launch of attention a layer and new token."""
-    from tests.attention_models import causal_model, left_padded, patched
-
     inputs, model = left_padded(), causal_model("llama")
     model = patched(model, component="relu", projection="gaussian", num_features=16)
     made = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}

@@ -10,6 +10,9 @@ import torch
 
 from snnk_peft import build_feature_map
 from snnk_peft.functional.backend import SWITCH, form_that_ran
+from snnk_peft.functional.device_kernels import cuda_exponential, cuda_near
+from snnk_peft.functional.device_kernels.triton_exponential import launches as exponential
+from snnk_peft.functional.device_kernels.triton_near import launches, operators
 from snnk_peft.functional.near_field import Sinks, banded_softmax_attention, near_attention
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
@@ -21,7 +24,6 @@ from tests.interpreter import (
 )
 from tests.near_oracle import CASES, NOWHERE, check, compare, given
 
-pytest.importorskip("triton", reason="pip install triton: the kernels are tested in its interpreter")
 KERNEL = "snnk_peft.functional.device_kernels.cuda_near.near_attention"
 
 
@@ -31,10 +33,6 @@ def _on_the_cpu(monkeypatch):
     if not INTERPRETED:
         yield
         return
-    from snnk_peft.functional.device_kernels import cuda_exponential, cuda_near
-    from snnk_peft.functional.device_kernels.triton_exponential import launches as exponential
-    from snnk_peft.functional.device_kernels.triton_near import launches
-
     for module in (launches, exponential):
         monkeypatch.setattr(module, "part_tokens", lambda *_: 32)
         monkeypatch.setattr(module, "launch", lambda *_: (16, {"num_warps": 4, "num_stages": 1}))
@@ -106,8 +104,6 @@ def test_compiled_in_one_graph():
 @in_interpreter
 def test_operators_keep_their_promises():
     """Schema, shapes without data, and gradients that compilers can trace; with all that there can be and without."""
-    from snnk_peft.functional.device_kernels.triton_near import operators
-
     own, rest = small(L=5)
     for beside in (
         (rest["mask"], True, 0.3, *rest["sinks"], *rest["far"][0]),

@@ -43,6 +43,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_image import Images
 
@@ -497,6 +498,13 @@ def test_evaluation_refuses_what_does_not_fit(world: Path, tmp_path: Path, capsy
     weights.write_bytes(weights.read_bytes()[:-4])
     assert score.main([str(run)]) == 2
     assert "it was cut or extended" in capsys.readouterr().err
+
+
+def test_an_adapter_folder_is_no_base_model(world: Path, tmp_path: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(world / "bert")
+    get_snnk_model(model, SNNKConfig(adapter=AdapterPart(num_features=2))).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"an adapter: a second one would be trained on top. Give its base model"):
+        load_pretrained(str(tmp_path / "adapter"), TASKS["rte"])
 
 
 def test_a_run_and_its_adapter_give_the_same_bundle(

@@ -21,9 +21,10 @@ import pytest
 import score
 import torch
 from lib import checkpoint as checkpoints
-from lib import training
+from lib import files, training
 from lib.checkpoint import list_checkpoints
 from lib.files import sha256, temporary_name
+from lib.run_folder import claim_folder
 from lib.training import train_step
 from recipe_world import RECIPES, same_tensors, write_settings
 from safetensors.torch import load_file, save_file
@@ -415,3 +416,20 @@ def test_records_that_a_continuation_reads_are_those_of_its_checkpoint(
     for name, value in kept.items():
         Path(name).write_bytes(value)
     assert fit_head.main([*given, "--resume"]) == 0
+
+
+def test_leftovers_of_killed_processes_go_and_those_of_live_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, dead = files.socket.gethostname(), 2**22 + 1  # no process has a number above 2²²
+    gone = [f".adapter.{dead}@{host}.tmp", f"checkpoints/.step-0000003.{dead}@{host}.tmp"]
+    kept = [files.temporary_name(tmp_path / "log.jsonl").name, f".bundle.{dead}@elsewhere.tmp", ".strange.tmp"]
+    for name in (*gone, *kept):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").write_text("half")
+    claim_folder(tmp_path, "x: 1\n", RECIPES.parent, resume=True)
+    assert not [name for name in gone if (tmp_path / name).exists()]
+    assert all((tmp_path / name).is_dir() for name in kept)
+    (tmp_path / gone[0]).mkdir()
+    files.write_folder(tmp_path / "adapter", lambda folder: (folder / "file").write_text("whole"))
+    assert not (tmp_path / gone[0]).exists()

@@ -62,7 +62,7 @@ def test_the_quickstart_trains_the_same() -> None:
 @pytest.mark.slow
 def test_from_the_settings_file_to_onnx(minilm_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxscript", reason="pip install snnk-peft[onnx]")
-    import onnxruntime
+    onnxruntime = pytest.importorskip("onnxruntime")
 
     given = [*write_cola(tmp_path, SENTENCES, 5), f"model.name_or_path={minilm_dir}", "train.batch_size=8"]
     assert finetune.main([COLA, *given]) == 0
