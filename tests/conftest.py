@@ -60,6 +60,14 @@ def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
         warning_message.message = UserWarning(f"{category.__qualname__}: {warning_message.message}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Also for fixtures of a module, where torch was imported before this file could set the environment."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     import torch
