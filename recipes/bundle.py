@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lib.guard import guarded
+from lib.files import guarded
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -40,9 +40,8 @@ from lib.config import ROOT, Request, resume_command
 from lib.data import Examples
 from lib.evaluation import predict
 from lib.experiment import Data, Finished
-from lib.files import check_writable, read_json, write_folder, write_json
+from lib.files import check_writable, guarded, read_json, write_folder, write_json
 from lib.finetuning import Finetuning
-from lib.guard import guarded
 from lib.heads import Head, Vectors
 from lib.launch import perform
 from lib.lock import alone

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from lib.config import describe
-from lib.guard import guarded
+from lib.files import guarded
 from lib.settings import EvaluateConfig
 from papers.lib.lra_settings import LongRangeEvaluation
 

@@ -19,11 +19,10 @@ from lib.conversion import RECORD, Conversion, converted, restored, timed_inputs
 from lib.convert_settings import ConvertConfig
 from lib.data import ExampleSet
 from lib.evaluation import Alone, evaluation_splits, predict, repeat_notes
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Experiment, Finished, Schedule, learning_rate
 from lib.files import read_json, write_folder
 from lib.modality import modality_of
 from lib.models import train_in_use
-from lib.schedule import learning_rate
 from lib.tables import grid
 from lib.teacher import Distilled, agreement, load_teacher, teacher_task
 from lib.texts import drawn, held_back, read_texts

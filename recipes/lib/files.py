@@ -2,7 +2,8 @@
 
 What the system refuses (a full disk, a folder that cannot be written) becomes a `FileError` that names the path and
 says what to do; the temporary file does not stay behind. A temporary name carries the process that uses it, so that
-what a killed one left can be told from a live one's.
+what a killed one left can be told from a live one's. `guarded` tells in a line, instead of a traceback, what goes wrong
+around a program.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, UnsupportedError
 
 _FULL = "free some space, or write to another disk"
 _CLOSED = "choose a folder that you may write to"
@@ -194,3 +197,28 @@ def write_folder(path: Path, fill: Callable[[Path], Any]) -> None:
         temporary.mkdir(parents=True)
         fill(temporary)
     flush(path.parent)
+
+
+STOPPED = 128 + signal.SIGINT
+"""Exit code of a program that Ctrl-C ended."""
+
+
+def guarded(work: Callable[[], int | None]) -> int:
+    """Do the work of a recipe; returns its exit code.
+
+    Faults of the input and what the system refuses (files, folders, a full disk) are told on stderr, with code 2;
+    Ctrl-C gives 130. Any other exception is a bug and keeps its traceback.
+    """
+    try:
+        return work() or 0
+    except (ConfigError, UnsupportedError) as error:
+        fault: str | None = str(error)
+    except (OSError, SafetensorError) as error:
+        fault = file_fault(error)
+        if fault is None:
+            raise
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; nothing unfinished was left under a final name", file=sys.stderr)
+        return STOPPED
+    print(f"error: {fault}", file=sys.stderr)
+    return 2

@@ -11,11 +11,10 @@ import torch
 from lib.baselines import head_with_bias, start_at_prior
 from lib.data import calibration_batches
 from lib.evaluation import evaluation_splits, held_back_rows, repeat_notes
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Experiment, Finished, Schedule, of_epochs
 from lib.modality import modality_of
 from lib.models import build_model, dropout_settings, load_pretrained, resolve_model, trained_on_means
 from lib.results import cost_of, save_models
-from lib.schedule import of_epochs
 from lib.settings import FinetuneConfig, PoolingSection
 from lib.task_settings import completed, find_task
 from snnk_peft import fit_closed_form

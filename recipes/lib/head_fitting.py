@@ -19,9 +19,8 @@ from lib.models import load_pretrained
 from lib.plots import score_over_seconds
 from lib.results import card_of
 from lib.tables import grid
-from lib.terminal import bar
+from lib.terminal import bar, read_log
 from lib.texts import batches_by_length, drawn
-from lib.tracking import read_log
 from snnk_peft import ClosedFormHead, HeadFeatures
 from snnk_peft.bundling.pooled_head import separator_of
 from snnk_peft.errors import NumericalWarning

@@ -18,8 +18,7 @@ from lib.checkpoint import MisfitError, discard_newer, load_checkpoint, load_mod
 from lib.config import ROOT, Request, dump_yaml, load_config, read_command_line
 from lib.data import steps_per_epoch
 from lib.experiment import Experiment, Finished, RunState
-from lib.files import FileError, check_writable, write_json
-from lib.guard import guarded
+from lib.files import FileError, check_writable, guarded, write_json
 from lib.lock import alone
 from lib.models import parameter_counts
 from lib.processes import in_main, is_sharded, lost_process, make_accelerator, prepare, seed_continuation, unwrapped
@@ -36,8 +35,7 @@ from lib.run_folder import (
     refusal,
     reported_settings,
 )
-from lib.terminal import quiet
-from lib.tracking import Tracker, read_log
+from lib.terminal import Tracker, quiet, read_log
 from lib.training import Training
 from snnk_peft.errors import ConfigError
 

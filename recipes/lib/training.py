@@ -24,7 +24,7 @@ from lib.files import sha256
 from lib.processes import clip_gradients
 from lib.run_folder import StopSignal, choose_checkpoint
 from lib.settings import StepSettings
-from lib.tracking import Tracker
+from lib.terminal import Tracker
 from snnk_peft.feature_map import advance
 from snnk_peft.tasks.base import IGNORED
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.guard import guarded
+from lib.files import guarded
 
 from papers.lib.reports import read_runs
 

@@ -21,8 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.files import write_text
-from lib.guard import guarded
+from lib.files import guarded, write_text
 from lib.lock import alone
 
 from papers.lib.reports import collect, read_reports

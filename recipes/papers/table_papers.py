@@ -17,8 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.files import write_text
-from lib.guard import guarded
+from lib.files import guarded, write_text
 from lib.tables import grid
 
 from papers.claims import learned_kernels, lecture, low_rank, snnk, spectraformer

@@ -17,8 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.files import read_json, write_text
-from lib.guard import guarded
+from lib.files import guarded, read_json, write_text
 from lib.tables import grid, spread
 
 from papers.lib.reports import read_reports

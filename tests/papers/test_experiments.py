@@ -22,10 +22,9 @@ from lib import training
 from lib.checkpoint import list_checkpoints
 from lib.config import option
 from lib.data import ExampleSet
-from lib.experiment import Data, Experiment, Finished, Schedule
+from lib.experiment import Data, Experiment, Finished, Schedule, learning_rate
 from lib.launch import launch
 from lib.processes import prepare, unwrapped
-from lib.schedule import learning_rate
 from lib.settings import StepSettings
 from lib.training import train_step
 from papers.lib import lra_model

@@ -26,11 +26,10 @@ from lib import training
 from lib.config import describe, load_config
 from lib.data import Examples, epoch_plan, share, steps_per_epoch
 from lib.evaluation import DivergedError, held_back_rows
-from lib.experiment import make_optimizer
+from lib.experiment import learning_rate, make_optimizer
 from lib.finetuning import Finetuning
 from lib.modality import check_length, positions
 from lib.models import dropout_settings, load_pretrained, resolve_model
-from lib.schedule import learning_rate
 from lib.settings import FinetuneConfig, TrainSection
 from lib.task_settings import RECIPE_OF
 from lib.training import FiniteWatch, train_step

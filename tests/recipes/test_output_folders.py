@@ -22,9 +22,8 @@ import torch
 from lib import launch as runs
 from lib import modality, training
 from lib.checkpoint import list_checkpoints, verify
-from lib.files import FileError
+from lib.files import FileError, guarded
 from lib.finetuning import Finetuning
-from lib.guard import guarded
 from lib.head_fitting import FitHead
 from lib.lock import alone
 from lib.training import train_step

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.listops import write_listops
-from lib.files import write_folder
-from lib.guard import guarded
+from lib.files import guarded, write_folder
 
 from papers.lib.mlm_settings import FILES, TEXTS
 from papers.lib.reports import read_runs

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lib.experiment import Config, Experiment, Schedule
-from lib.schedule import of_budget, of_epochs, of_steps
+from lib.experiment import Config, Experiment, Schedule, of_budget, of_epochs, of_steps
 
 
 class Training(Experiment[Config]):

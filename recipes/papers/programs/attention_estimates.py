@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from data import TASKS
-from lib.guard import guarded
+from lib.files import guarded
 from lib.modality import load_tokenizer
 from lib.models import resolve_model
 from lib.run_folder import environment

@@ -26,8 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.files import check_writable, replacing, writing
-from lib.guard import guarded
+from lib.files import check_writable, guarded, replacing, writing
 from lib.lock import alone
 from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil

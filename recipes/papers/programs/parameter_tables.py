@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.guard import guarded
+from lib.files import guarded
 from lib.run_folder import environment
 from lib.tables import grid
 from lib.terminal import show_table

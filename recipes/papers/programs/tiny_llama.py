@@ -30,15 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from lib.config import option, resume_command
 from lib.data import ExampleSet
-from lib.experiment import Data, Experiment, Finished, Schedule, make_optimizer
+from lib.experiment import Data, Experiment, Finished, Schedule, learning_rate, make_optimizer
 from lib.files import write_folder
 from lib.launch import Request, perform
 from lib.plots import loss_curves
 from lib.run_folder import check_folder
-from lib.schedule import learning_rate
 from lib.settings import StepSettings
-from lib.terminal import quiet
-from lib.tracking import read_log
+from lib.terminal import quiet, read_log
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from papers.lib.byte_windows import ByteWindows, bits_per_byte, read_texts

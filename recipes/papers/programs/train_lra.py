@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from lib.experiment import Data, Finished
 from lib.launch import launch
-from lib.tracking import read_log
+from lib.terminal import read_log
 
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import PERFORMER, LongRangeConfig

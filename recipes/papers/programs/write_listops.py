@@ -17,8 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.listops import write_listops
-from lib.files import check_writable, write_folder
-from lib.guard import guarded
+from lib.files import check_writable, guarded, write_folder
 from lib.lock import alone
 
 from snnk_peft.errors import ConfigError
