@@ -7,12 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lib.kernel_launches import watched
 from torch.profiler import ProfilerActivity, profile
 
 from snnk_peft import build_feature_map
 from snnk_peft.functional.backend import DEVICE_KERNELS, form_that_ran
-from snnk_peft.functional.device_kernels import cuda_exponential
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 pytest.importorskip("triton", reason="pip install triton: the kernels are not launched here, but imported")
@@ -21,7 +19,11 @@ ALLOCATIONS = {"aten::empty", "aten::empty_like"}
 
 @pytest.fixture(autouse=True)
 def _launches_that_do_nothing(monkeypatch):
+    from snnk_peft.functional.device_kernels import cuda_exponential
+
     monkeypatch.syspath_prepend("recipes")
+    from lib.kernel_launches import watched
+
     before = dict(DEVICE_KERNELS)
     cuda_exponential.register("cpu")
     with watched(runs=False):
