@@ -175,6 +175,9 @@ def test_readme_results_are_the_measured_ones(root, monkeypatch, tmp_path):
         "run recipes/papers/table_results.py --write"
     )
     assert "benchmarks/attention.py" in table_results.render(root)
+    programs = set(re.findall(r"`(benchmarks/\w+\.py)", table_results.render(root)))
+    assert programs, "no benchmark is named"
+    assert [name for name in sorted(programs) if not (root / "recipes" / name).is_file()] == []
     other = text.replace("× faster at 4,096 tokens", "× slower at 4,096 tokens")
     assert table_results.replaced(other, table_results.render(root)) == text
     with pytest.raises(ConfigError, match="has no lines"):

@@ -99,11 +99,11 @@ def render(root: Path) -> str:
             f"{what} converted without labels ({row['model']})",
             f"accuracy {100 * row['accuracy']:.1f} (original {100 * teacher['accuracy']:.1f}) at "
             f"{row['speed-up']:.2f} × the speed{at_length(row)}, after {row['conversion seconds']:.0f} s",
-            f"`benchmarks/{program}.py`",
+            f"`benchmarks/convert_models.py {name}`",
         ]
-        for what, program, (teacher, *rows) in (
-            ("SST-2 classifier", "convert_sst2", texts),
-            ("small ViT for CIFAR-10 (JPEG)", "convert_cifar10", [*cifar[:2], cifar[-1]]),
+        for what, name, (teacher, *rows) in (
+            ("SST-2 classifier", "sst2", texts),
+            ("small ViT for CIFAR-10 (JPEG)", "cifar10", [*cifar[:2], cifar[-1]]),
         )
         for row in rows
     ]
