@@ -19,13 +19,13 @@ from tqdm.auto import tqdm
 
 from snnk_peft.calibrating.batches import Batch, Batches, Survey, is_held_out, placed
 from snnk_peft.calibrating.guards import all_or_nothing, common_faults, evaluating, named_padding, refuse_not_finite
-from snnk_peft.calibrating.inputs import LABELS
 from snnk_peft.calibrating.report import AdapterReport, AdapterSlotReport
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.layers.adapter import GatedReadout
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Slot, real_tokens
+from snnk_peft.repeats import LABELS
 from snnk_peft.solvers.gradient_rows import RIDGES, GradientMoments, gradient_rows
 from snnk_peft.solvers.reduce import process, processes, same_everywhere
 from snnk_peft.tuner.given_model import takes_model

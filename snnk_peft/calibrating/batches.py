@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.calibrating.inputs import FLOATS, GIVES, LABELS, Batch, InputCheck, as_tensors, masked_tokens
+from snnk_peft.calibrating.inputs import FLOATS, GIVES, Batch, InputCheck, as_tensors, masked_tokens
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.at_hand import place_of
-from snnk_peft.repeats import count_repeated, label_note, rows
+from snnk_peft.repeats import LABELS, count_repeated, label_note, rows
 from snnk_peft.solvers.reduce import gathered, global_index, process
 
 Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from snnk_peft.repeats import LABELS
 from snnk_peft.tuner.slot_layer import active_module
 
 Batch = Mapping[str, Any]
@@ -28,7 +29,6 @@ APART = ("attention_mask", "position_ids", "cu_seq_lens_q")
 # Inputs that must be tensors, and how many axes one example has. Models take other things by other names (a cache).
 EXAMPLE_AXES = {"input_ids": 1, "inputs_embeds": 2, "pixel_values": 3, "input_features": 2}
 INPUTS = {*EXAMPLE_AXES, "attention_mask", "token_type_ids", "position_ids", "input_values", "pixel_mask"}
-LABELS = ("label", "labels")
 FLOATS = {"inputs_embeds", "pixel_values", "input_features", "input_values"}
 TAKEN = (torch.int32, torch.int64, torch.bool)  # integer inputs that every model takes
 ASKED = (

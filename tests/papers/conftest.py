@@ -17,8 +17,8 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
     collect_ignore_glob.append("test_*.py")
     warnings.warn(f"tests/papers is left out for lack of {missing}: pip install snnk-peft[recipes]", stacklevel=1)
 else:
-    from accelerate.state import AcceleratorState
     from papers.lib import sweep
+    from recipe_world import reset_accelerate
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,9 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerate_state() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def in_this_process(command: list[str]) -> tuple[int, None]:
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerate()
         file = Path(command[1])
         names.append(file.stem)
         program = import_module(f"papers.programs.{file.stem}" if file.parent.name == "programs" else file.stem)

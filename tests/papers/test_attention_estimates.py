@@ -12,14 +12,12 @@ import pytest
 import torch
 from glue_files import write_task
 from papers.lib.estimates_page import beats
-from recipe_world import write_world
+from recipe_world import RECIPES, write_world
 from transformers import AutoModel, GPT2Config, GPT2Model
 
 from snnk_peft import build_feature_map
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,10 @@ from papers.lib.study import load
 from papers.lib.study_runs import data_settings
 from papers.pages import fmm as fmm_page
 from papers.programs import train_copy, train_lra
+from recipe_world import RECIPES
 
 from snnk_peft.tasks.base import IGNORED
 from tests.stored_runs import put_run, stored
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 CONFIG = RECIPES / "papers/configs/copy/copy.yaml"
 KINDS = {"train_copy.py": train_copy.TrainCopy, "train_lra.py": train_lra.LongRange}

@@ -29,11 +29,9 @@ from lib.settings import StepSettings
 from lib.training import train_step
 from papers.lib import lra_model
 from papers.programs import tiny_llama, train_lra
-from recipe_world import write_world
+from recipe_world import RECIPES, write_world
 from safetensors.torch import load_file
 from transformers import LlamaConfig
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 OLD = Path(__file__).resolve().parents[1] / "old_runs"
 

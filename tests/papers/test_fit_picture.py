@@ -14,11 +14,10 @@ from papers.lib.picture_rows import PictureRows, read_picture
 from papers.lib.sine_network import Sine, SineNetwork, derivatives, low_rank, stand_in
 from papers.programs import fit_picture
 from PIL import Image
+from recipe_world import RECIPES
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.snnk_linear import SNNKLinear
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 CONFIG = str(RECIPES / "papers/configs/pictures/siren.yaml")
 SMALL = ["data.size=16", "model.width=48", "train.steps=60", "train.eval_every=20", "train.learning_rate=2e-3"]

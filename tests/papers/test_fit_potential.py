@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from papers.lib.sine_network import PotentialNetwork, SineNetwork
 from papers.lib.two_bodies import LocalEnergies, TwoBodies, energies_in, states_in
 from papers.programs import fit_potential
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+from recipe_world import RECIPES, reset_accelerate
 
 CONFIG = str(RECIPES / "papers/configs/potential/two_bodies.yaml")
 SMALL = ["model.width=48", "train.steps=400", "train.eval_every=200", "train.learning_rate=3e-3", "data.points=1024"]
@@ -75,7 +73,7 @@ def test_dense_and_snnk_find_the_potential(tmp_path: Path) -> None:
     ):
         folder = tmp_path / name
         assert fit_potential.main([CONFIG, *SMALL, f"output.dir={folder}", *given]) == 0
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerate()
         report = json.loads((folder / "metrics.json").read_text())
         assert report["score"] > 0.99, name
         assert report["trainable_parameters"] == parameters

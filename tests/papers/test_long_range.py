@@ -30,13 +30,12 @@ from papers.lib.study import load
 from papers.pages import lra as lra_page
 from papers.programs import train_lra
 from papers.programs import write_listops as write_listops_recipe
+from recipe_world import RECIPES
 from safetensors.torch import load_file
 
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import FreshProcess, start_python
 from tests.stored_runs import drop_run, put_figures
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 EASY = {"min_length": 4, "max_length": 24, "max_depth": 3, "max_args": 4}
 

@@ -14,7 +14,6 @@ import image_layouts
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from lib import training
 from lib.config import load_config
 from lib.training import train_step
@@ -24,7 +23,7 @@ from papers.lib.lowrank_model import init_errors, low_rank_model, rebuilt_errors
 from papers.lib.lowrank_settings import LowRankConfig, LowRankMethod
 from papers.lib.start_errors import rank_correlation
 from papers.programs import train_lowrank
-from recipe_world import RECIPES
+from recipe_world import RECIPES, reset_accelerate
 from scipy.stats import spearmanr
 
 from tests.stored_runs import put_run
@@ -87,7 +86,7 @@ def test_a_start_is_found_again_from_its_settings_even_for_a_continued_run(
     file = tmp_path / "empty.yaml"
     file.write_text("{}")
     assert train_lowrank.main([str(file), *given, f"output.dir={tmp_path / 'straight'}"]) == 0
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
 
     class Killed(Exception):
         pass
@@ -102,9 +101,9 @@ def test_a_start_is_found_again_from_its_settings_even_for_a_continued_run(
         patched.setattr(training, "train_step", stopping)
         with pytest.raises(Killed):
             train_lowrank.main([str(file), *given, f"output.dir={tmp_path / 'run'}"])
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     assert train_lowrank.main([str(file), *given, f"output.dir={tmp_path / 'run'}", "--resume"]) == 0
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     reports = [json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("straight", "run")]
     before = torch.random.get_rng_state()
     built = rebuilt_errors(load_config(LowRankConfig, {**reports[0]["config"], "output": {"dir": "x"}}))

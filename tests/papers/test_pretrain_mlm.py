@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from fresh_process import run_python
 from glue_files import sentences, write_task
 from lib import training
@@ -24,14 +23,13 @@ from papers.lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tok
 from papers.lib.study import load
 from papers.pages import kernels as kernels_page
 from papers.programs import finetune_kernel, pretrain_mlm
+from recipe_world import RECIPES, reset_accelerate
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base import IGNORED
 from tests.stored_runs import drop_run, stored
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 CONFIG = str(RECIPES / "papers/configs/pretrain_mlm.yaml")
 SIZES = ["model.dim=24", "model.hidden_dim=32", "model.heads=2", "model.layers=2", "data.vocabulary=100"]
@@ -241,7 +239,7 @@ def test_the_learned_kernel_arrives_and_goes_on_learning(texts: Path, tmp_path: 
     before = tmp_path / "before"
     more = ["train.steps=8", "train.eval_every=8", "train.learning_rate=1e-2", attention(projection)]
     assert pretrain_mlm.main(settings(texts, before, *more)) == 0
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     kept = load_file(before / "model/attention/adapter_model.safetensors")
     learned, drawn = LEARNED[projection]
     config = load_config(pretrain_mlm.MaskedConfig, CONFIG, settings(texts, before, *more)[1:])
@@ -273,7 +271,7 @@ def test_the_learned_kernel_arrives_and_goes_on_learning(texts: Path, tmp_path: 
     weights = load_file(before / "model/model.safetensors")
     words = "bert.embeddings.word_embeddings.weight"
     assert torch.equal(model.get_base_model().get_parameter(words), weights[words])
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
 
     assert finetune_kernel.main(arguments) == 0
     report = json.loads((tmp_path / "after/metrics.json").read_text())

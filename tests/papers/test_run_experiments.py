@@ -12,10 +12,9 @@ import pytest
 import yaml
 from papers import run_experiments
 from papers.lib.study import load
+from recipe_world import RECIPES
 
 from tests.stored_runs import put_figures, put_run, stored
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ from papers.lib.study_runs import data_settings
 from papers.pages import snnk as snnk_page
 from papers.programs import fit_picture, fit_potential, train_mlp
 from PIL import Image
+from recipe_world import RECIPES
 
 from tests.stored_runs import stored
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 KINDS = {
     "fit_picture.py": fit_picture.FitPicture,

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from accelerate.state import AcceleratorState
 from data import TASKS
 from lib.config import load_config
 from papers import study
@@ -16,10 +15,9 @@ from papers.lib.lra_settings import LongRangeConfig
 from papers.lib.study import load
 from papers.pages import sparsity as sparsity_page
 from papers.programs import train_lra
+from recipe_world import RECIPES, reset_accelerate
 
 from snnk_peft.errors import ConfigError
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 CONFIG = str(RECIPES / "papers/configs/lra/sparsity_50.yaml")
 SMALL = ["model.dim=8", "model.heads=2", "model.layers=1", "model.hidden_dim=8", "train.batch_size=6"]
@@ -60,7 +58,7 @@ def test_too_few_pairs_are_refused() -> None:
 def test_a_run_ends_at_its_score(tmp_path: Path) -> None:
     """No accuracy is below 0: the first evaluation ends the run; none is above 1: the last step does."""
     for name, wanted, steps in (("at_once", 0, 2), ("never", 1.01, 6)):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerate()
         given = ["data.max_length=12", "train.steps=6", "train.eval_every=2", f"train.stop_at_score={wanted}"]
         assert train_lra.main([CONFIG, *SMALL, *given, f"output.dir={tmp_path / name}"]) == 0
         report = json.loads((tmp_path / name / "metrics.json").read_text())

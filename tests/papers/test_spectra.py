@@ -20,14 +20,13 @@ from papers.lib.masked_model import build_masked
 from papers.lib.mlm_settings import MaskedModelSection
 from papers.lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, learned_spectra
 from papers.programs import train_lra
+from recipe_world import RECIPES
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification
 
 from snnk_peft import SNNKConfig, build_feature_map, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.kernel_attention import KernelAttention
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 TINY = LongRangeModel(dim=12, hidden_dim=8, heads=3, layers=2, dropout=0.0, attention_dropout=0.0)
 

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from papers.lib.reports import collect, read_reports, read_runs
 from papers.study import main, written
+from recipe_world import RECIPES
 
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python
 from tests.stored_runs import put_run, stored
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 # What a line may break on: separators of lines in Unicode, quotes, empty texts, extreme numbers; keys out of order.
 ODD: dict[str, Any] = {

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState
 from data import TASKS
 from data.sparse_sums import BOUND, draw_pairs
 from lib.draws import inconsistency, majority, redrawn, relative_deviation, resamplable, variance_figures, voting_gain
@@ -22,7 +21,7 @@ from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeModel
 from papers.lib.runs import load_folder
 from papers.programs import train_lra
-from recipe_world import recipe, write_settings, write_world
+from recipe_world import recipe, reset_accelerate, write_settings, write_world
 from safetensors.torch import load_file
 
 from snnk_peft.errors import ConfigError
@@ -173,7 +172,7 @@ def test_evaluate_draws_anew_for_runs_on_sequences(
     for name, attention in (("run", {**ORF, "num_features": 4}), ("plain", "softmax")):
         given = {**settings, "method": {"attention": attention}, "output": {"dir": name}}
         Path(f"{name}.yaml").write_text(yaml.safe_dump(given))
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerate()
         assert train_lra.main([f"{name}.yaml"]) == 0
     evaluate, trained = recipe("score"), json.loads(Path("run/metrics.json").read_text())
     assert evaluate.main(["run", "--draws", "3", "--draws-seed", "7"]) == 0
