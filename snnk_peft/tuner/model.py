@@ -114,7 +114,7 @@ class SNNKModel(BaseTuner):
         known = set(getattr(model, "peft_config", ()))
         try:
             super().__init__(model, peft_config, adapter_name, *args, **kwargs)
-        except Exception:
+        except BaseException:  # Ctrl-C too
             # transformers notes the adapter before it is made.
             if getattr(model, "_hf_peft_config_loaded", False):
                 noted: Any = getattr(model, "peft_config", {})

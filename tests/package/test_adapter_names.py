@@ -139,6 +139,19 @@ def test_names_that_cannot_work_are_refused_before_anything_changes(name, tmp_pa
     assert list(model.peft_config) == ["default"]
 
 
+def test_ctrl_c_while_an_adapter_is_made_leaves_the_model_without_one(monkeypatch):
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    base = tiny("bert")
+    before = state(base)
+    monkeypatch.setattr("snnk_peft.tuner.model.measurements", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        base.add_adapter(config())
+    assert not base._hf_peft_config_loaded
+    assert state(base) == before
+
+
 def test_a_second_adapter_that_transformers_refuses_leaves_the_first():
     model = tiny("bert")
     model.add_adapter(config(), adapter_name="0")
