@@ -13,7 +13,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from lib.files import guarded
+import lib  # noqa: F401 - with the data sets of a clone
+
+from snnk_cli.files import guarded
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="folder for the bundle (default: FOLDER/bundle of a run)")
     parser.add_argument("--overwrite", action="store_true", help="replace an older bundle")
     arguments = parser.parse_intermixed_args(argv)
-    from lib import bundling  # with torch, for which `--help` need not wait
+    from snnk_cli import bundling  # with torch, for which `--help` need not wait
 
     given = arguments.folder, arguments.task, arguments.output, arguments.overwrite, arguments.overrides
     return guarded(lambda: bundling.bundle_folder(*given))

@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import sys
 
-from lib.config import read_command_line
 from lib.head_settings import ClosedFormConfig
+
+from snnk_cli.config import read_command_line
 
 
 def main(argv: list[str] | None = None) -> int:
     """Fit as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     request = read_command_line("closed_form.py", ClosedFormConfig, __doc__, argv)
-    from lib import head_comparison, launch  # with torch, for which `--help` need not wait
+    from lib import head_comparison
+
+    from snnk_cli import launch  # with torch, for which `--help` need not wait
 
     return launch.train(head_comparison.ClosedForm, request)
 

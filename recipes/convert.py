@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import sys
 
-from lib.config import read_command_line
-from lib.convert_settings import ConvertConfig
+import lib  # noqa: F401 - with the data sets of a clone
+
+from snnk_cli.config import read_command_line
+from snnk_cli.convert_settings import ConvertConfig
 
 
 def main(argv: list[str] | None = None) -> int:
     """Convert as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130, 143 stopped)."""
     request = read_command_line("convert.py", ConvertConfig, __doc__, argv)
-    from lib import converting, launch  # with torch, for which `--help` need not wait
+    from snnk_cli import converting, launch  # with torch, for which `--help` need not wait
 
     return launch.train(converting.Converting, request)
 

@@ -15,9 +15,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from lib.config import describe
-from lib.files import guarded
-from lib.settings import EvaluateConfig
+import lib  # noqa: F401 - with the data sets of a clone
+
+from snnk_cli.config import describe
+from snnk_cli.files import guarded
+from snnk_cli.settings import EvaluateConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         epilog="settings (default):\n" + "\n".join(describe(EvaluateConfig)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="run, adapter, bundle or model folder")
+    parser.add_argument("folder", help="run, adapter, bundle or model folder")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings of task and data")
     parser.add_argument("--task", help="short for task=NAME")
     parser.add_argument("--format", default="onnx", choices=("onnx", "torch"), help="onnx (default) or torch")
@@ -35,9 +37,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--int8", action="store_true", help="eight-bit Linears (onnx)")
     parser.add_argument("--overwrite", action="store_true", help="replace an older file")
     arguments = parser.parse_intermixed_args(argv)
-    from lib import exporting  # with torch, for which `--help` need not wait
+    from snnk_cli import exporting  # with torch, for which `--help` need not wait
 
-    return guarded(lambda: exporting.export_folder(arguments))
+    overrides = [*([f"task={arguments.task}"] if arguments.task else []), *arguments.overrides]
+    given = arguments.folder, overrides, arguments.format, arguments.output, arguments.int8, arguments.overwrite
+    return guarded(lambda: exporting.export_model(*given, []))
 
 
 if __name__ == "__main__":

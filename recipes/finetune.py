@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import sys
 
-from lib.config import read_command_line
-from lib.settings import FinetuneConfig
+from snnk_cli.config import read_command_line
+from snnk_cli.settings import FinetuneConfig
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     request = read_command_line("finetune.py", FinetuneConfig, __doc__, argv)
-    from lib import finetuning, launch  # with torch, for which `--help` need not wait
+    from lib import finetuning
+
+    from snnk_cli import launch  # with torch, for which `--help` need not wait
 
     return launch.train(finetuning.Finetuning, request)
 

@@ -24,7 +24,7 @@ import os
 import sys
 from pathlib import Path
 
-from lib.files import guarded
+from snnk_cli.files import guarded
 
 
 def main(argv: list[str] | None = None) -> int:

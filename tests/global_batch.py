@@ -23,11 +23,12 @@ from tests.tiny_models import tiny
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
 
-from lib.convert_settings import UptrainSection
-from lib.data import share
-from lib.teacher import Distilled
-from lib.training import mean_loss, train_step
 from papers.lib.masked_model import MaskedLanguageModel
+
+from snnk_cli.convert_settings import UptrainSection
+from snnk_cli.data import share
+from snnk_cli.teacher import Distilled
+from snnk_cli.training import mean_loss, train_step
 
 Tensors = dict[str, torch.Tensor]
 LENGTHS = (2, 3, 2, 3, 19, 18, 20, 17)  # so that words and examples are far from proportional

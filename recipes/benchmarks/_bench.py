@@ -19,12 +19,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lib.files import write_json
-from lib.lock import hold
-from lib.run_folder import environment, peak_memory
-from lib.terminal import show_table
-from lib.timing import alternate as alternate  # all programs time in this way
-from lib.timing import ratio as ratio
+from snnk_cli.files import write_json
+from snnk_cli.lock import hold
+from snnk_cli.run_folder import environment, peak_memory
+from snnk_cli.terminal import show_table
+from snnk_cli.timing import alternate as alternate  # all programs time in this way
+from snnk_cli.timing import ratio as ratio
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"

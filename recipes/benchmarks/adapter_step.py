@@ -29,9 +29,6 @@ from typing import Any
 
 import torch
 from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
-from lib.baselines import norm_names
-from lib.models import resolve_model
-from lib.timing import operations
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForSequenceClassification,
@@ -42,6 +39,9 @@ from transformers import (
     logging,
 )
 
+from snnk_cli.baselines import norm_names
+from snnk_cli.models import resolve_model
+from snnk_cli.timing import operations
 from snnk_peft import AdapterPart, NormsPart, SNNKConfig, get_snnk_model
 
 TARGETS = ["query", "value"]

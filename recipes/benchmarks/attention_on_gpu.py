@@ -23,13 +23,13 @@ from typing import Any, cast
 
 import torch
 from _bench import RESULTS, add_device, synchronize
-from lib.files import write_json
-from lib.plots import error_curves
-from lib.run_folder import environment
-from lib.terminal import show_table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from snnk_cli.files import write_json
+from snnk_cli.plots import error_curves
+from snnk_cli.run_folder import environment
+from snnk_cli.terminal import show_table
 from snnk_peft import build_feature_map
 from snnk_peft.functional.backend import form_that_ran
 from snnk_peft.functional.exponential_attention import exponential_attention

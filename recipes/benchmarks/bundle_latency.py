@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 from _bench import alternate, parser, ratio, report
-from lib.models import resolve_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification, logging
 
+from snnk_cli.models import resolve_model
 from snnk_peft import FFNPart, SNNKConfig, bundle, get_snnk_model
 
 LAYERS, FEATURES, TOKENS = (3, 6), (8, 32, 128), (16, 128)

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 from _bench import add_device, parser, report
 from data import TASKS
-from lib.images import Augmentation, ImageExamples
-from lib.settings import AugmentSection
 from PIL import Image
 from transformers import ViTImageProcessorPil
 from vision_step import config_of, prepare
+
+from snnk_cli.images import Augmentation, ImageExamples
+from snnk_cli.settings import AugmentSection
 
 # Model: number of files, and their (width, height).
 FILES = {"vit_cifar": (2048, (32, 32)), "vit_small": (256, (500, 375))}

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from _bench import parser, ratio, report
 from adapter_step import TARGETS, adapted, step_of
-from lib.files import read_json, write_json
-from lib.models import resolve_model
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForSequenceClassification, logging
 
+from snnk_cli.files import read_json, write_json
+from snnk_cli.models import resolve_model
 from snnk_peft import AdapterPart, SNNKConfig
 from snnk_peft.cost import estimate_cost
 

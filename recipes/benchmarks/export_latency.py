@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from _bench import alternate, parser, ratio, report
 from _conversions.sst2 import accuracy, batches, load, some
-from lib.exporting import ExportedFile
 from torch import nn
 from transformers import logging
 
+from snnk_cli.exporting import ExportedFile
 from snnk_peft import FFNPart, SNNKConfig, bundle, calibrate, export, get_snnk_model
 
 SHAPES = {"32x64": (32, 64), "1x32": (1, 32)}

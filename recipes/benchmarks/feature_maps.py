@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from _bench import ROOT, alternate, parser, peak_bytes, ratio, report, show
-from lib.files import write_json
-from lib.run_folder import environment
 from rich.console import Console
 from rich.progress import track
 from torch import nn
 
+from snnk_cli.files import write_json
+from snnk_cli.run_folder import environment
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, FeatureMapSpec

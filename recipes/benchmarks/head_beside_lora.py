@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from _bench import parser, report
-from lib.files import read_json
 from papers.lib.study import load, program_file, settings_file
 from papers.lib.sweep import Run, Sweep, sweep
+
+from snnk_cli.files import read_json
 
 LORA, HEAD = "lora_r8", "head"
 MEAN = "mean"

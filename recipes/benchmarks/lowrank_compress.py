@@ -34,9 +34,6 @@ import numpy as np
 import torch
 from _bench import ROOT, alternate, parser, ratio, show
 from data import TASKS
-from lib.files import read_json, write_json
-from lib.plots import make_axes, store
-from lib.run_folder import environment
 from papers.lib import efficientnet_lite as lite
 from papers.lib.cifar_resnet import load_cifar_resnet
 from PIL import ImageOps
@@ -44,6 +41,9 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, logging
 
+from snnk_cli.files import read_json, write_json
+from snnk_cli.plots import make_axes, store
+from snnk_cli.run_folder import environment
 from snnk_peft import LowRankPart, NarrowHeadsPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.low_rank import LowRank

@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 from _bench import ROOT, parser, ratio, show
-from lib.files import read_json, write_json
-from lib.models import resolve_model
-from lib.run_folder import environment
 from rich.console import Console
 from rich.progress import track
 from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
+from snnk_cli.files import read_json, write_json
+from snnk_cli.models import resolve_model
+from snnk_cli.run_folder import environment
 from snnk_peft.low_rank import LOW_RANK_INITS, Factors, factorize
 from snnk_peft.low_rank.inits.function import search
 from snnk_peft.low_rank.problem import Problem, Solution

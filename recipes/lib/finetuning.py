@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from lib.baselines import head_with_bias, start_at_prior
-from lib.data import calibration_batches
-from lib.evaluation import evaluation_splits, held_back_rows, repeat_notes
-from lib.experiment import Data, Experiment, Finished, Schedule, of_epochs
-from lib.modality import modality_of
-from lib.models import build_model, dropout_settings, load_pretrained, resolve_model, trained_on_means
-from lib.results import cost_of, save_models
-from lib.settings import FinetuneConfig, PoolingSection
-from lib.task_settings import completed, find_task
+from snnk_cli.baselines import head_with_bias, start_at_prior
+from snnk_cli.data import calibration_batches
+from snnk_cli.evaluation import evaluation_splits, held_back_rows, repeat_notes
+from snnk_cli.experiment import Data, Experiment, Finished, Schedule, of_epochs
+from snnk_cli.modality import modality_of
+from snnk_cli.models import build_model, dropout_settings, load_pretrained, resolve_model, trained_on_means
+from snnk_cli.results import cost_of, save_models
+from snnk_cli.settings import FinetuneConfig, PoolingSection
+from snnk_cli.task_settings import completed, find_task
 from snnk_peft import fit_closed_form
 
 

@@ -17,12 +17,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lib.config import ROOT
-from lib.files import FileError, check_writable, write_json
 from lib.gpu_steps import STEPS, Plan
-from lib.lock import alone
-from lib.run_folder import environment
-from lib.terminal import quiet
+from snnk_cli.config import ROOT
+from snnk_cli.files import FileError, check_writable, write_json
+from snnk_cli.lock import alone
+from snnk_cli.run_folder import environment
+from snnk_cli.terminal import quiet
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 

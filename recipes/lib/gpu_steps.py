@@ -15,8 +15,8 @@ from data import TASKS
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from lib.config import ROOT
-from lib.files import read_json
+from snnk_cli.config import ROOT
+from snnk_cli.files import read_json
 from snnk_peft.tasks.stdlib_docs import AREAS, load_sentences
 
 PROFILES = ROOT / "recipes/accelerate"

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from sklearn.linear_model import Ridge
 
-from lib.experiment import Data, Finished
 from lib.finetuning import Finetuning
 from lib.head_settings import ClosedFormConfig
 from lib.heads import Head, Vectors
-from lib.models import load_pretrained
-from lib.tables import grid
-from lib.terminal import bar
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.models import load_pretrained
+from snnk_cli.tables import grid
+from snnk_cli.terminal import bar
 from snnk_peft import MeanPoolingPart, PoolerPart, SNNKConfig, bundle, fit_closed_form, get_snnk_model
 from snnk_peft.bundling.closed_form import bundled_head, head_features
 from snnk_peft.solvers.ridge import closed_form_head

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from lib.data import ExampleSet
-from lib.experiment import Data, Finished, Schedule
-from lib.files import read_json, write_folder, write_json, writing
 from lib.finetuning import Finetuning
 from lib.head_settings import FitHeadConfig
-from lib.models import load_pretrained
-from lib.plots import score_over_seconds
-from lib.results import card_of
-from lib.tables import grid
-from lib.terminal import bar, read_log
-from lib.texts import batches_by_length, drawn
+from snnk_cli.data import ExampleSet
+from snnk_cli.experiment import Data, Finished, Schedule
+from snnk_cli.files import read_json, write_folder, write_json, writing
+from snnk_cli.models import load_pretrained
+from snnk_cli.plots import score_over_seconds
+from snnk_cli.results import card_of
+from snnk_cli.tables import grid
+from snnk_cli.terminal import bar, read_log
+from snnk_cli.texts import batches_by_length, drawn
 from snnk_peft import ClosedFormHead, HeadFeatures
 from snnk_peft.bundling.pooled_head import separator_of
 from snnk_peft.errors import NumericalWarning

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lib.config import option
-from lib.settings import FinetuneConfig, PoolingSection, RunOutput, StepSettings
+from snnk_cli.config import option
+from snnk_cli.settings import FinetuneConfig, PoolingSection, RunOutput, StepSettings
 
 
 @dataclass

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from lib.data import ExampleSet
-from lib.terminal import bar
+from snnk_cli.data import ExampleSet
+from snnk_cli.terminal import bar
 
 
 class Vectors(ExampleSet):

@@ -25,8 +25,8 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from lib.plots import make_axes, store
-from lib.terminal import bar
+from snnk_cli.plots import make_axes, store
+from snnk_cli.terminal import bar
 from snnk_peft.tasks import stdlib_docs
 
 

@@ -27,9 +27,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.files import guarded
-
 from papers.lib.reports import read_runs
+from snnk_cli.files import guarded
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"

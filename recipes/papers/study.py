@@ -21,12 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.files import guarded, write_text
-from lib.lock import alone
-
 from papers.lib.reports import collect, read_reports
 from papers.lib.study import STUDIES, Study, load
 from papers.lib.study_runs import SHAPE, run
+from snnk_cli.files import guarded, write_text
+from snnk_cli.lock import alone
 
 ROOT = Path(__file__).resolve().parents[2]
 

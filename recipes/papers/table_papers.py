@@ -17,11 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.files import guarded, write_text
-from lib.tables import grid
-
 from papers.claims import learned_kernels, lecture, low_rank, snnk, spectraformer
 from papers.lib.verdicts import VERDICTS, Claim, Measured, NotMeasuredError, Store
+from snnk_cli.files import guarded, write_text
+from snnk_cli.tables import grid
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPERS = (snnk, spectraformer, learned_kernels, low_rank, lecture)

@@ -17,11 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.files import guarded, read_json, write_text
-from lib.tables import grid, spread
-
 from papers.lib.reports import read_reports
 from papers.pages.glue import NAMES, in_order, on_plateau, rank
+from snnk_cli.files import guarded, read_json, write_text
+from snnk_cli.tables import grid, spread
 from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,6 @@
 """Cost of a model before it is downloaded: parameters, MACs, memory and traffic from its config alone.
 
-    python -m snnk_peft.cost bert-large-uncased --config snnk.yaml
+    snnk cost bert-large-uncased --config snnk.yaml
 
 Models are built on the meta device, where tensors have shapes but no values, and run there: operations are counted as
 torch calls them, and no formula of an architecture is needed. `CostRow` says what each figure contains.

@@ -552,9 +552,8 @@ def test_weighted_sums_of_adapters():
         model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "mean")
 
 
-def test_lora_targets_that_match_nothing(monkeypatch, root):
-    monkeypatch.syspath_prepend(str(root / "recipes"))
-    models, settings = (importlib.import_module(f"lib.{name}") for name in ("models", "settings"))
+def test_lora_targets_that_match_nothing():
+    models, settings = (importlib.import_module(f"snnk_cli.{name}") for name in ("models", "settings"))
     method = settings.MethodSection(name="lora", lora=settings.LoraSection(target_modules=["qurey"]))
     with pytest.raises(ConfigError, match=r"target_modules is \['qurey'\], which matches no module.*query, value"):
         models.build_model(tiny("bert"), method, seed=0, calibration=None)

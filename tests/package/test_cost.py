@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, LlamaConfig, ViTConfig
 
+from snnk_cli.app import app
 from snnk_peft import PARTS as PARTS_REGISTRY
 from snnk_peft import (
     AdapterPart,
@@ -33,7 +34,6 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.cost import estimate_cost
-from snnk_peft.cost.__main__ import main
 from snnk_peft.cost.build import Builder, inputs_for, labels_for, prepare
 from snnk_peft.cost.meter import held, measure_inference, measure_training
 from snnk_peft.errors import UnsupportedError
@@ -412,27 +412,35 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_command_prints_what_it_writes(folder, capsys):
-    options = ["--batch-size", "2", "--length", "7", "--processes", "4", "--output", "out/metrics.json"]
-    assert main(["model/config.json", "--config", "snnk.yaml", *options]) == 0
-    written = json.loads(Path("out/metrics.json").read_text())
+def command(*arguments: str) -> int:
+    """The exit code of `snnk cost`."""
+    with pytest.raises(SystemExit) as left:
+        app(["cost", *arguments])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+def test_command_prints_the_table_or_json(folder, capsys):
+    options = ["--config", "snnk.yaml", "--batch-size", "2", "--length", "7", "--processes", "4"]
     report = estimate_cost("model", ADAPTER, batch_size=2, length=7, processes=4)
-    assert written == report.to_dict()
+    assert command("model/config.json", *options) == 0
     shown = capsys.readouterr().out
     for line in report.cells():
         assert all(cell in shown for cell in line)
-    assert written["inputs"] == {"input_ids": [2, 7]}
-    assert not list(folder.glob("out/*.tmp"))
+    assert command("model/config.json", *options, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == report.to_dict()
+    assert printed["inputs"] == {"input_ids": [2, 7]}
 
 
-def test_command_takes_low_rank_layers(folder):
-    """README: the file has the fields of SNNKConfig."""
+def test_command_takes_low_rank_layers_and_default_adapters(folder, capsys):
     Path("snnk.yaml").write_text("low_rank: {targets: ffn, rank: 4}\n")
-    assert main(["model", "--config", "snnk.yaml", "--length", "7", "--output", "x.json"]) == 0
-    written = json.loads(Path("x.json").read_text())
-    assert (
-        written == estimate_cost("model", SNNKConfig(low_rank=LowRankPart(targets="ffn", rank=4)), length=7).to_dict()
-    )
+    for options, config in (
+        (["--config", "snnk.yaml"], SNNKConfig(low_rank=LowRankPart(targets="ffn", rank=4))),
+        ([], SNNKConfig(adapter=AdapterPart())),
+    ):
+        assert command("model", *options, "--length", "7", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == estimate_cost("model", config, length=7).to_dict()
 
 
 WRONG = {
@@ -455,7 +463,6 @@ WRONG = {
     "bundle": (["bad"], {"bad/config.json": {"snnk_plan": {}}}, "bundle"),
     "adapter": (["bad"], {"bad/adapter_config.json": "{}"}, "holds an adapter"),
     "family": (["bad"], {"bad/config.json": {"model_type": "t5", "architectures": ["T5Model"]}}, "t5"),
-    "output": (["model", "--output", "snnk.yaml/x.json"], {}, "another --output"),
 }
 
 
@@ -467,7 +474,7 @@ def test_faults_are_told_with_exit_code_2(folder, capsys, case):
         plain = content if isinstance(content, str) else json.dumps({"model_type": "bert", **content})
         Path(name).write_text(plain)
     given = arguments if "--config" in arguments else [*arguments, "--config", "snnk.yaml"]
-    assert main(given) == 2
+    assert command(*given) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
@@ -489,10 +496,10 @@ def test_a_part_that_reads_numbers_is_told():
 
 
 def test_readme_command_prints_what_the_readme_shows(root, tmp_path):
-    shown = next(block for block in blocks(root, "console") if "snnk_peft.cost" in block)
+    shown = next(block for block in blocks(root, "console") if "snnk cost" in block)
     command, expected = shown.split("\n", 1)
     BertConfig(**LARGE, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert-large-uncased")
     (tmp_path / "snnk.yaml").write_text(next(block for block in blocks(root, "yaml") if "adapter:" in block))
-    done = run_python(shlex.split(command.removeprefix("$ "))[1:], cwd=tmp_path)
+    done = run_python(["-m", "snnk_cli", *shlex.split(command.removeprefix("$ snnk "))], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == expected.split(), done.stdout

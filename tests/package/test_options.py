@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import pytest
 import torch
 import yaml
-from lib.config import describe, load_config
-from lib.settings import FinetuneConfig
 
+from snnk_cli.config import describe, load_config
+from snnk_cli.settings import FinetuneConfig
 from snnk_peft import COMPONENTS, PROJECTIONS, SNNKConfig, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec

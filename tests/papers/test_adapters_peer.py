@@ -21,12 +21,13 @@ from recipe_world import RECIPES, write_settings, write_world
 sys.path.insert(0, str(RECIPES / "papers/peers"))
 
 import adapters_glue
-from lib.config import load_config
 from lib.finetuning import Finetuning
-from lib.settings import FinetuneConfig
 from papers import study
 from papers.lib.study import load
 from safetensors.torch import load_file
+
+from snnk_cli.config import load_config
+from snnk_cli.settings import FinetuneConfig
 
 SMALL = ["train.epochs=1", "train.save_every_steps=null", "train.choose_share=0.2"]
 

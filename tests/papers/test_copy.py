@@ -14,8 +14,6 @@ import data.listops as listops
 import numpy as np
 import pytest
 import torch
-from lib.config import load_config
-from lib.evaluation import Alone
 from papers import study
 from papers.lib.copies import SPLITS, Copies, copy_scores
 from papers.lib.study import load
@@ -24,6 +22,8 @@ from papers.pages import fmm as fmm_page
 from papers.programs import train_copy, train_lra
 from recipe_world import RECIPES
 
+from snnk_cli.config import load_config
+from snnk_cli.evaluation import Alone
 from snnk_peft.tasks.base import IGNORED
 from tests.stored_runs import put_run, stored
 

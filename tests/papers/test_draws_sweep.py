@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lib.config import load_config
 from papers import study
 from papers.lib import sweep
 from papers.lib.lra_settings import LongRangeConfig
 from papers.lib.study import load
 from papers.pages import draws as draws_page
 
+from snnk_cli.config import load_config
 from tests.stored_runs import stored
 
 SMALL = ["model.dim=8", "model.heads=2", "model.layers=1", "model.hidden_dim=8", "train.batch_size=6"]

@@ -18,20 +18,21 @@ import torch
 import yaml
 from accelerate import Accelerator
 from data.listops import write_listops
-from lib import training
-from lib.checkpoint import list_checkpoints
-from lib.config import option
-from lib.data import ExampleSet
-from lib.experiment import Data, Experiment, Finished, Schedule, learning_rate
-from lib.launch import launch
-from lib.processes import prepare, unwrapped
-from lib.settings import StepSettings
-from lib.training import train_step
 from papers.lib import lra_model
 from papers.programs import tiny_llama, train_lra
 from recipe_world import RECIPES, write_world
 from safetensors.torch import load_file
 from transformers import LlamaConfig
+
+from snnk_cli import training
+from snnk_cli.checkpoint import list_checkpoints
+from snnk_cli.config import option
+from snnk_cli.data import ExampleSet
+from snnk_cli.experiment import Data, Experiment, Finished, Schedule, learning_rate
+from snnk_cli.launch import launch
+from snnk_cli.processes import prepare, unwrapped
+from snnk_cli.settings import StepSettings
+from snnk_cli.training import train_step
 
 OLD = Path(__file__).resolve().parents[1] / "old_runs"
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lib import plots
 from papers.programs import tiny_llama
 from transformers import LlamaConfig
+
+from snnk_cli import plots
 
 
 @pytest.fixture

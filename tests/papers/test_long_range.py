@@ -19,9 +19,6 @@ import yaml
 from data import TASKS, Sequences
 from data._listops_trees import WORDS, draw_expressions
 from data.listops import FILES, expressions, write_listops
-from lib import checkpoint as checkpoints
-from lib.config import load_config
-from lib.settings import RunOutput
 from papers import study
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, LongRangeTrain
@@ -33,6 +30,9 @@ from papers.programs import write_listops as write_listops_recipe
 from recipe_world import RECIPES
 from safetensors.torch import load_file
 
+from snnk_cli import checkpoint as checkpoints
+from snnk_cli.config import load_config
+from snnk_cli.settings import RunOutput
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import FreshProcess, start_python
 from tests.stored_runs import drop_run, put_figures

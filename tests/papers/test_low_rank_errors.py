@@ -14,9 +14,6 @@ import image_layouts
 import numpy as np
 import pytest
 import torch
-from lib import training
-from lib.config import load_config
-from lib.training import train_step
 from papers import study
 from papers.lib.cifar_resnet import CifarResNet
 from papers.lib.lowrank_model import init_errors, low_rank_model, rebuilt_errors
@@ -26,6 +23,9 @@ from papers.programs import train_lowrank
 from recipe_world import RECIPES, reset_accelerate
 from scipy.stats import spearmanr
 
+from snnk_cli import training
+from snnk_cli.config import load_config
+from snnk_cli.training import train_step
 from tests.stored_runs import put_run
 
 PART = {"targets": "layer*", "kind": "conv", "rank_scale": 0.2}

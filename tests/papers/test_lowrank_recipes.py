@@ -18,10 +18,6 @@ import numpy as np
 import pytest
 import torch
 from data import TASKS
-from lib import training
-from lib.checkpoint import list_checkpoints
-from lib.config import load_config
-from lib.training import train_step
 from papers import study
 from papers.lib.cifar_resnet import Block, CifarResNet, load_cifar_resnet
 from papers.lib.efficientnet_lite import STAGES, Convolution, EfficientNetLite, load_efficientnet_lite
@@ -33,6 +29,10 @@ from recipe_world import RECIPES
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from snnk_cli import training
+from snnk_cli.checkpoint import list_checkpoints
+from snnk_cli.config import load_config
+from snnk_cli.training import train_step
 from snnk_peft.errors import ConfigError
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.stored_runs import put_figures

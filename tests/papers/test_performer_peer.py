@@ -13,13 +13,13 @@ import torch
 import yaml
 from data import TASKS
 from data.listops import write_listops
-from lib.config import load_config
 from papers.lib.lra_model import LongRangeClassifier, build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, PerformerSection
 from papers.lib.study import load
 from papers.programs import train_lra
 from safetensors.torch import load_file
 
+from snnk_cli.config import load_config
 from snnk_peft.errors import ConfigError
 
 SIZES = LongRangeModel(dim=16, hidden_dim=16, heads=2, layers=2, dropout=0.0, attention_dropout=0.5)

@@ -12,12 +12,12 @@ import pytest
 from data import TASKS
 from data._images import EncodedPictures
 from image_layouts import archive
-from lib.images import ImageExamples
 from papers.lib.column_rows import columns_of
 from papers.lib.picture_rows import read_picture
 from PIL import Image
 from transformers import ViTImageProcessorPil
 
+from snnk_cli.images import ImageExamples
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_image import UnreadableImageError, converted
 from tests.recipes.test_image_tasks import hub_task, shard

@@ -14,9 +14,6 @@ import torch
 from accelerate import Accelerator
 from fresh_process import run_python
 from glue_files import sentences, write_task
-from lib import training
-from lib.checkpoint import list_checkpoints
-from lib.config import load_config
 from papers import study
 from papers.lib.masked_model import build_masked, with_attention
 from papers.lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tokenizer
@@ -27,6 +24,9 @@ from recipe_world import RECIPES, reset_accelerate
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification
 
+from snnk_cli import training
+from snnk_cli.checkpoint import list_checkpoints
+from snnk_cli.config import load_config
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base import IGNORED
 from tests.stored_runs import drop_run, stored

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from column_files import write_columns
 from fresh_process import run_python
-from lib.config import load_config
 from papers import study
 from papers.lib.study import load
 from papers.lib.study_runs import data_settings
@@ -16,6 +15,7 @@ from papers.programs import fit_picture, fit_potential, train_mlp
 from PIL import Image
 from recipe_world import RECIPES
 
+from snnk_cli.config import load_config
 from tests.stored_runs import stored
 
 KINDS = {

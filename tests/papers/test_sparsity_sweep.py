@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from data import TASKS
-from lib.config import load_config
 from papers import study
 from papers.lib.lra_settings import LongRangeConfig
 from papers.lib.study import load
@@ -17,6 +16,7 @@ from papers.pages import sparsity as sparsity_page
 from papers.programs import train_lra
 from recipe_world import RECIPES, reset_accelerate
 
+from snnk_cli.config import load_config
 from snnk_peft.errors import ConfigError
 
 CONFIG = str(RECIPES / "papers/configs/lra/sparsity_50.yaml")

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from data import TASKS
-from lib.checkpoint import list_checkpoints
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeModel
 from papers.lib.masked_model import build_masked
@@ -24,6 +23,7 @@ from recipe_world import RECIPES
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification
 
+from snnk_cli.checkpoint import list_checkpoints
 from snnk_peft import SNNKConfig, build_feature_map, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.kernel_attention import KernelAttention

@@ -14,9 +14,6 @@ import pytest
 import torch
 from fresh_process import run_python
 from glue_files import write_task
-from lib.config import load_config
-from lib.models import build_model, train_in_use
-from lib.settings import FinetuneConfig, MethodSection
 from papers import study
 from papers.lib.study import load
 from papers.pages import uptraining as uptraining_page
@@ -24,6 +21,9 @@ from recipe_world import RECIPES, write_world
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
+from snnk_cli.config import load_config
+from snnk_cli.models import build_model, train_in_use
+from snnk_cli.settings import FinetuneConfig, MethodSection
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.cost import estimate_cost
 from snnk_peft.errors import ConfigError

@@ -15,8 +15,6 @@ import torch
 import yaml
 from data import TASKS
 from data.sparse_sums import BOUND, draw_pairs
-from lib.draws import inconsistency, majority, redrawn, relative_deviation, resamplable, variance_figures, voting_gain
-from lib.run_folder import best_checkpoint
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeModel
 from papers.lib.runs import load_folder
@@ -24,6 +22,16 @@ from papers.programs import train_lra
 from recipe_world import recipe, reset_accelerate, write_settings, write_world
 from safetensors.torch import load_file
 
+from snnk_cli.draws import (
+    inconsistency,
+    majority,
+    redrawn,
+    relative_deviation,
+    resamplable,
+    variance_figures,
+    voting_gain,
+)
+from snnk_cli.run_folder import best_checkpoint
 from snnk_peft.errors import ConfigError
 
 TINY = LongRangeModel(dim=16, hidden_dim=16, heads=2, layers=1, dropout=0.0, attention_dropout=0.0)

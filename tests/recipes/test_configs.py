@@ -19,13 +19,9 @@ from column_files import write_columns
 from data import TASKS
 from glue_files import sentences, write_task
 from imdb_files import write_reviews
-from lib.config import load_config
-from lib.converting import Converting
-from lib.data import steps_per_epoch
 from lib.finetuning import Finetuning
 from lib.head_comparison import ClosedForm
 from lib.head_fitting import FitHead
-from lib.training import mean_loss
 from papers.lib.cifar_resnet import CifarResNet
 from papers.programs import (
     finetune_kernel,
@@ -48,6 +44,11 @@ from transformers import (
     ViTForImageClassification,
     ViTImageProcessorPil,
 )
+
+from snnk_cli.config import load_config
+from snnk_cli.converting import Converting
+from snnk_cli.data import steps_per_epoch
+from snnk_cli.training import mean_loss
 
 CONFIGS = [RECIPES / "configs", RECIPES / "papers/configs"]
 FILES = {file.relative_to(folder): file for folder in CONFIGS for file in sorted(folder.rglob("*.yaml"))}

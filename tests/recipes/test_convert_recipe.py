@@ -20,13 +20,6 @@ import pytest
 import torch
 from data import TASKS
 from glue_files import write_task
-from lib import checkpoint as checkpoints
-from lib.config import load_config
-from lib.convert_settings import ConvertConfig, UptrainSection
-from lib.converting import push
-from lib.models import train_in_use
-from lib.teacher import Distilled, agreement, layer_loss, load_teacher, logit_loss, teacher_task
-from lib.texts import batches_by_length
 from recipe_world import RECIPES, reset_accelerate, same_tensors, write_world
 from safetensors.torch import load_file
 from torch import nn
@@ -41,6 +34,13 @@ from transformers import (
 )
 
 import snnk_peft
+from snnk_cli import checkpoint as checkpoints
+from snnk_cli.config import load_config
+from snnk_cli.convert_settings import ConvertConfig, UptrainSection
+from snnk_cli.converting import push
+from snnk_cli.models import train_in_use
+from snnk_cli.teacher import Distilled, agreement, layer_loss, load_teacher, logit_loss, teacher_task
+from snnk_cli.texts import batches_by_length
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python, start_python
 from tests.hub_stand_in import HubStandIn

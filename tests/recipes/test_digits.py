@@ -12,12 +12,12 @@ import finetune
 import numpy as np
 import pytest
 from data import TASKS
-from lib.models import build_model, parameter_counts
-from lib.settings import MethodSection
 from recipe_world import RECIPES
 from sklearn import datasets
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
+from snnk_cli.models import build_model, parameter_counts
+from snnk_cli.settings import MethodSection
 from snnk_peft.errors import ConfigError
 
 CONFIGS = RECIPES / "configs/digits"

@@ -17,11 +17,11 @@ import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from lib.checkpoint import list_checkpoints, verify
-from lib.processes import launcher_faults
 from recipe_world import write_world
 from safetensors.torch import load_file
 
+from snnk_cli.checkpoint import list_checkpoints, verify
+from snnk_cli.processes import launcher_faults
 from tests.fresh_process import run_processes, run_python
 
 ROOT = Path(__file__).resolve().parents[2]

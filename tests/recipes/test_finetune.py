@@ -21,18 +21,7 @@ import torch
 from accelerate import Accelerator
 from data import TASKS
 from glue_files import write_task
-from lib import checkpoint as checkpoints
-from lib import training
-from lib.config import describe, load_config
-from lib.data import Examples, epoch_plan, share, steps_per_epoch
-from lib.evaluation import DivergedError, held_back_rows
-from lib.experiment import learning_rate, make_optimizer
 from lib.finetuning import Finetuning
-from lib.modality import check_length, positions
-from lib.models import dropout_settings, load_pretrained, resolve_model
-from lib.settings import FinetuneConfig, TrainSection
-from lib.task_settings import RECIPE_OF
-from lib.training import FiniteWatch, train_step
 from recipe_world import RECIPES, program_file, same_tensors, write_settings, write_world
 from safetensors.torch import load_file
 from transformers import (
@@ -42,6 +31,17 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from snnk_cli import checkpoint as checkpoints
+from snnk_cli import training
+from snnk_cli.config import describe, load_config
+from snnk_cli.data import Examples, epoch_plan, share, steps_per_epoch
+from snnk_cli.evaluation import DivergedError, held_back_rows
+from snnk_cli.experiment import learning_rate, make_optimizer
+from snnk_cli.modality import check_length, positions
+from snnk_cli.models import dropout_settings, load_pretrained, resolve_model
+from snnk_cli.settings import FinetuneConfig, TrainSection
+from snnk_cli.task_settings import RECIPE_OF
+from snnk_cli.training import FiniteWatch, train_step
 from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_image import Images

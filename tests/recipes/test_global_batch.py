@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from lib.config import load_config
 from papers.programs import fit_potential
 from safetensors.torch import load_file
 
+from snnk_cli.config import load_config
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_processes
 from tests.global_batch import KINDS, batch_of, by_hand, mean_loss, model_of, one_step

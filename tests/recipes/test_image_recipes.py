@@ -20,17 +20,17 @@ import torch
 from accelerate import Accelerator
 from data import TASKS
 from data._images import ArrayPictures
-from lib import training
-from lib.evaluation import evaluation_splits, predict
-from lib.images import Augmentation, ImageExamples, crop_box, input_size
-from lib.settings import AugmentSection
-from lib.training import train_step
 from PIL import Image
 from recipe_world import RECIPES, last_weights, same_tensors
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers import ViTImageProcessorPil as Processor
 
+from snnk_cli import training
+from snnk_cli.evaluation import evaluation_splits, predict
+from snnk_cli.images import Augmentation, ImageExamples, crop_box, input_size
+from snnk_cli.settings import AugmentSection
+from snnk_cli.training import train_step
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
 

@@ -19,14 +19,8 @@ import fit_head
 import pytest
 import score
 import torch
-from lib import launch as runs
-from lib import modality, training
-from lib.checkpoint import list_checkpoints, verify
-from lib.files import FileError, guarded
 from lib.finetuning import Finetuning
 from lib.head_fitting import FitHead
-from lib.lock import alone
-from lib.training import train_step
 from papers.lib.measured_page import measured_page
 from papers.programs import train_copy, write_listops
 from recipe_world import (
@@ -37,6 +31,12 @@ from recipe_world import (
     write_settings,
 )
 
+from snnk_cli import launch as runs
+from snnk_cli import modality, training
+from snnk_cli.checkpoint import list_checkpoints, verify
+from snnk_cli.files import FileError, guarded
+from snnk_cli.lock import alone
+from snnk_cli.training import train_step
 from snnk_peft import ClosedFormHead
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import FreshProcess, run_processes, run_python, start_python
@@ -140,7 +140,7 @@ def test_a_used_folder_is_refused_and_overwrite_spares_strangers(
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{RECIPES.parent}:{RECIPES}"}
 # Takes the lock, says so, and waits for a line that never comes.
-HOLDER = "import sys; from pathlib import Path; from lib.lock import alone\nwith alone(Path(sys.argv[1])):\n"
+HOLDER = "import sys; from pathlib import Path; from snnk_cli.lock import alone\nwith alone(Path(sys.argv[1])):\n"
 HOLDER += "    print('held', flush=True)\n    sys.stdin.read() or __import__('signal').pause()\n"
 
 
@@ -242,7 +242,7 @@ def test_one_folder_under_any_name_and_what_it_lies_in(tmp_path: Path, monkeypat
 @pytest.mark.slow
 def test_a_forked_worker_that_outlives_the_run_holds_nothing(tmp_path: Path) -> None:
     """As workers of a loader do for seconds when their parent was killed."""
-    code = "import os, signal, sys; from pathlib import Path; from lib.lock import alone\n"
+    code = "import os, signal, sys; from pathlib import Path; from snnk_cli.lock import alone\n"
     code += "with alone(Path(sys.argv[1])):\n    pid = os.fork()\n"
     code += "    if not pid:\n        signal.pause()\n        os._exit(0)\n"
     code += "    print(pid, flush=True)\n    os.kill(os.getpid(), 9)\n"

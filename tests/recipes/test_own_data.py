@@ -18,8 +18,6 @@ import score
 import torch
 import yaml
 from data import TASKS
-from lib.data import Examples
-from lib.modality import load_tokenizer
 from recipe_world import RECIPES, write_world
 from transformers import (
     AutoModelForSequenceClassification,
@@ -29,6 +27,8 @@ from transformers import (
     pipeline,
 )
 
+from snnk_cli.data import Examples
+from snnk_cli.modality import load_tokenizer
 from snnk_peft.tasks.metrics import entity_f1, macro_f1
 from tests.recipes.test_tables import faults_of, table, write_csv, write_lines
 

@@ -11,12 +11,12 @@ import finetune
 import pytest
 import score
 import torch
-from lib.baselines import start_at_prior
-from lib.models import build_model
-from lib.settings import LoraSection, MethodSection
 from recipe_world import RECIPES, write_settings
 from safetensors.torch import load_file
 
+from snnk_cli.baselines import start_at_prior
+from snnk_cli.models import build_model
+from snnk_cli.settings import LoraSection, MethodSection
 from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python
@@ -94,8 +94,8 @@ def test_boft_in_a_process_that_has_looked_for_pip() -> None:
         f"sys.path[:0] = [{str(RECIPES)!r}, {str(RECIPES.parent)!r}]\n"
         "assert 'setuptools' not in sys.modules\n"
         "importlib.util.find_spec('pip')\n"
-        "from lib.models import build_model\n"
-        "from lib.settings import LoraSection, MethodSection\n"
+        "from snnk_cli.models import build_model\n"
+        "from snnk_cli.settings import LoraSection, MethodSection\n"
         "from tests.tiny_models import tiny\n"
         "model = build_model(tiny('bert'), MethodSection('boft', lora=LoraSection(block_size=4)), 0, None)\n"
         "print(sum('.boft_R.' in name for name, _ in model.named_parameters()))\n"

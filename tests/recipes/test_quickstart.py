@@ -185,7 +185,7 @@ def test_interval_is_scipys(correct: int, total: int) -> None:
 
 STOPPING = """
 import os, signal
-from lib import training
+from snnk_cli import training
 step, counter = training.train_step, iter(range(33))
 def stopping(*arguments):
     if next(counter) == 32:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from data import TASKS
 from image_layouts import png
-from lib import evaluation as repeated_examples
-from lib.evaluation import repeat_notes
-from lib.images import ImageExamples
 from transformers import ViTImageProcessorPil
 
+from snnk_cli import evaluation as repeated_examples
+from snnk_cli.evaluation import repeat_notes
+from snnk_cli.images import ImageExamples
 from snnk_peft.errors import ConfigError
 
 

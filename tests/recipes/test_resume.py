@@ -20,15 +20,15 @@ import fit_head
 import pytest
 import score
 import torch
-from lib import checkpoint as checkpoints
-from lib import files, training
-from lib.checkpoint import list_checkpoints
-from lib.files import sha256, temporary_name
-from lib.run_folder import claim_folder
-from lib.training import train_step
 from recipe_world import RECIPES, same_tensors, write_settings
 from safetensors.torch import load_file, save_file
 
+from snnk_cli import checkpoint as checkpoints
+from snnk_cli import files, training
+from snnk_cli.checkpoint import list_checkpoints
+from snnk_cli.files import sha256, temporary_name
+from snnk_cli.run_folder import claim_folder
+from snnk_cli.training import train_step
 from snnk_peft.errors import ConfigError
 from tests.kill_runs import kill_runs
 

@@ -11,16 +11,16 @@ import finetune
 import pytest
 import torch
 import yaml
-from lib.config import load_config
 from lib.finetuning import with_pooling
-from lib.models import trained_on_means
-from lib.settings import FinetuneConfig
-from lib.task_settings import find_task
 from peft import PeftModel
 from recipe_world import RECIPES
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from snnk_cli.config import load_config
+from snnk_cli.models import trained_on_means
+from snnk_cli.settings import FinetuneConfig
+from snnk_cli.task_settings import find_task
 from snnk_peft import export
 
 FILES = [*sorted((RECIPES / "configs/glue").glob("*.yaml")), RECIPES / "configs/table.yaml"]

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 from data import TASKS
-from lib.images import ImageExamples
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from _conversions.comparison import compare_conversions, of_ffn
+from snnk_cli.images import ImageExamples
 
 CONVERSIONS = {
     "3 of 6 FFNs, 64 features": of_ffn(layers="top-3", num_features=64),

@@ -35,10 +35,10 @@ from _bench import alternate, ratio, report, show
 from _peers import fisher_pruning, modegpt, uptraining
 from _peers.blocks import Batch, Cost, model_inputs
 from data import TASKS
-from lib.plots import make_axes, store
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from snnk_cli.plots import make_axes, store
 from snnk_peft import FFNPart, LowRankPart, NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model, plan
 from snnk_peft.parts.base import Part
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from _bench import RESULTS
 from data import TASKS
-from lib.evaluation import Alone, evaluation_splits, predict
-from lib.modality import modality_of
-from lib.settings import DataSection
-from lib.teacher import load_teacher
-from lib.texts import batches_by_length, drawn
 from torch import nn
 
 from _conversions.comparison import Conversion, add_conversions, compare_conversions
 from _conversions.sst2 import conversions, timed_inputs
+from snnk_cli.evaluation import Alone, evaluation_splits, predict
+from snnk_cli.modality import modality_of
+from snnk_cli.settings import DataSection
+from snnk_cli.teacher import load_teacher
+from snnk_cli.texts import batches_by_length, drawn
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lib.teacher import logit_loss
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from snnk_cli.teacher import logit_loss
 from snnk_peft.solvers.descent import falling_adam
 
 

@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 
-from lib.tables import mean_and_error
-
 from papers.claims.lecture import memory
 from papers.claims.spectraformer import EXPRESSIONS, LONGER, REVIEWS, of_pairs, on_pages
 from papers.lib.reports import by_model
@@ -28,6 +26,7 @@ from papers.lib.verdicts import (
     unchanged,
 )
 from papers.pages.sparsity import steps_to
+from snnk_cli.tables import mean_and_error
 
 TITLE = "Learning the Transformer Kernel"
 LEARNERS = ("posrf_gmm", "posrf_fastfood_learned", "posrf_generative")

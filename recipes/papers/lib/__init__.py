@@ -1,1 +1,3 @@
-"""Machinery of the papers' programs; it builds on `recipes/lib`, which knows nothing of it."""
+"""Machinery of the papers' programs; it builds on `snnk_cli` and `recipes/lib`, which know nothing of it."""
+
+import lib  # noqa: F401 - with the data sets of a clone

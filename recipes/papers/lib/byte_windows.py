@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.data import ExampleSet, steps_per_epoch
-from lib.settings import StepSettings
 
+from snnk_cli.data import ExampleSet, steps_per_epoch
+from snnk_cli.settings import StepSettings
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.stdlib_docs import load_sentences
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from data import Columns
-from lib.data import ExampleSet, check_not_empty, digest
 
+from snnk_cli.data import ExampleSet, check_not_empty, digest
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
 from snnk_peft.tasks._files import capped

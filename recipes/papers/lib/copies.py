@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.data import ExampleSet
-from lib.evaluation import predict
 
+from snnk_cli.data import ExampleSet
+from snnk_cli.evaluation import predict
 from snnk_peft.tasks.base import IGNORED
 
 MARK = 0

@@ -6,9 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from lib.plots import error_curves
-from lib.tables import grid
-from lib.terminal import show_table
+from snnk_cli.plots import error_curves
+from snnk_cli.tables import grid
+from snnk_cli.terminal import show_table
 
 UNIFORM, CENTROIDS = "uniform", "centroids"  # maps that are no pair
 DRAWN = ("posrf-orf", "posrf-gaussian", "posrf-sorf", "posrf-mm", "oprf-orf", "oprf-sorf", "saderf-orf")  # in error.png

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.config import ROOT
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from snnk_cli.config import ROOT
 from snnk_peft.attention import RecurrentCache
 
 PREFIXES, DECODED = (512, 8192), 32  # tokens already in the cache, tokens timed

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lib.config import option
-
+from snnk_cli.config import option
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
 

@@ -6,15 +6,15 @@ import time
 from typing import Any
 
 import torch
-from lib.modality import modality_of
-from lib.models import load_pretrained, resolve_model, train_in_use
-from lib.task_settings import find_task
 from torch import nn
 from transformers import ViTImageProcessorPil
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from papers.lib.cifar_resnet import SIDE, CifarResNet, load_cifar_resnet
 from papers.lib.lowrank_settings import CIFAR_RESNETS, LowRankConfig, LowRankMethod, LowRankModel
+from snnk_cli.modality import modality_of
+from snnk_cli.models import load_pretrained, resolve_model, train_in_use
+from snnk_cli.task_settings import find_task
 from snnk_peft import get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import as_linear

@@ -9,11 +9,11 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from data import TASKS
-from lib.config import option
-from lib.settings import AugmentSection, DataSection, RunOutput, TrainSection
-from lib.task_settings import task_faults
 
 from papers.lib.lra_settings import faults_of
+from snnk_cli.config import option
+from snnk_cli.settings import AugmentSection, DataSection, RunOutput, TrainSection
+from snnk_cli.task_settings import task_faults
 from snnk_peft import SNNKConfig
 
 # Networks of papers/lib/cifar_resnet.py -> layers.

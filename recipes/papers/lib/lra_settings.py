@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lib.config import option
-from lib.settings import EvaluateConfig, RunOutput, StepSettings
-from lib.task_settings import RECIPE_OF, modality_fault
+from snnk_cli.config import option
+from snnk_cli.settings import EvaluateConfig, RunOutput, StepSettings
+from snnk_cli.task_settings import RECIPE_OF, modality_fault
 
 if TYPE_CHECKING:
     from data import SequenceTask

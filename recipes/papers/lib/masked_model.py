@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.data import ExampleSet
 from peft import PeftModel
 from torch import nn
 from transformers import BertForMaskedLM, PreTrainedModel
@@ -23,6 +22,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from papers.lib.lra_model import bert_config, make_sinusoidal, with_linear_attention
 from papers.lib.lra_settings import SOFTMAX, AttentionMethod
 from papers.lib.mlm_settings import MaskedModelSection
+from snnk_cli.data import ExampleSet
 from snnk_peft.tasks.base import IGNORED
 
 ATTENTION = "attention"  # folder in that of the model

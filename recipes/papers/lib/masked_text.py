@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from data import TASKS
-from lib.data import ExampleSet, check_not_empty, digest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer
 
+from snnk_cli.data import ExampleSet, check_not_empty, digest
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base import IGNORED
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lib.files import check_writable, read_json, write_json, write_text
-from lib.lock import alone
-from lib.terminal import quiet
+from snnk_cli.files import check_writable, read_json, write_json, write_text
+from snnk_cli.lock import alone
+from snnk_cli.terminal import quiet
 
 Figures = dict[str, Any]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lib.config import option
-from lib.settings import RunOutput
-
 from papers.lib.lra_settings import AttentionMethod, LongRangeTrain, ModelSizes
+from snnk_cli.config import option
+from snnk_cli.settings import RunOutput
 
 FILES = ("imdb", "wikitext")  # texts that are read from official files
 TEXTS = ("stdlib_docs", "film_reviews", *FILES)

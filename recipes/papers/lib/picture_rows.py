@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lib.data import ExampleSet
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
+from snnk_cli.data import ExampleSet
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_image import FilePictures, UnreadableImageError, converted
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any, NamedTuple
 
-from lib.tables import grid, mean_in_words
 from scipy.stats import spearmanr
+
+from snnk_cli.tables import grid, mean_in_words
 
 COMPONENTS = ("posrf", "oprf", "saderf")
 MATRICES = ("orf", "sorf", "qmc", "mm", "sgq", "fastfood_learned")

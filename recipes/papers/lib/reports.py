@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lib.files import read_json, remove_leftovers, write_text
-
+from snnk_cli.files import read_json, remove_leftovers, write_text
 from snnk_peft.errors import ConfigError
 
 Value = TypeVar("Value")

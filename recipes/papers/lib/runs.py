@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lib.checkpoint import load_model
-from lib.config import load_config, read_yaml
-from lib.models import load_by_class
-from lib.results import load_run, trained_checkpoint
-from lib.scoring import Subject, known_of
-from lib.settings import FinetuneConfig
-from lib.task_settings import is_sequence_run
-
 from papers.lib.lra_model import LongRangeClassifier, build_classifier
 from papers.lib.lra_settings import LongRangeConfig, LongRangeEvaluation
 from papers.lib.masked_model import with_attention
 from papers.lib.sequences import SequenceExamples
+from snnk_cli.checkpoint import load_model
+from snnk_cli.config import load_config, read_yaml
+from snnk_cli.models import load_by_class
+from snnk_cli.results import load_run, trained_checkpoint
+from snnk_cli.scoring import Subject, known_of
+from snnk_cli.settings import FinetuneConfig
+from snnk_cli.task_settings import is_sequence_run
 from snnk_peft.errors import ConfigError
 
 

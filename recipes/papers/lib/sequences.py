@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from data import Sequences
-from lib.data import ExampleSet, check_not_empty, digest, padded
+
+from snnk_cli.data import ExampleSet, check_not_empty, digest, padded
 
 
 class SequenceExamples(ExampleSet):

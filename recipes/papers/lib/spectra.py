@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from lib.draws import matrices_redrawn
 
+from snnk_cli.draws import matrices_redrawn
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.feature_map.base import registered_name

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.listops import write_listops
-from lib.files import guarded, write_folder
 
 from papers.lib.mlm_settings import FILES, TEXTS
 from papers.lib.reports import read_runs
 from papers.lib.study import PRETRAINING, Study
 from papers.lib.sweep import FAILED_THEN_STOPPED, Run, Sweep, sweep
+from snnk_cli.files import guarded, write_folder
 from snnk_peft.tasks._image_folders import SUFFIXES
 
 SHAPE = argparse.RawDescriptionHelpFormatter

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from lib.files import read_json, write_json, writing
+from snnk_cli.files import read_json, write_json, writing
 
 # Exit codes of a run that was asked to stop: it saved itself, or had not got as far as that.
 STOPPED = {143: 143, 130: 130, -signal.SIGTERM: 143, -signal.SIGINT: 130}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lib.experiment import Config, Experiment, Schedule, of_budget, of_epochs, of_steps
+from snnk_cli.experiment import Config, Experiment, Schedule, of_budget, of_epochs, of_steps
 
 
 class Training(Experiment[Config]):

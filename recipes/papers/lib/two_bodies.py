@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from lib.data import ExampleSet
+
+from snnk_cli.data import ExampleSet
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lib.files import read_json
-from lib.tables import mean_and_error
 from scipy.stats import t
 
 from papers.lib.reports import Run, read_runs
+from snnk_cli.files import read_json
+from snnk_cli.tables import mean_and_error
 
 HOLDS, DIRECTION, FAILS, UNTESTED = "holds", "holds in direction", "does not hold", "not testable here"
 VERDICTS = (HOLDS, DIRECTION, FAILS, UNTESTED)

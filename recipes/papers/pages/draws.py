@@ -6,10 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from lib.plots import scatter_panels
-from lib.tables import grid, mean_in_words
-
 from papers.lib.reports import Table
+from snnk_cli.plots import scatter_panels
+from snnk_cli.tables import grid, mean_in_words
 
 BESIDE = "evaluation"  # the second report of each run
 

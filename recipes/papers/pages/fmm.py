@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lib.plots import score_rows
-from lib.tables import grid, mean_in_words, spread, standard_error
-
 from papers.lib.reports import Table
+from snnk_cli.plots import score_rows
+from snnk_cli.tables import grid, mean_in_words, spread, standard_error
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lib.plots import score_rows
-from lib.tables import grid, spread
-
 from papers.lib.reports import Rates, Table, collect
 from papers.lib.reports import rates as tried_rates
+from snnk_cli.plots import score_rows
+from snnk_cli.tables import grid, spread
 
 ROOT = Path(__file__).resolve().parents[3]
 # What a model that gives every example the same answer scores on the official dev sets: the most frequent class

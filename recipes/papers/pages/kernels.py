@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lib.tables import grid, mean_in_words, spread
-
 from papers.lib.reports import Table
 from papers.lib.study import PRETRAINING
+from snnk_cli.tables import grid, mean_in_words, spread
 
 # Task -> the metrics that the paper prints of it, as they are called here.
 METRICS = {"mrpc": ("accuracy", "f1"), "rte": ("accuracy",), "cola": ("matthews_correlation",)}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from data import TASKS
-from lib.plots import score_rows
-from lib.tables import grid, mean_in_words, spread, standard_error
 
 from papers.lib import printed_pairs
 from papers.lib.reports import Table
+from snnk_cli.plots import score_rows
+from snnk_cli.tables import grid, mean_in_words, spread, standard_error
 
 # What a reader must know before comparing two numbers: settings that a table may mix.
 CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lib.tables import grid, mean_in_words, spread
-
 from papers.lib.reports import Table
+from snnk_cli.tables import grid, mean_in_words, spread
 
 # Task -> what it is, what its score is, and by what the score is multiplied on the page.
 TITLES = {

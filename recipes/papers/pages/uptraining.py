@@ -7,10 +7,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from lib.plots import score_panels
-from lib.tables import grid, mean_and_error
-
 from papers.lib.reports import Table
+from snnk_cli.plots import score_panels
+from snnk_cli.tables import grid, mean_and_error
 
 # Task -> the metric of the paper's tables.
 METRICS = {"rte": "accuracy", "mrpc": "f1", "stsb": "spearmanr", "cola": "matthews_correlation"}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lib.plots import score_points
-from lib.tables import grid, spread
-
 from papers.lib.reports import Table
+from snnk_cli.plots import score_points
+from snnk_cli.tables import grid, spread
 
 # What the figures of a task do not say about the runs that are stored.
 NOTES = {

@@ -87,13 +87,13 @@ def use_bare_package() -> None:
 use_bare_package()
 
 import torch
-from lib.config import option
-from lib.experiment import Data, Finished
 from lib.finetuning import Finetuning
-from lib.launch import launch
-from lib.settings import FinetuneConfig
 from papers.lib.study import entries
 
+from snnk_cli.config import option
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.launch import launch
+from snnk_cli.settings import FinetuneConfig
 from snnk_peft.errors import ConfigError
 
 NAME = "glue"  # what the library calls the adapter

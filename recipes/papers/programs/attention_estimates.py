@@ -35,11 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from data import TASKS
-from lib.files import guarded
-from lib.modality import load_tokenizer
-from lib.models import resolve_model
-from lib.run_folder import environment
-from lib.texts import batches_by_length, drawn
 from rich.console import Console
 from rich.progress import track
 from transformers import AutoModel
@@ -47,6 +42,11 @@ from transformers import AutoModel
 from papers.lib.estimates_page import CENTROIDS, UNIFORM, draw, render, show
 from papers.lib.measured_page import measured_page, page_options
 from papers.lib.printed_pairs import COMPONENTS, MATRICES
+from snnk_cli.files import guarded
+from snnk_cli.modality import load_tokenizer
+from snnk_cli.models import resolve_model
+from snnk_cli.run_folder import environment
+from snnk_cli.texts import batches_by_length, drawn
 from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention

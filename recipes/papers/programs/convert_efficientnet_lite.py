@@ -26,14 +26,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.files import check_writable, guarded, replacing, writing
-from lib.lock import alone
 from safetensors.torch import save_file
 from transformers import ViTImageProcessorPil
 from transformers.image_utils import PILImageResampling
 
 from papers.lib.efficientnet_lite import CLASSES, MEAN, SIDE, STD, EfficientNetLite, load_efficientnet_lite
 from papers.lib.weights import fill
+from snnk_cli.files import check_writable, guarded, replacing, writing
+from snnk_cli.lock import alone
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_image import FilePictures, converted
 

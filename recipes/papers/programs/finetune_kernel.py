@@ -18,14 +18,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.experiment import Data, Finished
-from lib.files import write_folder
 from lib.finetuning import Finetuning
-from lib.launch import launch
-from lib.settings import FinetuneConfig
 
 from papers.lib.lra_settings import SOFTMAX
 from papers.lib.masked_model import attention_of, with_attention
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.files import write_folder
+from snnk_cli.launch import launch
+from snnk_cli.settings import FinetuneConfig
 from snnk_peft import bundle
 from snnk_peft.errors import ConfigError
 

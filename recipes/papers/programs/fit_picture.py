@@ -28,17 +28,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.config import option
-from lib.data import ExampleSet
-from lib.experiment import Data, Finished
-from lib.launch import launch
-from lib.plots import picture_grid
-from lib.settings import RunOutput, StepSettings
 
 from papers.lib.layer_settings import SineMethod, SineModel, layer_faults
 from papers.lib.picture_rows import read_picture
 from papers.lib.sine_network import SineNetwork, derivatives
 from papers.lib.training import Training
+from snnk_cli.config import option
+from snnk_cli.data import ExampleSet
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.launch import launch
+from snnk_cli.plots import picture_grid
+from snnk_cli.settings import RunOutput, StepSettings
 
 RANGE = 2.0  # of values in [−1, 1]
 PICTURES = "pictures.png"

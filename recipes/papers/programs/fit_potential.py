@@ -23,18 +23,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.config import option
-from lib.data import ExampleSet
-from lib.experiment import Data, Finished
-from lib.launch import launch
-from lib.plots import picture_grid
-from lib.processes import unwrapped
-from lib.settings import RunOutput, StepSettings
 
 from papers.lib.layer_settings import SineMethod, SineModel, layer_faults
 from papers.lib.sine_network import PotentialNetwork, SineNetwork
 from papers.lib.training import Training
 from papers.lib.two_bodies import LocalEnergies, TwoBodies, energies_in
+from snnk_cli.config import option
+from snnk_cli.data import ExampleSet
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.launch import launch
+from snnk_cli.plots import picture_grid
+from snnk_cli.processes import unwrapped
+from snnk_cli.settings import RunOutput, StepSettings
 from snnk_peft.errors import ConfigError
 
 LEVELS = 4  # energies that are compared

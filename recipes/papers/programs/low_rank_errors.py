@@ -21,12 +21,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
-from lib.config import load_config
-from lib.files import write_json
-from lib.lock import hold
-from lib.plots import scatter_panels
-from lib.run_folder import environment
-from lib.terminal import show_table
 from rich.console import Console
 from rich.progress import track
 
@@ -34,6 +28,12 @@ from papers.lib.lowrank_model import rebuilt_errors
 from papers.lib.lowrank_settings import LowRankConfig
 from papers.lib.reports import read_reports
 from papers.lib.start_errors import AXES, correlations_of, in_words, panels, row_of
+from snnk_cli.config import load_config
+from snnk_cli.files import write_json
+from snnk_cli.lock import hold
+from snnk_cli.plots import scatter_panels
+from snnk_cli.run_folder import environment
+from snnk_cli.terminal import show_table
 from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

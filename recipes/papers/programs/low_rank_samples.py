@@ -22,15 +22,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.files import write_json
-from lib.lock import hold
-from lib.plots import error_curves
-from lib.run_folder import environment
-from lib.terminal import show_table
 from rich.console import Console
 from rich.progress import track
 
 from papers.lib.shallow_network import recover_weight
+from snnk_cli.files import write_json
+from snnk_cli.lock import hold
+from snnk_cli.plots import error_curves
+from snnk_cli.run_folder import environment
+from snnk_cli.terminal import show_table
 from snnk_peft.errors import ConfigError
 from snnk_peft.low_rank import factorize, kernel_projection, risk
 

@@ -29,15 +29,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.files import guarded
-from lib.run_folder import environment
-from lib.tables import grid
-from lib.terminal import show_table
 from rich.console import Console
 from rich.progress import track
 from transformers import BertConfig, PretrainedConfig, ViTConfig
 
 from papers.lib.measured_page import measured_page, page_options
+from snnk_cli.files import guarded
+from snnk_cli.run_folder import environment
+from snnk_cli.tables import grid
+from snnk_cli.terminal import show_table
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig
 from snnk_peft.cost import estimate_cost
 from snnk_peft.cost.build import Builder

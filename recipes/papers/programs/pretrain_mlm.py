@@ -28,15 +28,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.data import ExampleSet
-from lib.experiment import Data, Finished
-from lib.files import write_folder
-from lib.launch import launch
 
 from papers.lib.masked_model import build_masked, masked_scores
 from papers.lib.masked_text import MaskedWindows, read_texts, train_tokenizer
 from papers.lib.mlm_settings import MaskedConfig
 from papers.lib.training import Training
+from snnk_cli.data import ExampleSet
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.files import write_folder
+from snnk_cli.launch import launch
 
 
 class PretrainMasked(Training[MaskedConfig]):

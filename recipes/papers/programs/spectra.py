@@ -29,16 +29,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.files import guarded
-from lib.plots import eigenvalue_panels
-from lib.run_folder import environment
-from lib.tables import grid
-from lib.terminal import bar, show_table
 
 from papers.lib.measured_page import measured_page, page_options
 from papers.lib.reports import by_model
 from papers.lib.runs import load_folder
 from papers.lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, spectra
+from snnk_cli.files import guarded
+from snnk_cli.plots import eigenvalue_panels
+from snnk_cli.run_folder import environment
+from snnk_cli.tables import grid
+from snnk_cli.terminal import bar, show_table
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
 

@@ -26,17 +26,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.config import option
-from lib.data import ExampleSet
-from lib.experiment import Data, Finished
-from lib.launch import launch
-from lib.settings import RunOutput
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from papers.lib.copies import SPLITS, Copies, copy_scores
 from papers.lib.lra_model import with_linear_attention
 from papers.lib.lra_settings import SCHEDULES, AttentionMethod, LongRangeTrain, ModelSizes
 from papers.lib.training import Training
+from snnk_cli.config import option
+from snnk_cli.data import ExampleSet
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.launch import launch
+from snnk_cli.settings import RunOutput
 
 
 @dataclass

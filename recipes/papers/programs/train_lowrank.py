@@ -23,11 +23,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.evaluation import evaluation_splits
-from lib.experiment import Data, Finished
-from lib.launch import launch
-from lib.modality import modality_of
-from lib.task_settings import completed, find_task
 
 from papers.lib.lowrank_model import (
     dense_model,
@@ -39,6 +34,11 @@ from papers.lib.lowrank_model import (
 )
 from papers.lib.lowrank_settings import LowRankConfig
 from papers.lib.training import Training
+from snnk_cli.evaluation import evaluation_splits
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.launch import launch
+from snnk_cli.modality import modality_of
+from snnk_cli.task_settings import completed, find_task
 
 
 class LowRankTraining(Training[LowRankConfig]):

@@ -24,15 +24,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from lib.experiment import Data, Finished
-from lib.launch import launch
-from lib.terminal import read_log
 
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import PERFORMER, LongRangeConfig
 from papers.lib.performer_peer import require_performer
 from papers.lib.sequences import SequenceExamples
 from papers.lib.training import Training
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.launch import launch
+from snnk_cli.terminal import read_log
 
 
 class LongRange(Training[LongRangeConfig]):

@@ -28,15 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 from data import TASKS
-from lib.config import option
-from lib.experiment import Data, Finished
-from lib.launch import launch
-from lib.settings import RunOutput, TrainSection
 
 from papers.lib.column_rows import ColumnRows, columns_of, standard
 from papers.lib.layer_settings import feature_faults, feature_label
 from papers.lib.mlp import Perceptron, equal_rank
 from papers.lib.training import Training
+from snnk_cli.config import option
+from snnk_cli.experiment import Data, Finished
+from snnk_cli.launch import launch
+from snnk_cli.settings import RunOutput, TrainSection
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks.base import held_back
 

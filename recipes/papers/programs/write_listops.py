@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.listops import write_listops
-from lib.files import check_writable, guarded, write_folder
-from lib.lock import alone
 
+from snnk_cli.files import check_writable, guarded, write_folder
+from snnk_cli.lock import alone
 from snnk_peft.errors import ConfigError
 
 

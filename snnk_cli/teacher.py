@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from data import TASKS
 from torch import nn
 from torch.nn.functional import kl_div, mse_loss
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from lib.convert_settings import UptrainSection
-from lib.modality import modality_of
-from lib.models import nowhere, resolve_model
+from snnk_cli.convert_settings import UptrainSection
+from snnk_cli.modality import modality_of
+from snnk_cli.models import nowhere, resolve_model
+from snnk_cli.task_settings import tasks
 from snnk_peft.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def teacher_task(name_or_path: str) -> Any:
     if config.num_labels > 1:
         names = [str(config.id2label[index]) for index in range(config.num_labels)]
         settings = {"kind": "classification", "labels": names}
-    task: Any = TASKS["table"].with_settings(settings)
+    task: Any = tasks()["table"].with_settings(settings)
     return replace(task, metrics=task.metrics[:1])  # accuracy, or the correlation
 
 

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lib.checkpoint import prune, save_checkpoint
-from lib.config import dump_yaml
-from lib.data import share
-from lib.evaluation import DivergedError
-from lib.experiment import Data, Experiment, RunState, Schedule
-from lib.files import sha256
-from lib.processes import clip_gradients
-from lib.run_folder import StopSignal, choose_checkpoint
-from lib.settings import StepSettings
-from lib.terminal import Tracker
+from snnk_cli.checkpoint import prune, save_checkpoint
+from snnk_cli.config import dump_yaml
+from snnk_cli.data import share
+from snnk_cli.evaluation import DivergedError
+from snnk_cli.experiment import Data, Experiment, RunState, Schedule
+from snnk_cli.files import sha256
+from snnk_cli.processes import clip_gradients
+from snnk_cli.run_folder import StopSignal, choose_checkpoint
+from snnk_cli.settings import StepSettings
+from snnk_cli.terminal import Tracker
 from snnk_peft.feature_map import advance
 from snnk_peft.tasks.base import IGNORED
 

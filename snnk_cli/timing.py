@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.terminal import bar
+from snnk_cli.terminal import bar
 
 
 def alternate(

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lib.checkpoint import load_model
-from lib.files import write_folder
-from lib.modality import modality_of
-from lib.models import build_model, load_pretrained, resolve_model
-from lib.run_folder import best_checkpoint, check_checkpoint
-from lib.settings import FinetuneConfig
-from lib.task_settings import find_task
+from snnk_cli.checkpoint import load_model
+from snnk_cli.files import write_folder
+from snnk_cli.modality import modality_of
+from snnk_cli.models import build_model, load_pretrained, resolve_model
+from snnk_cli.run_folder import best_checkpoint, check_checkpoint
+from snnk_cli.settings import FinetuneConfig
+from snnk_cli.task_settings import find_task
 from snnk_peft import bundle
 from snnk_peft.cost import estimate_cost
 from snnk_peft.cost.build import TASKS

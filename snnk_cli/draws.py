@@ -29,8 +29,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from lib.data import ExampleSet
-from lib.evaluation import DivergedError, predict
+from snnk_cli.data import ExampleSet
+from snnk_cli.evaluation import DivergedError, predict
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.projections.base import Projection

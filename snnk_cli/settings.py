@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lib.config import option
-from lib.task_settings import task_faults, task_modality
+from snnk_cli.config import option
+from snnk_cli.task_settings import task_faults, task_modality
 from snnk_peft.errors import ConfigError
 
 if TYPE_CHECKING:

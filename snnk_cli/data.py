@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lib.settings import FinetuneConfig, StepSettings
+from snnk_cli.settings import FinetuneConfig, StepSettings
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base import IGNORED
 

@@ -14,15 +14,23 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from lib.checkpoint import MisfitError, discard_newer, load_checkpoint, load_model
-from lib.config import ROOT, Request, dump_yaml, load_config, read_command_line
-from lib.data import steps_per_epoch
-from lib.experiment import Experiment, Finished, RunState
-from lib.files import FileError, check_writable, guarded, write_json
-from lib.lock import alone
-from lib.models import parameter_counts
-from lib.processes import in_main, is_sharded, lost_process, make_accelerator, prepare, seed_continuation, unwrapped
-from lib.run_folder import (
+from snnk_cli.checkpoint import MisfitError, discard_newer, load_checkpoint, load_model
+from snnk_cli.config import ROOT, Request, dump_yaml, load_config, read_command_line
+from snnk_cli.data import steps_per_epoch
+from snnk_cli.experiment import Experiment, Finished, RunState
+from snnk_cli.files import FileError, check_writable, guarded, write_json
+from snnk_cli.lock import alone
+from snnk_cli.models import parameter_counts
+from snnk_cli.processes import (
+    in_main,
+    is_sharded,
+    lost_process,
+    make_accelerator,
+    prepare,
+    seed_continuation,
+    unwrapped,
+)
+from snnk_cli.run_folder import (
     REPORT,
     StopSignal,
     check_checkpoint,
@@ -35,8 +43,8 @@ from lib.run_folder import (
     refusal,
     reported_settings,
 )
-from lib.terminal import Tracker, quiet, read_log
-from lib.training import Training
+from snnk_cli.terminal import Tracker, quiet, read_log
+from snnk_cli.training import Training
 from snnk_peft.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from lib.data import ExampleSet, share
+from snnk_cli.data import ExampleSet, share
 from snnk_peft.errors import ConfigError
 from snnk_peft.repeats import label_note, repeat_note
 from snnk_peft.tasks.base import IGNORED, held_back

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from lib.config import ROOT, load_config, read_yaml
-from lib.draws import draw_figures, resamplable
-from lib.evaluation import DivergedError, evaluation_splits, repeat_notes, score
-from lib.files import check_writable, read_json, write_json, writing
-from lib.lock import alone
-from lib.modality import modality_of
-from lib.models import load_trained
-from lib.processes import launcher_faults
-from lib.results import load_run
-from lib.run_folder import environment
-from lib.settings import EvaluateConfig, FinetuneConfig
-from lib.task_settings import find_task, is_sequence_run
-from lib.terminal import quiet
+from snnk_cli.config import ROOT, load_config, read_yaml
+from snnk_cli.draws import draw_figures, resamplable
+from snnk_cli.evaluation import DivergedError, evaluation_splits, repeat_notes, score
+from snnk_cli.files import check_writable, read_json, write_json, writing
+from snnk_cli.lock import alone
+from snnk_cli.modality import modality_of
+from snnk_cli.models import load_trained, local_folder
+from snnk_cli.processes import launcher_faults
+from snnk_cli.results import load_run
+from snnk_cli.run_folder import environment
+from snnk_cli.settings import EvaluateConfig, FinetuneConfig
+from snnk_cli.task_settings import find_task, is_sequence_run
+from snnk_cli.terminal import quiet
 from snnk_peft.errors import ConfigError
 
 
@@ -52,13 +52,30 @@ Preparer = Callable[[Path, Mapping[str, Any] | None, list[str]], Subject]
 """Reads a folder, with the settings of the run that it is or None, and with those of the command line."""
 
 
+def score_model(name: str, overrides: list[str], output: Path | None, written: list[Path]) -> int:
+    """Score a folder or a model of the Hub; returns the exit code of `score_folder`.
+
+    Args:
+        name: of it.
+        overrides: settings of the command line.
+        output: file of the result; None for one in the folder, or here if the model is not in one of yours.
+        written: takes that file.
+    """
+    folder = local_folder(name)
+    written.append(
+        output
+        or (_result_of(folder) if Path(name).expanduser().exists() else Path(f"{name.rpartition('/')[2]}.metrics.json"))
+    )
+    return score_folder(folder, overrides, written[0])
+
+
 def score_folder(
     folder: Path,
     overrides: list[str],
     output: Path | None,
-    draws: int | None,
-    draws_seed: int,
-    of_sequences: Preparer,
+    draws: int | None = None,
+    draws_seed: int = 0,
+    of_sequences: Preparer | None = None,
 ) -> int:
     """Load, score, write; returns the exit code (0 done, 1 predictions not finite).
 
@@ -68,18 +85,17 @@ def score_folder(
         output: file of the result; None for one in the folder.
         draws: so many fresh draws of attention's features are scored as well, or None.
         draws_seed: of these.
-        of_sequences: reads a run whose examples are long sequences.
+        of_sequences: reads a run whose examples are long sequences, which a clone knows.
     """
     quiet()
     if draws is not None and draws < 2:
         raise ConfigError(f"--draws is {draws}; expected 2 or more, of which there is a deviation")
     check_is_folder(folder)
     run = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
-    if output is None:
-        output = folder / ("metrics.json" if run is None else "evaluation.json")
+    output = output or _result_of(folder)
     check_writable(output.parent)
     with alone(output) if int(os.environ.get("RANK", "0")) == 0 else nullcontext():
-        prepare = of_sequences if run is not None and is_sequence_run(run) else of_examples
+        prepare = of_examples if of_sequences is None or run is None or not is_sequence_run(run) else of_sequences
         subject = prepare(folder, run, overrides)
         try:
             _score_into(output, folder, subject, draws, draws_seed)
@@ -87,6 +103,10 @@ def score_folder(
             print(f"error: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def _result_of(folder: Path) -> Path:
+    return folder / ("evaluation.json" if (folder / "config.yaml").is_file() else "metrics.json")
 
 
 def check_is_folder(folder: Path) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from lib.config import load_config
-from lib.files import check_writable, write_folder, writing
-from lib.lock import alone
-from lib.models import load_trained
-from lib.results import load_run
-from lib.settings import EvaluateConfig, FinetuneConfig
-from lib.task_settings import find_task
-from lib.terminal import quiet
+from snnk_cli.config import load_config
+from snnk_cli.files import check_writable, write_folder, writing
+from snnk_cli.lock import alone
+from snnk_cli.models import load_trained
+from snnk_cli.results import load_run
+from snnk_cli.settings import EvaluateConfig, FinetuneConfig
+from snnk_cli.task_settings import find_task
+from snnk_cli.terminal import quiet
 from snnk_peft import bundle
 from snnk_peft.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from lib.convert_settings import ConvertData
+from snnk_cli.convert_settings import ConvertData
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._rows import read_table
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from lib.files import replacing
+from snnk_cli.files import replacing
 
 
 def learning_curve(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:

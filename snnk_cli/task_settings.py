@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from snnk_peft.registry import Registry, did_you_mean
 
 if TYPE_CHECKING:
-    from lib.settings import DataSection, EvaluateConfig, FinetuneConfig
+    from snnk_cli.settings import DataSection, EvaluateConfig, FinetuneConfig
     from snnk_peft.tasks import Task
 
 # What an example of a task is -> the recipe that reads such.
@@ -21,20 +22,27 @@ RECIPE_OF = {
 }
 
 
-def _tasks() -> Registry[Task]:
-    from data import TASKS  # which needs torch: settings are described without it, and checked with it
+# Packages whose import registers tasks beside the library's own; `data` in a clone.
+TASK_PACKAGES: list[str] = []
+
+
+def tasks() -> Registry[Task]:
+    """The tasks by name; importing them needs torch, which describing settings does not."""
+    for package in TASK_PACKAGES:
+        import_module(package)
+    from snnk_peft.tasks import TASKS
 
     return TASKS
 
 
 def task_modality(name: str) -> str | None:
     """What an example of a task is, a key of `RECIPE_OF`; None if there is no such task."""
-    return _tasks()[name].modality if name in _tasks() else None
+    return tasks()[name].modality if name in tasks() else None
 
 
 def modality_fault(name: str, recipe: str) -> str | None:
     """An unknown task, or one that another recipe reads; None for one of this recipe."""
-    known = [other for other in _tasks() if RECIPE_OF[_tasks()[other].modality] == recipe]
+    known = [other for other in tasks() if RECIPE_OF[tasks()[other].modality] == recipe]
     if name in known:
         return None
     modality = task_modality(name)
@@ -55,9 +63,9 @@ def task_faults(name: str, data: DataSection) -> list[str]:
     """An unknown task, one of another recipe, and data settings that do not fit it."""
     if (fault := modality_fault(name, RECIPE_OF["text"])) is not None:
         return [fault]
-    table: Any = _tasks()["table"]
+    table: Any = tasks()["table"]
     settings = {key.name: getattr(data, key.name) for key in fields(table.settings)}
-    return [f"data.{fault}" for fault in _tasks()[name].check(settings)]
+    return [f"data.{fault}" for fault in tasks()[name].check(settings)]
 
 
 def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] | None = None) -> Any:
@@ -67,7 +75,7 @@ def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] 
         config: task and data.
         model: config.json of a model that was trained on the task.
     """
-    return _tasks()[config.task].with_settings(asdict(config.data), model)
+    return tasks()[config.task].with_settings(asdict(config.data), model)
 
 
 def completed(config: FinetuneConfig, task: Any) -> FinetuneConfig:

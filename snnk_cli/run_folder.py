@@ -6,6 +6,7 @@ decides the weights is compared before any work is done, and whatever differs is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import importlib.metadata
@@ -27,9 +28,9 @@ import torch
 import yaml
 
 import snnk_peft
-from lib.checkpoint import list_checkpoints, read_state
-from lib.config import flatten, load_config
-from lib.files import (
+from snnk_cli.checkpoint import list_checkpoints, read_state
+from snnk_cli.config import flatten, load_config
+from snnk_cli.files import (
     check_writable,
     read_json,
     remove_leftovers,
@@ -39,7 +40,7 @@ from lib.files import (
     write_text,
     writing,
 )
-from lib.settings import FREE_ON_RESUME, PATHS
+from snnk_cli.settings import FREE_ON_RESUME, PATHS
 from snnk_peft.errors import ConfigError
 
 REPORT = "metrics.json"
@@ -132,11 +133,11 @@ def environment(root: Path) -> dict[str, Any]:
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             packages[name] = "not installed (run from a source tree)"
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-        commit = done.stdout.strip() or None
-    except FileNotFoundError:
-        commit = None
+    commit = None
+    if (root / "pyproject.toml").is_file():  # a clone; who knows whose repository a wheel is in
+        with contextlib.suppress(FileNotFoundError):
+            done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+            commit = done.stdout.strip() or None
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -24,8 +24,8 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lib.files import flush, read_json, remove, sha256, temporary_name, write_json, writing
-from lib.processes import split_like, whole
+from snnk_cli.files import flush, read_json, remove, sha256, temporary_name, write_json, writing
+from snnk_cli.processes import split_like, whole
 from snnk_peft import __version__
 from snnk_peft.errors import ConfigError
 

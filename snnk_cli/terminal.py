@@ -29,7 +29,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from lib.files import FileError, write_text, writing
+from snnk_cli.files import FileError, write_text, writing
 
 Item = TypeVar("Item")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lib.config import option
-from lib.settings import DataSection, RunOutput, TrainSection, snnk_config
-from lib.task_settings import task_faults, task_modality
+from snnk_cli.config import option
+from snnk_cli.settings import DataSection, RunOutput, TrainSection, snnk_config
+from snnk_cli.task_settings import task_faults, task_modality
 from snnk_peft.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 from peft.utils.error import NoMatchingPeftModuleError
 from transformers import PreTrainedModel
 
-from lib.settings import MethodSection
+from snnk_cli.settings import MethodSection
 from snnk_peft.errors import ConfigError
 from snnk_peft.families import known_family
 from snnk_peft.parts.norms import is_norm

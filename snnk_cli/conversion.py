@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lib.convert_settings import ConversionSection, ConvertConfig
-from lib.data import ExampleSet
-from lib.experiment import Data
-from lib.files import read_json, write_json, writing
-from lib.texts import batches_by_length, drawn
+from snnk_cli.convert_settings import ConvertConfig
+from snnk_cli.data import ExampleSet
+from snnk_cli.experiment import Data
+from snnk_cli.files import read_json, write_json, writing
+from snnk_cli.texts import batches_by_length, drawn
 from snnk_peft import CalibrationReport, Plan, SNNKConfig, calibrate, get_snnk_model, plan
 from snnk_peft.errors import ConfigError
 
@@ -56,35 +56,49 @@ class Conversion:
 def converted(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator: Any) -> Conversion:
     """Patch a copy of the teacher, as planned or as the settings say, and fit it; its share of the data per process."""
     settings, seed, world = config.convert, config.train.seed, accelerator.num_processes
-    chosen = drawn(len(data.train), settings.samples, seed)
-    # Whole batches are held out: at least eight, so that one is a small part; and every process needs one.
-    size = min(settings.batch_size, max(1, len(chosen) // max(8, world)))
-    shares = batches_by_length(data.train.lengths, chosen, size)
+    shares = _shares(data, config, world)
     started = time.perf_counter()
-    found = None
-    if settings.budget is not None:
-        if world > 1:  # each would measure seconds of its own
-            raise ConfigError(
-                f"convert.budget is {settings.budget} and there are {world} processes; expected one to plan. Convert "
-                "in one process, and give the parts of its plan.json as convert.parts to several"
-            )
-        every = [data.train.batch(indices, accelerator.device) for indices in shares]
-        found = _planned(teacher, every, timed_inputs(data, config, accelerator.device), settings, seed)
+    found = None if settings.budget is None else planned(teacher, data, config, accelerator)
     decided = settings.snnk_config(seed) if found is None else found.config
     model = get_snnk_model(copy.deepcopy(teacher), decided)
     mine = [data.train.batch(indices, accelerator.device) for indices in shares[accelerator.process_index :: world]]
     fit = {"landmarks": settings.landmarks, "held_out": settings.held_out, "steps": settings.steps}
     report = calibrate(model, mine, progress=sys.stderr.isatty(), **fit)
-    return Conversion(model, report, found, len(chosen), time.perf_counter() - started)
+    return Conversion(model, report, found, sum(map(len, shares)), time.perf_counter() - started)
 
 
-def _planned(teacher: nn.Module, batches: list[Any], inputs: Any, settings: ConversionSection, seed: int) -> Plan:
-    assert settings.budget is not None
-    candidates = list(settings.snnk_config(seed).named_parts().values()) if settings.given else None
-    shown = sys.stderr.isatty()
+def planned(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator: Any) -> Plan:
+    """The plan for convert.budget, among the parts of the settings if there are any.
+
+    Raises:
+        ConfigError: no budget, or several processes, of which each would measure seconds of its own.
+    """
+    settings, seed, world = config.convert, config.train.seed, accelerator.num_processes
+    if settings.budget is None:
+        raise ConfigError("convert.budget is missing: '2x', or the share of the cost that may remain")
+    if world > 1:
+        raise ConfigError(
+            f"convert.budget is {settings.budget} and there are {world} processes; expected one to plan. Convert "
+            "in one process, and give the parts of its plan.json as convert.parts to several"
+        )
     return plan(
-        teacher, batches, settings.budget, of=settings.of, parts=candidates, inputs=inputs, seed=seed, progress=shown
+        teacher,
+        [data.train.batch(indices, accelerator.device) for indices in _shares(data, config, world)],
+        settings.budget,
+        of=settings.of,
+        parts=list(settings.snnk_config(seed).named_parts().values()) if settings.given else None,
+        inputs=timed_inputs(data, config, accelerator.device),
+        seed=seed,
+        progress=sys.stderr.isatty(),
     )
+
+
+def _shares(data: Data, config: ConvertConfig, world: int) -> list[list[int]]:
+    """The examples that calibration reads, in batches of similar length."""
+    chosen = drawn(len(data.train), config.convert.samples, config.train.seed)
+    # Whole batches are held out: at least eight, so that one is a small part; and every process needs one.
+    size = min(config.convert.batch_size, max(1, len(chosen) // max(8, world)))
+    return batches_by_length(data.train.lengths, chosen, size)
 
 
 def restored(teacher: nn.Module, folder: Path, seed: int) -> Any:

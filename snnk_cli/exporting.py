@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -13,48 +12,65 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from lib.config import ROOT, load_config
-from lib.evaluation import score
-from lib.files import check_writable, write_json
-from lib.lock import alone
-from lib.models import load_by_class
-from lib.run_folder import environment
-from lib.scoring import check_is_folder, load_classifier
-from lib.settings import EvaluateConfig, FinetuneConfig
-from lib.terminal import quiet, show_table
+from snnk_cli.config import ROOT, load_config
+from snnk_cli.evaluation import score
+from snnk_cli.files import check_writable, write_json
+from snnk_cli.lock import alone
+from snnk_cli.models import load_by_class, local_folder
+from snnk_cli.run_folder import environment
+from snnk_cli.scoring import check_is_folder, load_classifier
+from snnk_cli.settings import EvaluateConfig, FinetuneConfig
+from snnk_cli.terminal import quiet, show_table
 from snnk_peft import export
 from snnk_peft.errors import ConfigError
+from snnk_peft.registry import did_you_mean
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 CHECKED = 8  # batches
 
 
-def export_folder(arguments: argparse.Namespace) -> int:
-    """Load, export, score, write; returns the exit code.
+def export_model(
+    name: str,
+    overrides: list[str],
+    format: str,
+    output: Path | None,
+    int8: bool,
+    overwrite: bool,
+    written: list[Path],
+) -> int:
+    """Load, export, score, write; returns the exit code (0 done, 2 a package is missing).
 
     Args:
-        arguments: of the command line of recipes/export.py.
+        name: of the folder, or of the model on the Hub.
+        overrides: settings of task and data.
+        format: a key of `SUFFIXES`.
+        output: the file; None for one in the folder, or here if the model is not in one of yours.
+        int8: eight-bit Linears.
+        overwrite: replace an older file.
+        written: takes the file.
     """
     quiet()
-    check_is_folder(arguments.folder)
-    target: Path = arguments.output or arguments.folder / f"model{SUFFIXES[arguments.format]}"
+    folder = local_folder(name)
+    check_is_folder(folder)
+    if format not in SUFFIXES:
+        raise ConfigError(did_you_mean("format", format, list(SUFFIXES)))
+    mine = folder / "model" if Path(name).expanduser().exists() else Path(name.rpartition("/")[2])
+    target = output or mine.with_name(f"{mine.name}{SUFFIXES[format]}")
+    written.append(target)
     check_writable(target.parent)
     with alone(target):
         try:
-            _export_to(target, arguments)
+            _export_to(target, folder, overrides, format, int8, overwrite)
         except ImportError as error:  # of the optional packages, with what to install
             print(f"error: {error}", file=sys.stderr)
             return 2
     return 0
 
 
-def _export_to(target: Path, arguments: argparse.Namespace) -> None:
-    folder: Path = arguments.folder
-
+def _export_to(target: Path, folder: Path, overrides: list[str], format: str, int8: bool, overwrite: bool) -> None:
     # --- model and data ----------------------------------------------------------------------------------------------
     run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None
     known: dict[str, Any] = {} if run is None else {"task": run.task, "data": dataclasses.asdict(run.data)}
-    overrides = [*([f"task={arguments.task}"] if arguments.task else []), *arguments.overrides]
     splits = None
     if run is None and not overrides:
         model = load_by_class(folder)
@@ -67,11 +83,11 @@ def _export_to(target: Path, arguments: argparse.Namespace) -> None:
     try:
         report = export(
             model.eval(),
-            arguments.format,
+            format,
             target,
             batches=None if splits is None else some_batches(splits, config.batch_size),
-            int8=arguments.int8,
-            overwrite=arguments.overwrite,
+            int8=int8,
+            overwrite=overwrite,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lib.data import Examples, ExampleSet
-from lib.images import Augmentation, ImageExamples, channels_of, input_size
-from lib.settings import AugmentSection, DataSection
+from snnk_cli.data import Examples, ExampleSet
+from snnk_cli.images import Augmentation, ImageExamples, channels_of, input_size
+from snnk_cli.settings import AugmentSection, DataSection
 from snnk_peft.errors import ConfigError
 
 

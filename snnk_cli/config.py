@@ -34,7 +34,7 @@ from snnk_peft.yaml_files import parse_yaml
 Section = TypeVar("Section")
 # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3); people write 1e-3.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 _REQUIRED = dataclasses.MISSING
 
 
@@ -187,7 +187,7 @@ class Request:
         resume: continue the run in output.dir.
         checkpoint: from this checkpoint instead of the newest, or None.
         overwrite: delete the run in output.dir first.
-        file: of the settings.
+        file: of the settings, or None if the overrides say all.
         overrides: of single settings, each `section.key=value`.
     """
 
@@ -195,7 +195,7 @@ class Request:
     resume: bool
     checkpoint: str | None
     overwrite: bool
-    file: str = ""
+    file: str | None = None
     overrides: Sequence[str] = ()
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lib.files import FileError, check_writable, file_fault, writing
+from snnk_cli.files import FileError, check_writable, file_fault, writing
 from snnk_peft.errors import ConfigError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

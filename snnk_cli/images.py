@@ -22,8 +22,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from lib.data import ExampleSet, check_not_empty
-from lib.settings import AugmentSection
+from snnk_cli.data import ExampleSet, check_not_empty
+from snnk_cli.settings import AugmentSection
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
 from snnk_peft.tasks._files import capped

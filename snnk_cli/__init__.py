@@ -1,0 +1,25 @@
+"""The command `snnk`, and what it shares with the programs of a clone (recipes/).
+
+Importing snnk_peft imports torch, which takes seconds. Those modules of it that the command line needs are imported
+by themselves, under their own names, so that `--help` answers at once; whoever imports snnk_peft later gets the same.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def _import_alone(name: str) -> None:
+    package = importlib.util.find_spec("snnk_peft")
+    assert package is not None
+    assert package.origin is not None
+    spec = importlib.util.spec_from_file_location(f"snnk_peft.{name}", Path(package.origin).parent / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
+
+
+for _name in ("errors", "options", "registry", "yaml_files"):  # each imports none but those before it
+    if f"snnk_peft.{_name}" not in sys.modules:
+        _import_alone(_name)

@@ -1,0 +1,302 @@
+"""The command `snnk`: what the library does to a model folder or a name on the Hub, from a shell.
+
+Every subcommand is a function here, which turns its options into the settings that YAML files have; the work is done by
+a module that is imported behind the command line, because torch takes seconds and `snnk --help` should not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from snnk_cli.config import Request, describe
+from snnk_cli.convert_settings import ConvertConfig
+from snnk_cli.settings import EvaluateConfig
+
+app = typer.Typer(
+    name="snnk",
+    help="Make pretrained Transformers smaller and faster; plan, score, export, check and describe them.",
+    epilog="Every command takes the folder of a model, or its id on the Hub. `snnk COMMAND --help` says what else.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(help="folder of a model, or its id on the Hub", show_default=False)]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="further settings, as in the YAML files", show_default=False),
+]
+Texts = Annotated[
+    Path | None,
+    typer.Option(help="texts without labels: .txt, one per line, or a table with the column data.text (text)"),
+]
+Table = Annotated[
+    Path | None,
+    typer.Option(
+        help="labelled texts: .csv, .tsv, .jsonl or .parquet, columns data.text (text) and data.label (label)"
+    ),
+]
+Images = Annotated[Path | None, typer.Option(help="folder of images: train/CLASS/ and val/CLASS/, or CLASS/ alone")]
+Config = Annotated[Path | None, typer.Option(help="YAML file of settings; options and SECTION.KEY=VALUE come on top")]
+Budget = Annotated[
+    str | None, typer.Option(help="how much faster, '2x', or the share of the cost that may remain, '0.5'")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout, all else on stderr")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what an earlier command wrote")]
+OutputFolder = Annotated[Path | None, typer.Option(help="folder for the result (the model's name with -snnk)")]
+
+
+def _listed(settings: type[Any]) -> str:
+    return "\b\nSettings (default):\n" + "\n".join(describe(settings))
+
+
+def _value(name: str, value: Any) -> list[str]:
+    """`name=value` as YAML, which JSON is; none for None."""
+    return [] if value is None else [f"{name}={json.dumps(str(value) if isinstance(value, Path) else value)}"]
+
+
+def _examples(texts: Path | None, table: Path | None, images: Path | None, file: str) -> list[str]:
+    """The settings of task and data that the options stand for."""
+    if table is not None and images is not None:
+        raise typer.BadParameter("--table and --images are two data sets; expected one of them")
+    task = "table" if table is not None else "image_folder" if images is not None else None
+    return [
+        *_value("task", task),
+        *_value("data.texts", texts),
+        *_value(f"data.{file}", table),
+        *_value("data.dir", images),
+    ]
+
+
+def _done(work: Callable[[], int], as_json: bool, result: Callable[[], Any]) -> None:
+    """Work, print its result as JSON if that is asked for, and leave with its exit code."""
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        try:
+            code = work()
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] in ("snnk_peft", "snnk_cli"):
+                raise
+            print(f"error: this needs {error.name}, which is not installed: pip install 'snnk-peft[cli]'")
+            code = 2
+    if as_json and code == 0:
+        print(json.dumps(result(), indent=2))
+    raise typer.Exit(code)
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="print the version and leave")] = False) -> None:
+    """Options before a command."""
+    if version:
+        print(importlib.metadata.version("snnk-peft"))
+        raise typer.Exit
+
+
+@app.command(epilog=_listed(ConvertConfig), short_help="Choose layers and sizes for a budget.")
+def plan(
+    model: Model,
+    settings: Settings = None,
+    texts: Texts = None,
+    table: Table = None,
+    images: Images = None,
+    budget: Budget = None,
+    output: Annotated[Path | None, typer.Option(help="folder for plan.json, plan.png and convert.yaml")] = None,
+    config: Config = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find which layers to replace, and how small, for a share of the latency, MACs or bytes; changes nothing."""
+    target = output or _named(model, "-plan")
+    given = [*_conversion(model, texts, table, images, budget, target, config, settings or []), *(settings or [])]
+
+    def work() -> int:
+        from snnk_cli.planning import plan_model
+
+        return plan_model(config, given, target, overwrite)
+
+    _done(work, as_json, lambda: _read(target / "plan.json"))
+
+
+@app.command(epilog=_listed(ConvertConfig), short_help="Make a classifier smaller and faster.")
+def convert(
+    model: Model,
+    settings: Settings = None,
+    texts: Texts = None,
+    table: Table = None,
+    images: Images = None,
+    budget: Budget = None,
+    output: OutputFolder = None,
+    config: Config = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the training that was stopped")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a fine-tuned classifier smaller and faster without labels: plan, calibrate, bundle, compare.
+
+    The output folder receives bundle/, a plain transformers model with tokenizer and card, metrics.json, and what was
+    planned and fitted, as JSON and as pictures.
+    """
+    target = output or _named(model, "-snnk")
+    given = [*_conversion(model, texts, table, images, budget, target, config, settings or []), *(settings or [])]
+    again = shlex.join(["snnk", *sys.argv[1:], *([] if resume else ["--resume"])])
+
+    def work() -> int:
+        from snnk_cli.converting import Converting
+        from snnk_cli.launch import train
+
+        code = train(Converting, Request(again, resume, None, overwrite, config and str(config), given))
+        if code == 0:
+            bundle = shlex.quote(str(target / "bundle"))
+            print(f"next: snnk score {bundle} --table LABELLED.csv\n      snnk export {bundle} --int8")
+        return code
+
+    _done(work, as_json, lambda: _read(target / "metrics.json"))
+
+
+@app.command(epilog=_listed(EvaluateConfig), short_help="Score a classifier on labelled examples.")
+def score(
+    model: Model,
+    settings: Settings = None,
+    table: Table = None,
+    images: Images = None,
+    task: Annotated[str | None, typer.Option(help="short for task=NAME; a run knows its own")] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the result (metrics.json in the folder)")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a classifier on labelled texts or images: a model, a bundle, an adapter or a run."""
+    given = [*_value("task", task), *_examples(None, table, images, "eval_file"), *(settings or [])]
+    written: list[Path] = []
+
+    def work() -> int:
+        from snnk_cli.files import guarded
+        from snnk_cli.scoring import score_model
+
+        return guarded(lambda: score_model(model, given, output, written))
+
+    _done(work, as_json, lambda: _read(written[0]))
+
+
+@app.command(epilog=_listed(EvaluateConfig), short_help="Write a model as one ONNX or torch file.")
+def export(
+    model: Model,
+    settings: Settings = None,
+    table: Table = None,
+    images: Images = None,
+    task: Annotated[str | None, typer.Option(help="short for task=NAME; a run knows its own")] = None,
+    format: Annotated[str, typer.Option(help="onnx or torch")] = "onnx",
+    int8: Annotated[bool, typer.Option("--int8", help="eight-bit Linears (onnx)")] = False,
+    output: Annotated[Path | None, typer.Option(help="the file (model.onnx or model.pt2 in the folder)")] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model as one file that runs without its code; with labelled examples, score the file beside the model."""
+    given = [*_value("task", task), *_examples(None, table, images, "eval_file"), *(settings or [])]
+    written: list[Path] = []
+
+    def work() -> int:
+        from snnk_cli.exporting import export_model
+        from snnk_cli.files import guarded
+
+        return guarded(lambda: export_model(model, given, format, output, int8, overwrite, written))
+
+    _done(work, as_json, lambda: _read(written[0].with_suffix(".metrics.json")))
+
+
+@app.command(short_help="Parameters, MACs, memory and traffic.")
+def cost(
+    model: Model,
+    config: Annotated[Path | None, typer.Option(help="YAML with fields of SNNKConfig: adapter, ffn, attention")] = None,
+    task: Annotated[str | None, typer.Option(help="what the model is for (what its config names)")] = None,
+    num_labels: Annotated[int | None, typer.Option(help="classes (what its config says)")] = None,
+    batch_size: Annotated[int, typer.Option(help="examples per process")] = 32,
+    length: Annotated[int | None, typer.Option(help="tokens per text (512, or what the model reads)")] = None,
+    image_size: Annotated[int | None, typer.Option(help="pixels on each side (what its config says)")] = None,
+    dtype: Annotated[str, typer.Option(help="of the model as it is loaded")] = "float32",
+    processes: Annotated[int, typer.Option(help="of DDP and FSDP")] = 8,
+    device: Annotated[str, typer.Option(help="whose kernels it runs on")] = "cuda",
+    as_json: AsJson = False,
+) -> None:
+    """Say what a model costs, from its config alone: parameters, MACs, memory and traffic."""
+    reports: list[Any] = []
+    given = {"task": task, "num_labels": num_labels, "batch_size": batch_size, "length": length}
+    given |= {"image_size": image_size, "dtype": dtype, "processes": processes, "device": device}
+
+    def work() -> int:
+        from snnk_cli.files import guarded
+        from snnk_cli.inspecting import show_cost
+
+        return guarded(lambda: reports.append(show_cost(model, config, given)))
+
+    _done(work, as_json, lambda: reports[0].to_dict())
+
+
+@app.command(short_help="Say which parts a model takes.")
+def check(model: Model, as_json: AsJson = False) -> None:
+    """Say what this package can do with a model: every part is put into a copy of it, run, trained and bundled."""
+    reports: list[dict[str, Any]] = []
+
+    def work() -> int:
+        from snnk_cli.files import guarded
+        from snnk_cli.inspecting import check_model
+
+        return guarded(lambda: reports.append(check_model(model)))
+
+    _done(work, as_json, lambda: reports[0])
+
+
+@app.command("describe", short_help="Say what a folder holds.")
+def describe_folder(model: Model, as_json: AsJson = False) -> None:
+    """Say what a folder holds: a model, a bundle and what was folded, an adapter and its parts, a run and its score."""
+    reports: list[dict[str, Any]] = []
+
+    def work() -> int:
+        from snnk_cli.files import guarded
+        from snnk_cli.inspecting import describe_model
+
+        return guarded(lambda: reports.append(describe_model(model)))
+
+    _done(work, as_json, lambda: reports[0])
+
+
+def _named(model: str, ending: str) -> Path:
+    """A folder here, named after the model."""
+    return Path(f"{Path(model).resolve().name if Path(model).exists() else model.rpartition('/')[2]}{ending}")
+
+
+def _conversion(
+    model: str,
+    texts: Path | None,
+    table: Path | None,
+    images: Path | None,
+    budget: str | None,
+    target: Path,
+    config: Path | None,
+    settings: list[str],
+) -> list[str]:
+    """The settings that the options of `plan` and `convert` stand for; half of the time, unless they say what."""
+    if not (texts or table or images or config) and not any(one.startswith(("task=", "data.")) for one in settings):
+        raise typer.BadParameter(
+            "no examples to calibrate with; expected --texts FILE, --table FILE or --images FOLDER"
+        )
+    says = config is not None or any(one.startswith("convert.") for one in settings)
+    share: Any = budget or (None if says else "2x")
+    return [
+        *_value("model.name_or_path", model),
+        *_examples(texts, table, images, "train_file"),
+        *_value("convert.budget", float(share) if share and share.replace(".", "", 1).isdigit() else share),
+        *_value("output.dir", target),
+    ]

@@ -1,0 +1,48 @@
+"""Planning a conversion and leaving it at that: plan.json, its picture, and the settings that convert as planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from snnk_cli.config import dump_yaml, load_config
+from snnk_cli.conversion import planned
+from snnk_cli.convert_settings import ConvertConfig
+from snnk_cli.converting import Converting
+from snnk_cli.files import check_writable, guarded, write_text, writing
+from snnk_cli.lock import alone
+from snnk_cli.processes import make_accelerator
+from snnk_cli.terminal import quiet
+from snnk_peft.errors import ConfigError
+
+SETTINGS = "convert.yaml"
+
+
+def plan_model(file: Path | None, overrides: list[str], target: Path, overwrite: bool) -> int:
+    """Plan, print and write; returns the exit code (0 done, 2 wrong input).
+
+    Args:
+        file: of the settings, or None.
+        overrides: of single settings.
+        target: the folder.
+        overwrite: replace an earlier plan in it.
+    """
+    quiet()
+    return guarded(lambda: _plan_into(target, load_config(ConvertConfig, file, overrides), overwrite))
+
+
+def _plan_into(target: Path, config: ConvertConfig, overwrite: bool) -> None:
+    check_writable(target)
+    with alone(target):
+        if (target / "plan.json").exists() and not overwrite:
+            raise ConfigError(f"{target} holds a plan; replace it with --overwrite, or choose another --output")
+        experiment, accelerator = Converting(config), make_accelerator(config.train)
+        data = experiment.data(accelerator)
+        found = planned(experiment.teacher, data, experiment.config, accelerator)
+        parts = found.to_dict()["config"]["parts"]
+        rest = replace(config.convert, budget=None, ffn=None, attention=None, pooler=None, low_rank=None, parts=parts)
+        with writing(target):
+            found.save(target)
+            write_text(target / SETTINGS, dump_yaml(replace(config, convert=rest)))
+    print(found)
+    print(f"written to {target}; next: snnk convert {config.model.name_or_path} --config {target / SETTINGS}")
