@@ -87,7 +87,9 @@ def _done(work: Callable[[], int], as_json: bool, result: Callable[[], Any]) -> 
         except ModuleNotFoundError as error:
             if str(error.name).partition(".")[0] in ("snnk_peft", "snnk_cli"):
                 raise
-            print(f"error: this needs {error.name}, which is not installed: pip install 'snnk-peft[cli]'")
+            print(
+                f"error: this needs {error.name}, which is not installed: pip install 'snnk-peft[cli]'", file=sys.stderr
+            )
             code = 2
     if as_json and code == 0:
         print(json.dumps(result(), indent=2))

@@ -134,6 +134,13 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             names = [{"rfilename": name} for name in hub.repos[found[1]]]
             self.reply(200, {"id": found[1], "modelId": found[1], "sha": hub.sha(found[1]), "siblings": names})
+        elif (found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+", path)) and found[1] in hub.repos:
+            files = hub.repos[found[1]].items()
+            entries = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in files
+            ]
+            self.reply(200, entries)
         elif path == "/api/agent-harnesses" or re.fullmatch(r"/api/models/[^/]+/[^/]+/tree/.+", path):
             self.missing("EntryNotFound")
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):

@@ -7,14 +7,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import yaml
 from glue_files import write_task
 from safetensors.torch import load_file
-from transformers import BertConfig, BertModel, BertTokenizerFast
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 def program_file(name: str) -> Path:
@@ -41,8 +43,7 @@ def write_world(folder: Path, positions: int = 512, pieces: Sequence[str] = ()) 
     words += [piece for piece in pieces if piece not in words]
     (folder / "vocab.txt").write_text("\n".join(words) + "\n")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=positions, **sizes)).save_pretrained(
+    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=positions, **SIZES)).save_pretrained(
         folder / "bert"
     )
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "bert")
@@ -77,3 +78,14 @@ def reset_accelerate() -> None:
     """Forget the one state per process that accelerate keeps; each run of a recipe normally has its own."""
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def save_classifier(target: Path, tokenizer: Path, task: Any, **config: Any) -> None:
+    """A random classifier with lively features."""
+    reader = AutoTokenizer.from_pretrained(tokenizer)
+    torch.manual_seed(1)
+    names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
+    known = {"vocab_size": len(reader), "num_labels": task.num_labels, "problem_type": task.problem_type, **names}
+    model = BertForSequenceClassification(BertConfig(**SIZES, initializer_range=0.25, **known, **config))
+    model.save_pretrained(target)
+    reader.save_pretrained(target)

@@ -20,14 +20,12 @@ import pytest
 import torch
 from data import TASKS
 from glue_files import write_task
-from recipe_world import RECIPES, reset_accelerate, same_tensors, write_world
+from recipe_world import RECIPES, reset_accelerate, same_tensors, save_classifier, write_world
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessorPil,
@@ -47,8 +45,6 @@ from tests.hub_stand_in import HubStandIn
 
 pytestmark = pytest.mark.slow
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -61,17 +57,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_task(folder / "glue", task, n_train=64, n_dev=24)
         save_classifier(folder / task, folder / "bert", TASKS[task])
     return folder
-
-
-def save_classifier(target: Path, tokenizer: Path, task: Any, **config: Any) -> None:
-    """A random classifier with lively features."""
-    reader = AutoTokenizer.from_pretrained(tokenizer)
-    torch.manual_seed(1)
-    names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
-    known = {"vocab_size": len(reader), "num_labels": task.num_labels, "problem_type": task.problem_type, **names}
-    model = BertForSequenceClassification(BertConfig(**SIZES, initializer_range=0.25, **known, **config))
-    model.save_pretrained(target)
-    reader.save_pretrained(target)
 
 
 def settings(world: Path, out: Path, *changes: str, task: str | None = "rte", model: str | None = None) -> list[str]:

@@ -1,0 +1,258 @@
+"""The command `snnk`: each subcommand on a tiny classifier, its JSON, its faults, and how soon it answers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from data import TASKS
+from glue_files import write_task
+from recipe_world import reset_accelerate, save_classifier
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from snnk_cli.app import app
+from snnk_peft import AdapterPart, SNNKConfig, bundle, get_snnk_model
+from tests.fresh_process import run_python
+from tests.hub_stand_in import HubStandIn
+
+COMMANDS = ("plan", "convert", "score", "export", "cost", "check", "describe")
+SMALL = ["convert.ffn.num_features=8", "convert.batch_size=8", "timing.repetitions=1", "timing.batch_size=4"]
+
+
+def snnk(*arguments: object) -> int:
+    """The exit code."""
+    reset_accelerate()
+    with pytest.raises(SystemExit) as left:
+        app([str(argument) for argument in arguments])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+@pytest.fixture(scope="module")
+def place(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model/`, a tiny classifier of pairs; texts.txt, without labels; dev.csv and some of it as few.csv."""
+    folder = tmp_path_factory.mktemp("command")
+    write_task(folder / "glue", "rte", n_train=64, n_dev=24)
+    save_classifier(folder / "model", world / "bert", TASKS["rte"])
+    rows = TASKS["rte"].load(folder / "glue")
+    (folder / "texts.txt").write_text("\n".join(rows["train"]["sentence1"]), encoding="utf-8")
+    names = TASKS["rte"].label_names
+    for name, count in (("dev.csv", 24), ("few.csv", 9)):
+        with open(folder / name, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["text", "label"])
+            part = rows["validation"].select(range(count))
+            writer.writerows((text, names[label]) for text, label in zip(part["sentence1"], part["label"], strict=True))
+    return folder
+
+
+@pytest.fixture
+def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of `place`, as the current folder."""
+    shutil.copytree(place, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    """stdout, which must be JSON and nothing else."""
+    return json.loads(capsys.readouterr().out)
+
+
+def accuracy(folder: str, file: str) -> float:
+    """By transformers alone."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with open(file, encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    right = 0
+    for row in rows:
+        with torch.no_grad():
+            logits = model(**tokenizer(row["text"], return_tensors="pt")).logits
+        right += model.config.id2label[logits.argmax().item()] == row["label"]
+    return right / len(rows)
+
+
+def test_help_waits_for_no_library() -> None:
+    """Torch, transformers and this package take seconds to import."""
+    code = (
+        "import sys\n"
+        "for name in [*sys.modules]:\n"  # a fork begins with them
+        "    if name.split('.')[0] in ('torch', 'transformers', 'peft', 'snnk_peft'): del sys.modules[name]\n"
+        "sys.modules.update(torch=None, transformers=None, peft=None)\n"
+        "from snnk_cli.app import app\n"
+        "for command in [[], *([name] for name in sys.argv[1:])]:\n"
+        "    try: app([*command, '--help'])\n"
+        "    except SystemExit as left: assert left.code == 0, left.code\n"
+        "assert 'snnk_peft' not in sys.modules, 'imported'\n"
+    )
+    done = run_python(["-c", code, *COMMANDS])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.count("Usage: ") == 1 + len(COMMANDS)
+    assert "convert.budget" in done.stdout
+
+
+def test_convert_then_score_export_and_describe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the first command writes, the others and transformers' pipeline read."""
+    assert snnk("convert", "model", "--texts", "texts.txt", "--output", "out", *SMALL, "--json") == 0
+    figures = printed(capsys)
+    assert figures == json.loads(Path("out/metrics.json").read_text())
+    assert figures["models"]["converted"]["parameters"] < figures["models"]["original"]["parameters"]
+    assert {file.name for file in Path("out/bundle").iterdir()} >= {"config.json", "model.safetensors", "README.md"}
+    assert Path("out/calibration.png").is_file()
+    assert pipeline("text-classification", "out/bundle")("the farmer")[0]["label"] in TASKS["rte"].label_names
+
+    assert snnk("score", "out/bundle", "--table", "dev.csv", "--json") == 0
+    scored = printed(capsys)
+    assert scored["metrics"]["accuracy"] == pytest.approx(accuracy("out/bundle", "dev.csv"))
+    assert scored == json.loads(Path("out/bundle/metrics.json").read_text())
+
+    assert snnk("export", "out/bundle", "--table", "dev.csv", "--json") == 0
+    exported = printed(capsys)
+    assert Path("out/bundle/model.onnx").is_file()
+    model, file = exported["scores"].values()
+    assert model["accuracy"] == file["accuracy"] == scored["metrics"]["accuracy"]
+
+    assert snnk("describe", "out/bundle", "--json") == 0
+    described = printed(capsys)
+    assert described["kind"] == "bundle"
+    assert described["parameters"] == sum(t.numel() for t in load_file("out/bundle/model.safetensors").values())
+    assert any("8 gelu features" in entry["after"] for entry in described["bundle"]["folded"])
+    assert snnk("describe", "out", "--json") == 0
+    assert printed(capsys)["results"]["metrics.json"] == figures["metrics"]
+
+    assert snnk("convert", "model", "--texts", "texts.txt", "--output", "out", *SMALL) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert snnk("convert", "model", "--texts", "texts.txt", "--output", "out", *SMALL, "--overwrite") == 0
+    told = capsys.readouterr().out
+    assert "next: snnk score out/bundle --table" in told
+
+
+def test_labels_score_the_conversion(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--table", "dev.csv", "data.eval_file=few.csv", "--output", "out", *SMALL, "--json"]
+    assert snnk("convert", "model", *given) == 0
+    models = printed(capsys)["models"]
+    assert models["original"]["accuracy"] == pytest.approx(accuracy("model", "few.csv"))
+    assert models["converted"]["accuracy"] == pytest.approx(accuracy("out/bundle", "few.csv"))
+
+
+def test_a_plan_is_what_convert_then_does(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = ["convert.batch_size=8", "timing.repetitions=1", "timing.batch_size=4"]
+    given = ["--texts", "texts.txt", "--budget", "0.8", "convert.of=macs", *parts, "--output", "plan"]
+    assert snnk("plan", "model", *given, "--json") == 0
+    plan = printed(capsys)
+    assert plan["budget"] == pytest.approx(0.8)
+    assert plan["of"] == "macs"
+    assert Path("plan/plan.png").is_file()
+    assert snnk("plan", "model", *given) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert snnk("plan", "model", *given, "--overwrite") == 0
+    command = re.search(r"next: snnk (convert .*)", capsys.readouterr().out)
+    assert command is not None
+    assert snnk(*command[1].split(), "--output", "out", "--json") == 0
+    assert printed(capsys)["models"]["converted"]["parameters"] < 1e9
+    made = json.loads(Path("out/conversion.json").read_text())["parts"]["parts"]
+    assert [part["part"] for part in made] == [part["part"] for part in plan["config"]["parts"]]
+
+
+def test_check_names_every_part_and_the_versions(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert snnk("check", "model", "--json") == 0
+    report = printed(capsys)
+    assert {"ffn", "attention", "pooler", "narrow_ffn"} <= set(report["checked"])
+    assert report["environment"]["packages"]["torch"] == torch.__version__
+    entries = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps({**entries, "architectures": ["BertForMiracles"]}))
+    assert snnk("check", "model") == 0  # as a model without a head
+
+
+def test_describe_an_adapter_and_a_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained("model")
+    patched = get_snnk_model(model, SNNKConfig(adapter=AdapterPart(num_features=4)))
+    patched.save_pretrained("adapter")
+    assert snnk("describe", "adapter", "--json") == 0
+    described = printed(capsys)
+    assert (described["kind"], described["method"], described["base"]) == ("adapter", "SNNK", "model")
+    assert described["parts"]["adapter"]["num_features"] == 4
+    assert described["parameters"] == sum(t.numel() for t in load_file("adapter/adapter_model.safetensors").values())
+    bundle(patched).save_pretrained("bundle")
+    assert snnk("describe", "model") == 0
+    told = capsys.readouterr().out
+    assert "class: BertForSequenceClassification" in told
+    assert "layers: 2" in told
+
+
+def test_models_of_the_hub(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read by id, and results go into the current folder rather than into the cache."""
+    with HubStandIn() as hub:
+        hub.repos["me/tiny"] = {file.name: file.read_bytes() for file in Path("model").iterdir()}
+        given = {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        given |= {"HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}"}
+        for name, value in {**given, "HF_HUB_CACHE": str(here / "cache")}.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        assert snnk("score", "me/tiny", "--table", "dev.csv") == 0
+        assert snnk("score", "me/absent", "--table", "dev.csv") == 2
+    scored = json.loads(Path("tiny.metrics.json").read_text())
+    assert scored["metrics"]["accuracy"] == pytest.approx(accuracy("model", "dev.csv"))
+    assert "me/absent cannot be read from the Hub" in capsys.readouterr().err
+
+
+WRONG = {
+    "no model": (["score", "nowhere/at/all", "--table", "dev.csv"], "nowhere/at/all does not exist"),
+    "no examples": (["convert", "model"], "expected --texts FILE, --table FILE or --images FOLDER"),
+    "two data sets": (["score", "model", "--table", "dev.csv", "--images", "x"], "expected one of them"),
+    "no task": (["score", "model"], "task is missing"),
+    "no text file": (["convert", "model", "--texts", "absent.txt"], "absent.txt, which cannot be read"),
+    "a format": (["export", "model", "--format", "ONNX"], "did you mean 'onnx'"),
+    "no family": (["check", "dev.csv"], "dev.csv"),
+    "no folder of ours": (["describe", "."], "expected a run, an adapter or a model"),
+    "unknown option": (["convert", "model", "--text", "texts.txt"], "No such option"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_told_with_exit_code_2(here: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    arguments, message = WRONG[case]
+    assert snnk(*arguments) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_faults_of_settings_come_all_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    faulty = ["convert.ffn.num_features=0", "data.max_lenght=8", "convert.samples=1", "convert.of=speed"]
+    assert snnk("convert", "model", "--texts", "texts.txt", *faulty) == 2
+    told = capsys.readouterr().err
+    for word in ("max_length", "convert.samples", "'latency', 'macs' or 'bytes'"):
+        assert word in told
+    assert not Path("model-snnk").exists()
+
+
+def test_settings_of_a_file_and_of_the_command_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text(yaml.safe_dump({"convert": {"ffn": {"num_features": 6}, "samples": 16}}))
+    given = ["--texts", "texts.txt", "--config", "mine.yaml", "convert.ffn.num_features=5", "timing.repetitions=1"]
+    assert snnk("convert", "model", *given, "convert.batch_size=4", "--json") == 0
+    capsys.readouterr()
+    record = json.loads(Path("model-snnk/conversion.json").read_text())
+    assert record["examples"] == 16
+    assert record["parts"]["ffn"]["num_features"] == 5
+
+
+def test_what_is_not_installed_is_named() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['datasets'] = None\n"
+        "from snnk_cli.app import app\n"
+        "app(['convert', 'minilm', '--texts', 'x.txt'])\n"
+    )
+    done = run_python(["-c", code])
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "pip install 'snnk-peft[cli]'" in done.stderr
