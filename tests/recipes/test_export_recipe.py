@@ -47,7 +47,7 @@ def test_a_folder_becomes_a_file_with_the_same_scores(folder: Path, capsys: pyte
         ([str(folder), "--format", "torch"], "overwrite=True"),
         ([str(folder), "--format", "torch", "--overwrite", "--int8"], "int8 Linears are written for ONNX Runtime"),
         ([str(folder.parent / "glue")], "has no config.json"),
-        ([str(folder / "nowhere")], "is no folder"),
+        ([str(folder / "nowhere")], "does not exist"),
         ([str(folder), "--task", "rtee"], "did you mean 'rte'"),
     ):
         assert export.main(arguments) == 2
