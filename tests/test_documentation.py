@@ -1,4 +1,4 @@
-"""What the documents promise runs: doctests of every module, and the README's blocks and commands as printed."""
+"""What the documents promise runs: doctests, the README's blocks and commands as printed. And they stay short."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 from datasets import Dataset
 from glue_files import sentences, write_task
 from image_layouts import class_folders, draw
+from peft import PeftModel
 from recipe_world import write_world
 from transformers import (
     AutoTokenizer,
@@ -30,8 +31,6 @@ from transformers import (
 )
 
 import snnk_peft
-from snnk_peft.errors import ConfigError
-from snnk_peft.feature_map.describe import component_table, projection_table
 from tests.fresh_process import run_python
 
 # Triton need not be installed.
@@ -81,16 +80,16 @@ def test_readme_python_blocks(root, minilm_dir, tmp_path):
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for expected in ("trainable params", "error before -> after", "estimates", "LABEL_"):
+    for expected in ("trainable params", "error before -> after", "LABEL_"):
         assert expected in done.stdout
 
 
 def test_readme_shell_commands_exist(root):
     targets = re.findall(r"^([a-z]+):", (root / "Makefile").read_text(), re.MULTILINE)
-    for line in blocks(root, "bash")[0].splitlines():
-        command = shlex.split(line, comments=True)
-        assert command[0] == "make"
-        assert command[1] in targets
+    opening = blocks(root, "bash")[0].splitlines()
+    assert [line.split()[1] for line in opening] == ["quickstart", "test"]
+    named = {line.split()[1] for line in opening} | set(re.findall(r"`make (\S+)`", (root / "README.md").read_text()))
+    assert named <= {*targets, "test-all"}
 
 
 def write_tables(folder: Path) -> None:
@@ -124,6 +123,28 @@ def write_classifier(folder: Path, glue: Path) -> None:
     (folder / "reviews.txt").write_text("\n".join(sentences()))
 
 
+def commands(root: Path) -> list[list[str]]:
+    """Every command of the README's text blocks, as words."""
+    return [shlex.split(line) for block in blocks(root, "text") for line in block.splitlines()]
+
+
+def test_readme_commands_are_of_three_kinds(root):
+    kinds = [words[0] for words in commands(root)]
+    assert set(kinds) == {"pip", "snnk", "python"}
+    assert kinds.count("python") == 6
+
+
+def extras(root: Path) -> list[str]:
+    section = (root / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    return re.findall(r"^(\w+) = \[", section, re.MULTILINE)
+
+
+def test_readme_installs_extras_that_there_are(root):
+    named = re.findall(r"(?:snnk-peft|\.)\[([\w,]+)\]", (root / "README.md").read_text())
+    assert len(named) == 2
+    assert set(",".join(named).split(",")) <= set(extras(root))
+
+
 @pytest.mark.slow
 def test_readme_recipe_commands(root, minilm_dir, tmp_path):
     """The recipe commands as printed, on a small stand-in for the official files."""
@@ -132,55 +153,78 @@ def test_readme_recipe_commands(root, minilm_dir, tmp_path):
     vit = write_pictures(tmp_path)
     write_classifier(tmp_path, tmp_path / "glue")
     (tmp_path / "recipes").symlink_to(root / "recipes")
-    commands = [line for line in "\n".join(blocks(root, "text")).splitlines() if line.startswith("python ")]
-    assert len(commands) >= 12
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    for line in commands:
-        words = shlex.split(line.replace("path/to/glue", str(tmp_path / "glue")).replace("path/to/model", "model"))
+    for program, *given in commands(root):
+        if program != "python":
+            continue
+        line = " ".join(given)
+        words = [
+            word.replace("path/to/glue", str(tmp_path / "glue")).replace("path/to/model", "model") for word in given
+        ]
         if "finetune.py" in line:
             words.append("train.epochs=1")
         if "convert.py" in line:
             words += ["convert.ffn.num_features=8", "convert.batch_size=4", "timing.repetitions=1"]
-        if "texts.yaml" in line:  # a plan of latency would need a larger model
-            words += ["convert.of=macs", "convert.budget=0.9"]
         if "image_folder" in line:
             words += [f"model.name_or_path={vit}", "data.workers=0"]
-        if "train_lra.py" in line:
-            words += ["train.steps=2", "train.warmup_steps=1", "train.batch_size=2"]
-            words += [f"data.max_{split}_samples=4" for split in ("train", "validation", "test")]
-        if "tiny_llama.py" in line:
-            words += ["--steps", "2"]
-        if "fit_p" in line:
-            words += ["train.steps=2"]
-        if "pointwise.py" in line:
-            words += ["--draws", "2", "--projections", "2", "--output", "pointwise"]
-        if "write_listops.py" in line:
-            words += ["--train", "60", "--validation", "5", "--test", "5"]
-        done = run_python(words[1:], cwd=tmp_path, env=environment)
+        done = run_python(words, cwd=tmp_path, env=environment)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
 
 
-def test_readme_tables_are_the_generated_ones(root):
-    text = (root / "README.md").read_text()
-    begin = "<!-- feature maps: begin (python -m snnk_peft.feature_map table) -->\n"
-    shown = text.split(begin)[1].split("\n<!-- feature maps: end -->")[0]
-    assert shown == f"{component_table()}\n\n{projection_table()}", "paste what the command prints"
+@pytest.mark.slow
+def test_readme_snnk_commands(root, tmp_path):
+    """The commands of the wheel as printed, in an order in which each finds what those before it wrote."""
+    write_classifier(tmp_path, tmp_path / "glue")
+    rows = [f"{text},{label}" for text, label in zip(sentences(), ["LABEL_0", "LABEL_1"] * 8, strict=False)]
+    (tmp_path / "labelled.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    for program, *given in commands(root):
+        if program != "snnk":
+            continue
+        words = [word.replace("path/to/model", "model") for word in given]
+        if given[0] == "convert":  # a plan of latency would need a larger model
+            words += ["convert.of=macs", "convert.budget=0.9", "convert.batch_size=4", "timing.repetitions=1"]
+        done = run_python(["-m", "snnk_cli", *words], cwd=tmp_path, env=environment)
+        assert done.returncode == 0, f"{given}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
 
 
-def test_readme_results_are_the_measured_ones(root, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(root / "recipes"))
-    table_results = importlib.import_module("papers.table_results")
-    text = (root / "README.md").read_text()
-    assert table_results.replaced(text, table_results.render(root)) == text, (
-        "run recipes/papers/table_results.py --write"
-    )
-    assert "benchmarks/attention.py" in table_results.render(root)
-    programs = set(re.findall(r"`(benchmarks/\w+\.py)", table_results.render(root)))
-    assert programs, "no benchmark is named"
-    assert [name for name in sorted(programs) if not (root / "recipes" / name).is_file()] == []
-    other = text.replace("× faster at 4,096 tokens", "× slower at 4,096 tokens")
-    assert table_results.replaced(other, table_results.render(root)) == text
-    with pytest.raises(ConfigError, match="has no lines"):
-        table_results.replaced("no marks", "table")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        table_results.render(tmp_path)
+def test_readme_is_one_page(root):
+    lines = (root / "README.md").read_text().splitlines()
+    assert len(lines) <= 200
+    cells = [cell.strip() for line in lines if line.startswith("|") for cell in line.strip("|").split("|")]
+    assert [cell for cell in cells if len(cell) > 120] == []
+    rendered = "\n".join(lines).split("<!-- results: begin")[1].split("<!-- results: end")[0].splitlines()[1:]
+    assert [len(row.strip("|").split("|")) for row in rendered] == [4] * (2 + 8)
+
+
+def test_readme_links_lead_to_files(root):
+    links = re.findall(r"\]\(([^)]+)\)", (root / "README.md").read_text())
+    assert len(links) > 5
+    assert [link for link in links if "://" not in link and not (root / link.partition("#")[0]).exists()] == []
+
+
+def test_readme_names_what_there_is(root):
+    """Names of the package in running text, and the variables that it reads."""
+    text = FENCE.sub("", (root / "README.md").read_text())
+    classes = set(re.findall(r"`([A-Z][a-z]*[A-Z]\w*)`", text))
+    assert len(classes) > 8
+    assert [name for name in classes if not hasattr(snnk_peft, name)] == []
+    others = set(re.findall(r"`([a-z_]+)`", text)) - {"snnk", *extras(root)}
+    assert len(others) > 3
+    assert [name for name in others if not hasattr(snnk_peft, name) and not hasattr(PeftModel, name)] == []
+    sources = "".join(file.read_text() for file in (root / "snnk_peft/functional").glob("*.py"))
+    assert [name for name in set(re.findall(r"`(SNNK_\w+)=", text)) if name not in sources] == []
+
+
+def test_readme_names_every_family(root):
+    table = (root / "README.md").read_text().split("## Families and parts")[1].split("\n## ")[0]
+    named = re.sub("[^a-z0-9|]", "", table.lower())
+    families = {re.split("_with|_text|_vision|-vision", name)[0] for name in snnk_peft.FAMILIES}
+    assert [name for name in sorted(families) if re.sub("[^a-z0-9]", "", name) not in named] == []
+
+
+def test_changelog_has_at_most_60_lines_a_version(root):
+    _, *versions = re.split(r"^## ", (root / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    lengths = {version.split()[0]: len(version.splitlines()) for version in versions}
+    assert list(lengths)[-2:] == ["0.2.0", "0.1.0"]
+    assert {version: lines for version, lines in lengths.items() if lines > 60} == {}

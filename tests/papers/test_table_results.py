@@ -1,0 +1,90 @@
+"""README.md's table and picture say what the stored figures say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from papers import table_results
+from PIL import Image
+
+from snnk_peft.errors import ConfigError
+
+FAR, STEP = "convert_llama/metrics", "adapter_step/metrics"
+
+
+@pytest.fixture
+def copied(root: Path, tmp_path: Path) -> Path:
+    """The stored figures in a folder of their own."""
+    shutil.copytree(root / "recipes/benchmarks/results", tmp_path / "recipes/benchmarks/results")
+    shutil.copytree(root / "model_cards", tmp_path / "model_cards")
+    return tmp_path
+
+
+def stored(root: Path, name: str) -> Any:
+    return json.loads((root / f"recipes/benchmarks/results/{name}.json").read_text())
+
+
+def test_readme_has_the_measured_results(root: Path) -> None:
+    text = (root / "README.md").read_text()
+    rendered = table_results.render(root)
+    assert table_results.replaced(text, rendered) == text, "run recipes/papers/table_results.py --write"
+    other = text.replace("LoRA's seconds |", "LoRA's minutes |")
+    assert other != text
+    assert table_results.replaced(other, rendered) == text
+    assert f"]({table_results.PICTURE})" in text
+    assert (root / table_results.PICTURE).stat().st_size < 100_000
+
+
+def test_rows_have_the_figures_of_the_files(root: Path) -> None:
+    header, _, *rows = table_results.render(root).splitlines()
+    assert header == "| task | before | after | cost |"
+    assert len(rows) == 8
+    plan = next(row for row in stored(root, "convert_sst2/metrics")["rows"] if row["model"] == "plan 2.5x")
+    assert f"| {100 * plan['accuracy']:.1f} at {plan['speed-up']:.1f} × the speed |" in rows[0]
+    files = {row["model"]: row for row in stored(root, "export_latency/metrics")["rows"]}
+    for row, name in zip(rows[2:4], ("original, ONNX, int8", "bundle, ONNX, int8"), strict=True):
+        assert f"{files[name]['MB']:.0f} MB, {files[name]['speed-up 32x64']:.1f} × the speed" in row
+    ours = next(row for row in stored(root, FAR)["decoding"] if (row["model"], row["tokens"]) == ("converted", 8192))
+    assert f"{ours['ms per token']:.0f} ms, cache {ours['cache bytes'] / 1e6:.0f} MB" in rows[4]
+    page = (root / "model_cards/glue_gpu/README.md").read_text()
+    for method in ("lora_r8", "rows6_fitted_head", "full"):
+        line = next(line for line in page.splitlines() if line.startswith(f"| {method} |"))
+        assert f" {line.split('|')[7].strip()}" in rows[6]  # its average
+
+
+def test_curves_begin_at_the_original_and_keep_every_size(root: Path) -> None:
+    curves = table_results.curves(root)
+    teacher, *rows = stored(root, "convert_peers/metrics")["rows"]
+    for method in ("plan", "svd", "uptrained"):
+        sizes = [(row["speed-up"], 100 * row["accuracy"]) for row in rows if row["method"] == method]
+        assert curves[method] == [(1.0, 100 * teacher["accuracy"]), *sizes]
+    assert {row["method"] for row in rows} < curves.keys()
+    assert len(curves["original, ONNX, int8"]) == 1
+
+
+def test_the_picture_fits_a_phone(root: Path, tmp_path: Path) -> None:
+    table_results.draw(table_results.curves(root), tmp_path / "picture.png")
+    width, height = Image.open(tmp_path / "picture.png").size
+    assert 600 <= width <= 800
+    assert height <= 1.1 * width
+
+
+def test_changed_figures_change_the_table(copied: Path) -> None:
+    before = table_results.render(copied)
+    file = copied / f"recipes/benchmarks/results/{STEP}.json"
+    figures = json.loads(file.read_text())
+    next(row for row in figures["rows"] if row["method"] == "rows")["time / LoRA"] = 7.0
+    file.write_text(json.dumps(figures))
+    assert "a step: 7.00 × LoRA's time" in table_results.render(copied)
+    assert "a step: 7.00 × LoRA's time" not in before
+
+
+def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no lines"):
+        table_results.replaced("no marks", "table")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        table_results.render(tmp_path)
