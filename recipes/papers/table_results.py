@@ -18,10 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from papers.lib.reports import read_reports
 from snnk_cli.files import guarded, read_json, write_text
 from snnk_cli.tables import grid, spread
-
-from papers.lib.reports import read_reports
 from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
