@@ -160,7 +160,9 @@ def convert(
         from snnk_cli.converting import Converting
         from snnk_cli.launch import train
 
-        code = train(Converting, Request(again, resume, None, overwrite, config and str(config), given))
+        code = train(
+            Converting, Request(again, resume, None, overwrite, None if config is None else str(config), given)
+        )
         if code == 0:
             bundle = shlex.quote(str(target / "bundle"))
             print(f"next: snnk score {bundle} --table LABELLED.csv\n      snnk export {bundle} --int8")

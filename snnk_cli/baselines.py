@@ -48,10 +48,15 @@ def with_baseline(
     lora = method.lora
     if lora.norms:
         saved = [*saved, *norm_names(base)]
-    common = {"task_type": task_type, "modules_to_save": saved or None}
+    common: dict[str, Any] = {"task_type": task_type, "modules_to_save": saved or None}
     if method.name == "lora":
         targets = lora.target_modules or query_value_names(base)
-        scale = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora}
+        scale: dict[str, Any] = {
+            "r": lora.r,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": lora.dropout,
+            "use_dora": lora.dora,
+        }
         config: Any = LoraConfig(**common, **scale, target_modules=targets)
     elif method.name == "vera":
         targets = lora.target_modules or query_value_names(base)
@@ -191,6 +196,6 @@ def start_at_prior(model: PreTrainedModel, labels: torch.Tensor) -> None:
         if labels.is_floating_point():
             head.bias.fill_(labels.mean())
         else:
-            counts = torch.bincount(labels[labels >= 0].flatten(), minlength=model.config.num_labels) + 1
+            counts = torch.bincount(labels[labels >= 0].flatten(), minlength=int(model.config.num_labels or 0)) + 1
             logarithm = counts.double().log()
             head.bias.copy_(logarithm - logarithm.mean())

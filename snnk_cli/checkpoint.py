@@ -360,7 +360,8 @@ def _save_rng(folder: Path, rank: int) -> None:
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
-    algorithm, keys, position, has_gauss, cached = np.random.get_state()
+    state: Any = np.random.get_state()
+    algorithm, keys, position, has_gauss, cached = state
     save_file(tensors, folder / f"rng-{rank}.safetensors")
     numpy_state = [algorithm, keys.tolist(), position, has_gauss, cached]
     write_json(folder / f"rng-{rank}.json", {"python": random.getstate(), "numpy": numpy_state})

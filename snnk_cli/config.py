@@ -96,7 +96,7 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def describe(cls: type[Any], prefix: str = "") -> list[str]:
     """One line per setting, for `--help`: name, default, explanation."""
     lines: list[str] = []
-    hints, options = typing.get_type_hints(cls), options_of(cls)
+    hints, options = typing.get_type_hints(cls), options_of(typing.cast("Any", cls))
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
             lines += describe(typing.cast("type[Any]", hints[field.name]), f"{prefix}{field.name}.")
@@ -118,7 +118,7 @@ def build(cls: type[Section], given: Any, faults: list[str], path: str = "") -> 
         faults.append(f"{where}: expected a section with keys, got {given!r}")
         return None
     before = len(faults)
-    hints, options = typing.get_type_hints(cls), options_of(cls)
+    hints, options = typing.get_type_hints(cls), options_of(typing.cast("Any", cls))
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in given:
         if key not in fields:

@@ -62,8 +62,8 @@ def converted(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator
     decided = settings.snnk_config(seed) if found is None else found.config
     model = get_snnk_model(copy.deepcopy(teacher), decided)
     mine = [data.train.batch(indices, accelerator.device) for indices in shares[accelerator.process_index :: world]]
-    fit = {"landmarks": settings.landmarks, "held_out": settings.held_out, "steps": settings.steps}
-    report = calibrate(model, mine, progress=sys.stderr.isatty(), **fit)
+    fit: dict[str, Any] = {"landmarks": settings.landmarks, "held_out": settings.held_out, "steps": settings.steps}
+    report: Any = calibrate(model, mine, progress=sys.stderr.isatty(), **fit)
     return Conversion(model, report, found, sum(map(len, shares)), time.perf_counter() - started)
 
 

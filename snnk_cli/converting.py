@@ -149,11 +149,12 @@ class Converting(Experiment[ConvertConfig]):
     def report(self, done: Finished) -> dict[str, Any]:
         """bundle/, and original and conversion side by side: scores, agreement, speed, size."""
         config, task = self.config, self.task
-        small = bundle(done.model.student).eval()
+        student: Any = done.model.student
+        small = bundle(student).eval()
         models, rows, alone = {"original": self.teacher, "converted": small}, {}, Alone(done.device)
         logits: dict[str, dict[str, torch.Tensor]] = {}
         for name, model in models.items():
-            found = {
+            found: dict[str, Any] = {
                 split: predict(model, part, config.train.eval_batch_size, alone)
                 for split, part in done.data.splits.items()
             }

@@ -153,8 +153,9 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
     if accelerator.is_main_process:
         claim_folder(folder, dump_yaml(config), ROOT, request.resume)
         (folder / REPORT).unlink(missing_ok=True)  # of a finished run that goes on from an earlier checkpoint
-        for name in discard_newer(start) if start is not None else []:
-            print(f"discarded {name}, which is newer than {start.name}")
+        if start is not None:
+            for name in discard_newer(start):
+                print(f"discarded {name}, which is newer than {start.name}")
     tracker = Tracker(folder, schedule.total, state.step, config.output.tensorboard, accelerator.is_main_process)
     plan = (
         f"{per_epoch} steps per epoch, at most {schedule.total} in all; {counts['trainable']:,} of "
@@ -205,6 +206,7 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
     else:
         best = unwrapped(accelerator, model).eval()
     if accelerator.is_main_process:
+        assert test is not None
         done = Finished(
             folder, best, data, state, state.best, test, per_epoch, memory_before, counts, accelerator.device
         )

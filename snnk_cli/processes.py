@@ -121,10 +121,10 @@ def _choose_units(accelerator: Accelerator, model: torch.nn.Module) -> None:
     Without those that hold the input embedding: accelerate makes that one a unit of its own, and no parameter may be in
     two (BERT and ViT list their embeddings beside their layers).
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if accelerator.distributed_type is not DistributedType.FSDP or plugin.transformer_cls_names_to_wrap:
         return
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
     listed = set(getattr(model, "_no_split_modules", None) or ())
     around = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
     plugin.transformer_cls_names_to_wrap = sorted(
@@ -141,9 +141,9 @@ def _is_sharded(value: torch.Tensor) -> bool:
     return hasattr(value, "full_tensor")
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
+def whole(value: Any) -> torch.Tensor:
     """All of a tensor; of a sharded one every process must ask."""
-    return value.full_tensor() if _is_sharded(value) else value  # type: ignore[operator]
+    return value.full_tensor() if _is_sharded(value) else value
 
 
 def split_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,9 @@ class Tracker:
         self._active = active
         self._total, self._first, self._done = total_steps, first_step, first_step
         self._started = self._printed = time.monotonic()
-        self._file, self._events, self._bar = folder / "log.jsonl", None, None
+        self._file = folder / "log.jsonl"
+        self._events: Any = None
+        self._bar: Any = None
         self._folder = folder / "tensorboard" if tensorboard and active else None
         if not active:
             return
@@ -144,7 +146,7 @@ class Tracker:
             return
         with writing(self._file), self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, **row}) + "\n")
-        if self._events is not None:
+        if self._events is not None and self._folder is not None:
             with writing(self._folder):
                 for name, value in row.items():
                     self._events.add_scalar(name, value, step)

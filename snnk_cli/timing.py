@@ -24,7 +24,7 @@ def alternate(
     """Seconds of each candidate in each repetition; the candidates run in turn, the order reversing every time."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in bar(range(-warmup, repetitions), "timing"):
-        names = list(candidates) if repetition % 2 else list(reversed(candidates))
+        names = list(candidates) if repetition % 2 else list(candidates)[::-1]
         for name in names:
             start = clock()
             candidates[name]()
