@@ -11,6 +11,7 @@ from snnk_cli.files import check_writable, write_folder, writing
 from snnk_cli.lock import alone
 from snnk_cli.models import load_trained
 from snnk_cli.results import load_run
+from snnk_cli.run_folder import settings_of
 from snnk_cli.settings import EvaluateConfig, FinetuneConfig
 from snnk_cli.task_settings import find_task
 from snnk_cli.terminal import quiet
@@ -26,7 +27,8 @@ def bundle_folder(
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}; expected a run of recipes/finetune.py or an adapter folder")
-    run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None
+    started = settings_of(folder)
+    run = None if started is None else load_config(FinetuneConfig, started)
     if run is None and task is None:
         raise ConfigError(f"{folder} is no run, so it does not say what it was trained on; give --task")
     if run is not None and overrides:

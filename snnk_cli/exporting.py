@@ -17,7 +17,7 @@ from snnk_cli.evaluation import score
 from snnk_cli.files import check_writable, write_json
 from snnk_cli.lock import alone
 from snnk_cli.models import load_by_class, local_folder
-from snnk_cli.run_folder import environment
+from snnk_cli.run_folder import environment, settings_of
 from snnk_cli.scoring import check_is_folder, load_classifier
 from snnk_cli.settings import EvaluateConfig, FinetuneConfig
 from snnk_cli.terminal import quiet, show_table
@@ -69,7 +69,8 @@ def export_model(
 
 def _export_to(target: Path, folder: Path, overrides: list[str], format: str, int8: bool, overwrite: bool) -> None:
     # --- model and data ----------------------------------------------------------------------------------------------
-    run = load_config(FinetuneConfig, folder / "config.yaml") if (folder / "config.yaml").is_file() else None
+    started = settings_of(folder)
+    run = None if started is None else load_config(FinetuneConfig, started)
     known: dict[str, Any] = {} if run is None else {"task": run.task, "data": dataclasses.asdict(run.data)}
     splits = None
     if run is None and not overrides:

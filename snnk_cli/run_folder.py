@@ -29,7 +29,7 @@ import yaml
 
 import snnk_peft
 from snnk_cli.checkpoint import list_checkpoints, read_state
-from snnk_cli.config import flatten, load_config
+from snnk_cli.config import flatten, load_config, read_yaml
 from snnk_cli.files import (
     check_writable,
     read_json,
@@ -123,6 +123,20 @@ def best_checkpoint(folder: Path) -> Path:
     if best is None:
         raise ConfigError(f"{folder} has no evaluated checkpoint yet; let the run reach its first evaluation")
     return folder / "checkpoints" / f"step-{best['step']:07d}"
+
+
+def settings_of(folder: Path) -> dict[str, Any] | None:
+    """What a run was started with, None if `folder` is no run.
+
+    Raises:
+        ConfigError: a run that converted a model, whose bundle/ is the model.
+    """
+    if not (folder / "config.yaml").is_file():
+        return None
+    given = read_yaml(folder / "config.yaml")
+    if "convert" in given:
+        raise ConfigError(f"{folder} is the folder of a conversion; give the model in it, {folder / 'bundle'}")
+    return given
 
 
 def environment(root: Path) -> dict[str, Any]:

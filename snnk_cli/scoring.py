@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from snnk_cli.config import ROOT, load_config, read_yaml
+from snnk_cli.config import ROOT, load_config
 from snnk_cli.draws import draw_figures, resamplable
 from snnk_cli.evaluation import DivergedError, evaluation_splits, repeat_notes, score
 from snnk_cli.files import check_writable, read_json, write_json, writing
@@ -23,7 +23,7 @@ from snnk_cli.modality import modality_of
 from snnk_cli.models import load_trained, local_folder
 from snnk_cli.processes import launcher_faults
 from snnk_cli.results import load_run
-from snnk_cli.run_folder import environment
+from snnk_cli.run_folder import environment, settings_of
 from snnk_cli.settings import EvaluateConfig, FinetuneConfig
 from snnk_cli.task_settings import find_task, is_sequence_run
 from snnk_cli.terminal import quiet
@@ -91,7 +91,7 @@ def score_folder(
     if draws is not None and draws < 2:
         raise ConfigError(f"--draws is {draws}; expected 2 or more, of which there is a deviation")
     check_is_folder(folder)
-    run = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
+    run = settings_of(folder)
     output = output or _result_of(folder)
     check_writable(output.parent)
     with alone(output) if int(os.environ.get("RANK", "0")) == 0 else nullcontext():

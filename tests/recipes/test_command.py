@@ -130,6 +130,10 @@ def test_convert_then_score_export_and_describe(here: Path, capsys: pytest.Captu
     assert snnk("describe", "out", "--json") == 0
     assert printed(capsys)["results"]["metrics.json"] == figures["metrics"]
 
+    for verb in ("score", "export"):
+        assert snnk(verb, "out", "--table", "dev.csv") == 2
+        assert "give the model in it, out/bundle" in capsys.readouterr().err
+
     assert snnk("convert", "model", "--texts", "texts.txt", "--output", "out", *SMALL) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert snnk("convert", "model", "--texts", "texts.txt", "--output", "out", *SMALL, "--overwrite") == 0
