@@ -116,13 +116,19 @@ class TableSettings:
         return read_split(self.dataset, self.dataset_config, name, self.columns, cache_dir)
 
 
+def unnamed(count: int) -> list[str]:
+    """What transformers calls classes that were given no names."""
+    return [f"LABEL_{index}" for index in range(count)]
+
+
 def of_model(known: TableSettings, model: Mapping[str, Any]) -> TableSettings:
     """Kind and labels, where they are not given, from a model's config."""
     if any("ForTokenClassification" in name for name in model.get("architectures") or ()):
         kind = TOKENS
     else:
         kind = NUMBERS if model.get("problem_type") == NUMBERS else CLASSES
-    names = model.get("id2label") or {}
+    # What transformers does not write into config.json are two classes without names.
+    names = model.get("id2label") or dict(enumerate(unnamed(2)))
     labels = [names[key] for key in sorted(names, key=int)] if kind != NUMBERS and len(names) > 1 else None
     return replace(known, kind=known.kind or kind, labels=known.labels or labels)
 
@@ -215,6 +221,8 @@ def examples(known: TableSettings, rows: Rows) -> list[list[Any]]:
     *texts, label = known.columns
     tokens = known.kind == TOKENS
     ids = {str(name): index for index, name in enumerate(known.labels or ())}
+    if known.labels == unnamed(len(ids)):
+        ids |= {str(index): index for index in range(len(ids))}  # as tables number classes without names
 
     def class_id(column: str, value: Any) -> int:
         return cell.class_id(column, value, rows.class_names.get(column), ids)

@@ -141,6 +141,24 @@ def test_convert_then_score_export_and_describe(here: Path, capsys: pytest.Captu
     assert "next: snnk score out/bundle --table" in told
 
 
+def test_classes_without_names(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two such classes config.json says nothing; a table numbers them, or calls them as transformers does."""
+    expected = accuracy("model", "dev.csv")
+    entries = json.loads(Path("model/config.json").read_text())
+    names = list(entries.pop("id2label").values())
+    del entries["label2id"]
+    Path("model/config.json").write_text(json.dumps(entries))
+    table = Path("dev.csv").read_text()
+    for kind in ("{}", "LABEL_{}"):
+        text = table
+        for index, name in enumerate(names):
+            text = text.replace(f",{name}\n", f",{kind.format(index)}\n")
+        assert text != table
+        Path("dev.csv").write_text(text)
+        assert snnk("score", "model", "--table", "dev.csv", "--json") == 0
+        assert printed(capsys)["metrics"]["accuracy"] == pytest.approx(expected)
+
+
 def test_labels_score_the_conversion(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--table", "dev.csv", "data.eval_file=few.csv", "--output", "out", *SMALL, "--json"]
     assert snnk("convert", "model", *given) == 0
