@@ -117,7 +117,8 @@ def write_classifier(folder: Path, glue: Path) -> None:
     """A tiny classifier in place of the reader's fine-tuned one, and texts without labels."""
     tokenizer = AutoTokenizer.from_pretrained(write_world(folder / "world") / "bert")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "model")
+    config = BertConfig(vocab_size=len(tokenizer), id2label=dict(enumerate(("negative", "positive"))), **sizes)
+    BertForSequenceClassification(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_task(glue, "sst2", n_train=48, n_dev=16)
     (folder / "reviews.txt").write_text("\n".join(sentences()))
@@ -175,7 +176,7 @@ def test_readme_recipe_commands(root, minilm_dir, tmp_path):
 def test_readme_snnk_commands(root, tmp_path):
     """The commands of the wheel as printed, in an order in which each finds what those before it wrote."""
     write_classifier(tmp_path, tmp_path / "glue")
-    rows = [f"{text},{label}" for text, label in zip(sentences(), ["LABEL_0", "LABEL_1"] * 8, strict=False)]
+    rows = [f"{text},{label}" for text, label in zip(sentences(), ["negative", "positive"] * 8, strict=False)]
     (tmp_path / "labelled.csv").write_text("\n".join(["text,label", *rows]) + "\n")
     environment = {**os.environ, "PYTHONPATH": str(root)}
     for program, *given in commands(root):
