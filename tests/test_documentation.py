@@ -31,6 +31,7 @@ from transformers import (
 )
 
 import snnk_peft
+from snnk_cli.app import app
 from tests.fresh_process import run_python
 
 # Triton need not be installed.
@@ -224,6 +225,8 @@ def test_readme_names_what_there_is(root):
     others = set(re.findall(r"`([a-z_]+)`", text)) - {"snnk", *extras(root)}
     assert len(others) > 3
     assert [name for name in others if not hasattr(snnk_peft, name) and not hasattr(PeftModel, name)] == []
+    verbs = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert set(re.findall(r"`snnk (\w+)", text)) <= verbs
     sources = "".join(file.read_text() for file in (root / "snnk_peft/functional").glob("*.py"))
     assert [name for name in set(re.findall(r"`(SNNK_\w+)=", text)) if name not in sources] == []
 
