@@ -3,6 +3,7 @@
 # make test-all      all of them: also slow ones, those of the papers' experiments, and every combination
 # make test-rest     what `make test` leaves out
 # make lint          ruff (lint and format) and mypy
+# make docs          the pages of docs/, strictly: a broken link or an unknown name is an error; result in build/docs
 # make benchmarks    speed and size; results in recipes/benchmarks/results/
 # make experiments   the papers' experiments, as far as ARGS="--minutes 60 --data path/to/data" allow; pages in model_cards/
 # make gpu           tests, training and speed on a GPU, in less than ten minutes; results in gpu/
@@ -28,7 +29,7 @@ BENCHMARKS := $(filter-out $(BY_HAND),$(wildcard recipes/benchmarks/[a-z]*.py))
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: quickstart test test-all test-rest lint benchmarks experiments gpu clean
+.PHONY: quickstart test test-all test-rest lint docs benchmarks experiments gpu clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/python recipes/quickstart.py --out quickstart --overwrite $(ARGS)
@@ -49,6 +50,10 @@ lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open build/docs/index.html"
 
 benchmarks: $(VENV)/.dev
 	set -e; for program in $(BENCHMARKS); do $(BIN)/python $$program $(ARGS); done

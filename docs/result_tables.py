@@ -1,0 +1,243 @@
+"""Tables of results from the metrics.json files of the benchmarks, and the pages of the studies in model_cards/."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CARDS, BENCHMARKS = ROOT / "model_cards", ROOT / "recipes/benchmarks/results"
+STUDIES = sorted(page.parent.name for page in CARDS.glob("*/README.md"))
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
+PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
+
+Row = Mapping[str, Any]
+Column = tuple[str, str, Callable[[Any], str]]  # title, key in the rows, how its values are written
+METHODS = {
+    "rows": "learned rows beside queries and values, and norms",
+    "upper": "the same in all layers but the first",
+    "parallel": "learned rows beside the FFN",
+    "snnk": "random features behind attention and FFN",
+    "snnk_pfeiffer": "as many parameters in one place of a layer",
+    "lora": "LoRA",
+    "lora_norms": "LoRA and norms",
+    "dora": "DoRA",
+    "least": "any method: through the whole model and back",
+}
+
+
+def study_pages() -> dict[str, str]:
+    """The pages of model_cards/: path below docs/ -> Markdown."""
+    return {"results/claims.md": card(CARDS / "README.md")} | {
+        f"results/{name}.md": card(CARDS / name / "README.md") for name in STUDIES
+    }
+
+
+def card(page: Path) -> str:
+    """A page of model_cards/: its links lead to pages of this site, or become paths."""
+
+    def linked(found: re.Match[str]) -> str:
+        target = (page.parent / found[2]).resolve()
+        if not target.exists():
+            raise FileNotFoundError(f"{page} links to {found[2]}, which is not there")
+        if target == ROOT / "ERRATA.md":
+            return f"[{found[1]}](../errata.md)"
+        if target.parent == CARDS and target.name in STUDIES:
+            return f"[{found[1]}]({target.name}.md)"
+        return f"{found[1]} in `{target.relative_to(ROOT).as_posix()}`"
+
+    text = PICTURE.sub(rf"![\1]({page.parent.name}/\2)", page.read_text(encoding="utf-8"))
+    return LINK.sub(linked, text)
+
+
+def pictures() -> dict[str, Path]:
+    """Path below docs/ -> the picture that is shown there."""
+    shown = {f"results/{name}/{file.name}": file for name in STUDIES for file in sorted((CARDS / name).glob("*.png"))}
+    shown["results/peers.png"] = BENCHMARKS / "convert_peers/peers.png"
+    shown["results/attention_on_gpu.png"] = BENCHMARKS / "gpu/attention_on_gpu/attention_on_gpu.png"
+    return shown
+
+
+def read(name: str) -> dict[str, Any]:
+    """A stored report below recipes/benchmarks/results/."""
+    found: dict[str, Any] = json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def fixed(digits: int, unit: float = 1) -> Callable[[float], str]:
+    """A number with so many decimals, in multiples of a unit."""
+    return lambda value: f"{value / unit:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share of 1 in percent."""
+    return "–" if value is None else f"{100 * value:.1f}"
+
+
+def times(value: float) -> str:
+    """A ratio."""
+    return f"{value:.2f} ×"
+
+
+NAME: Column = ("model", "model", lambda name: {"teacher": "original"}.get(name, name))
+METHOD: Column = ("method", "method", lambda name: METHODS.get(name, name))
+SPEED: Column = ("speed", "speed-up", times)
+SECONDS: Column = ("conversion, s", "conversion seconds", fixed(0))
+TRAINED: Column = ("trained", "trainable parameters", fixed(0))
+PARAMETERS: Column = ("parameters, millions", "parameters", fixed(1, 1e6))
+
+
+def grid(rows: Sequence[Row], *columns: Column) -> str:
+    """A Markdown table of some keys of the rows; all columns but the first are numbers."""
+    lines = [[title for title, _, _ in columns], ["---", *["---:"] * (len(columns) - 1)]]
+    lines += [[form(row[key]) if key in row else "" for _, key, form in columns] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def converted(name: str, score: str, first: str, others: Mapping[str, str] | None = None) -> str:
+    """What a model became without labels: scores, and speeds at `first` and at `others` (title -> key) tokens."""
+    speeds: list[Column] = [(first, "speed-up", times)]
+    speeds += [(title, key, times) for title, key in (others or {}).items()]
+    return grid(read(name)["rows"], NAME, (score, score, percent), *speeds, SECONDS)
+
+
+def at_64(name: str, score: str) -> str:
+    """`converted` of short texts, timed on longer ones too."""
+    return converted(name, score, "speed at 64 tokens", {"at 512": "at 4x512, padded", "at 2,048": "at 1x2048, padded"})
+
+
+def language_model() -> str:
+    """SmolLM2 with linear attention beyond a window: perplexity, and a token behind others."""
+    report = read("convert_llama/metrics.json")
+    perplexity = (f"perplexity, {tokens:,} tokens" for tokens in (512, 2048))
+    keys = ("perplexity at 512", "perplexity at 2048")
+    quality = [(title, key, fixed(1)) for title, key in zip(perplexity, keys, strict=True)]
+    cost = (("tokens before", "tokens", fixed(0)), ("ms a token", "ms per token", fixed(0)))
+    after = grid(report["rows"], NAME, *quality, ("conversion, s", "seconds of conversion", fixed(0)))
+    return f"{after}\n\n{grid(report['decoding'], NAME, *cost, ('cache, MB', 'cache bytes', fixed(0, 1e6)))}"
+
+
+def fewer_units() -> str:
+    """SmolLM2 with fewer hidden units."""
+    rows = read("convert_llama_ffn/metrics.json")["rows"]
+    return grid(rows, NAME, ("perplexity", "perplexity", fixed(1)), PARAMETERS, SECONDS)
+
+
+def peers() -> str:
+    """Accuracy of every method at the latencies of the first one."""
+    rows = read("convert_peers/metrics.json")["at_equal_latency"]
+    return grid(rows, SPEED, *((name, name, percent) for name in rows[0] if name not in ("speed-up", "ms")))
+
+
+def exported() -> str:
+    """A classifier in torch, in ONNX and with int8 Linears."""
+    size: tuple[Column, ...] = (("accuracy", "accuracy", percent), ("MB", "MB", fixed(0)))
+    batch: Column = ("32 × 64 tokens, ms", "ms per 32x64", fixed(0))
+    return grid(
+        read("export_latency/metrics.json")["rows"], NAME, *size, batch, ("1 × 32, ms", "ms per 1x32", fixed(1))
+    )
+
+
+def training_step(name: str, model: str | None = None) -> str:
+    """Time and memory of a training step beside LoRA's."""
+    rows = [row for row in read(name)["rows"] if model is None or row["model"] == model]
+    memory: Column = ("memory / LoRA", "memory / LoRA", times)
+    if memory[1] not in rows[0]:
+        memory = ("peak memory, MB", "peak memory MB", fixed(0))
+    return grid(rows, METHOD, ("time / LoRA", "time / LoRA", times), memory, TRAINED)
+
+
+def heads() -> str:
+    """Heads in closed form from shares of the examples, the mean over tasks, beside LoRA."""
+    rows = [row for row in read("head_beside_lora/metrics.json")["rows"] if row["seed"] is None]
+    of_lora: Sequence[Column] = [(f"% of LoRA's {what}", f"{what} / LoRA's", percent) for what in ("score", "seconds")]
+    share: Column = ("% of the examples", "share of examples", percent)
+    return grid(rows, share, ("score", "score", percent), ("LoRA", "LoRA's score", percent), *of_lora)
+
+
+def faster_attention() -> str:
+    """Linear attention against fused softmax attention, times as fast."""
+    report, kinds = read("attention/metrics.json"), ("forward", "training", "causal")
+    speeds: dict[int, dict[str, Any]] = {}
+    for kind in kinds:
+        for row in report[kind]:
+            speeds.setdefault(row["length"], {"length": row["length"]})[kind] = row["speed_up"]
+    return grid(list(speeds.values()), ("tokens", "length", fixed(0)), *((kind, kind, times) for kind in kinds))
+
+
+def one_token() -> str:
+    """Time and cache of a token behind others."""
+    where: tuple[Column, ...] = (("attention", "attention", str), ("tokens before", "prefix", fixed(0)))
+    cost: tuple[Column, ...] = (("ms a token", "ms_per_token", fixed(1)), ("cache, MB", "bytes", fixed(1, 1e6)))
+    return grid(read("attention/metrics.json")["decoding"], *where, *cost)
+
+
+def attention_on_gpu() -> str:
+    """Milliseconds of a layer, of its kernels alone and of flash attention, batch 1."""
+    kinds = ("forward", "causal", "training", "training, causal")
+    lengths: dict[int, dict[str, Any]] = {}
+    for row in read("gpu/attention_on_gpu/metrics.json")["rows"]:
+        if row["batch"] == 1 and row["kind"] in kinds:
+            told = f"{row['layer_ms']:.2f} ({row['layer_device_ms']:.2f}) / {row['flash_ms']:.2f}"
+            lengths.setdefault(row["length"], {"length": row["length"]})[row["kind"]] = told
+    return grid(list(lengths.values()), ("tokens", "length", fixed(0)), *((kind, kind, str) for kind in kinds))
+
+
+def low_rank_starts() -> str:
+    """Relative risk of a layer of 384 × 1,536 with ReLU at its start, by rank and init."""
+    wanted = {"weights": "he_normal", "inputs": 384, "outputs": 1536, "activation": "relu"}
+    found = [row for row in read("lowrank_init/metrics.json")["rows"] if wanted.items() <= row.items()]
+    rows = [{"rank": row["rank"], **row["relative_risk"]} for row in found]
+    return grid(rows, ("rank", "rank", str), *((name, name, fixed(3)) for name in rows[0] if name != "rank"))
+
+
+def low_rank_speed() -> str:
+    """A thin layer against the dense one, forward and backward."""
+    rows = read("lowrank_speed/metrics.json")["rows"]
+    return grid(rows, ("width", "width", fixed(0)), ("rank", "rank", str), SPEED)
+
+
+def compressed() -> str:
+    """Models of low rank without training, a table for each study."""
+    tables = []
+    for study in read("lowrank_compress/metrics.json")["studies"].values():
+        score: Column = (study["score"], study["score"], percent)
+        columns = (("size", "size", str), ("init", "init", str), score, PARAMETERS, SPEED, SECONDS)
+        tables += [f"**{study['title']}**", grid(study["rows"], *columns)]
+    return "\n\n".join(tables)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "sst2": lambda: at_64("convert_sst2/metrics.json", "accuracy"),
+    "mrpc": lambda: at_64("convert_task/mrpc.json", "score"),
+    "stsb": lambda: at_64("convert_task/stsb.json", "score"),
+    "rte": lambda: at_64("convert_task/rte.json", "score"),
+    "imdb": lambda: converted(
+        "convert_task/imdb.json", "score", "speed at 512 tokens", {"at 2,048": "at 1x2048, padded"}
+    ),
+    "cifar10": lambda: converted("convert_cifar10/metrics.json", "accuracy", "speed"),
+    "language_model": language_model,
+    "fewer_units": fewer_units,
+    "peers": peers,
+    "exported": exported,
+    "step_minilm": lambda: training_step("adapter_step/metrics.json"),
+    "step_llama": lambda: training_step("adapter_step/llama.json"),
+    "step_vit": lambda: training_step("vision_step/metrics.json", "vit_small"),
+    "heads": heads,
+    "faster_attention": faster_attention,
+    "one_token": one_token,
+    "attention_on_gpu": attention_on_gpu,
+    "low_rank_starts": low_rank_starts,
+    "low_rank_speed": low_rank_speed,
+    "compressed": compressed,
+    "studies": lambda: "\n".join(f"- [{title_of(name)}]({name}.md)" for name in STUDIES),
+}
+
+
+def title_of(study: str) -> str:
+    """The heading of a study's page."""
+    first = (CARDS / study / "README.md").read_text(encoding="utf-8").splitlines()[0]
+    return f"{first.removeprefix('# ')} (`{study}`)"
